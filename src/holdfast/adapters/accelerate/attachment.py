@@ -12,6 +12,7 @@ from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
 from holdfast.adapters.accelerate.loader import add_position
 from holdfast.adapters.accelerate.settings import HOME, Settings, folder_of_checkpoints
 from holdfast.adapters.accelerate.support import check_accelerator
+from holdfast.adapters.attached_class import check_attach, insert_class
 from holdfast.checkpointer.options import Home, parse_home
 from holdfast.errors import InvalidInput
 
@@ -46,11 +47,7 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
 
     Ranks: collective.
     """
-    for name, fix in _DECIDED.items():
-        if name in options:
-            raise InvalidInput(f"attach() does not take {name}=: {fix}. The Accelerator was not changed.")
-    if isinstance(accelerator, HoldfastAccelerator):
-        raise InvalidInput("This Accelerator is already attached. Call attach() once.")
+    check_attach(accelerator, HoldfastAccelerator, options, _DECIDED, name="Accelerator")
     check_accelerator(accelerator)
     root = folder_of_checkpoints(accelerator)
     if home is not None:
@@ -59,11 +56,7 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
             root = Path.cwd() if "://" in str(parsed.url) else Path(parsed.url).absolute().parent
     else:
         parsed = None if root is None else parse_home(root / HOME)
-    kind = type(accelerator)
-    bases = (HoldfastAccelerator,) if kind is Accelerator else (kind, HoldfastAccelerator)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    attached: Any = accelerator
-    attached.__class__ = type(kind.__name__, bases, names)
+    attached = insert_class(accelerator, HoldfastAccelerator, before=Accelerator)
     attached.holdfast_settings = Settings(parsed, root, options)
     for loader in accelerator._dataloaders:
         add_position(loader)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.adapters.accelerate.data_position import DataPosition
+from holdfast.adapters.attached_class import insert_class
 
 
 class PositionedLoader:
@@ -47,7 +48,7 @@ class PositionedLoader:
 def add_position(loader: Any) -> Any:
     """Have a prepared loader record its position. Returns the same loader."""
     if not isinstance(_position_of(loader), DataPosition):
-        _mix_in(loader)
+        insert_class(loader, PositionedLoader, before=type(loader))
         loader.holdfast_position = DataPosition(loader)
     return loader
 
@@ -62,7 +63,7 @@ def follow_position(loader: Any, origin: Any, *, continues: bool) -> Any:
     """
     position = _position_of(origin)
     if isinstance(position, DataPosition) and hasattr(loader, "iteration"):
-        _mix_in(loader)
+        insert_class(loader, PositionedLoader, before=type(loader))
         loader.holdfast_position, loader.holdfast_origin = position, origin
         loader.holdfast_continues = continues
     return loader
@@ -70,14 +71,3 @@ def follow_position(loader: Any, origin: Any, *, continues: bool) -> Any:
 
 def _position_of(loader: Any) -> Any:
     return vars(loader).get("holdfast_position")
-
-
-def _mix_in(loader: Any) -> None:
-    """Put `PositionedLoader` before the class of a loader.
-
-    Accelerate's loaders claim the class of the loader inside, in a property that cannot be set.
-    """
-    kind: Any = type(loader)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    mixed: Any = type(kind.__name__, (PositionedLoader, kind), names)
-    object.__dict__["__class__"].__set__(loader, mixed)

@@ -11,8 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from deepspeed.runtime.engine import DeepSpeedEngine
-
+from holdfast.adapters.attached_class import check_attach, insert_class
 from holdfast.adapters.deepspeed.door import Door, Settings
 from holdfast.adapters.deepspeed.engine import HoldfastEngine
 from holdfast.adapters.deepspeed.support import check_engine
@@ -54,9 +53,7 @@ def attach(
 
     Ranks: every rank calls it; not collective.
     """
-    for name, fix in _DECIDED.items():
-        if name in options:
-            raise InvalidInput(f"attach() does not take {name}=: {fix}. The engine was not changed.")
+    check_attach(engine, HoldfastEngine, options, _DECIDED, name="engine")
     if options.get("local") is not None:
         raise Unsupported(
             "attach() does not take local=: a rank loads files that another rank has saved, so all are read "
@@ -67,14 +64,8 @@ def attach(
             f"client_state= must be a function that returns the client state, got "
             f"{type(client_state).__name__}. The engine was not changed. Write client_state=lambda: ..."
         )
-    if isinstance(engine, HoldfastEngine):
-        raise InvalidInput("This engine is already attached. Call attach() once.")
     check_engine(engine)
-    attached: Any = engine
-    kind = type(attached)
-    bases = (HoldfastEngine,) if kind is DeepSpeedEngine else (HoldfastEngine, kind)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     settings = Settings(None if home is None else parse_home(home), client_state, options)
+    attached = insert_class(engine, HoldfastEngine, before=type(engine))
     attached.holdfast_door = Door(attached, settings)
-    attached.__class__ = type(kind.__name__, bases, names)
     return engine

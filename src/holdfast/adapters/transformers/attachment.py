@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import Trainer
 
+from holdfast.adapters.attached_class import check_attach, insert_class
 from holdfast.adapters.transformers.flow import FlowCallback
 from holdfast.adapters.transformers.settings import Settings
 from holdfast.adapters.transformers.support import check_trainer
@@ -51,21 +52,14 @@ def attach(
 
     Ranks: every rank calls it; not collective.
     """
-    for name, fix in _DECIDED.items():
-        if name in options:
-            raise InvalidInput(f"attach() does not take {name}=: {fix}. The Trainer was not changed.")
+    check_attach(trainer, HoldfastTrainer, options, _DECIDED, name="Trainer")
     if folders not in (True, False, "all"):
         raise InvalidInput(f'folders= is True, False or "all", not {folders!r}. The Trainer was not changed.')
-    if isinstance(trainer, HoldfastTrainer):
-        raise InvalidInput("This Trainer is already attached. Call attach() once.")
     check_trainer(trainer)
     if home is None:
         home = Path(trainer.args.output_dir or ".") / "holdfast"
-    kind = type(trainer)
-    bases = (HoldfastTrainer,) if kind is Trainer else (kind, HoldfastTrainer)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    attached: Any = trainer
-    attached.__class__ = type(kind.__name__, bases, names)
-    attached.holdfast_settings = Settings(parse_home(home), folders, options)
+    settings = Settings(parse_home(home), folders, options)
+    attached = insert_class(trainer, HoldfastTrainer, before=Trainer)
+    attached.holdfast_settings = settings
     attached.add_callback(FlowCallback(attached))
     return trainer

@@ -1,0 +1,38 @@
+"""Classes of attached objects: a class of Holdfast comes before one of another library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import InvalidInput
+
+
+def check_attach(
+    target: Any, added: type, options: Mapping[str, Any], decided: Mapping[str, str], *, name: str
+) -> None:
+    """Check the arguments of an adapter's `attach`.
+
+    Raises:
+        InvalidInput: `options` contain one of `decided`, whose values are the places to set them; or `target`
+            already has the class `added`.
+    """
+    for option, fix in decided.items():
+        if option in options:
+            raise InvalidInput(f"attach() does not take {option}=: {fix}. The {name} was not changed.")
+    if isinstance(target, added):
+        raise InvalidInput(f"This {name} is already attached. Call attach() once.")
+
+
+def insert_class(target: Any, added: type, *, before: type) -> Any:
+    """Insert a class into the class of an object, directly before one of its bases. Returns the object.
+
+    Methods of classes derived from `before` still run first, and their `super()` calls reach `added`. If
+    `before` is the class of the object itself, those of `added` run first.
+    """
+    kind: type = type(target)
+    bases = (added, kind) if kind is before else (kind, added)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    # Data loaders of Accelerate have a property `__class__`, which cannot be set.
+    object.__dict__["__class__"].__set__(target, type(kind.__name__, bases, names))
+    return target

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import signal
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,29 @@ def steps_saved(home: Path) -> list[int]:
 def make_state() -> dict[str, Any]:
     model = make_model()
     return {"model": model, "optimizer": AdamW(model.parameters(), lr=0.1), "epoch": 0}
+
+
+@pytest.mark.parametrize("uses_local", [False, True])
+def test_variables_of_the_training_are_freed_without_the_garbage_collector(
+    home: Path, tmp_path: Path, uses_local: bool
+) -> None:
+    """They may be tensors on a GPU, or a data loader that would be taken for one in use."""
+    importlib.import_module("torch._dynamo")  # its first import leaves cycles of its own
+    options = {"local": str(tmp_path / "near")} if uses_local else {}
+
+    def start() -> weakref.ref[torch.Tensor]:
+        mine = torch.ones(2)
+        with make_checkpointer(home, {"x": torch.ones(2)}, **options) as ckpt:
+            step = ckpt.restore() or 0
+            ckpt.save(step + 1)
+        return weakref.ref(mine)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [start()(), start()()] == [None, None]
+    finally:
+        gc.enable()
 
 
 # -- when ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
+import weakref
+
 import pytest
 
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
@@ -67,6 +72,22 @@ def test_the_first_good_copy_is_used(tiers: tuple[FaultyStore, FaultyStore]) -> 
         return found
 
     assert first_good(TieredStore(tiers), take) == b"from home"
+
+
+def test_objects_of_callers_are_freed_after_an_error(tiers: tuple[FaultyStore, FaultyStore]) -> None:
+    """An error that stays in a reference cycle keeps the frames of all callers, with their variables."""
+
+    def look() -> weakref.ref[threading.Event]:
+        mine = threading.Event()
+        with contextlib.suppress(NotFound):
+            TieredStore(tiers).get("none")
+        return weakref.ref(mine)
+
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,15 @@ def first_good(store: Store, read: Callable[[Store], _T]) -> _T:
         NotFound, Corrupt, RetryLater: every copy failed; `decisive_error` chooses among their errors.
     """
     errors: list[HoldfastError] = []
-    for copy in store.copies():
-        try:
-            return read(copy)
-        except _TRY_NEXT as error:
-            errors.append(error)
-    raise decisive_error(errors)
+    try:
+        for copy in store.copies():
+            try:
+                return read(copy)
+            except _TRY_NEXT as error:
+                errors.append(error)
+        raise decisive_error(errors)
+    finally:
+        errors.clear()  # an error refers to this frame: the cycle would keep all callers' objects in memory
 
 
 def decisive_error(errors: Sequence[HoldfastError]) -> HoldfastError:

@@ -141,7 +141,10 @@ class ResumeWarning(UserWarning):
 
 
 class SaveWarning(UserWarning):
-    """A save that failed, was skipped or was dropped. Training continues, and older checkpoints remain."""
+    """A save that failed, was skipped or dropped, or supersedes a checkpoint of the same step.
+
+    Training continues, and older checkpoints remain.
+    """
 
 
 ERRORS: Mapping[str, type[HoldfastError]] = {

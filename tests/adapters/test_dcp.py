@@ -33,7 +33,7 @@ from holdfast import cli
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.dcp.documents import ValueIndex
 from holdfast.adapters.dcp.target import Target
-from holdfast.errors import ResumeWarning
+from holdfast.errors import ResumeWarning, SaveWarning
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
@@ -266,7 +266,8 @@ def test_saving_an_earlier_step_again_supersedes_later_checkpoints(
 ) -> None:
     for step in (1, 2, 3):
         save({"x": torch.full((2,), float(step))}, tmp_path, step)
-    save({"x": torch.full((2,), 20.0)}, tmp_path, 2)
+    with pytest.warns(SaveWarning, match="already has a checkpoint of step 2"):
+        save({"x": torch.full((2,), 20.0)}, tmp_path, 2)
     assert number(tmp_path).tolist() == [20, 20]
     capsys.readouterr()
     cli.main(["ls", str(tmp_path)])
@@ -275,6 +276,45 @@ def test_saving_an_earlier_step_again_supersedes_later_checkpoints(
     assert holdfast.open(tmp_path).attempt == 2
 
 
+def test_a_step_that_is_saved_again_warns_and_supersedes_the_first(tmp_path: Path) -> None:
+    target = str(tmp_path / "step-4")
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=target, storage_writer=HoldfastWriter(tmp_path))
+    first = {path: path.read_bytes() for path in (tmp_path / "step-00000004").iterdir()}
+    with pytest.warns(SaveWarning, match=r"already has a checkpoint of step 4.*overwrite=False"):
+        dcp.save({"x": torch.zeros(2)}, checkpoint_id=target, storage_writer=HoldfastWriter(tmp_path))
+    assert number(tmp_path).tolist() == [0, 0]
+    assert {path: path.read_bytes() for path in first} == first, "the files of the first are as they were"
+
+
+def test_with_overwrite_false_a_checkpoint_is_saved_once(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save({"x": torch.full((2,), float(step))}, tmp_path, step, overwrite=False)
+    attempts = list((tmp_path / "attempts").iterdir())
+    for step in (2, 1):
+        with pytest.raises(CheckpointException, match=rf"Checkpoint already exists: .* has step {step}"):
+            save({"x": torch.zeros(2)}, tmp_path, step, overwrite=False)
+    assert number(tmp_path).tolist() == [2, 2]
+    assert list((tmp_path / "attempts").iterdir()) == attempts
+
+
+def test_with_overwrite_false_and_no_step_a_home_takes_one_checkpoint(tmp_path: Path) -> None:
+    """As a folder of DCP's own files does."""
+    once = HoldfastWriter(tmp_path, overwrite=False)
+    dcp.save({"x": torch.ones(2)}, storage_writer=once)
+    with pytest.raises(CheckpointException, match=r"Checkpoint already exists: .* has step 1"):
+        dcp.save({"x": torch.zeros(2)}, storage_writer=once)
+    assert number(tmp_path).tolist() == [1, 1]
+
+
+def test_with_overwrite_false_an_incomplete_save_is_no_obstacle(tmp_path: Path) -> None:
+    save({"x": torch.ones(2)}, tmp_path, 3)
+    (manifest,) = (tmp_path / "step-00000003").glob("manifest-*")
+    manifest.unlink()
+    save({"x": torch.zeros(2)}, tmp_path, 3, overwrite=False)
+    assert number(tmp_path).tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*already has a checkpoint:holdfast.errors.SaveWarning")
 def test_going_back_twice_continues_the_line_of_the_newest(tmp_path: Path) -> None:
     """An attempt continues one checkpoint of one attempt, not others with the same step."""
     for step in (1, 2, 3):

@@ -8,7 +8,8 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.callsite import warn
+from holdfast.errors import Conflict, Corrupt, NotFound, SaveWarning, Unsupported
 from holdfast.format.part import Ancestors
 from holdfast.home.attempts import check_not_fenced, read_claim
 from holdfast.home.claim import claim_attempt, claim_run
@@ -34,7 +35,9 @@ _claimed: dict[str, SaveClaim] = {}
 _lock = threading.Lock()  # two threads may save at the same time
 
 
-def claim_save(store: Store, step: int | None, *, world_size: int, trainer: int) -> SaveClaim:
+def claim_save(
+    store: Store, step: int | None, *, world_size: int, trainer: int, overwrite: bool = True
+) -> SaveClaim:
     """Claim an attempt for a save of `step`; by default the step after the newest save.
 
     DCP does not pass on which checkpoint the run was loaded from. The save is assumed to continue the
@@ -43,14 +46,17 @@ def claim_save(store: Store, step: int | None, *, world_size: int, trainer: int)
 
     Args:
         trainer: process id of the trainer, which may be another process than this one.
+        overwrite: allow a save of a step that has a checkpoint.
 
     Raises:
-        Conflict: another trainer has taken over this home.
+        Conflict: another trainer has taken over this home; or the checkpoint exists, and `overwrite` is
+            False.
         Corrupt: the home's documents are damaged.
         RetryLater: the store failed.
     """
     with _lock:
         home = list_home(store)
+        _check_existing(store, home, step, overwrite=overwrite)
         run = claim_run(store)
         newest = max(home.attempts, default=0)
         if step is None:
@@ -68,6 +74,28 @@ def claim_save(store: Store, step: int | None, *, world_size: int, trainer: int)
             attempt = claim_attempt(store, run, world_size=world_size, trainer=trainer).number
         _claimed[store.url] = SaveClaim(run, step, attempt, world_size, ancestors)
         return _claimed[store.url]
+
+
+def _check_existing(store: Store, home: Listing, step: int | None, *, overwrite: bool) -> None:
+    """Refuse a save of a checkpoint that exists, or warn that it is superseded.
+
+    DCP names a checkpoint by its path, so without a step any checkpoint of the home counts.
+    """
+    existing = next((one for _, one in candidates(home) if step in (None, one)), None)
+    if existing is None:
+        return
+    if not overwrite:
+        raise Conflict(
+            f"Checkpoint already exists: {store.url} has step {existing}, and overwrite=False. Nothing was "
+            "written. Save another step or to another home, or pass overwrite=True to HoldfastWriter.",
+            step=existing,
+        )
+    if step is not None:
+        warn(
+            f"{store.url} already has a checkpoint of step {step}. This save supersedes it and all later "
+            "ones. To refuse such saves, pass overwrite=False to HoldfastWriter.",
+            SaveWarning,
+        )
 
 
 def _step_after(home: Listing, attempt: int) -> int:

@@ -60,18 +60,26 @@ class HoldfastWriter(StorageWriter):
         home: folder or URL of this run's checkpoints. Each run needs its own home.
         step: number of completed optimizer steps; by default the step after the newest save in the home.
         keep: number of newest checkpoints to keep, a `Keep` policy, or None to keep all.
+        overwrite: False refuses a save of a step that has a checkpoint, and without a step a save to a home
+            that has one. True supersedes it with a warning; its files do not change.
 
     Raises:
         InvalidInput: an argument is invalid.
     """
 
     def __init__(
-        self, home: str | os.PathLike[str], *, step: int | None = None, keep: int | Keep | None = None
+        self,
+        home: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        keep: int | Keep | None = None,
+        overwrite: bool = True,
     ) -> None:
         super().__init__()
         self._default = Target.of(home, step)
         self._target = self._default
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
+        self._overwrite = overwrite
         self._trainer = os.getpid()  # also when a save runs in a process beside the trainer
         self._own_save: RankSave | None = None
         self._step: int | None = None
@@ -111,7 +119,8 @@ class HoldfastWriter(StorageWriter):
         """Check the tensors of all ranks and claim an attempt, on the coordinator.
 
         Raises:
-            Conflict: another trainer has taken over this home.
+            Conflict: another trainer has taken over this home; or the checkpoint exists, and `overwrite` is
+                False.
             InvalidInput, Unsupported: a tensor cannot be saved. Nothing was written.
             RetryLater: the store failed.
         """
@@ -119,7 +128,13 @@ class HoldfastWriter(StorageWriter):
             _refuse_plan_caching(not getattr(plan, "usable", True))
         catalog, index = documents.make_catalog(plans), documents.ValueIndex.of(plans).text()
         store = open_store(self._target.home)
-        save_claim = claim_save(store, self._target.step, world_size=len(plans), trainer=self._trainer)
+        save_claim = claim_save(
+            store,
+            self._target.step,
+            world_size=len(plans),
+            trainer=self._trainer,
+            overwrite=self._overwrite,
+        )
         self._own_save = RankSave(save_claim, 0, catalog, index)
         others = [RankSave(save_claim, rank, catalog) for rank in range(1, len(plans))]
         return [

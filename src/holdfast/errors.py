@@ -141,7 +141,7 @@ class ResumeWarning(UserWarning):
 
 
 class SaveWarning(UserWarning):
-    """A save that failed, was skipped or dropped, or supersedes a checkpoint of the same step.
+    """A save that failed, was skipped or dropped, or supersedes another one.
 
     Training continues, and older checkpoints remain.
     """

@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 
-import deepspeed
+import deepspeed  # pyright: ignore[reportMissingImports] - an extra
 import torch
 
 from holdfast.adapters.deepspeed import attach

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_an_accelerator_killed_and_resumed_ends_like_a_run_that_nothing_happened
 @pytest.mark.slow
 def test_an_engine_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
-    env = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(reserve_port())}
+    env: dict[str, Any] = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(reserve_port())}
     straight = last_line(run_example("09_deepspeed.py", tmp_path / "straight", **env))
     kill = {**env, "HOLDFAST_KILL_AT": "trainer.handed:3"}
     assert run_example("09_deepspeed.py", tmp_path / "out", **kill).returncode == -signal.SIGKILL

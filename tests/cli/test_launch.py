@@ -198,6 +198,80 @@ def test_a_launch_on_kubernetes_names_the_commands_that_do_it(
     assert "abc123" not in holdfast("launch", task, "--secret", "TOKEN=abc123", "--dry-run").out
 
 
+def test_a_command_is_launched_in_a_copy_of_the_current_folder(
+    jobs: JobHarness, tmp_path: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "train.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.chdir(tmp_path / "here")
+    result = holdfast("launch", "--attach", "--", sys.executable, "train.py", "--lr", "a b", "$HOME")
+    assert "['--lr', 'a b', '$HOME']" in result.out
+    assert result.status == 0
+    result = holdfast("launch", "--attach", "-n", "two", "--", "echo $A && pwd", "--", "x")
+    assert (jobs.engine.job(2).name, result.status) == ("two", 1), "several words are a program and arguments"
+    assert "a-b" in holdfast("launch", "--attach", "--env", "A=a-b", "--", "echo $A && pwd").out
+
+
+def test_a_command_does_not_copy_the_whole_home(
+    jobs: JobHarness, tmp_path: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    result = holdfast("launch", "--", "true")
+    assert result.status == 2
+    assert "give --workdir FOLDER" in result.err
+    assert holdfast("launch", "--workdir", tmp_path / "none", "--", "true").status == 2
+    (tmp_path / "w").mkdir()
+    assert holdfast("launch", "--workdir", "w", "--attach", "--", "true").status == 0
+
+
+def test_a_file_and_a_command_exclude_each_other(jobs: JobHarness, task: Path, holdfast: Command) -> None:
+    for words in ([], [task, "--", "true"], ["--"]):
+        result = holdfast("launch", *words)
+        assert result.status == 2
+        assert "Expected a task file, or -- and a command" in result.err
+
+
+def test_options_override_the_file(jobs: JobHarness, task: Path, tmp_path: Path, holdfast: Command) -> None:
+    env = tmp_path / ".env"
+    env.write_text("WHO=you\nLR='3e-4'\n")
+    (tmp_path / "work").mkdir()
+    options = ["--gpus", "T4:2", "--num-nodes", 2, "--workdir", tmp_path / "work"]
+    result = holdfast("launch", task, "--env-file", env, "--env", "LR=1", *options, "--dry-run")
+    assert "WHO=you, LR=1" in result.out
+    assert f"copied from {tmp_path / 'work'}" in result.out
+    plan = holdfast("launch", task, "--env-file", env, *options, "--dry-run", "--json").json
+    assert plan["num_nodes"] == 2
+    assert "accelerators: T4:2" in plan["task"]
+    assert plan["notes"] == []
+    for words, said in (
+        (["--gpus", "T4:x"], "--gpus T4:x: expected NAME or NAME:COUNT"),
+        (["--env-file", tmp_path / "no"], "--env-file"),
+    ):
+        refused = holdfast("launch", task, *words)
+        assert refused.status == 2
+        assert said in refused.err
+
+
+def test_a_pipeline_is_launched_and_followed(jobs: JobHarness, task: Path, holdfast: Command) -> None:
+    task.write_text("name: both\n---\nname: a\nrun: echo one\n---\nname: b\nrun: echo two $WHO\n")
+    plan = holdfast("launch", task, "--dry-run").out
+    assert "task 2 of 2 of pipeline both once the one before has succeeded" in plan
+    assert len(holdfast("launch", task, "--dry-run", "--json").json) == 2
+    result = holdfast("launch", task, "--env", "WHO=me")
+    assert "pipeline both was submitted" in result.out
+    assert "1 (a), 2 (b)" in result.out
+    assert jobs.wait(jobs.engine.job(2)).status is JobStatus.SUCCEEDED
+    result = holdfast("launch", task, "--env", "WHO=you", "--attach")
+    assert result.status == 0
+    assert result.out.index("one\n") < result.out.index("two you\n")
+    task.write_text("run: exit 4\n---\nrun: echo never\n")
+    assert holdfast("launch", task, "--attach").status == 1
+    jobs.wait(jobs.engine.job(6))
+    assert [row["status"] for row in holdfast("queue", "--json").json][:2] == ["CANCELLED", "FAILED"]
+    assert holdfast("launch", task, "--on", "k8s", "--dry-run").status == 2
+
+
 def test_preempting_and_cancelling_from_the_command_line(
     jobs: JobHarness, task: Path, holdfast: Command
 ) -> None:

@@ -27,6 +27,7 @@ from holdfast.jobs.state_machine import (
     NodesRunning,
     NoticeDelivered,
     NoticeReceived,
+    PredecessorFailed,
     RestartPolicy,
     SendNotice,
     StartAttempt,
@@ -268,6 +269,14 @@ def test_cancelling_between_attempts_ends_the_job_at_once() -> None:
     assert scenario.apply(BackoffElapsed()) is JobStatus.CANCELLED
 
 
+def test_a_job_after_one_that_failed_never_starts() -> None:
+    scenario = Scenario()
+    assert scenario.apply(PredecessorFailed("job 1 is FAILED")) is JobStatus.CANCELLED
+    assert (scenario.life.attempt, scenario.life.reason, scenario.actions) == (0, "job 1 is FAILED", [])
+    scenario = Scenario()
+    assert scenario.apply(ControllerStarted(), PredecessorFailed("x")) is JobStatus.STARTING
+
+
 def test_a_failed_controller_kills_what_is_running() -> None:
     scenario = Scenario()
     assert (
@@ -290,6 +299,7 @@ events = st.one_of(
     st.builds(NoticeDelivered, st.integers(1, 4), st.integers(0, 1)),
     st.just(CancelRequested()),
     st.just(BackoffElapsed()),
+    st.just(PredecessorFailed("x")),
     st.just(ControllerFailed("x")),
 )
 policies = st.builds(

@@ -17,6 +17,8 @@ FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
 
 _RAW = ("demo", "launch", "logs")
 """Commands whose output is not escaped: the output of a job, and a moving screen."""
+_WITH_COMMAND_LINE = ("launch",)
+"""Commands that run another command line, after `--`."""
 
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -56,7 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in words if not word.startswith("-")), "")
     parser = make_parser(command)  # other commands are not imported
+    command_line = None
+    if command in _WITH_COMMAND_LINE and "--" in words:
+        # argparse would not distinguish `launch -- a` from `launch a`.
+        end = words.index("--")
+        words, command_line = words[:end], words[end + 1 :]
     args = parser.parse_args(words)
+    args.command_line = command_line
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return TROUBLE

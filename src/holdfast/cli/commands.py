@@ -19,7 +19,7 @@ COMMANDS = {
     "rm": "Delete checkpoints.",
     "drain": "Wait until all files of a write-back directory are in its bucket.",
     "demo": "Train a small GPT, kill it, damage a checkpoint, resume, and prove that nothing was lost.",
-    "launch": "Run a SkyPilot task file as a job that restarts after crashes and preemptions.",
+    "launch": "Run a SkyPilot task file or a command as a job that restarts after crashes and preemptions.",
     "queue": "List jobs and their status.",
     "describe": "Show everything that is recorded about a job.",
     "logs": "Print the output of a job.",

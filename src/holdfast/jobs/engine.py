@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from holdfast.errors import Unsupported
 from holdfast.jobs.output.block import OutputBlock, texts
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.model import Task, TaskFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Job:
         reason: why it has its status, for people. The first line is a summary.
         engine_job_id: the engine's own id of it.
         exit_status: 0 unless it has ended without success; then that of its command, or 1.
+        after: the job that must succeed before it starts, in a pipeline.
     """
 
     id: int
@@ -61,6 +63,7 @@ class Job:
     reason: str
     engine_job_id: str | None = None
     exit_status: int = 0
+    after: int | None = None
 
     @classmethod
     def of(cls, record: JobRecord, *, step: int | None = None, life: JobState | None = None) -> Job:
@@ -83,6 +86,7 @@ class Job:
             reason=life.reason,
             engine_job_id=record.engine_job_id,
             exit_status=exit_status(life),
+            after=record.spec.after,
         )
 
 
@@ -106,6 +110,8 @@ class Engine(ABC):
 
     name: str
     """Name of the engine, as in `--on`."""
+    no_pipelines: str = ""
+    """Why the engine does not run pipelines, and what to use instead. Empty if it does."""
     poll_s = 5.0
     """Interval for following a job, where the kernel reports no changes."""
 
@@ -135,6 +141,21 @@ class Engine(ABC):
 
         Blocks: while the workdir is copied.
         """
+
+    def check_file(self, file: TaskFile) -> None:
+        """Check that the engine can run all tasks of a file; see `check`."""
+        if file.is_pipeline and self.no_pipelines:
+            num_tasks = len(file.tasks)
+            raise Unsupported(
+                f"{file.path}: a pipeline of {num_tasks} tasks: {self.no_pipelines} Nothing was started."
+            )
+        for task in file.tasks:
+            self.check(task)
+
+    def submit_file(self, file: TaskFile) -> list[Job]:
+        """Submit the tasks of a file; see `submit`. Each starts once the one before has succeeded."""
+        self.check_file(file)
+        return [self.submit(task) for task in file.tasks]
 
     @abstractmethod
     def jobs(self) -> list[Job]:

@@ -13,6 +13,17 @@ from holdfast.environment import PREEMPTION, PROGRESS
 TAG = "HOLDFAST_NODE"
 """Variable that identifies the processes of a node: task id, attempt and rank."""
 
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""Variable with which printed lines are in the log at once, and not lost when the process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Pipeline of a job, which SkyPilot numbers as one job with several tasks."""
+
+    job: int  # number of its first job
+    task_ids: tuple[str, ...]  # of all its jobs, in their order
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -30,6 +41,7 @@ class Node:
     progress: str  # path of the file where training records its steps
     grace_s: float  # time limit for a last save
     cloud: str = "local"  # SkyPilot's name for the place
+    pipeline: Pipeline | None = None
 
     @property
     def tag(self) -> str:
@@ -43,11 +55,16 @@ def tag(task_id: str, attempt: int | None = None, rank: int | None = None) -> st
     return "/".join(parts) + ("" if rank is not None else "/")
 
 
-def create_task_id(name: str, job: int, now_unix_s: float) -> str:
-    """Return a task id in the format of SkyPilot's managed jobs."""
+def create_task_id(name: str, job: int, now_unix_s: float, task: int = 0) -> str:
+    """Return a task id in the format of SkyPilot's managed jobs.
+
+    Args:
+        job: number of the job, or of the first one of a pipeline.
+        task: position in the pipeline, from 0.
+    """
     moment = datetime.datetime.fromtimestamp(now_unix_s, datetime.timezone.utc)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
-    return f"sky-managed-{moment:%Y-%m-%d-%H-%M-%S-%f}_{plain}_{job}-0"
+    return f"sky-managed-{moment:%Y-%m-%d-%H-%M-%S-%f}_{plain}_{job}-{task}"
 
 
 def run_environment(
@@ -61,10 +78,11 @@ def run_environment(
         gpus: devices reserved for this node. Empty leaves the choice to the job.
     """
     ips = "\n".join(node.addresses)
+    pipeline = node.pipeline or Pipeline(node.job, (node.task_id,))
     ours = {
         "SKYPILOT_TASK_ID": node.task_id,
-        "SKYPILOT_TASK_IDS": node.task_id,
-        "SKYPILOT_MANAGED_JOB_ID": str(node.job),
+        "SKYPILOT_TASK_IDS": "\n".join(pipeline.task_ids),
+        "SKYPILOT_MANAGED_JOB_ID": str(pipeline.job),
         "SKYPILOT_INTERNAL_JOB_ID": str(node.job),
         "SKYPILOT_JOB_RANK": "0",
         "SKYPILOT_NODE_RANK": str(node.rank),
@@ -84,7 +102,7 @@ def run_environment(
     # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
     defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(node.grace_s))}
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    return {**defaults, **base, **devices, **task, **ours}
+    return {**defaults, **base, **UNBUFFERED, **devices, **task, **ours}
 
 
 def setup_environment(

@@ -28,6 +28,7 @@ class JobSpec:
     has_setup: bool
     user: str
     gpus: list[list[str]]  # devices reserved for each node, or empty lists
+    after: int | None = None  # job that must succeed before this one starts, in a pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ class JobRequest:
     id: str
     kind: str  # cancel or preempt
     lead_s: float | None
+
+
+def first_state(spec: JobSpec) -> JobState:
+    """Return the state of a job that has just been submitted."""
+    return JobState(reason=f"waits for job {spec.after}" if spec.after is not None else "")
 
 
 def encode(value: JobRequest | Submission | StoredState) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from holdfast.jobs.record_files import (
     Submission,
     add_request,
     append_state,
+    first_state,
     newest_state,
     read_requests,
     read_submission,
@@ -84,7 +85,16 @@ class Records:
         folder = self._folder(submission.number)
         with self._translate_errors():
             write_submission(folder, submission)
-            append_state(folder, StoredState(submission.submitted_unix_s))
+            append_state(folder, StoredState(submission.submitted_unix_s, first_state(submission.spec)))
+
+    def complete_all(self, submissions: Sequence[Submission]) -> None:
+        """Record the jobs of a pipeline. Until the first job is visible, none of the others starts."""
+        for submission in reversed(submissions):
+            self.complete(submission)
+
+    def successors(self, number: int) -> list[JobRecord]:
+        """Return the records of the jobs that start once a job has succeeded."""
+        return [record for record in self.all() if record.spec.after == number]
 
     def withdraw(self, number: int) -> None:
         """Hide a job that its engine did not accept. Its other files stay."""

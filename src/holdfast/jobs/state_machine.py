@@ -114,6 +114,13 @@ class BackoffElapsed:
 
 
 @dataclass(frozen=True, slots=True)
+class PredecessorFailed:
+    """The task before this one in a pipeline has ended without success."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class ControllerFailed:
     """The controller cannot continue."""
 
@@ -130,6 +137,7 @@ JobEvent = (
     | NoticeDelivered
     | CancelRequested
     | BackoffElapsed
+    | PredecessorFailed
     | ControllerFailed
 )
 
@@ -195,6 +203,8 @@ def advance(life: JobState, event: JobEvent, policy: RestartPolicy) -> Transitio
         return _notice_delivered(life, event)
     if isinstance(event, CancelRequested):
         return _cancel(life, policy)
+    if isinstance(event, PredecessorFailed):
+        return _skip(life, event)
     return _broke(life, event)
 
 
@@ -216,8 +226,16 @@ def _start(life: JobState) -> Transition:
         is_noticed=False,
         outcomes={},
         recoveries=life.recoveries + (number > 1),
+        reason=life.reason if number > 1 else "",
     )
     return life, (StartAttempt(number),)
+
+
+def _skip(life: JobState, event: PredecessorFailed) -> Transition:
+    """Cancel a job that has not started."""
+    if life.status is not JobStatus.PENDING:
+        return life, ()
+    return dataclasses.replace(life, status=JobStatus.CANCELLED, reason=event.why), ()
 
 
 def _ran(life: JobState) -> Transition:

@@ -54,6 +54,16 @@ def find_unsupported_keys(task: Task, table: Mapping[str, str]) -> list[Unsuppor
     ]
 
 
+def find_mounts_in_place(task: Task) -> list[UnsupportedKey]:
+    """Return the mounts whose files are at their path already. They are neither copied nor linked."""
+    what = "this file itself: it is there already, so that changes of the job remain"
+    return [
+        UnsupportedKey(f"file_mounts.{mount.target}", mount.line, what)
+        for mount in task.file_mounts
+        if mount.is_in_place
+    ]
+
+
 def value_at(document: Mapping[str, Any], key: str) -> Any:
     """Return the value at a path of keys, or None."""
     value: Any = document

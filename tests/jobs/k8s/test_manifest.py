@@ -262,7 +262,7 @@ config:
     assert container(found)["name"] == "training"
     assert container(found)["imagePullPolicy"] == "Always"
     assert variables(found)["A"] == "b"
-    assert container(found)["args"][-1] == variables(found)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "300"
+    assert container(found)["args"][6] == variables(found)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "300"
     assert problems(found) == []
 
 

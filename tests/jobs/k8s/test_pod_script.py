@@ -56,10 +56,12 @@ class Pod:
     def start(
         self, run: str, *, setup: str = "", free: tuple[int, ...] = (), rule: RestartRule | None = None
     ) -> None:
+        (self.folder / "home").mkdir(exist_ok=True)
         asked = Task("gpt", run, setup, recovery=Recovery(0, frozenset(free)))
         # The tag is that of the keepers to wait for, as other processes of this machine are visible too.
         environment = {
             "PATH": os.environ["PATH"],
+            "HOME": str(self.folder / "home"),
             "PYTHON": sys.executable,
             "HOLDFAST_NODE": uuid.uuid4().hex,
             "HOLDFAST_PREEMPTION": f"none,file:{self.folder}/notice",
@@ -219,3 +221,28 @@ def test_the_workdir_is_cloned_at_a_branch_tag_or_commit(
     folder.mkdir()
     command = clone_command(Task("a", "x", repository=Repository(url, "gone")), str(folder))
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode != 0
+
+
+# -- shell ---------------------------------------------------------------------------------------------------
+
+
+def test_sky_workdir_leads_to_the_folder_where_commands_start(pod: Pod) -> None:
+    pod.start("touch made; cd /; ls ~/sky_workdir/made >/dev/null && echo $1 found")
+    assert pod.end() == (0, "found\n")
+    pod.start("echo again")  # the link exists
+    assert pod.end() == (0, "again\n")
+    (pod.folder / "home" / "sky_workdir").unlink()
+    (pod.folder / "home" / "sky_workdir").mkdir()
+    pod.start("cd ~/sky_workdir; touch wrong")
+    status, output = pod.end()
+    assert status == 1
+    assert "~/sky_workdir already exists in the image" in output
+
+
+def test_a_pod_without_conda_ends_at_its_activation(pod: Pod) -> None:
+    pod.start("echo begun\nno-such-program\nconda activate gpt\necho went on")
+    status, output = pod.end()
+    assert status == 127
+    assert "line 2: no-such-program: command not found" in output
+    assert "`conda activate gpt` cannot work" in output
+    assert "went on" not in output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.accelerators import Accelerators, parse_accelerators
 from holdfast.jobs.task.model import MountMode, Task
-from holdfast.jobs.task.parser import Overrides, load_task, parse_task
+from holdfast.jobs.task.parser import Overrides, command_task, load_task, parse_task, parse_tasks
 from holdfast.jobs.task.rendering import to_yaml
 from holdfast.jobs.task.schema import RESOURCES, STORAGE, TASK
 from jobs.task.guide import SNIPPETS
@@ -137,7 +138,21 @@ def test_nested_problems_have_their_path() -> None:
         ("run: x\nsecrets: [TOKEN]\n", ":2: secrets.TOKEN: TOKEN has no value"),
         ("run: x\nenvs:\n  a-b: 1\n", "expected the name of a variable"),
         ("run: x\nresources:\n  accelerators: A100:x\n", ":3: resources.accelerators: expected NAME"),
-        ("service: {}\n", "services and pools are not jobs"),
+        (
+            "service: {}\n",
+            "services and pools are not jobs; start this one with SkyPilot: `sky serve up FILE`",
+        ),
+        ("pool: {}\n", "`sky jobs pool apply FILE`"),
+        (
+            "run: x\nresources: {gpus: A, accelerators: B}\n",
+            ":2: resources.gpus: another name of accelerators",
+        ),
+        ("run: x\nresources: {gpus: A100:x}\n", ":2: resources.accelerators: expected NAME"),
+        (
+            "run: x\nresources: {any_of: [{}], ordered: [{}]}\n",
+            "expected one of any_of and ordered, found both",
+        ),
+        ("run: x\nenvs: {S: no}\nfile_mounts: {/a: {name: b, store: $S}}\n", "a.store: expected one of S3"),
         ("run: x\nnum_nodes: 0\n", "at least 1"),
     ],
 )
@@ -145,9 +160,128 @@ def test_an_invalid_file_is_rejected_with_an_explanation(text: str, said: str) -
     assert said in refusal(text)
 
 
-def test_pipelines_are_unsupported() -> None:
-    with pytest.raises(Unsupported, match="2 documents"):
-        task_of("name: p\n---\nrun: x\n")
+@pytest.mark.parametrize(
+    ("resources", "choices", "is_ordered"),
+    [
+        ("{gpus: A100:8}", [("A100", 8)], False),
+        ("{gpus: {A100: 1, H100: 2}}", [("A100", 1), ("H100", 2)], False),
+        ("{any_of: [{accelerators: A100:8}, {gpus: H100:4}]}", [("A100", 8), ("H100", 4)], False),
+        (
+            "{ordered: [{accelerators: A100}, {accelerators: [B:2, C:2]}]}",
+            [("A100", 1), ("B", 2), ("C", 2)],
+            True,
+        ),
+        ("{accelerators: T4:2, any_of: [{use_spot: true}, {gpus: V100}]}", [("T4", 2), ("V100", 1)], False),
+        ("{any_of: [{use_spot: true}, {use_spot: false}]}", [], False),
+    ],
+)
+def test_accelerators_are_found_in_aliases_and_alternatives(
+    resources: str, choices: list[object], is_ordered: bool
+) -> None:
+    task = task_of(f"resources: {resources}\nrun: x\n")
+    assert list(task.accelerators.choices) == choices
+    assert task.accelerators.is_ordered == is_ordered
+    rendered = to_yaml(task)
+    assert "gpus" not in rendered  # other versions of SkyPilot do not have the alias
+    assert task_of(rendered).accelerators == task.accelerators
+
+
+def test_folded_accelerators_of_an_alternative_are_unfolded() -> None:
+    task = task_of("resources:\n  any_of:\n    - gpus:\n        A100:1\n        H100:1\nrun: x\n")
+    assert yaml.safe_load(to_yaml(task))["resources"] == {
+        "any_of": [{"accelerators": {"A100": 1, "H100": 1}}]
+    }
+    assert "line 4: resources.accelerators: without a space" in task.notes[0]
+
+
+def test_variables_are_filled_in_before_a_mount_is_checked() -> None:
+    text = "envs: {STORE: s3, MODE: }\nfile_mounts: {/a: {name: b, store: $STORE, mode: '${MODE}'}}\nrun: x\n"
+    task = task_of(text, MODE="MOUNT_CACHED")
+    assert [(one.mode, one.spec["store"]) for one in task.file_mounts] == [(MountMode.MOUNT_CACHED, "s3")]
+    secret = "secrets: {S: abc123}\nfile_mounts: {/a: {name: b, store: $S}}\nrun: x\n"
+    assert "abc123" not in refusal(secret)
+
+
+def test_a_file_may_be_mounted_at_its_own_path() -> None:
+    text = "run: x\nfile_mounts: {~/.kaggle/a: ~/.kaggle/a, /d/../b: /b, ~/c: ~/d, c: /c, /s: 's3://s'}\n"
+    assert [one.is_in_place for one in task_of(text).file_mounts] == [True, True, False, False, False]
+
+
+# -- options of the command line -------------------------------------------------------------------------
+
+
+def overridden(text: str, **options: object) -> Task:
+    return parse_task(text, "task.yaml", Overrides(**options))  # pyright: ignore[reportArgumentType]
+
+
+def test_options_of_the_command_line_take_the_place_of_keys() -> None:
+    text = "name: a\nnum_nodes: 1\nworkdir: /a\nresources: {cpus: 2, gpus: T4}\nrun: x\n"
+    task = overridden(text, name="b", num_nodes=3, workdir="/b", accelerators="H100:8")
+    assert (task.name, task.num_nodes, task.workdir) == ("b", 3, "/b")
+    assert task.accelerators.choices == (("H100", 8.0),)
+    document = yaml.safe_load(to_yaml(task))
+    assert document["resources"] == {"cpus": 2, "accelerators": "H100:8"}
+    assert (document["name"], document["num_nodes"], document["workdir"]) == ("b", 3, "/b")
+
+
+def test_gpus_of_the_command_line_are_those_of_all_alternatives() -> None:
+    text = "resources: {any_of: [{accelerators: A100, infra: aws}, {gpus: V100}]}\nrun: x\n"
+    task = overridden(text, accelerators="H100:2")
+    assert task.accelerators.choices == (("H100", 2.0),)
+    resources = yaml.safe_load(to_yaml(task))["resources"]
+    assert resources == {"any_of": [{"infra": "aws"}, {}], "accelerators": "H100:2"}
+    assert overridden(text, accelerators="none").accelerators.choices == ()
+    assert overridden("run: x\n", accelerators="H100:2").accelerators.num_per_node == 2
+
+
+def test_a_command_is_a_task() -> None:
+    task = command_task("echo 'a: b' # \u00e9\U0001f600", Overrides(envs={"A": "1"}))
+    assert (task.name, task.run, task.envs) == ("command", "echo 'a: b' # \u00e9\U0001f600", {"A": "1"})
+    assert task.workdir == str(Path.cwd())
+
+
+# -- pipelines -------------------------------------------------------------------------------------------
+
+
+PIPELINE = "name: p\n---\nname: a\nrun: x\n---\nenvs: {N: }\nrun: y $N\n"
+
+
+def test_a_pipeline_has_a_header_and_tasks() -> None:
+    """With the names that SkyPilot gives."""
+    file = parse_tasks(PIPELINE, "task.yaml", Overrides(envs={"N": "3"}))
+    assert file.name == "p"
+    assert [(task.name, task.run) for task in file.tasks] == [("a", "x"), ("p-1", "y $N")]
+    assert file.tasks[1].lines["run"] == 7
+    assert [task.envs for task in file.tasks] == [{"N": "3"}, {"N": "3"}]
+    assert parse_tasks(PIPELINE, "f/task.yaml", Overrides(name="q", envs={"N": "3"})).name == "q"
+    assert parse_tasks("---\nrun: x\n---\n---\nrun: y\n", "f/task.yaml").name == "task"
+    serial = parse_tasks("name: p\nexecution: serial\n---\nrun: x\n---\nrun: y\n", "task.yaml")
+    assert [task.name for task in serial.tasks] == ["p-0", "p-1"]
+
+
+def test_a_header_with_one_task_is_a_task() -> None:
+    assert task_of("name: p\n---\nname: a\nrun: x\n").name == "p"
+    with pytest.raises(Unsupported, match="expected one task, found 2"):
+        task_of("run: x\n---\nrun: y\n")
+
+
+def test_problems_of_all_tasks_are_reported() -> None:
+    with pytest.raises(InvalidInput) as refused:
+        parse_tasks("name: p\n---\nrun: x\nsetpu: y\n---\nname: b\n", "task.yaml")
+    assert "task.yaml:4: setpu: unknown key" in str(refused.value)
+    assert "task.yaml:6: run: expected the commands" in str(refused.value)
+
+
+def test_job_groups_and_unclear_options_of_pipelines_are_refused() -> None:
+    group = "name: g\nexecution: parallel\n---\nrun: x\n---\nrun: y\n"
+    with pytest.raises(
+        Unsupported, match=r"task\.yaml:2: execution: parallel makes a job group.*sky jobs launch"
+    ):
+        parse_tasks(group, "task.yaml")
+    with pytest.raises(InvalidInput, match="expected serial, found 'both'"):
+        parse_tasks(group.replace("parallel", "both"), "task.yaml")
+    with pytest.raises(InvalidInput, match=r"--num-nodes is for a file with one task, and task\.yaml has 2"):
+        parse_tasks(PIPELINE, "task.yaml", Overrides(num_nodes=2))
 
 
 def test_a_missing_file_is_not_found(tmp_path) -> None:

@@ -21,7 +21,11 @@ VALUES = {
     **dict.fromkeys(("a", "b"), SIDES),
     **dict.fromkeys(("step", "before"), STEPS),
     **dict.fromkeys(
-        ("args", "dest", "directory", "keep", "local", "output", "script", "source", "task"), FILES
+        (
+            *("args", "dest", "directory", "env_file", "keep", "local", "output", "script", "source", "task"),
+            "workdir",
+        ),
+        FILES,
     ),
 }
 """Kind of the values of an argument, by the name of the argument. Others have no candidates."""

@@ -22,6 +22,11 @@ from holdfast.jobs.task.model import Task
 class ManifestEngine(RecordedEngine):
     """Engine that describes jobs for kubectl and starts none. See `RecordedEngine` for its arguments."""
 
+    no_pipelines = (
+        "a Job of Kubernetes does not wait for another. Give each task a file of its own, and apply each "
+        "manifest after `kubectl wait --for=condition=complete` of the one before, or use Argo Workflows."
+    )
+
     @abstractmethod
     def _object(self, task: Task) -> objects.Object:
         """Return the object that runs a task."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.environment import KEEP_IN_MEMORY, PREEMPTION
-from holdfast.jobs.environment import TAG, add_notice_file
+from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file
 from holdfast.jobs.k8s.escaping import escape, reference
 from holdfast.jobs.k8s.names import object_name
 from holdfast.jobs.task.model import Task
@@ -66,6 +66,7 @@ def environment(task: Task, nodes: Nodes) -> list[dict[str, Any]]:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": {"value": str(nodes.grace_s)},
         # A keeper ends with its pod, so its memory is of no use to the next attempt.
         KEEP_IN_MEMORY: {"value": "0"},
+        **{name: {"value": value} for name, value in UNBUFFERED.items()},
     }
     first = {name: ours[name] for name in _FIRST}
     merged = {**first, **defaults, **_variables(task), **ours}

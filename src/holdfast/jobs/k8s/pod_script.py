@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.errors import PREEMPTED_STATUS
+from holdfast.jobs.conda import conda_start
 from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
 
 _SCRIPT = r"""# holdfast: runs SETUP and RUN, and passes the SIGTERM of Kubernetes on as a preemption notice.
-setup=$1 run=$2 restart_status=$3 free_codes=$4 restarts=$5 grace_s=$6
+setup=$1 run=$2 restart_status=$3 free_codes=$4 restarts=$5 grace_s=$6 shell_start=$7 needs_link=$8
 notice=${HOLDFAST_PREEMPTION##*file:} noticed='' child='' status=0
 export SKYPILOT_NODE_RANK=${SKYPILOT_NODE_RANK:-$RANK}
 export SKYPILOT_SETUP_NODE_RANK=$SKYPILOT_NODE_RANK
@@ -70,8 +72,8 @@ trap on_sigterm TERM
 
 pause() { sleep 1 & wait "$!"; }
 
-run_script() {
-  bash -c "$1" & child=$!
+run_script() {  # without a new line, so that the numbers in messages of bash are those of the script
+  SHELL_START=$shell_start bash -c "eval \"\$SHELL_START\"; unset SHELL_START; $1" & child=$!
   if [ -n "$noticed" ]; then forward "$child"; fi
   while kill -0 "$child" 2>/dev/null; do wait "$child"; done
   wait "$child"
@@ -84,6 +86,16 @@ wait_for_keepers() {  # they end with the pod
   while keepers_run && [ "$SECONDS" -lt "$end_s" ]; do pause; done
 }
 
+link_workdir() {  # task files for SkyPilot use this path
+  if [ ~/sky_workdir -ef . ]; then return; fi
+  if [ -e ~/sky_workdir ]; then
+    echo "holdfast: ~/sky_workdir already exists in the image, and is not $PWD" >&2
+    return 1
+  fi
+  ln -s "$PWD" ~/sky_workdir
+}
+
+if ! link_workdir && [ "$needs_link" = yes ]; then exit 1; fi
 phase=setup
 if [ -n "$setup" ]; then
   run_script "$setup"
@@ -148,7 +160,9 @@ def pod_command(task: Task, rule: RestartRule, *, grace_s: int) -> list[str]:
     """
     free_codes = sorted({PREEMPTED_STATUS, *task.recovery.free_codes})
     numbers = [str(rule.status), " ".join(map(str, free_codes)), str(rule.in_place), str(grace_s)]
-    return ["bash", "-c", _SCRIPT, "holdfast", task.setup, task.run, *numbers]
+    needs_link = "yes" if SKY_WORKDIR in task.setup + task.run else "no"
+    start = conda_start(task.setup, task.run)
+    return ["bash", "-c", _SCRIPT, "holdfast", task.setup, task.run, *numbers, start, needs_link]
 
 
 def clone_command(task: Task, folder: str) -> list[str]:

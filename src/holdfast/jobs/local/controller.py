@@ -20,6 +20,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
 from holdfast.jobs.node.mounts.teardown import Teardown
+from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import (
@@ -31,20 +32,24 @@ from holdfast.jobs.state_machine import (
     NodesRunning,
     NoticeDelivered,
     NoticeReceived,
+    PredecessorFailed,
     Uploading,
 )
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
+from holdfast.linux import locks
 from holdfast.linux.processes import adopt_orphans
-from holdfast.linux.wakeup_pipe import WakeupPipe
+from holdfast.linux.wakeup_pipe import WakeupPipe, wake
 from holdfast.log import get_logger
 
 _log = get_logger("jobs")
 
 _UNKNOWN_S = 0.05
-"""Interval for checking a node whose agent is running but has not written its pid."""
+"""Interval for checking a process that is about to write or to exit."""
 _AGAIN_S = 1.0
 """Interval for checking whether all killed processes are gone."""
+_PREDECESSOR_S = 5.0
+"""Interval for checking the job before this one in a pipeline, whose end wakes this controller too."""
 
 
 def supervise(state: Path, number: int) -> None:
@@ -75,6 +80,15 @@ def _supervise(records: Records, folder: JobFolder, number: int) -> None:
         controller.close()
     if controller.has_ended:
         remove_links(folder)
+        _wake_successors(records, folder, number)
+
+
+def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:
+    """Wake the controllers of the jobs after this one, or start them."""
+    for record in records.successors(number):
+        successor = job_folder(folder.path.parents[1], record.id)
+        if not record.life.status.is_final and not start_controller(successor):
+            wake(successor.bell)
 
 
 class LocalController(Controller):
@@ -87,6 +101,7 @@ class LocalController(Controller):
             folder, record.policy, record.life, timers=record.due, step_before=record.step_before
         )
         self._is_terminated = False
+        self._is_next = False  # the job before this one has ended, but its controller is still running
         self._nodes = self._new_nodes()
         self._teardown = Teardown(folder, self.state.attempt)
         self._wakeup = WakeupPipe(folder.bell)
@@ -101,7 +116,40 @@ class LocalController(Controller):
         adopt_orphans()
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)  # a signal wakes the loop too
-        self._apply(ControllerStarted())
+        if not self._is_waiting:
+            self._apply(ControllerStarted())
+
+    # -- pipeline --------------------------------------------------------------------------------------------
+
+    @property
+    def _is_waiting(self) -> bool:
+        """True if the job before this one in its pipeline has not succeeded yet."""
+        return self._record.spec.after is not None and self.state.status is JobStatus.PENDING
+
+    @override
+    def _predecessor_event(self) -> JobEvent | None:
+        after = self._record.spec.after
+        self._is_next = False
+        if after is None or not self._is_waiting:
+            return None
+        try:
+            before = self._records.get(after)
+        except NotFound:
+            return PredecessorFailed(f"job {after}, which comes first, does not exist")
+        status = before.life.status
+        folder = job_folder(self._folder.path.parents[1], after)
+        if not status.is_final:
+            # Whichever of the two controllers is killed, the other one starts it again.
+            start_controller(folder)
+            return None
+        if locks.is_held(folder.lock):  # its controller is removing its links
+            self._is_next = True
+            return None
+        if status is JobStatus.SUCCEEDED:
+            return ControllerStarted()
+        return PredecessorFailed(f"job {after} ({before.name}), which comes first, is {status.value}")
+
+    # -- stored state ----------------------------------------------------------------------------------------
 
     @override
     def _is_leaving(self) -> bool:
@@ -145,6 +193,7 @@ class LocalController(Controller):
             state=self._folder.path.parents[1],
         )
         self._nodes.start(make_specs(self._record, self.state, self._folder))
+        _wake_successors(self._records, self._folder, self._record.id)
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
@@ -222,5 +271,7 @@ class LocalController(Controller):
             return _UNKNOWN_S * 1000
         if self._nodes.is_killed and self.state.is_active:
             return _AGAIN_S * 1000  # agents wake the loop when done, but one may just have started `run`
+        if self._is_waiting:
+            return (_UNKNOWN_S if self._is_next else _PREDECESSOR_S) * 1000
         due_unix_s = self._timers.next_unix_s()
         return None if due_unix_s is None else max(0.0, due_unix_s - time.time()) * 1000

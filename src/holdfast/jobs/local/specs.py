@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 
-from holdfast.jobs.environment import Node, run_environment, setup_environment
+from holdfast.jobs.environment import Node, Pipeline, run_environment, setup_environment
 from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.scripts import node_variables, write_scripts
 from holdfast.jobs.node.spec import Environment, NodeSpec, read_environment
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState
@@ -19,15 +21,19 @@ def addresses(num_nodes: int) -> tuple[str, ...]:
     return tuple(f"127.0.{rank // 254}.{1 + rank % 254}" for rank in range(num_nodes))
 
 
-def write_scripts(task: Task, folder: JobFolder, base: dict[str, str]) -> None:
-    """Write the scripts of a job, and its user's environment."""
+def write_commands(
+    task: Task, folder: JobFolder, base: dict[str, str], pipeline: Pipeline | None = None
+) -> None:
+    """Write the scripts of a job, and its user's environment.
+
+    Raises:
+        InvalidInput: see `write_scripts`.
+    """
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.logs.mkdir(exist_ok=True)
-    for name, text in (("setup", task.setup), ("run", task.run)):
-        if text:
-            write_atomic(folder.script(name), text if text.endswith("\n") else text + "\n")
-    environment = {"base": base, "task": {**task.envs, **task.secrets}}
-    write_atomic(folder.environment, json.dumps(environment))
+    write_scripts(task, folder)
+    environment = Environment(base, {**task.envs, **task.secrets}, pipeline)
+    write_atomic(folder.environment, json.dumps(asdict(environment)))
 
 
 def make_specs(record: JobRecord, life: JobState, folder: JobFolder) -> list[NodeSpec]:
@@ -57,20 +63,22 @@ def _plan(
         notice=str(notice),
         progress=str(folder.progress),
         grace_s=record.policy.grace_s,
+        pipeline=environment.pipeline,
     )
     gpus = spec.gpus[rank]
+    variables = node_variables(environment.task, folder, rank)
     needs_setup = spec.has_setup and not folder.set_up(rank).exists()
     return NodeSpec(
         headline=_headline(record, life, rank),
-        setup=str(folder.script("setup")) if needs_setup else None,
-        run=str(folder.script("run")),
+        setup=str(folder.script("setup", rank)) if needs_setup else None,
+        run=str(folder.script("run", rank)),
         set_up=str(folder.set_up(rank)),
         workdir=str(folder.workdir(rank)),
         log=str(folder.log(rank)),
         bell=str(folder.bell),
         notice=str(notice),
-        environment=run_environment(node, environment.base, environment.task, gpus=gpus),
-        setup_environment=setup_environment(node, environment.base, environment.task, gpus=gpus),
+        environment=run_environment(node, environment.base, variables, gpus=gpus),
+        setup_environment=setup_environment(node, environment.base, variables, gpus=gpus),
         grace_s=record.policy.grace_s,
     )
 

@@ -6,7 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.jobs.engine import UnsupportedKey
 from holdfast.jobs.task.model import Task
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported_keys
+from holdfast.jobs.unsupported_keys import (
+    CHOICE_KEYS,
+    UNUSED_KEYS,
+    find_mounts_in_place,
+    find_unsupported_keys,
+)
 
 _CHOICE = "ignored: there is no choice of machines; kept for other engines"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
@@ -30,7 +35,7 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
-    found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task)]
+    found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task), *find_mounts_in_place(task)]
     return sorted(found, key=lambda found_key: found_key.line)
 
 

@@ -62,6 +62,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
         watch.sampler.poll()
     write_outcome(folder.ended, outcome)
     wake(Path(plan.bell))
+    watch.replace_controller()  # no process would do that once this one has exited
 
 
 class PeerWatch:
@@ -79,12 +80,16 @@ class PeerWatch:
 
     def poll(self) -> None:
         """Replace a dead controller or mounter, and record the size of the log."""
-        if self._replaces_controller and not locks.is_held(self._job.lock):
-            start_controller(self._job)
+        self.replace_controller()
         if self.lease is not None:
             self.lease.poll()
         if self.sampler is not None:
             self.sampler.poll()
+
+    def replace_controller(self) -> None:
+        """Replace a dead controller."""
+        if self._replaces_controller and not locks.is_held(self._job.lock):
+            start_controller(self._job)
 
 
 def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Outcome:

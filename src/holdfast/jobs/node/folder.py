@@ -37,9 +37,14 @@ class JobFolder:
         self.logs = path / "logs"  # folder of the nodes' output
         self.copies = path / "mounts"  # folder for copies made by `file_mounts`
 
-    def script(self, name: str) -> Path:
-        """Return the path of the script `setup` or `run`."""
-        return self.path / f"{name}.sh"
+    def script(self, name: str, rank: int) -> Path:
+        """Return the path of the script `setup` or `run` of a node."""
+        return self.path / "nodes" / str(rank) / f"{name}.sh"
+
+    @property
+    def shell_start(self) -> Path:
+        """Path of a file that the scripts source first."""
+        return self.path / "shell-start.sh"
 
     def log(self, rank: int) -> Path:
         """Return the path of a node's output of all attempts."""

@@ -37,6 +37,7 @@ def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
     try:
         _check_ended(record, has_lock=lock is not None)
         _check_quiet(record)
+        _check_unneeded(records, record)
         if not force:
             _check_sent(folder, number)
         # Before anything is removed: below a mount are the bucket's files.
@@ -62,6 +63,15 @@ def _check_ended(record: JobRecord, *, has_lock: bool) -> None:
             f"Job {record.id} is {record.life.status.value}, so it was not removed. Use `holdfast cancel "
             f"{record.id}` to end it."
         )
+
+
+def _check_unneeded(records: Records, record: JobRecord) -> None:
+    for one in records.successors(record.id):
+        if not one.life.status.is_final:
+            raise Conflict(
+                f"Job {record.id} comes before job {one.id} ({one.name}) in a pipeline, so it was not "
+                "removed. Remove it when that job has ended."
+            )
 
 
 def _check_quiet(record: JobRecord) -> None:

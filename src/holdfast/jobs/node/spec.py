@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast.documents import decode_dataclass
 from holdfast.errors import Corrupt, Internal
+from holdfast.jobs.environment import Pipeline
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome
 from holdfast.linux.files import write_atomic
@@ -49,10 +50,11 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Environment of a job: that of its user, and the variables of its task."""
+    """Environment of a job: that of its user, the variables of its task, and its pipeline."""
 
     base: Mapping[str, str]
     task: Mapping[str, str]
+    pipeline: Pipeline | None = None
 
 
 def read_environment(job: JobFolder) -> Environment:

@@ -36,6 +36,7 @@ class SkyEngine(RecordedEngine):
     """Engine that runs jobs wherever the user's SkyPilot does. See `RecordedEngine` for its arguments."""
 
     name = "sky"
+    no_pipelines = "SkyPilot runs them itself: `sky jobs launch FILE`."
 
     # -- submission ------------------------------------------------------------------------------------------
 

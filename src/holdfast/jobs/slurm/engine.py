@@ -18,7 +18,9 @@ from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used
 from holdfast.jobs.node.mounts.validation import validate
+from holdfast.jobs.node.scripts import write_scripts
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
+from holdfast.jobs.node.workdir_link import workdir_links
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord
@@ -49,6 +51,10 @@ class SlurmEngine(RecordedEngine):
     """
 
     name = "slurm"
+    no_pipelines = (
+        "on Slurm, each task needs a file of its own. Launch them one after the other, with `dependency: "
+        "afterok:ID` in config.slurm.sbatch_options, where ID is Slurm's id of the job before."
+    )
     poll_s = 2.0  # writes on other machines do not wake this one
 
     # -- submission ------------------------------------------------------------------------------------------
@@ -97,6 +103,9 @@ class SlurmEngine(RecordedEngine):
         files = self._files(number)  # in a folder created just now, so it may be removed
         try:
             self._put_together(task, number, task_id, spec, policy)
+        except HoldfastError:
+            shutil.rmtree(files.job.path, ignore_errors=True)
+            raise
         except (OSError, shutil.Error) as error:
             shutil.rmtree(files.job.path, ignore_errors=True)
             raise RetryLater(
@@ -119,9 +128,7 @@ class SlurmEngine(RecordedEngine):
         folder = files.job
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.logs.mkdir(exist_ok=True)
-        for name, text in (("setup", task.setup), ("run", task.run)):
-            if text:
-                write_atomic(folder.script(name), _DEAF_TO_USR1 + text.rstrip("\n") + "\n")
+        write_scripts(task, folder, prefix=_DEAF_TO_USR1)
         files.write_job(
             SubmittedJob(
                 number=number,
@@ -136,8 +143,8 @@ class SlurmEngine(RecordedEngine):
             )
         )
         create_workdir(task, folder)
-        place(task, folder, self._state)
         records = self._records()
+        place(task, folder, self._state, workdir_links(task, folder, records))
         create_links(
             folder, is_in_use=lambda target: is_link_used(records, folder, target), state=self._state
         )

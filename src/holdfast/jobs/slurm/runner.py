@@ -17,6 +17,7 @@ from holdfast.environment import read_integer
 from holdfast.jobs.environment import Node, run_environment, setup_environment, tag
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
+from holdfast.jobs.node.scripts import node_variables
 from holdfast.jobs.node.spec import NodeSpec, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm import messages
@@ -243,17 +244,18 @@ def _plan(
     machine = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     set_up = folder.workdir(rank).parent / f"set-up.{machine}"
     where = f" on node {rank} ({machine})" if facts.num_nodes > 1 else f" on {machine}"
+    variables = node_variables(facts.task_environment, folder, rank)
     begins = f"attempt {attempt} of job {facts.number} starts{where}"
     return NodeSpec(
         headline=f"holdfast: {time.strftime('%F %T')} {begins}",
-        setup=str(folder.script("setup")) if facts.has_setup and not set_up.exists() else None,
-        run=str(folder.script("run")),
+        setup=str(folder.script("setup", rank)) if facts.has_setup and not set_up.exists() else None,
+        run=str(folder.script("run", rank)),
         set_up=str(set_up),
         workdir=str(folder.workdir(rank)),
         log=str(folder.log(rank)),
         bell=bell,
         notice=str(notice),
-        environment=run_environment(node, base, facts.task_environment),
-        setup_environment=setup_environment(node, base, facts.task_environment),
+        environment=run_environment(node, base, variables),
+        setup_environment=setup_environment(node, base, variables),
         grace_s=facts.terms.grace_s,
     )

@@ -9,7 +9,13 @@ from holdfast.jobs.engine import UnsupportedKey
 from holdfast.jobs.slurm.options import FURTHER
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import Task
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported_keys, value_at
+from holdfast.jobs.unsupported_keys import (
+    CHOICE_KEYS,
+    UNUSED_KEYS,
+    find_mounts_in_place,
+    find_unsupported_keys,
+    value_at,
+)
 
 _CHOICE = "Slurm chooses the nodes; kept for other engines"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
@@ -30,7 +36,7 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
     found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_sizes(task), *_choices(task), *_infra(task)]
-    found += [*_config(task), *_buckets(task)]
+    found += [*_config(task), *_buckets(task), *find_mounts_in_place(task)]
     return sorted(found, key=lambda found_key: found_key.line)
 
 

@@ -31,6 +31,30 @@ class Value:
         """Return a member of a map, or None."""
         return self.members.get(key)
 
+    def with_member(self, key: str, member: Value) -> Value:
+        """Return a map with a member added or replaced."""
+        return Value(
+            self.line,
+            {**self.plain, key: member.plain},
+            {**self.members, key: member},
+            {**self.key_lines, key: self.key_lines.get(key, member.line)},
+            kind="map",
+        )
+
+    def without_member(self, key: str) -> Value:
+        """Return a map without a member."""
+        return Value(
+            self.line,
+            {name: plain for name, plain in self.plain.items() if str(name) != key},
+            {name: member for name, member in self.members.items() if name != key},
+            {name: line for name, line in self.key_lines.items() if name != key},
+            kind="map",
+        )
+
+    def with_items(self, items: tuple[Value, ...]) -> Value:
+        """Return a list with other items."""
+        return Value(self.line, [item.plain for item in items], items=items, kind="list")
+
 
 def parse_documents(text: str, name: str) -> list[Value]:
     """Parse the documents of a YAML file, without empty ones.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from holdfast.jobs.task.accelerators import Accelerators
@@ -34,6 +36,15 @@ class FileMount:
         """True if the source is a URL."""
         return self.source is not None and "://" in self.source and not self.source.startswith("file://")
 
+    @property
+    def is_in_place(self) -> bool:
+        """True if the source is a file of this machine at the very path of the target."""
+        if self.source is None or self.is_remote or self.mode is MountMode.MOUNT_CACHED:
+            return False
+        target = Path(self.target).expanduser()
+        source = Path(self.source.removeprefix("file://")).expanduser().absolute()
+        return target.is_absolute() and os.path.normpath(target) == os.path.normpath(source)
+
 
 @dataclass(frozen=True, slots=True)
 class Repository:
@@ -53,7 +64,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Contents of a task file."""
+    """Contents of a task file, or of one document of a pipeline."""
 
     name: str
     run: str
@@ -70,3 +81,17 @@ class Task:
     lines: Mapping[str, int] = field(default_factory=dict)  # line of each key in the file, by path
     notes: tuple[str, ...] = ()  # interpretations that may surprise
     path: str = ""  # path of the file
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFile:
+    """Contents of a task file: one task, or a pipeline of tasks that run one after the other."""
+
+    name: str
+    tasks: tuple[Task, ...]
+    path: str = ""
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True if there are several tasks."""
+        return len(self.tasks) > 1

@@ -7,15 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.accelerators import Accelerators, parse_accelerators
 from holdfast.jobs.task.document import Value, parse_documents
-from holdfast.jobs.task.model import FileMount, MountMode, Recovery, Repository, Task
-from holdfast.jobs.task.schema import TASK
-from holdfast.jobs.task.shape import Problem
-from holdfast.jobs.task.variables import fill_in, parse_variables, variable_problems
-
-_MAX_LISTED = 10
+from holdfast.jobs.task.edits import (
+    alternatives,
+    places,
+    replace_aliases,
+    set_accelerators,
+    unfold_accelerators,
+)
+from holdfast.jobs.task.model import FileMount, MountMode, Recovery, Repository, Task, TaskFile
+from holdfast.jobs.task.pipeline import split_documents
+from holdfast.jobs.task.problems import find_problems, format_problems
+from holdfast.jobs.task.sky_workdir import path_in_workdir
+from holdfast.jobs.task.variables import fill_in, parse_variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +33,18 @@ class Overrides:
     name: str | None = None
     envs: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
+    accelerators: str | None = None
+    num_nodes: int | None = None
+    workdir: str | None = None
 
 
-def load_task(path: str | Path, overrides: Overrides | None = None) -> Task:
-    """Load a task from a file.
+def load_tasks(path: str | Path, overrides: Overrides | None = None) -> TaskFile:
+    """Load the tasks of a file.
 
     Raises:
         NotFound: the file does not exist.
         InvalidInput: the file has errors. The message has a line for each.
-        Unsupported: the file contains several tasks.
+        Unsupported: the tasks are a job group.
     """
     path = Path(path)
     try:
@@ -44,88 +55,97 @@ def load_task(path: str | Path, overrides: Overrides | None = None) -> Task:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"Cannot read the task file {path}: {error}.") from error
-    return parse_task(text, str(path), overrides)
+    return parse_tasks(text, str(path), overrides)
 
 
-def parse_task(text: str, name: str, overrides: Overrides | None = None) -> Task:
-    """Parse a task; see `load_task`.
+def parse_tasks(text: str, name: str, overrides: Overrides | None = None) -> TaskFile:
+    """Parse the tasks of a file; see `load_tasks`.
 
     Args:
         name: name of the file, for messages. A relative `workdir` is resolved against the current directory.
     """
     given = overrides or Overrides()
-    root = _only_document(parse_documents(text, name), name)
-    problems = list(_all_problems(root, given))
+    documents = split_documents(parse_documents(text, name), name)
+    if len(documents.tasks) > 1:
+        _check_overrides(given, name, len(documents.tasks))
+    roots = [_edited(root, given) for root in documents.tasks]
+    problems = [one for root in roots for one in find_problems(root, given.envs, given.secrets)]
     if problems:
-        raise InvalidInput(_format_problems(problems, name))
-    return _task(root, name, given)
+        raise InvalidInput(format_problems(problems, name))
+    title = given.name or documents.name or Path(name).stem
+    if len(roots) == 1:
+        # SkyPilot too prefers the name of the header to that of its only task.
+        task_name = given.name or documents.name or str(_plain(roots[0], "name") or "") or title
+        return TaskFile(task_name, (_task(roots[0], name, task_name, given),), name)
+    names = [str(_plain(root, "name") or "") or f"{title}-{number}" for number, root in enumerate(roots)]
+    tasks = [_task(root, name, one, given) for root, one in zip(roots, names, strict=True)]
+    return TaskFile(title, tuple(tasks), name)
 
 
-def _only_document(documents: list[Value], name: str) -> Value:
-    if not documents or documents[0].plain is None:
-        raise InvalidInput(f"{name}:1: the file is empty; expected a task with at least `run`.")
-    if len(documents) > 1:
-        raise Unsupported(
-            f"{name}:{documents[1].line}: the file contains {len(documents)} documents (a pipeline). "
-            "This version supports one task per file. Put each into its own file."
-        )
-    return documents[0]
+def load_task(path: str | Path, overrides: Overrides | None = None) -> Task:
+    """Load the only task of a file; see `load_tasks`.
+
+    Raises:
+        Unsupported: the file contains several tasks.
+    """
+    return _only(load_tasks(path, overrides))
 
 
-# -- problems --------------------------------------------------------------------------------------------
+def parse_task(text: str, name: str, overrides: Overrides | None = None) -> Task:
+    """Parse the only task of a file; see `load_task`."""
+    return _only(parse_tasks(text, name, overrides))
 
 
-def _all_problems(root: Value, given: Overrides) -> Iterator[Problem]:
-    yield from TASK.problems(root, "")
+def command_task(command: str, overrides: Overrides | None = None) -> Task:
+    """Return the task that runs one shell command, in a copy of the current directory by default."""
+    document = {"name": "command", "workdir": ".", "run": command}
+    return parse_task(yaml.safe_dump(document, allow_unicode=True), "command line", overrides)
+
+
+def _edited(root: Value, given: Overrides) -> Value:
+    """Return a task with its aliases replaced, and with the options of the command line."""
     if root.kind != "map":
-        return
-    if root.get("pool") is None and root.get("service") is None and not _plain(root, "run"):
-        yield Problem(root.line, "run", "expected the commands of the job, found nothing")
-    for key, option in (("envs", "--env"), ("secrets", "--secret")):
-        chosen = given.envs if key == "envs" else given.secrets
-        yield from variable_problems(root.get(key), chosen, where=key, option=option)
-    for key in ("service", "pool"):
-        if (member := root.get(key)) is not None:
-            yield Problem(member.line, key, "services and pools are not jobs; start them with `sky` itself")
-    yield from _resource_problems(root.get("resources"))
+        return root
+    root = replace_aliases(root)
+    for key, value in (("num_nodes", given.num_nodes), ("workdir", given.workdir)):
+        root = root if value is None else root.with_member(key, Value(0, value))
+    return root if given.accelerators is None else set_accelerators(root, given.accelerators)
 
 
-def _resource_problems(resources: Value | None) -> Iterator[Problem]:
-    if resources is None or resources.kind != "map":
-        return
-    places = [("resources", resources)]
-    for key in ("any_of", "ordered"):
-        member = resources.get(key)
-        if member is not None:
-            places += [(f"resources.{key}[{i}]", item) for i, item in enumerate(member.items)]
-    for where, place in places:
-        asked = place.get("accelerators")
-        if asked is None:
-            continue
-        read = parse_accelerators(asked.plain)
-        if isinstance(read, str):
-            yield Problem(asked.line, f"{where}.accelerators", read)
+def _check_overrides(given: Overrides, name: str, num_tasks: int) -> None:
+    """Check that no option is given that could be meant for one of several tasks.
+
+    Raises:
+        InvalidInput: there is one.
+    """
+    options = {
+        "--gpus": given.accelerators,
+        "--num-nodes": given.num_nodes,
+        "--workdir": given.workdir,
+    }
+    for option, value in options.items():
+        if value is not None:
+            raise InvalidInput(
+                f"{option} is for a file with one task, and {name} has {num_tasks}. Change the tasks in the "
+                "file. Nothing was started."
+            )
 
 
-def _format_problems(problems: list[Problem], name: str) -> str:
-    ordered = sorted(set(problems), key=lambda one: (one.line, one.where, one.what))
-    lines = [f"{name}:{one.line}: {one.where}: {one.what}" for one in ordered[:_MAX_LISTED]]
-    if len(ordered) > _MAX_LISTED:
-        lines.append(f"and {len(ordered) - _MAX_LISTED} more")
-    head = "The task file has errors. Nothing was started."
-    return "\n".join([head, *(f"  {line}" for line in lines)])
+def _only(file: TaskFile) -> Task:
+    if file.is_pipeline:
+        raise Unsupported(f"{file.path}: expected one task, found {len(file.tasks)} (a pipeline).")
+    return file.tasks[0]
 
 
 # -- values ----------------------------------------------------------------------------------------------
 
 
-def _task(root: Value, name: str, given: Overrides) -> Task:
+def _task(root: Value, name: str, job_name: str, given: Overrides) -> Task:
     envs = parse_variables(root.get("envs"), given.envs)
     secrets = parse_variables(root.get("secrets"), given.secrets)
     variables = {**envs, **secrets}
     resources = root.get("resources") or Value(0, {})
     accelerators = _accelerators(resources)
-    job_name = given.name or str(_plain(root, "name") or "") or Path(name).stem
     mounts = root.get("file_mounts")
     workdir = fill_in(_plain(root, "workdir"), variables)
     repository = _repository(workdir, root, name) if isinstance(workdir, Mapping) else None
@@ -141,9 +161,9 @@ def _task(root: Value, name: str, given: Overrides) -> Task:
         file_mounts=tuple(_mounts(mounts, variables)) if mounts is not None else (),
         envs=envs,
         secrets=secrets,
-        document=_normalised(root, job_name, envs, secrets, accelerators),
+        document=_normalised(root, job_name, envs, secrets),
         lines=dict(_lines(root, "")),
-        notes=tuple(_notes(resources, accelerators)),
+        notes=tuple(_notes(resources)),
         path=name,
     )
 
@@ -165,7 +185,18 @@ def _plain(root: Value, key: str) -> Any:
 
 
 def _accelerators(resources: Value) -> Accelerators:
-    read = parse_accelerators(_plain(resources, "accelerators"))
+    """Return the accelerators of all alternatives. One without its own has those of the resources."""
+    read = [
+        _read(one.get("accelerators") or resources.get("accelerators")) for one in alternatives(resources)
+    ]
+    if len(read) == 1:
+        return read[0]
+    choices = tuple(dict.fromkeys(choice for one in read for choice in one.choices))
+    return Accelerators(choices, is_ordered=resources.get("ordered") is not None)
+
+
+def _read(accelerators: Value | None) -> Accelerators:
+    read = parse_accelerators(None if accelerators is None else accelerators.plain)
     assert isinstance(read, Accelerators)
     return read
 
@@ -184,6 +215,7 @@ def _mounts(mounts: Value, variables: Mapping[str, str]) -> Iterator[FileMount]:
         filled = fill_in(value.plain, variables)
         line = mounts.key_lines[target]
         where = str(fill_in(target, variables))
+        where = path_in_workdir(where) or where
         if isinstance(filled, str):
             yield FileMount(where, filled, MountMode.COPY, line=line)
             continue
@@ -195,7 +227,7 @@ def _mounts(mounts: Value, variables: Mapping[str, str]) -> Iterator[FileMount]:
 
 
 def _normalised(
-    root: Value, name: str, envs: Mapping[str, str], secrets: Mapping[str, str], accelerators: Accelerators
+    root: Value, name: str, envs: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the document for other engines: the user's file without forms that only Holdfast supports."""
     kept = {str(key): value for key, value in root.plain.items() if value is not None}
@@ -204,14 +236,17 @@ def _normalised(
         document["envs"] = dict(envs)
     if secrets:
         document["secrets"] = dict.fromkeys(secrets)  # values are never written; `sky` takes --secret
-    if accelerators.is_folded:
-        document["resources"] = {**document["resources"], "accelerators": accelerators.plain()}
+    if root.get("resources") is not None:
+        document["resources"] = unfold_accelerators(root).members["resources"].plain
     return document
 
 
-def _notes(resources: Value, accelerators: Accelerators) -> Iterator[str]:
-    asked = resources.get("accelerators")
-    if asked is not None and accelerators.is_folded:
+def _notes(resources: Value) -> Iterator[str]:
+    for place in places(resources):
+        asked = place.get("accelerators")
+        accelerators = _read(asked)
+        if asked is None or not accelerators.is_folded:
+            continue
         choices = ", ".join(f"{name}:{count:g}" for name, count in accelerators.choices)
         yield (
             f"line {asked.line}: resources.accelerators: without a space after each colon YAML joins these "

@@ -52,7 +52,8 @@ JOB_RECOVERY: Mapping[str, Shape] = {
 }
 """Keys of `resources.job_recovery`."""
 
-_ACCELERATORS = Either((TEXT, MapOf(optional(NUMBER)), ListOf(TEXT)))
+ACCELERATORS = optional(Either((TEXT, MapOf(optional(NUMBER)), ListOf(TEXT))))
+"""Accelerators in any form."""
 _SINGLE: dict[str, Shape] = {
     "cloud": optional(TEXT),
     "region": optional(TEXT),
@@ -60,7 +61,8 @@ _SINGLE: dict[str, Shape] = {
     "infra": optional(TEXT),
     "cpus": optional(_WORD),
     "memory": optional(_SIZE),
-    "accelerators": optional(_ACCELERATORS),
+    "accelerators": ACCELERATORS,
+    "gpus": ACCELERATORS,
     "instance_type": optional(TEXT),
     "use_spot": FLAG,
     "job_recovery": optional(Either((TEXT, Keys(JOB_RECOVERY)))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,18 @@ _REMOTE = {
 }
 
 
-def place(task: Task, folder: JobFolder, state: Path) -> None:
+def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = ()) -> None:
     """Copy local files, and record the links and mounts of a job.
+
+    Args:
+        further: links of the job that are not in `file_mounts`.
 
     Blocks: while files are copied.
     """
-    links, specs = [], []
+    links, specs = list(further), []
     for number, mount in enumerate(task.file_mounts):
+        if mount.is_in_place:
+            continue
         source = local_place(mount, state) if not mount.is_remote else Path()
         if mount.is_remote or mount.mode is MountMode.MOUNT_CACHED:
             spec = _spec(mount, number, folder, state)

@@ -11,7 +11,8 @@ from pathlib import Path
 from holdfast.documents import decode, read_as
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.node.folder import JobFolder, job_folder
-from holdfast.jobs.records import Records
+from holdfast.jobs.records import JobRecord, Records
+from holdfast.jobs.status import JobStatus
 from holdfast.linux.files import write_atomic
 
 
@@ -82,9 +83,29 @@ def remove_links(folder: JobFolder) -> None:
 
 def is_link_used(records: Records, folder: JobFolder, target: str) -> bool:
     """Return True if another job that has not ended needs its link at a path."""
+    return link_user(records, folder, target) is not None
+
+
+def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
+    """Return the number of another job that has not ended and needs its link at a path, or None."""
     state = folder.path.parents[1]
-    others = [job_folder(state, one.id) for one in records.all() if not one.life.status.is_final]
-    return any(link.target == target for one in others if one != folder for link in read_links(one))
+    others = [one.id for one in records.all() if _may_have_links(one)]
+    places = {one: job_folder(state, one) for one in others}
+    return next(
+        (
+            number
+            for number, place in places.items()
+            if place.path != folder.path and any(link.target == target for link in read_links(place))
+        ),
+        None,
+    )
+
+
+def _may_have_links(record: JobRecord) -> bool:
+    """Return False for a job that has ended, or waits for another one of its pipeline."""
+    status = record.life.status
+    is_waiting = record.spec.after is not None and status is JobStatus.PENDING
+    return not status.is_final and not is_waiting
 
 
 def _document(folder: JobFolder) -> Path:

@@ -44,7 +44,8 @@ def validate(task: Task, state: Path) -> None:
         if mount.mode is MountMode.MOUNT_CACHED and not mount.is_remote:
             _check_folder(local_place(mount, state), where)
         target = Path(mount.target).expanduser()
-        if target.is_absolute() and target.exists() and not target.is_symlink():
+        is_taken = target.is_absolute() and target.exists() and not target.is_symlink()
+        if is_taken and not mount.is_in_place:
             raise Conflict(f"{where}: {target} already exists, and was not changed. Choose another path.")
 
 

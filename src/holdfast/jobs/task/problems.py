@@ -1,0 +1,85 @@
+"""Problems of a task, all of which are reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from holdfast.jobs.task.accelerators import parse_accelerators
+from holdfast.jobs.task.document import Value
+from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts
+from holdfast.jobs.task.schema import ACCELERATORS, TASK
+from holdfast.jobs.task.shape import Problem
+from holdfast.jobs.task.sky_workdir import path_in_workdir
+from holdfast.jobs.task.variables import parse_variables, variable_problems
+
+_MAX_LISTED = 10
+
+
+def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the problems of a task whose aliases are replaced.
+
+    Args:
+        envs, secrets: variables of the command line, which the task may lack.
+    """
+    # SkyPilot too replaces variables first. Values of secrets stay out of messages.
+    yield from TASK.problems(_with_variables(root, envs), "")
+    if root.kind != "map":
+        return
+    run = root.get("run")
+    if root.get("pool") is None and root.get("service") is None and (run is None or not run.plain):
+        yield Problem(root.line, "run", "expected the commands of the job, found nothing")
+    for key, option in (("envs", "--env"), ("secrets", "--secret")):
+        chosen = envs if key == "envs" else secrets
+        yield from variable_problems(root.get(key), chosen, where=key, option=option)
+    for key, use in (("service", "sky serve up"), ("pool", "sky jobs pool apply")):
+        if root.get(key) is not None:
+            what = f"services and pools are not jobs; start this one with SkyPilot: `{use} FILE`"
+            yield Problem(root.key_lines[key], key, what)
+    yield from _resource_problems(root.get("resources"))
+    mounts = root.get("file_mounts")
+    for target, line in mounts.key_lines.items() if mounts is not None else ():
+        if path_in_workdir(target) == "":
+            what = "this is the workdir itself; give its files as workdir"
+            yield Problem(line, f"file_mounts.{target}", what)
+
+
+def _with_variables(root: Value, envs: Mapping[str, str]) -> Value:
+    if root.kind != "map":
+        return root
+    return fill_in_mounts(root, parse_variables(root.get("envs"), envs))
+
+
+def _resource_problems(resources: Value | None) -> Iterator[Problem]:
+    if resources is None or resources.kind != "map":
+        return
+    for where, place in _places(resources):
+        asked = place.get("accelerators")
+        read = parse_accelerators(asked.plain) if asked is not None and ACCELERATORS.fits(asked) else None
+        if asked is not None and isinstance(read, str):
+            yield Problem(asked.line, f"{where}.accelerators", read)
+        if place.get("gpus") is not None:
+            what = "another name of accelerators, which is given too; remove one of them"
+            yield Problem(place.key_lines["gpus"], f"{where}.gpus", what)
+    given = [key for key in ALTERNATIVES if resources.get(key) is not None]
+    if len(given) > 1:
+        what = f"expected one of {' and '.join(given)}, found both"
+        yield Problem(resources.key_lines[given[1]], f"resources.{given[1]}", what)
+
+
+def _places(resources: Value) -> Iterator[tuple[str, Value]]:
+    """Yield the resources and their alternatives, with their paths."""
+    yield "resources", resources
+    for key in ALTERNATIVES:
+        member = resources.get(key)
+        for number, item in enumerate(member.items if member is not None else ()):
+            yield f"resources.{key}[{number}]", item
+
+
+def format_problems(problems: list[Problem], name: str) -> str:
+    """Return the message for the problems of a file, in the order of their lines."""
+    ordered = sorted(set(problems), key=lambda one: (one.line, one.where, one.what))
+    lines = [f"{name}:{one.line}: {one.where}: {one.what}" for one in ordered[:_MAX_LISTED]]
+    if len(ordered) > _MAX_LISTED:
+        lines.append(f"and {len(ordered) - _MAX_LISTED} more")
+    head = "The task file has errors. Nothing was started."
+    return "\n".join([head, *(f"  {line}" for line in lines)])

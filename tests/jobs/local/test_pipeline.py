@@ -10,6 +10,8 @@ import pytest
 from holdfast.errors import Conflict, Unsupported
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
+from holdfast.jobs.record_files import Submission
+from holdfast.jobs.records import Records
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import parse_tasks
@@ -159,7 +161,26 @@ def test_a_pipeline_is_prepared_as_a_whole_or_not_at_all(harness: JobHarness, ho
     with pytest.raises(Conflict, match="already exists"):
         submit(harness, "echo first", "ls ~/sky_workdir/../x")
     assert harness.engine.jobs() == []
-    assert not list((harness.state / "jobs").iterdir())
+    assert not [path for path in (harness.state / "jobs").iterdir() if path.is_dir()]
+
+
+def test_an_interrupted_launch_starts_nothing(harness: JobHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first job is recorded last. Without it, the others never start."""
+    complete = Records.complete
+
+    def complete_others(self: Records, submission: Submission) -> None:
+        if submission.spec.after is None:
+            raise KeyboardInterrupt
+        complete(self, submission)
+
+    monkeypatch.setattr(Records, "complete", complete_others)
+    with pytest.raises(KeyboardInterrupt):
+        submit(harness, "echo first", "echo second")
+    (left,) = harness.engine.jobs()
+    assert (left.id, left.status, left.reason) == (2, JobStatus.PENDING, "waits for job 1")
+    assert not harness.roles(left, "controller")
+    harness.engine.cancel(left.id)
+    assert harness.wait(left).status is JobStatus.CANCELLED
 
 
 def test_a_job_on_which_another_waits_is_not_removed(harness: JobHarness) -> None:

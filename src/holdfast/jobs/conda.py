@@ -1,4 +1,4 @@
-"""Shell functions with which `conda activate` works in a job's commands; pure.
+"""Shell functions for `conda activate` in the commands of a job; pure.
 
 Source: skypilot 0.14.1, sky/skylet/log_lib.py: commands run after conda's hook, whose functions are exported.
 SkyPilot also runs ~/.bashrc, of a machine that it has set up itself. A job here has the environment of the

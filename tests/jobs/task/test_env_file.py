@@ -10,7 +10,7 @@ from holdfast.jobs.task.env_file import parse_env_file
 CASES = [
     ("A=1", {"A": "1"}),
     ("A = b c  # comment\n\n# B=2\n  export C=3\n", {"A": "b c", "C": "3"}),
-    ("A=b#c\nB= # d\nC=\n", {"A": "b#c", "B": "# d", "C": ""}),
+    ("A=b#c\nB= # d\nC=\n", {"A": "b#c", "B": "", "C": ""}),
     ("A='a # \\' b' # c\nB=\"x\\ty\\\"$z\"\n", {"A": "a # ' b", "B": 'x\ty"$z'}),
     ('A="two\nlines"\r\nB=1\r\n', {"A": "two\nlines", "B": "1"}),
     ("A=x\nB=${A}/${HOST}\nC='${A}'\nD=${NO:-d}${HOST:-d}\n", {"A": "x", "B": "x/h", "C": "x", "D": "dh"}),

@@ -1,4 +1,4 @@
-"""Scripts of a job, one `setup` and one `run` for each node, and the variables of its commands."""
+"""Scripts and variables of a job, for each of its nodes."""
 
 from __future__ import annotations
 

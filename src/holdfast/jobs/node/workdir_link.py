@@ -70,7 +70,7 @@ def _uses(task: Task, folder: JobFolder) -> Iterator[str]:
 
 
 def _files(workdir: Path) -> Iterator[str]:
-    """Yield the programs and settings in a workdir that name the folder, except for task files."""
+    """Yield the programs and settings in a workdir that name the folder."""
     for parent, folders, names in os.walk(workdir):
         folders[:] = sorted(name for name in folders if name != ".git")
         for name in sorted(names):

@@ -12,8 +12,9 @@ from holdfast.errors import InvalidInput
 
 _SPACE = r"[^\S\n]*"
 _ENTRY = re.compile(
-    rf"{_SPACE}(?:export{_SPACE}(?<=\s))?(?P<name>[A-Za-z_]\w*){_SPACE}={_SPACE}"
-    r"(?:'(?P<single>(?:[^'\\]|\\.)*)'|\"(?P<double>(?:[^\"\\]|\\.)*)\"|(?P<bare>[^'\"\n][^\n]*|))"
+    rf"{_SPACE}(?:export{_SPACE}(?<=\s))?(?P<name>[A-Za-z_]\w*){_SPACE}="
+    rf"(?:{_SPACE}'(?P<single>(?:[^'\\]|\\.)*)'|{_SPACE}\"(?P<double>(?:[^\"\\]|\\.)*)\""
+    rf"|(?!{_SPACE}['\"])(?P<bare>[^\n]*))"
     rf"{_SPACE}(?:#[^\n]*)?(?:\n|\Z)",
     re.A | re.S,
 )
@@ -26,10 +27,11 @@ _LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v
 
 
 def parse_env_file(text: str, name: str, known: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a file, in which `${NAME}` refers to earlier ones and to known ones.
+    """Return the variables of a file.
 
     Args:
         name: name of the file, for messages.
+        known: variables to which `${NAME}` may refer, beside earlier ones of the file.
 
     Raises:
         InvalidInput: a line is invalid, or refers to a variable without a value.
@@ -56,7 +58,7 @@ def _value(entry: re.Match[str]) -> str:
         return _SINGLE_ESCAPE.sub(r"\1", entry["single"])
     if entry["double"] is not None:
         return _DOUBLE_ESCAPE.sub(lambda one: _LETTERS.get(one[1], one[1]), entry["double"])
-    return _COMMENT.sub("", entry["bare"] or "").rstrip()
+    return _COMMENT.sub("", entry["bare"] or "").strip()
 
 
 def _filled(value: str, known: Mapping[str, str], where: str) -> str:

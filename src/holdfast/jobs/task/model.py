@@ -38,7 +38,7 @@ class FileMount:
 
     @property
     def is_in_place(self) -> bool:
-        """True if the source is a file of this machine at the very path of the target."""
+        """True if the path of the target is that of the source."""
         if self.source is None or self.is_remote or self.mode is MountMode.MOUNT_CACHED:
             return False
         target = Path(self.target).expanduser()

@@ -97,7 +97,7 @@ def parse_task(text: str, name: str, overrides: Overrides | None = None) -> Task
 
 
 def command_task(command: str, overrides: Overrides | None = None) -> Task:
-    """Return the task that runs one shell command, in a copy of the current directory by default."""
+    """Return the task of one shell command, in a copy of the current directory."""
     document = {"name": "command", "workdir": ".", "run": command}
     return parse_task(yaml.safe_dump(document, allow_unicode=True), "command line", overrides)
 

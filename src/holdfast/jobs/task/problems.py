@@ -1,4 +1,4 @@
-"""Problems of a task, all of which are reported at once."""
+"""Problems of a task: all are found before any is reported."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ def replace_sky_workdir(text: str, workdir: str) -> str:
 
 
 def is_plain(path: str) -> bool:
-    """Return True if a shell reads a path as it is, inside and outside of quotes."""
+    """Return True if a shell reads a path as it is, with and without quotes."""
     return _PLAIN.fullmatch(path) is not None
 
 
 def path_in_workdir(target: str) -> str | None:
-    """Return the path of a target of `file_mounts` relative to the workdir, or None if it is elsewhere.
+    """Return the path of a mount's target relative to the workdir, or None.
 
-    "" is the workdir itself.
+    "" is the workdir itself. None is a target elsewhere.
     """
     found = _TARGET.fullmatch(target)
     if found is None or ".." in (found[1] or "").split("/"):

@@ -87,7 +87,7 @@ def is_link_used(records: Records, folder: JobFolder, target: str) -> bool:
 
 
 def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
-    """Return the number of another job that has not ended and needs its link at a path, or None."""
+    """Return the number of another running job with a link at a path, or None."""
     state = folder.path.parents[1]
     others = [one.id for one in records.all() if _may_have_links(one)]
     places = {one: job_folder(state, one) for one in others}

@@ -31,7 +31,7 @@ def write_scripts(task: Task, folder: JobFolder, *, prefix: str = "") -> None:
 
 
 def node_variables(variables: Mapping[str, str], folder: JobFolder, rank: int) -> dict[str, str]:
-    """Return variables of a task for one node, with its workdir in the place of ~/sky_workdir."""
+    """Return variables of a task, with a node's workdir in the place of ~/sky_workdir."""
     workdir = str(folder.workdir(rank))
     # As after the `=` of an assignment, where a shell replaces ~ after each colon too.
     return {

@@ -102,7 +102,7 @@ def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
 
 
 def _may_have_links(record: JobRecord) -> bool:
-    """Return False for a job that has ended, or waits for another one of its pipeline."""
+    """Return False for a job that has ended, or waits for another one."""
     status = record.life.status
     is_waiting = record.spec.after is not None and status is JobStatus.PENDING
     return not status.is_final and not is_waiting

@@ -46,7 +46,14 @@ def test_commands_are_completed() -> None:
 
 
 def test_options_and_choices_are_completed() -> None:
-    assert texts("holdfast queue --") == ["--help", "--json", "--on", "--tail"]
+    assert texts("holdfast queue --") == [
+        "--all",
+        "--help",
+        "--json",
+        "--on",
+        "--status",
+        "--tail",
+    ]
     assert texts("holdfast ls HOME --j") == ["--json"]
     assert texts("holdfast history HOME --tier ") == ["memory", "local", "home"]
     assert texts("holdfast history HOME --tier=l") == ["--tier=local"]

@@ -9,6 +9,7 @@ import sys
 from holdfast.jobs.output.block import OutputBlock, format_second, texts, with_prefix
 
 _ERASE = b"\r\x1b[K"
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 class OutputPrinter:
@@ -77,6 +78,7 @@ class OutputPrinter:
         return (moment + node).encode()
 
     def _print_json(self, block: OutputBlock) -> None:
-        for text in texts(block):
-            row = {"node": block.node, "line": text, "unix_s": block.unix_s}
-            print(json.dumps(row, ensure_ascii=False))
+        before = f'{{"node": {json.dumps(block.node)}, "line": '
+        after = f', "unix_s": {json.dumps(block.unix_s)}}}\n'
+        # One write per block: a log may have millions of lines.
+        sys.stdout.write("".join(before + _ENCODER.encode(text) + after for text in texts(block)))

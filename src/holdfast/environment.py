@@ -54,6 +54,12 @@ def sandboxed(place: str) -> str:
     return str(Path(folder) / hashlib.sha256(place.encode()).hexdigest()[:16])
 
 
+def sandbox_environment(folder: Path) -> dict[str, str]:
+    """Return this environment for a dry run of a script, whose homes are below `folder`."""
+    env = {name: value for name, value in os.environ.items() if name != PROGRESS}
+    return env | {PREEMPTION: "none", KEEP_IN_MEMORY: "0", SANDBOX: str(folder), "PYTHONUNBUFFERED": "1"}
+
+
 def report_progress(home: str, step: int) -> None:
     """Report a checkpoint of `step` to the job, if any. Failures are ignored."""
     _append({"home": home, "step": step})

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from holdfast.environment import read_integer
-from holdfast.errors import HoldfastError, InvalidInput, RetryLater
+from holdfast.errors import HoldfastError, InvalidInput, RetryLater, Unsupported
 from holdfast.format.messages import pack, unpack
 
 _T = TypeVar("_T")
@@ -85,21 +85,23 @@ class RankGroup(ABC):
     def barrier_and_close(self) -> None:
         """Complete the pending exchange, and wait for every rank. Collective."""
 
-    @abstractmethod
     def send(self, data: torch.Tensor, to: int) -> dist.Work:
         """Start sending a CPU tensor to a rank, which must call `receive` for it.
 
         Raises:
             RetryLater: the rank cannot be reached.
+            Unsupported: ranks of this group only exchange values.
         """
+        raise Unsupported(f"Ranks of {type(self).__name__} cannot exchange tensors.")
 
-    @abstractmethod
     def receive(self, data: torch.Tensor, source: int) -> dist.Work:
         """Start receiving a CPU tensor from a rank, which must call `send` for it.
 
         Raises:
             RetryLater: the rank cannot be reached.
+            Unsupported: ranks of this group only exchange values.
         """
+        raise Unsupported(f"Ranks of {type(self).__name__} cannot exchange tensors.")
 
     def agree(self, work: Callable[[], _T]) -> list[Outcome[_T]]:
         """Call `work` on every rank, and return the outcomes of all, by rank.
@@ -134,6 +136,16 @@ class RankGroup(ABC):
             if outcome.error is not None:
                 raise outcome.error
         return outcomes[min(ranks)].value if ranks else None
+
+    def of_rank_0(self, work: Callable[[], _T]) -> _T:
+        """Call `work` on rank 0, and return its result on every rank.
+
+        Raises:
+            HoldfastError: what rank 0 raised, on every rank.
+
+        Ranks: collective.
+        """
+        return cast("_T", self.first_of((0,), work))
 
     def on_first(self, work: Callable[[], _T]) -> Outcome[_T]:
         """Call `work` on rank 0, and return its outcome everywhere. For values too large to gather.

@@ -16,7 +16,7 @@ from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.manifest import Manifest
 from holdfast.format.partitioning import EvenPartitioning, Region, whole
 from holdfast.restore import fill as filling
-from holdfast.restore.fill import RegionSink, TensorSink
+from holdfast.restore.fill import TensorSink, region_sink
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import ReadStats
 from holdfast.state.load import Target
@@ -370,7 +370,7 @@ def test_a_region_is_placed_only_when_it_is_complete() -> None:
     """Rows 0 and 1 of three columns come; the last two of these go into the first two of the tensor."""
     tensor = torch.zeros(2, 4, dtype=torch.uint8)
     place, wanted, rows = Region((0, 1), (2, 4)), Region((0, 1), (2, 2)), Region((0, 0), (2, 3))
-    sink = RegionSink(tensor, place, wanted, rows)
+    sink = region_sink(tensor, place, wanted, rows)
     sink.write(3, memoryview(bytearray([4, 5, 6])))
     assert not tensor.any()
     sink.write(0, memoryview(bytearray([1, 2, 3])))

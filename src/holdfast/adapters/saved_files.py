@@ -28,6 +28,11 @@ def file_fault(path: Path) -> str | None:
     return None
 
 
+def folder_fault(folder: Path) -> str | None:
+    """Return the damage of the first damaged file below a folder; None if none is found."""
+    return next((fault for path in sorted(folder.rglob("*")) if (fault := file_fault(path))), None)
+
+
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file; None if it cannot be read."""
     try:

@@ -52,11 +52,9 @@ def claim_together(
         )
         return runs.document(claimed)
 
-    document = ranks.first_of({0}, claim)
-    assert document is not None
-    claimed = runs.parse(runs.Attempt, document, "the claim")
+    claimed = runs.parse(runs.Attempt, ranks.of_rank_0(claim), "the claim")
     if base is not None:  # once more: after the claim no older attempt commits
-        ranks.first_of({0}, lambda: tiers.check_fresh(base))
+        ranks.of_rank_0(lambda: tiers.check_fresh(base))
     if tiers.local is not None:
         firsts = {ranks_of_host[0] for ranks_of_host in ranks.gather(local_ranks)}
         to_join = firsts if len(firsts) > 1 else ()  # on one host, rank 0 has joined with its claim

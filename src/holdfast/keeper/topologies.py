@@ -172,7 +172,27 @@ class HomeOnly(Topology):
         self._tier.join_retention()
 
 
-class SharedLocal(Topology):
+class LocalTopology(Topology):
+    """Topology with a local tier. Saves are drained from it to home."""
+
+    _home: HomeTier
+    _attempt: int
+
+    @override
+    def drain(self, checkpoint: CheckpointId) -> None:
+        self._home.request(checkpoint)
+
+    @override
+    def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
+        self._home.set_best({(self._attempt, step) for step in steps}, is_due=is_due)
+
+    @override
+    def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
+        if is_late:  # otherwise they are drained with the save
+            self._home.set_metrics((self._attempt, step), metrics)
+
+
+class SharedLocal(LocalTopology):
     """Topology with a local tier for all ranks: saves are committed there, and drained to home."""
 
     def __init__(self, surroundings: Surroundings, home: Store) -> None:
@@ -210,22 +230,9 @@ class SharedLocal(Topology):
         self._tier.drop(drop)
 
     @override
-    def drain(self, checkpoint: CheckpointId) -> None:
-        self._home.request(checkpoint)
-
-    @override
-    def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
-        self._home.set_best({(self._attempt, step) for step in steps}, is_due=is_due)
-
-    @override
     def delete(self, step: int) -> None:
         self._home.delete(step)
         self._tier.delete(step)
-
-    @override
-    def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
-        if is_late:  # otherwise they are drained with the save
-            self._home.set_metrics((self._attempt, step), metrics)
 
     def _is_committed(self, checkpoint: CheckpointId) -> bool:
         attempt, step = checkpoint
@@ -252,11 +259,12 @@ class SharedLocal(Topology):
         self._tier.join_retention()
 
 
-class NodeLocal(Topology):
+class NodeLocal(LocalTopology):
     """Topology with a local folder per host for its own ranks. Manifests exist only in home."""
 
     def __init__(self, surroundings: Surroundings, home: Store) -> None:
         self._config, self._store = surroundings.config, surroundings.store
+        self._attempt = self._config.attempt
         self._inbox, self._reports = surroundings.inbox, surroundings.reports
         self._in_work = surroundings.in_work
         self._newest_step: int | None = None  # newest one that this rank has persisted
@@ -282,15 +290,7 @@ class NodeLocal(Topology):
     def finish(self, save: PendingSave, committed: Committed, seconds: float) -> None:
         self._reports.durable(save.step)
         self._newest_step = max(save.step, self._newest_step or 0)
-        self._home.add_committed((self._config.attempt, save.step), is_due=save.to_home)
-
-    @override
-    def drain(self, checkpoint: CheckpointId) -> None:
-        self._home.request(checkpoint)
-
-    @override
-    def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
-        self._home.set_best({(self._config.attempt, step) for step in steps}, is_due=is_due)
+        self._home.add_committed((self._attempt, save.step), is_due=save.to_home)
 
     @override
     def delete(self, step: int) -> None:
@@ -299,15 +299,10 @@ class NodeLocal(Topology):
         if self._complete is not None:
             self._retention_thread.request()
 
-    @override
-    def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
-        if is_late:  # otherwise they are drained with the save
-            self._home.set_metrics((self._config.attempt, step), metrics)
-
     def _may_be_complete(self, checkpoint: CheckpointId) -> bool:
         """Return True if a checkpoint is complete as far as this folder shows."""
         attempt, step = checkpoint
-        is_own = attempt == self._config.attempt
+        is_own = attempt == self._attempt
         return not is_own or self._store.size(names.part(step, attempt, self._config.rank)) is not None
 
     def _on_arrived(self, checkpoint: CheckpointId) -> None:
@@ -320,7 +315,7 @@ class NodeLocal(Topology):
             return
         self._complete = checkpoint
         attempt, step = checkpoint
-        if self._config.rank == 0 and attempt == self._config.attempt and checkpoint != self._in_home:
+        if self._config.rank == 0 and attempt == self._attempt and checkpoint != self._in_home:
             tier = self._reports.tier
             self._reports.history.record("committed", step=step, tier=tier, detail=_PERSISTED_BY_ALL)
         self._retention_thread.request()
@@ -350,4 +345,4 @@ class NodeLocal(Topology):
     @override
     def close(self, *, with_newest: bool) -> None:
         newest = self._newest_step if with_newest else None
-        self._home.close(None if newest is None else (self._config.attempt, newest))
+        self._home.close(None if newest is None else (self._attempt, newest))

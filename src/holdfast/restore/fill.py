@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Mapping
 
@@ -58,30 +59,31 @@ class TensorSink:
         flat[at : at + num_bytes].copy_(torch.frombuffer(writable, dtype=torch.uint8))
 
 
-class RegionSink:
-    """Sink that collects rows of a saved region, then copies a region into a tensor.
+class CollectingSink:
+    """Sink that collects a tensor, and passes it on when it is complete.
 
     Args:
-        place: region of the saved tensor that it is.
-        wanted: region of that region to copy.
-        rows: region around `wanted` that is read.
+        sizes: shape of the tensor.
+        dtype: its dtype.
+        pass_on: called once with the tensor, on the CPU.
     """
 
-    def __init__(self, tensor: torch.Tensor, place: Region, wanted: Region, rows: Region) -> None:
-        self._tensor = tensor
-        self._place = place
-        self._wanted = wanted
-        self._rows = rows
-        self._left = rows.num_items * tensor.element_size()
+    __slots__ = ("_dtype", "_left", "_lock", "_pass_on", "_sink", "_sizes", "_whole")
+
+    def __init__(
+        self, sizes: tuple[int, ...], dtype: torch.dtype, pass_on: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._sizes, self._dtype, self._pass_on = sizes, dtype, pass_on
+        self._left = math.prod(sizes) * dtype.itemsize
         self._lock = threading.Lock()
         self._whole: torch.Tensor | None = None
         self._sink: TensorSink | None = None
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Add bytes of the rows; the last ones start the copy into the tensor."""
+        """Add bytes of the tensor. The last ones complete it."""
         with self._lock:
             if self._sink is None:  # not earlier: regions come in turn, so few are in memory at once
-                self._whole = torch.empty(self._rows.sizes, dtype=self._tensor.dtype)
+                self._whole = torch.empty(self._sizes, dtype=self._dtype)
                 self._sink = TensorSink(self._whole)
             sink = self._sink
         sink.write(offset, view)
@@ -89,14 +91,27 @@ class RegionSink:
             self._left -= len(view)
             if self._left:
                 return
-        self._copy()
-
-    def _copy(self) -> None:
         assert self._whole is not None
-        same_size = _SAME_SIZE[self._whole.element_size()]  # as integers, so that no copy rule touches a bit
-        target = _narrowed(self._tensor.detach().view(same_size), self._place, self._wanted)
-        target.copy_(_narrowed(self._whole.view(same_size), self._rows, self._wanted))
+        self._pass_on(self._whole)
         self._whole = self._sink = None
+
+
+def region_sink(tensor: torch.Tensor, place: Region, wanted: Region, rows: Region) -> CollectingSink:
+    """Return a sink that copies a region of collected rows into a tensor.
+
+    Args:
+        tensor: tensor that receives the region.
+        place: region of the saved tensor that it is.
+        wanted: region of that region to copy.
+        rows: region around `wanted` that is read.
+    """
+
+    def copy(whole: torch.Tensor) -> None:
+        same_size = _SAME_SIZE[whole.element_size()]  # as integers, so that no copy rule touches a bit
+        target = _narrowed(tensor.detach().view(same_size), place, wanted)
+        target.copy_(_narrowed(whole.view(same_size), rows, wanted))
+
+    return CollectingSink(rows.sizes, tensor.dtype, copy)
 
 
 def _narrowed(tensor: torch.Tensor, outer: Region, inner: Region) -> torch.Tensor:
@@ -202,4 +217,4 @@ def _want(tensor: torch.Tensor, place: Region, found: Located) -> Want:
     num_bytes = rows.num_items * item_bytes
     if rows == common and is_contiguous(common, place):
         return Want(start, num_bytes, TensorSink(tensor, item_offset(common, place) * item_bytes))
-    return Want(start, num_bytes, RegionSink(tensor, place, common, rows))
+    return Want(start, num_bytes, region_sink(tensor, place, common, rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 pytest.importorskip("accelerate", reason="needs torch-holdfast[accelerate]")
 
 import holdfast
-from adapters.accelerate.running import train, train_ranks
+from adapters import running
 
 pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+train, train_ranks = functools.partial(running.train, SCRIPT), functools.partial(running.train_ranks, SCRIPT)
 EXPLICIT = {"naming": "explicit", "every": 5}
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import random
@@ -16,12 +17,14 @@ pytest.importorskip("transformers", reason="needs torch-holdfast[transformers]")
 pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
 
 import holdfast
-from adapters.transformers.running import train, train_ranks
+from adapters import running
 from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
 from stage.training import wait_until
 
 pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+train, train_ranks = functools.partial(running.train, SCRIPT), functools.partial(running.train_ranks, SCRIPT)
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
 BEST = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "save_total_limit": 1}
 EPOCHS = {

@@ -6,11 +6,10 @@ import atexit
 import os
 import warnings
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from holdfast.adapters.accelerate.candidates import Candidate, Candidates
 from holdfast.adapters.accelerate.folders import Folders
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
 
 _log = get_logger("adapters")
-_T = TypeVar("_T")
 _NEVER = 10**15
 """Steps between two saves that nobody asks for: the script decides when to save."""
 
@@ -101,7 +99,7 @@ class Session:
     def _open(self) -> None:
         """Read the names of the folders, and have the folders agree with home."""
         self._checkpointer.restore(only=[FOLDERS])  # waits for keepers, which may complete a checkpoint
-        self._complete = set(self._on_first(self._checkpointer.all_steps))
+        self._complete = set(self._ranks.of_rank_0(self._checkpointer.all_steps))
         self._has_begun = not self._complete
         names: dict[str, str] = self._state[FOLDERS]
         self._names = {int(step): name for step, name in names.items() if int(step) in self._complete}
@@ -288,18 +286,19 @@ class Session:
         if path is None or is_home:
             chosen = self._newest(candidates)
         else:
-            chosen = Candidate(*self._on_first(lambda: astuple(candidates.of_path(Path(path), self._home))))
+            row = self._ranks.of_rank_0(lambda: astuple(candidates.of_path(Path(path), self._home)))
+            chosen = Candidate(*row)
         self._chosen = chosen
         return chosen.folder if chosen.step is None else None
 
     def _newest(self, candidates: Candidates) -> Candidate:
         """Return the newest candidate that verifies."""
-        rows = self._on_first(lambda: [list(astuple(one)) for one in candidates.newest_first()])
+        rows = self._ranks.of_rank_0(lambda: [list(astuple(one)) for one in candidates.newest_first()])
         found = [Candidate(*row) for row in rows]
         for one in found:
             try:
                 if one.step is None:
-                    self._on_first(lambda one=one: candidates.check_stock(Path(one.folder)))
+                    self._ranks.of_rank_0(lambda one=one: candidates.check_stock(Path(one.folder)))
                 else:
                     self._checkpointer.continue_from(one.step, verify=True)
             except (Corrupt, InvalidInput) as error:
@@ -369,7 +368,7 @@ class Session:
         config = self._accelerator.project_configuration
         config.iteration = max(config.iteration, saved)
         if config.automatic_checkpoint_naming:
-            numbers = [automatic_number(one) for one in self._on_first(self._folders.list)]
+            numbers = [automatic_number(one) for one in self._ranks.of_rank_0(self._folders.list)]
             config.iteration = max([config.iteration, *(one + 1 for one in numbers if one is not None)])
 
     def _finish_saves(self) -> None:
@@ -378,8 +377,8 @@ class Session:
             with suppress(HoldfastError):  # a failed save is no candidate
                 save.wait_durable()
         self._settle()
-        self._complete = set(self._on_first(lambda: sorted(self._complete)))
-        there = self._on_first(
+        self._complete = set(self._ranks.of_rank_0(lambda: sorted(self._complete)))
+        there = self._ranks.of_rank_0(
             lambda: [step for step, name in self._names.items() if self._folders.path(name).is_dir()]
         )
         self._names = {step: self._names[step] for step in there}
@@ -405,9 +404,6 @@ class Session:
         self._notices.close()
         self._ranks.barrier_and_close()
         _sessions.discard(self)
-
-    def _on_first(self, work: Callable[[], _T]) -> Any:
-        return self._ranks.first_of((0,), work)
 
 
 def _writes(accelerator: HoldfastAccelerator) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from holdfast.adapters.saved_files import file_fault
+from holdfast.adapters.saved_files import folder_fault
 
 _NUMBER = re.compile(r"([0-9]+)\D*$")
 _AUTOMATIC = re.compile(r"checkpoint_([0-9]+)")
@@ -47,7 +47,7 @@ def find_fault(folder: Path, *, ranks: Collection[int], num_optimizers: int) -> 
     missing = [name for name in needed if not (folder / name).exists()]
     if missing:
         return f"{missing[0]} is missing"
-    return next((fault for path in sorted(folder.rglob("*")) if (fault := file_fault(path))), None)
+    return folder_fault(folder)
 
 
 def _models(folder: Path) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 
 import torch
@@ -12,44 +11,9 @@ from holdfast.adapters.dcp.spans import Span, spans, strides_of
 from holdfast.errors import InvalidInput
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import Shard
-from holdfast.restore.fill import TensorSink
+from holdfast.restore.fill import CollectingSink, TensorSink
 from holdfast.restore.read import Sink
 from holdfast.state.tensors import torch_dtype
-
-
-class GatherSink:
-    """Sink that collects a span, then copies its wanted elements into a tensor."""
-
-    __slots__ = ("_buffer", "_dtype", "_left", "_lock", "_sink", "_span", "_strides", "_target")
-
-    def __init__(
-        self, span: Span, strides: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor
-    ) -> None:
-        self._span = span
-        self._strides = strides
-        self._dtype = dtype
-        self._target = target
-        self._left = span.num_items * dtype.itemsize
-        self._lock = threading.Lock()
-        self._buffer: torch.Tensor | None = None
-        self._sink: TensorSink | None = None
-
-    def write(self, offset: int, view: memoryview) -> None:
-        """Add bytes of the span. After the last ones, the wanted elements are copied."""
-        with self._lock:
-            if self._sink is None:  # allocated late: spans are read in turn, so few are in memory
-                self._buffer = torch.empty(self._span.num_items, dtype=self._dtype)
-                self._sink = TensorSink(self._buffer)
-            sink = self._sink
-        sink.write(offset, view)
-        with self._lock:
-            self._left -= len(view)
-            if self._left:
-                return
-        assert self._buffer is not None
-        with torch.no_grad():
-            self._target.copy_(self._buffer.as_strided(self._span.sizes, self._strides))
-        self._buffer = self._sink = None
 
 
 def make_sinks(
@@ -83,5 +47,17 @@ def make_sinks(
         for dim, (at, length) in enumerate(zip(span.at, span.sizes, strict=True)):
             part = part.narrow(dim, at, length)
         is_direct = span.is_dense and part.is_cpu and part.dtype is dtype and part.is_contiguous()
-        sink = TensorSink(part) if is_direct else GatherSink(span, strides, dtype, part)
+        sink = TensorSink(part) if is_direct else _gathering_sink(span, strides, dtype, part)
         yield span.start * item_bytes, span.num_items * item_bytes, sink
+
+
+def _gathering_sink(
+    span: Span, strides: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor
+) -> CollectingSink:
+    """Return a sink that collects a span, then copies its wanted elements into a tensor."""
+
+    def copy(items: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(items.as_strided(span.sizes, strides))
+
+    return CollectingSink((span.num_items,), dtype, copy)

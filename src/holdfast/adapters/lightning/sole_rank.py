@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar, final
 
-import torch
-import torch.distributed as dist
 from typing_extensions import override
 
-from holdfast.errors import Unsupported
 from holdfast.ranks import RankGroup
 
 _T = TypeVar("_T")
@@ -39,11 +36,3 @@ class SoleRank(RankGroup):
     @override
     def barrier_and_close(self) -> None:
         """Do nothing."""
-
-    @override
-    def send(self, data: torch.Tensor, to: int) -> dist.Work:
-        raise Unsupported("A rank that saves alone cannot exchange tensors.")
-
-    @override
-    def receive(self, data: torch.Tensor, source: int) -> dist.Work:
-        raise Unsupported("A rank that saves alone cannot exchange tensors.")

@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar, final
 
-import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
@@ -95,11 +93,3 @@ class StoreRanks(RankGroup):
 
     def barrier_and_close(self) -> None:
         """Do nothing: ranks do not wait for each other at a store."""
-
-    @override
-    def send(self, data: torch.Tensor, to: int) -> dist.Work:
-        raise Unsupported("Ranks that communicate by a store cannot exchange tensors.")
-
-    @override
-    def receive(self, data: torch.Tensor, source: int) -> dist.Work:
-        raise Unsupported("Ranks that communicate by a store cannot exchange tensors.")

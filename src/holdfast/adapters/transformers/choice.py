@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from holdfast.adapters.transformers.folders import Folders
 from holdfast.adapters.transformers.stock_folder import find_fault, has_weights, list_folders, step_of
@@ -15,7 +13,6 @@ from holdfast.log import get_logger
 from holdfast.ranks import RankGroup
 
 _log = get_logger("adapters")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ class Chooser:
 
         Ranks: collective.
         """
-        newest = self._on_first(self._checkpointer.latest_step)
+        newest = self._group.of_rank_0(self._checkpointer.latest_step)
         if newest is not None:
             raise InvalidInput(
                 f"{self._home} holds a run up to step {newest}, and train() was called without "
@@ -93,7 +90,7 @@ class Chooser:
 
     def _newest(self) -> Choice | None:
         step = self._checkpointer.continue_from(verify=True)
-        stock = self._on_first(lambda: self._newest_stock(after=step or 0))
+        stock = self._group.of_rank_0(lambda: self._newest_stock(after=step or 0))
         if stock is not None:
             return Choice(stock, self._folders.path(stock))
         return None if step is None else Choice(step, self._folders.path(step), self._home)
@@ -115,12 +112,12 @@ class Chooser:
         step = step_of(path)
         if step is None:
             raise InvalidInput(_invalid(path, "its name is not checkpoint-N, with N a step"))
-        steps: list[int] = self._on_first(self._checkpointer.all_steps)
-        home: str | None = self._on_first(lambda: self._folders.home_of(path))
+        steps = self._group.of_rank_0(self._checkpointer.all_steps)
+        home = self._group.of_rank_0(lambda: self._folders.home_of(path))
         if self._folders.is_here(path) and step in steps:
             self._checkpointer.continue_from(step, verify=True)
             return Choice(step, path, self._home)
-        fault: str | None = self._on_first(lambda: self._fault(Path(path)))
+        fault = self._group.of_rank_0(lambda: self._fault(Path(path)))
         if fault is None:
             self._go_back(step, steps, path)
             return Choice(step, path)
@@ -131,7 +128,7 @@ class Chooser:
             self._folders.is_here(path)
             and steps
             and step > max(steps)
-            and self._on_first(lambda: home_only(path))
+            and self._group.of_rank_0(lambda: home_only(path))
         ):
             _log.warning(
                 "%s is of a save that was interrupted before it was complete. Training resumes from the "
@@ -160,9 +157,6 @@ class Chooser:
         if not folder.is_dir():
             return "the folder does not exist"
         return find_fault(folder, world_size=self._group.world_size, with_training=self._with_training)
-
-    def _on_first(self, work: Callable[[], _T]) -> Any:
-        return self._group.first_of((0,), work)
 
 
 def home_only(path: str) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.adapters.saved_files import read_json
 from holdfast.adapters.transformers.stock_folder import TRAINER_STATE, list_folders, step_of
 
 HOME_FILE = "holdfast.json"
@@ -87,10 +88,7 @@ class Folders:
 
     def home_of(self, path: str) -> str | None:
         """Return the home that a folder `checkpoint-N` names; None if the Trainer has written it itself."""
-        try:
-            content = json.loads((Path(path) / HOME_FILE).read_text())
-        except (OSError, ValueError):
-            return None
+        content = read_json(Path(path) / HOME_FILE)
         home = content.get("home") if isinstance(content, dict) else None
         return home if isinstance(home, str) else None
 

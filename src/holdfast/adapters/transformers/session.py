@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerControl
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from holdfast.adapters.transformers.trainer import HoldfastTrainer
 
 _log = get_logger("adapters")
-_T = TypeVar("_T")
 _NEVER = 10**15
 """Steps between two saves that nobody asks for: the Trainer decides when to save."""
 
@@ -145,8 +144,8 @@ class Session:
 
     def _list_steps(self, choice: Choice | None) -> None:
         """List all checkpoints, apart from those that training goes back behind."""
-        self._in_home = set(self._on_first(self._checkpointer.all_steps))
-        every = {*self._in_home, *self._on_first(self._folders.steps)}
+        self._in_home = set(self._ranks.of_rank_0(self._checkpointer.all_steps))
+        every = {*self._in_home, *self._ranks.of_rank_0(self._folders.steps)}
         if choice is not None:
             self._superseded = {one for one in every if one > choice.step}
         self._steps = sorted(every - self._superseded)
@@ -354,6 +353,3 @@ class Session:
             is_durable = self._last.exception() is None and not self._last.skipped
             self._checkpointer.finish(self._last.step if is_durable else step)
         self._is_finished = True
-
-    def _on_first(self, work: Callable[[], _T]) -> Any:
-        return self._ranks.first_of((0,), work)

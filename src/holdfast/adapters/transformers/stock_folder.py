@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.adapters.saved_files import file_fault, read_json
+from holdfast.adapters.saved_files import folder_fault, read_json
 
 TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -55,7 +55,7 @@ def find_fault(folder: Path, *, world_size: int, with_training: bool = True) -> 
         faults.append("it has no weights")
     if faults:
         return faults[0]
-    return next((fault for path in sorted(folder.rglob("*")) if (fault := file_fault(path))), None)
+    return folder_fault(folder)
 
 
 def _weights(folder: Path) -> Iterator[Path]:

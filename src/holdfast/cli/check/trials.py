@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.cli.check.traces import Trace, read_trace
-from holdfast.environment import PREEMPTION, PROGRESS, SANDBOX, TRIAL
+from holdfast.environment import TRIAL, sandbox_environment
 from holdfast.errors import InvalidInput
 from holdfast.format import names
-
-_TAIL_LINES = 15
+from holdfast.linux.process_group import end_of, process_group
 
 
 class Trials:
@@ -59,14 +55,7 @@ class Trials:
         own.mkdir()
         plan_file, log = own / "plan.json", own / "log.txt"
         plan_file.write_text(json.dumps({"folder": str(own), **plan}))
-        env = {name: value for name, value in os.environ.items() if name != PROGRESS}
-        env |= {
-            PREEMPTION: "none",
-            "HOLDFAST_KEEP_IN_MEMORY": "0",
-            SANDBOX: str(self.homes(homes)),
-            TRIAL: str(plan_file),
-            "PYTHONUNBUFFERED": "1",
-        }
+        env = sandbox_environment(self.homes(homes)) | {TRIAL: str(plan_file)}
         began_s = time.monotonic()
         status = self._wait(log, env)
         trace = read_trace(own)
@@ -87,23 +76,11 @@ class Trials:
 
     def _wait(self, log: Path, env: dict[str, str]) -> int | None:
         """Run the command. Return its exit status, or None if it took too long."""
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                self._command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        with process_group(self._command, env, log) as process:
             try:
                 return process.wait(self._timeout_s)
             except subprocess.TimeoutExpired:
                 return None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # remaining workers; keepers have their own groups
-                process.wait()
 
 
 def newest_steps(homes: Path) -> dict[str, int]:
@@ -116,5 +93,4 @@ def newest_steps(homes: Path) -> dict[str, int]:
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return "The end of its output:\n" + "\n".join(lines)
+    return f"The end of its output:\n{end_of(log)}"

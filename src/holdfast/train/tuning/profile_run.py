@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from holdfast.documents import decode_dataclass, read_dataclass
 from holdfast.entry import command
-from holdfast.environment import PREEMPTION, PROGRESS, SANDBOX
+from holdfast.environment import sandbox_environment
 from holdfast.errors import InvalidInput
 from holdfast.linux.files import write_atomic
+from holdfast.linux.process_group import end_of, process_group
 
 T = TypeVar("T")
-_TAIL_LINES = 15
 _POLL_S = 0.2
 _EXIT_S = 20.0  # limit for the script's cleanup after SIGINT
 
@@ -85,21 +85,8 @@ class ProfileRuns:
         (own / "spec.json").write_text(json.dumps(dataclasses.asdict(spec)))
         log = own / "log.txt"
         self.logs.append(log)
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                self._command(own),
-                env=self._environment(own),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                ended = self._wait(process, own)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # remaining workers of loaders and compilers
-                process.wait()
+        with process_group(self._command(own), self._environment(own), log) as process:
+            ended = self._wait(process, own)
         return self._seen(own, log, kind, ended=ended)
 
     def _wait(self, process: subprocess.Popen[bytes], own: Path) -> bool:
@@ -124,14 +111,9 @@ class ProfileRuns:
         return command("torch.distributed.run", *options, *script[1:])  # it starts Python itself
 
     def _environment(self, own: Path) -> Mapping[str, str]:
-        env = {name: value for name, value in os.environ.items() if name != PROGRESS}
-        env |= {
-            PREEMPTION: "none",
-            "HOLDFAST_KEEP_IN_MEMORY": "0",
-            SANDBOX: str(own / "homes"),
+        env = sandbox_environment(own / "homes") | {
             "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"),  # empty, so that compiling costs what it costs
             "TRITON_CACHE_DIR": str(own / "triton"),
-            "PYTHONUNBUFFERED": "1",
         }
         if self._debug:
             env |= {"TORCH_TRACE": str(own / "trace"), "TORCH_LOGS": "recompiles,graph_breaks,perf_hints"}
@@ -142,7 +124,7 @@ class ProfileRuns:
         result = read_result(own)
         if result is not None and "facts" in result:
             return read_dataclass(kind, result["facts"], "the result of a profile run")
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        tail = end_of(log)
         if result is not None:
             raise RunFailed(f"{result['failure']}\n{tail}".rstrip())
         why = "it failed" if ended else f"it took more than {self._timeout_s:.0f} s and was killed"

@@ -1,4 +1,4 @@
-"""Runner of the training script of this folder, alone or as several ranks."""
+"""Runner of the training script of an adapter's tests, alone or as several ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 from nursery import shared
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
 LIMIT_S = 300
 
 
-def train(folder: Path, *, status: int = 0, **plan: Any) -> dict[str, Any]:
+def train(script: Path, folder: Path, *, status: int = 0, **plan: Any) -> dict[str, Any]:
     """Train in a process of its own, and return the end of the run; {} if the process is to fail."""
-    return train_ranks(folder, 1, statuses=[status], **plan)[0]
+    return train_ranks(script, folder, 1, statuses=[status], **plan)[0]
 
 
 def train_ranks(
-    folder: Path, count: int, *, statuses: Sequence[int] | None = None, **plan: Any
+    script: Path, folder: Path, count: int, *, statuses: Sequence[int] | None = None, **plan: Any
 ) -> list[dict[str, Any]]:
     """Train on ranks of one process group, and return the end of the run by rank.
 
     Args:
+        script: the script, which takes the folder and the plan as JSON.
         folder: folder of the run.
         count: number of ranks.
         statuses: expected exit status by rank; by default all succeed. A rank that is killed takes the
@@ -42,7 +42,7 @@ def train_ranks(
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         launched = {**{key: str(number) for key, number in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
         env = {**os.environ, "MASTER_PORT": port, **(launched if count > 1 else {})}
-        command = [SCRIPT, str(folder), json.dumps(plan)]
+        command = [str(script), str(folder), json.dumps(plan)]
         files = logs / f"output-{rank}", logs / f"errors-{rank}"
         ranks.append(shared().start(command, files[0], errors=files[1], env=env))
     expected = list(statuses or [0] * count)

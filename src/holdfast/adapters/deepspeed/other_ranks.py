@@ -51,11 +51,11 @@ class ReshardedFiles:
                 raise self._refused(f"{name} belongs to tensor, expert or pipeline parallelism")
         return owners
 
-    def _refused(self, why: str) -> Unsupported:
+    def _refused(self, why: str, done: str = "Nothing was loaded") -> Unsupported:
         saved = self.checkpoint.world_size
         return Unsupported(
             f"{self.facts.tag} was saved by {saved} ranks and cannot be loaded by {self._world_size}: {why}. "
-            f"Nothing was loaded. Resume on {saved} ranks; or export it (`holdfast export --to deepspeed`), "
+            f"{done}. Resume on {saved} ranks; or export it (`holdfast export --to deepspeed`), "
             "convert it with ds_to_universal, and load that with load_universal."
         )
 
@@ -82,7 +82,7 @@ class ReshardedFiles:
         contents = [self.files.load(f"{before}{one}{after}") for one in saved]
         states = [one["optimizer_state_dict"] for one in contents]
         if any(map(any, states[0].get("param_alignment_paddings", ()))):
-            raise self._refused("its parameters are aligned")
+            raise self._refused("its parameters are aligned", "The optimizer was not loaded")
         live = self._live(_partition_sizes(self._engine.optimizer))
         return {**contents[0], "optimizer_state_dict": reshard(states, live, rank, self._world_size)}
 

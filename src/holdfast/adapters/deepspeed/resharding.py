@@ -53,10 +53,20 @@ def reshard(states: Sequence[Mapping[str, Any]], live: Layout, rank: int, world_
         live: layout of the engine that loads.
         rank: rank that loads.
         world_size: number of ranks that load.
+
+    Raises:
+        Unsupported: the state does not have an element per parameter; or it was saved with
+            `elastic_checkpoint`, which has another form.
     """
     first = dict(states[0])
     stage = int(first["zero_stage"])
     flat_key, base_key = (_FLAT_3, _BASE_3) if stage == _PARTITIONED else (_FLAT_12, _BASE_12)
+    if not isinstance(first[base_key], Mapping):
+        raise Unsupported(
+            'The optimizer was saved with "elastic_checkpoint": true, and cannot be split for another number '
+            "of ranks. The weights were loaded, the optimizer was not. Resume on as many ranks as saved it, "
+            'and remove "elastic_checkpoint" there for later changes.'
+        )
 
     def split(group: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         sizes = [size for _, size in live.groups[group]]
@@ -90,7 +100,8 @@ def _reshard_base(
             if is_flat and any(part.numel() < n for part, n in zip(parts, lengths, strict=True)):
                 raise Unsupported(
                     f"The optimizer's {key} does not have an element per parameter, so it cannot be split "
-                    "for another number of ranks. Nothing was loaded. Resume on as many ranks as saved it."
+                    "for another number of ranks. The weights were loaded, the optimizer was not. Resume on "
+                    "as many ranks as saved it."
                 )
             cut = [part[:n] for part, n in zip(parts, lengths, strict=True)] if is_flat else parts
             made[group][key] = split(group, cut) if is_flat else value

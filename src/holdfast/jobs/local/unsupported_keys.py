@@ -14,9 +14,13 @@ from holdfast.jobs.unsupported_keys import (
 )
 
 _CHOICE = "ignored: there is no choice of machines; kept for other engines"
+_ALTERNATIVES = (
+    "no choice of machines; SKYPILOT_NUM_GPUS_PER_NODE is the greatest number of GPUs in any of them"
+)
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
     **UNUSED_KEYS,
     **dict.fromkeys(CHOICE_KEYS, _CHOICE),
+    **dict.fromkeys(("resources.any_of", "resources.ordered"), _ALTERNATIVES),
     "config": "settings of clouds and clusters; kept for other engines",
     "resources.infra": _CHOICE,
     "resources.cpus": "neither checked nor limited",

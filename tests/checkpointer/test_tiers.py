@@ -129,6 +129,7 @@ def test_a_save_that_waited_for_memory_says_so(tmp_path: Path) -> None:
     with holdfast.Checkpointer(
         holdfast.Home(tmp_path, bandwidth="20MB"), state, memory="3MB", quiet=True
     ) as ckpt:
+        ckpt.prepare()  # otherwise the first save may wait for the memory to be prepared
         ckpt.save(1)
         ckpt.save(2)
     lines, _ = read_lines(open_store(tmp_path))

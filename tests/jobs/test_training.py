@@ -108,6 +108,7 @@ def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_replaces_the_status_of_a_preemption_does_not_make_it_an_error(
     harness: JobHarness, uninterrupted: Callable[[int], str]
 ) -> None:

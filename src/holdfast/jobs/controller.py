@@ -155,6 +155,13 @@ class Controller(ABC):
         timers = self._timers.schedule(actions, now_s)
         if state.attempt != before.attempt:
             self._step_before = self._newest_step()
+        is_change = (state.status, state.attempt, state.reason) != (
+            before.status,
+            before.attempt,
+            before.reason,
+        )
+        if is_change and state.status.is_final:
+            self._log_change(state)  # first, so that whoever sees the end also finds its outcomes
         if (state, timers) != (before, self._timers) or answered is not None:
             self._save(state, timers, now_unix_s=now_s, answered=answered)
         if timers.tell_until_unix_s != self._timers.tell_until_unix_s:
@@ -163,8 +170,8 @@ class Controller(ABC):
         if state.attempt != before.attempt:
             self._is_started = False
             self._prepare_attempt()
-        if (state.status, state.attempt, state.reason) != (before.status, before.attempt, before.reason):
-            self._log_change()
+        if is_change and not state.status.is_final:
+            self._log_change(state)
 
     def _with_details(self, state: JobState) -> JobState:
         """Return the state with details of the job's end, if it has just ended."""
@@ -178,8 +185,7 @@ class Controller(ABC):
             reason = "; ".join(filter(None, (reason, self._missing_uploads())))
         return state if reason == state.reason else dataclasses.replace(state, reason=reason)
 
-    def _log_change(self) -> None:
-        state = self.state
+    def _log_change(self, state: JobState) -> None:
         reason = state.reason.partition("\n")[0]
         line = f"attempt {state.attempt} {state.status.value} {reason}".rstrip()
         try:

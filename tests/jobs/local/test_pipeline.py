@@ -153,7 +153,7 @@ def test_jobs_of_a_pipeline_may_mount_at_the_same_path(harness: JobHarness, home
     )
     assert harness.wait(c).status is JobStatus.SUCCEEDED, harness.describe(c)
     assert harness.log(c).splitlines()[1:] == ["texttexttext"], "each has a copy of its own"
-    assert not (home / "data").exists()
+    harness.wait_for(c, lambda: not (home / "data").exists(), "the removal of the link")
 
 
 def test_a_pipeline_is_prepared_as_a_whole_or_not_at_all(harness: JobHarness, home: Path) -> None:

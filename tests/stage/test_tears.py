@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.optim import SGD
 
 from campaigns import tears
@@ -60,6 +62,42 @@ def test_a_write_without_a_version_change_drops_the_save_and_the_next_step_is_sa
         repeated.wait_durable()
         assert not ckpt.should_save(3)
     check_saved(tmp_path / "home", 2, expected)
+
+
+@pytest.mark.parametrize(
+    "shown", [lambda b: b[:211], lambda b: b[:433], lambda b: b[:300:2], lambda b: b[:300].t()]
+)
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_parameter_that_becomes_another_part_of_its_memory_is_not_torn(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shown: Callable[[torch.Tensor], torch.Tensor],
+    is_written: bool,
+) -> None:
+    """It is pruned, grown or strided at the same address between two saves, and perhaps written to."""
+    buffer, model = torch.randn(600, 300), make_model(300)
+    weight = model.get_parameter("0.weight")
+    weight.data = buffer[:300]
+    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+    gate = CopyGate(monkeypatch)
+    gate.opened.set()
+    with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
+        ckpt.save(1).wait_durable()
+        weight.data = shown(buffer)
+        expected = snapshot(state)
+        gate.opened.clear()
+        save = ckpt.save(2)
+        if is_written:
+            weight.data[-20:] += 1
+        gate.opened.set()
+        try:
+            save.wait_durable()
+        except InvalidInput:  # the copy was torn
+            assert is_written
+            expected = snapshot(state)
+            with pytest.warns(SaveWarning, match="step 2 was dropped"):
+                save = ckpt.save(3)
+    check_saved(tmp_path / "home", save.step, expected)
 
 
 @pytest.mark.parametrize("end", ["finish", "close"])

@@ -96,10 +96,19 @@ class Extents:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return True if the elements fill their memory without gaps, each once."""
-    if tensor.is_contiguous():
-        return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return last + 1 == tensor.numel() and 0 not in tensor.stride()
+    return tensor.is_contiguous() or memory_order(tensor) is not None
+
+
+def memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions from the slowest to the fastest in memory; None if the tensor is not dense."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    order = [dimension for dimension in order if tensor.shape[dimension] != 1]
+    stride = 1
+    for dimension in reversed(order):
+        if tensor.stride(dimension) != stride:
+            return None
+        stride *= tensor.shape[dimension]
+    return order
 
 
 def private_mappings() -> list[Range]:

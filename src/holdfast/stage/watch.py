@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from holdfast.stage.extents import Extents, is_dense, is_private, private_mappings
+from holdfast.stage.extents import Extents, is_dense, is_private, memory_order, private_mappings
 from holdfast.stage.write_tracker import Range, WriteTracker, use_huge_pages
 
 _NOTHING = Extents.of({}, ())
+_get_num_bytes = operator.attrgetter("nbytes")
 
 
 class Watcher:
@@ -28,7 +30,7 @@ class Watcher:
         self.shared: frozenset[int] = frozenset()
         self._tracker: WriteTracker | None = None
         self._ids: list[int] = []
-        self._addresses: dict[int, int] = {}  # of large tensors by index
+        self._places = _Places({}, [], {})
         self._mappings: list[Range] = []
         self._extents: dict[tuple[int, ...], Extents] = {}
         self._huge: Extents | None = None  # in huge pages as far as the kernel could
@@ -45,11 +47,11 @@ class Watcher:
             large: indices of those that may be watched.
         """
         before, self._ids = self._ids, list(map(id, tensors))
-        addresses = {i: tensors[i].data_ptr() for i in large}
-        new, known = set[int](), self._addresses
-        if has_moved := addresses != known:
-            new.update(i for i, address in addresses.items() if known.get(i) != address)
-            self._addresses, self._mappings = addresses, private_mappings()
+        places, known = _Places.of({i: tensors[i] for i in large}), self._places
+        new = set[int]()
+        if has_moved := places != known:
+            new.update(places.find_changed(known))
+            self._places, self._mappings = places, private_mappings()
         if len(before) != len(tensors):
             new.update(range(len(tensors)))
         elif self._ids != before:
@@ -94,7 +96,7 @@ class Watcher:
 
     def _apart_from(self, indices: Collection[int]) -> list[int]:
         """Return the addresses of the large tensors outside of `indices`, sorted."""
-        return sorted(address for index, address in self._addresses.items() if index not in indices)
+        return sorted(address for i, address in self._places.addresses.items() if i not in indices)
 
     def _start_each(self, tensors: Mapping[int, torch.Tensor], extents: Extents) -> Extents:
         """Start tracking range by range; return extents without tensors that the kernel refuses."""
@@ -163,30 +165,82 @@ class Watch:
         """
         if self.tracker is None:
             return []
-        written = set(self.extents.touched_by(self.tracker.find_written(self.extents.ranges)))
+        written = self.extents.touched_by(self.tracker.find_written(self.extents.ranges))
         self.tracker.stop(self.extents.ranges)
-        return sorted(written | self._put_edges(copies))
+        self._put_edges(copies)
+        return written
 
     def cancel(self) -> None:
         """End the watch without a copy."""
         if self.tracker is not None:
             self.tracker.stop(self.extents.ranges)
 
-    def _put_edges(self, copies: Sequence[torch.Tensor]) -> set[int]:
-        """Put the edges into the copies. If the order of elements differs there, only compare them."""
-        changed: set[int] = set()
+    def _put_edges(self, copies: Sequence[torch.Tensor]) -> None:
         at = ctypes.addressof(self.edges) if self.edges is not None else 0
         addresses = {i: copies[i].data_ptr() for i, tensor in self.tensors.items() if tensor.is_contiguous()}
         for edge in self.extents.edges:
             to = addresses.get(edge.index)
             if to is not None:
                 ctypes.memmove(to + edge.offset, at, edge.num_bytes)
-            elif ctypes.string_at(at, edge.num_bytes) != ctypes.string_at(edge.address, edge.num_bytes):
-                changed.add(edge.index)
+            else:
+                saved = ctypes.string_at(at, edge.num_bytes)
+                _put_in_memory_order(copies[edge.index], self.tensors[edge.index], edge.offset, saved)
             at += edge.num_bytes
-        return changed
+
+
+def _put_in_memory_order(copy: torch.Tensor, tensor: torch.Tensor, offset: int, saved: bytes) -> None:
+    """Put bytes of a dense tensor into a copy with another order of elements.
+
+    Args:
+        offset: of these bytes in the tensor's memory; a multiple of an element's, as are the bytes.
+    """
+    order, item_bytes = memory_order(tensor), tensor.element_size()
+    assert order is not None
+    left = torch.arange(offset // item_bytes, (offset + len(saved)) // item_bytes)
+    positions = torch.zeros_like(left)
+    for dimension in reversed(order):
+        positions += left % tensor.shape[dimension] * copy.stride(dimension)
+        left = left // tensor.shape[dimension]
+    items = torch.frombuffer(bytearray(saved), dtype=torch.uint8).view(-1, item_bytes)
+    copy.view(-1).view(torch.uint8).view(-1, item_bytes)[positions] = items
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The memory of some tensors. Two tensors at one address may differ in size, and in their strides.
+
+    Lists and not tuples for each tensor, because there may be thousands at each save.
+    """
+
+    addresses: dict[int, int]  # by index
+    num_bytes: list[int]  # in the same order
+    views: dict[int, tuple[tuple[int, ...], bool, bool]]  # of those whose bytes are not simply in sequence
+
+    @classmethod
+    def of(cls, tensors: Mapping[int, torch.Tensor]) -> _Places:
+        """Return the places of tensors by index."""
+        return cls(
+            dict(zip(tensors, map(torch.Tensor.data_ptr, tensors.values()), strict=True)),
+            list(map(_get_num_bytes, tensors.values())),
+            {
+                i: (tensor.stride(), tensor.is_conj(), tensor.is_neg())
+                for i, tensor in tensors.items()
+                if not tensor.is_contiguous() or tensor.is_complex()
+            },
+        )
+
+    def find_changed(self, before: _Places) -> set[int]:
+        """Return the indices of tensors in other places than before, and of new ones."""
+        known = before._by_index()
+        return {i for i, place in self._by_index().items() if known.get(i) != place}
+
+    def _by_index(self) -> dict[int, object]:
+        pairs = zip(self.addresses.items(), self.num_bytes, strict=True)
+        return {i: (address, num_bytes, self.views.get(i)) for (i, address), num_bytes in pairs}
 
 
 def _is_watchable(tensor: torch.Tensor) -> bool:
     is_plain = tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
-    return is_plain and is_dense(tensor)
+    # Memory of others may begin anywhere; the edges of such a tensor would end within elements.
+    is_aligned = tensor.is_contiguous() or not tensor.data_ptr() % tensor.element_size()
+    return is_plain and is_aligned and is_dense(tensor)

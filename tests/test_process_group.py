@@ -15,12 +15,12 @@ from stage.training import wait_until
 
 # Prints the pid of a child that ignores every polite signal and outlives its parent.
 _LEAVES_A_CHILD = """
-import os, signal, time
+import os, signal
 if child := os.fork():
     print(child, flush=True)
 else:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(3600)
+    signal.pause()
 """
 
 
@@ -34,7 +34,7 @@ def test_a_child_that_a_command_leaves_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_command_is_killed_if_the_block_fails(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    command = [sys.executable, "-c", "import signal; signal.pause()"]
     with pytest.raises(KeyError), process_group(command, os.environ, tmp_path / "log") as process:
         raise KeyError
     assert process.returncode == -signal.SIGKILL

@@ -18,12 +18,16 @@ from holdfast.adapters.torchtitan import HoldfastCheckpointManager
 from .contract import Blocked, Method, Training
 
 
-class _Counter:
+class _Data:
+    """Position in the data of one rank."""
+
+    count = 0
+
     def state_dict(self) -> dict[str, Any]:
-        return {"version": 1, "dp_rank_0": {"count": 0}}
+        return {"version": 1, "dp_rank_0": {"count": self.count}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError
+        self.count = state_dict["dp_rank_0"]["count"]
 
 
 def _train(training: Training, blocked: Blocked, *, manager: Any, mode: str) -> None:
@@ -40,7 +44,7 @@ def _train(training: Training, blocked: Blocked, *, manager: Any, mode: str) -> 
     )
     options = {"enable": True, "folder": "checkpoint", "interval": training.every, "async_mode": mode}
     checkpointer = manager.Config(**options).build(
-        dataloader=_Counter(),
+        dataloader=_Data(),
         model_parts=[model],
         optimizers=optimizers,
         lr_schedulers=schedulers,

@@ -1,18 +1,80 @@
-"""Runner of the training script of an adapter's tests, alone or as several ranks."""
+"""Runner of the training scripts of adapters' tests, alone or as several ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nursery import shared
+from nursery import Child, shared
+from servers import reserve_port
 
-LIMIT_S = 300
+LIMIT_S = 600
+_TESTS = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class StartedRanks:
+    """Ranks of a process group that run a script."""
+
+    children: list[Child]
+    folder: Path
+    """Folder of their output, and of what the test puts there."""
+
+    def errors(self) -> str:
+        """Return what all ranks have written to stderr."""
+        numbers = range(len(self.children))
+        return "\n".join((self.folder / f"errors-{rank}").read_text() for rank in numbers)
+
+
+@contextlib.contextmanager
+def started_ranks(
+    command: Sequence[object],
+    count: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    is_launched: bool = True,
+    victim: int = 0,
+    victim_env: Mapping[str, str] | None = None,
+) -> Iterator[StartedRanks]:
+    """Start ranks of a script, and kill those that are left at the end of the block.
+
+    Args:
+        command: path of the script, and its arguments.
+        count: number of ranks.
+        env: environment variables of all ranks.
+        is_launched: set the variables that a launcher sets.
+        victim: rank that also gets `victim_env`.
+        victim_env: environment variables of that rank.
+    """
+    started = StartedRanks([], Path(tempfile.mkdtemp()))
+    paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_TESTS))))
+    port = str(reserve_port())
+    try:
+        for rank in range(count):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            launched = {"MASTER_ADDR": "127.0.0.1", **{key: str(number) for key, number in numbers.items()}}
+            own = {
+                **os.environ,
+                "PYTHONPATH": paths,
+                "MASTER_PORT": port,
+                **(launched if is_launched else {}),
+                **(env or {}),
+                **((victim_env or {}) if rank == victim else {}),
+            }
+            files = started.folder / f"output-{rank}", started.folder / f"errors-{rank}"
+            words = [str(word) for word in command]
+            started.children.append(shared().start(words, files[0], errors=files[1], env=own))
+        yield started
+    finally:
+        for one in started.children:
+            one.kill()
+            one.wait()
 
 
 def train(script: Path, folder: Path, *, status: int = 0, **plan: Any) -> dict[str, Any]:
@@ -33,32 +95,14 @@ def train_ranks(
             others with it, as a launcher does.
         plan: what the script is to do.
     """
-    logs = Path(tempfile.mkdtemp())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = []
-    for rank in range(count):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        launched = {**{key: str(number) for key, number in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
-        env = {**os.environ, "MASTER_PORT": port, **(launched if count > 1 else {})}
-        command = [str(script), str(folder), json.dumps(plan)]
-        files = logs / f"output-{rank}", logs / f"errors-{rank}"
-        ranks.append(shared().start(command, files[0], errors=files[1], env=env))
     expected = list(statuses or [0] * count)
-    try:
-        first_to_die = next((rank for rank, status in enumerate(expected) if status == -9), None)
-        if first_to_die is not None:
-            found = ranks[first_to_die].wait(LIMIT_S)
-            assert found == -9, (logs / f"errors-{first_to_die}").read_text()
-            return [{} for _ in ranks]
-        found = [one.wait(LIMIT_S) for one in ranks]
-        assert found == expected, "\n".join((logs / f"errors-{rank}").read_text() for rank in range(count))
-    finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
+    with started_ranks([script, folder, json.dumps(plan)], count, is_launched=count > 1) as ranks:
+        if -9 in expected:
+            assert ranks.children[expected.index(-9)].wait(LIMIT_S) == -9, ranks.errors()
+            return [{} for _ in expected]
+        found = [one.wait(LIMIT_S) for one in ranks.children]
+        assert found == expected, ranks.errors()
     return [
         json.loads(one.said().splitlines()[-1]) if not status else {}
-        for one, status in zip(ranks, found, strict=True)
+        for one, status in zip(ranks.children, found, strict=True)
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 
 from holdfast.cli import main
 from holdfast.store import open_store
+from jobs.harness import JobHarness
 from making import CREATED_UNIX_S, make_checkpoint, make_home
 
 
@@ -32,6 +33,15 @@ class Result:
 
 
 Command = Callable[..., Result]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
+    """Jobs in a state folder of their own, which the command line uses too."""
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    found = JobHarness(tmp_path)
+    yield found
+    found.leave()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,6 @@ from jobs.harness import JobHarness
 
 BAR = r"for i in 1 2 3; do printf '\r%s/3' $i; done; printf '\n'"
 WAITS = "until [ -e go ]; do sleep 0.02; done"
-
-
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
-    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    found = JobHarness(tmp_path)
-    yield found
-    found.leave()
 
 
 # -- logs ------------------------------------------------------------------------------------------------

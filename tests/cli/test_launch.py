@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,6 @@ envs:
 run: |
   echo hello $WHO
 """
-
-
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
-    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    found = JobHarness(tmp_path)
-    yield found
-    found.leave()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ def check_killed_run_ends_with(straight: str, name: str, home: Path, *, restored
     assert last_line(again) == straight
 
 
+def check_killed_trainer(name: str, folder: Path, resumed: str, env: Mapping[str, str] | None = None) -> None:
+    """Kill an example of a trainer in its third save, start it again, and compare its result."""
+    given: dict[str, Any] = dict(env or {})
+    straight = last_line(run_example(name, folder / "straight", **given))
+    killed = run_example(name, folder / "out", **{**given, "HOLDFAST_KILL_AT": "trainer.handed:3"})
+    assert killed.returncode == -signal.SIGKILL
+    again = run_example(name, folder / "out", **given)
+    assert resumed in again.stderr
+    assert last_line(again) == straight
+
+
 def test_three_lines_killed_and_resumed_end_like_a_run_that_nothing_happened_to(
     first: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -69,35 +81,21 @@ def test_a_data_loader_killed_in_mid_epoch_goes_on_with_the_next_batch(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_trainer_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(tmp_path: Path) -> None:
-    straight = last_line(run_example("07_trainer.py", tmp_path / "straight"))
-    killed = run_example("07_trainer.py", tmp_path / "out", HOLDFAST_KILL_AT="trainer.handed:3")
-    assert killed.returncode == -signal.SIGKILL
-    again = run_example("07_trainer.py", tmp_path / "out")
-    assert "resuming from step 60 of" in again.stderr
-    assert last_line(again) == straight
-
-
-@pytest.mark.slow
-def test_an_accelerator_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(tmp_path: Path) -> None:
-    straight = last_line(run_example("08_accelerate.py", tmp_path / "straight"))
-    killed = run_example("08_accelerate.py", tmp_path / "out", HOLDFAST_KILL_AT="trainer.handed:3")
-    assert killed.returncode == -signal.SIGKILL
-    again = run_example("08_accelerate.py", tmp_path / "out")
-    assert "loaded step 2 of" in again.stderr
-    assert last_line(again) == straight
+@pytest.mark.parametrize(
+    ("name", "resumed"),
+    [("07_trainer.py", "resuming from step 60 of"), ("08_accelerate.py", "loaded step 2 of")],
+)
+def test_a_trainer_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(
+    tmp_path: Path, name: str, resumed: str
+) -> None:
+    check_killed_trainer(name, tmp_path, resumed)
 
 
 @pytest.mark.slow
 def test_an_engine_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
-    env: dict[str, Any] = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(reserve_port())}
-    straight = last_line(run_example("09_deepspeed.py", tmp_path / "straight", **env))
-    kill = {**env, "HOLDFAST_KILL_AT": "trainer.handed:3"}
-    assert run_example("09_deepspeed.py", tmp_path / "out", **kill).returncode == -signal.SIGKILL
-    again = run_example("09_deepspeed.py", tmp_path / "out", **env)
-    assert "resuming from global_step60: step 60 of" in again.stderr
-    assert last_line(again) == straight
+    env = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(reserve_port())}
+    check_killed_trainer("09_deepspeed.py", tmp_path, "resuming from global_step60: step 60 of", env)
 
 
 @pytest.mark.slow

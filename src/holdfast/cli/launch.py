@@ -12,6 +12,7 @@ from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
 from holdfast.jobs.engine import Engine, Job
+from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import TaskFile
@@ -94,7 +95,7 @@ def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
     if not args.json:
         print(f"job {job.id} ({job.name}); Ctrl-C does not stop it", file=sys.stderr)
     try:
-        for line in engine.lines(job.id, follow=True, with_changes=True):
+        for line in engine.lines(job.id, OutputSelection(follow=True, with_changes=True)):
             print_line(line, job.num_nodes, is_json=args.json)
     except KeyboardInterrupt:
         print(

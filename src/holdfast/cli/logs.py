@@ -8,6 +8,7 @@ import sys
 from holdfast.cli.jobs import add_job
 from holdfast.cli.options import Commands, add_json, command, step_number
 from holdfast.cli.output_printer import OutputPrinter
+from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import find_engine
 
 _EXAMPLES = """
@@ -44,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
         has_times=args.timestamps,
         is_json=args.json,
     )
-    blocks = engine.output(
-        args.id,
+    wanted = OutputSelection(
         follow=args.follow,
         node=args.node,
         tail=args.tail,
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         with_progress=args.follow and sys.stdout.isatty() and not args.json,
     )
     try:
-        for block in blocks:
+        for block in engine.output(args.id, wanted):
             printer.print(block)
             if args.follow:
                 printer.flush()

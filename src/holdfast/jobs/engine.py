@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.errors import Unsupported
-from holdfast.jobs.output.block import OutputBlock, texts
+from holdfast.jobs.output.block import OutputBlock, OutputSelection, texts
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
@@ -200,44 +201,14 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def output(
-        self,
-        number: int,
-        *,
-        follow: bool,
-        node: int | None = None,
-        tail: int | None = None,
-        is_timed: bool = False,
-        with_changes: bool = False,
-        with_progress: bool = False,
-    ) -> Iterator[OutputBlock]:
-        """Yield the output so far or, with `follow`, until the job ends.
-
-        The blocks of several nodes are in the order of their times.
-
-        Args:
-            node: only this node's. Default: all nodes'.
-            tail: begin with this number of lines at each node's end. Default: with the first line.
-            is_timed: give each block its time.
-            with_changes: also yield changes of the status.
-            with_progress: also yield lines that are still being rewritten, if one node is read.
+    def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
+        """Yield output. The blocks of several nodes are in the order of their times.
 
         Raises:
             NotFound: the job or the node does not exist.
         """
 
-    def lines(
-        self,
-        number: int,
-        *,
-        follow: bool,
-        node: int | None = None,
-        tail: int | None = None,
-        with_changes: bool = False,
-    ) -> Iterator[Line]:
-        """Yield the lines of the output. See `output` for the arguments. Very long lines come in parts."""
-        found = self.output(
-            number, follow=follow, node=node, tail=tail, is_timed=True, with_changes=with_changes
-        )
-        for block in found:
+    def lines(self, number: int, what: OutputSelection) -> Iterator[Line]:
+        """Yield the lines of the output with their times. Very long lines come in parts."""
+        for block in self.output(number, dataclasses.replace(what, is_timed=True)):
             yield from (Line(block.node, text, block.unix_s) for text in texts(block))

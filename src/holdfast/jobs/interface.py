@@ -10,6 +10,7 @@ from holdfast.errors import InvalidInput, NotFound, TimedOut
 from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job, Line
 from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
@@ -108,7 +109,7 @@ def logs(
     Blocks: with `follow`, until the job has ended.
     """
     found = job(which)
-    return get_engine(found.engine).lines(found.id, follow=follow, node=node, tail=tail)
+    return get_engine(found.engine).lines(found.id, OutputSelection(follow=follow, node=node, tail=tail))
 
 
 def cancel(*which: int | str, every: bool = False) -> list[Job]:

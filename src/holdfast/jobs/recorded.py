@@ -15,7 +15,7 @@ from holdfast.errors import Conflict, NotFound
 from holdfast.jobs.engine import Engine, Job
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.removal import remove
-from holdfast.jobs.output.block import OutputBlock
+from holdfast.jobs.output.block import OutputBlock, OutputSelection
 from holdfast.jobs.output.interleaving import interleaved
 from holdfast.jobs.output.log_reader import LogReader
 from holdfast.jobs.records import JobRecord, Records
@@ -55,35 +55,25 @@ class RecordedEngine(Engine):
         remove(self._records(), self._state, number, force=force)
 
     @override
-    def output(
-        self,
-        number: int,
-        *,
-        follow: bool,
-        node: int | None = None,
-        tail: int | None = None,
-        is_timed: bool = False,
-        with_changes: bool = False,
-        with_progress: bool = False,
-    ) -> Iterator[OutputBlock]:
-        num_nodes = self._record(number).spec.num_nodes
+    def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
+        num_nodes, node = self._record(number).spec.num_nodes, what.node
         if node is not None and node >= num_nodes:
             nodes = plural(num_nodes, "node")
             raise NotFound(f"Job {number} has no node {node}: it has {nodes}, counted from 0.")
         ranks = range(num_nodes) if node is None else (node,)
         folder = job_folder(self._state, number)
-        is_timed = is_timed or len(ranks) > 1
-        readers: dict[int | None, LogReader] = {None: LogReader(folder.changed)} if with_changes else {}
-        readers |= {rank: LogReader(folder.log(rank), tail=tail, is_timed=is_timed) for rank in ranks}
+        is_timed = what.is_timed or len(ranks) > 1
+        readers: dict[int | None, LogReader] = {None: LogReader(folder.changed)} if what.with_changes else {}
+        readers |= {rank: LogReader(folder.log(rank), tail=what.tail, is_timed=is_timed) for rank in ranks}
         with contextlib.ExitStack() as stack:
             for reader in readers.values():
                 stack.callback(reader.close)
-            if not follow:
+            if not what.follow:
                 yield from interleaved(readers, is_end=True)
                 return
             watch = FolderWatch(folder.path, folder.logs)
             stack.callback(watch.close)
-            yield from self._follow(number, readers, watch, with_progress=with_progress)
+            yield from self._follow(number, readers, watch, with_progress=what.with_progress)
 
     def _follow(
         self,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from nursery import Child, shared
-from servers import reserve_port
+from adapters.running import LIMIT_S, started_ranks
+from nursery import Child
+from stage.training import wait_until
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
-LIMIT_S = 300
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 
 
 def train(
@@ -31,44 +28,20 @@ def train(
         kill: failpoint at which the plan's rank is killed, or its keeper.
         plan: what the script is to do.
     """
-    place, port = Path(tempfile.mkdtemp()), str(reserve_port())
-    victim, ranks = plan.get("rank", 0), []
-    killer = {"HOLDFAST_KILL_AT": kill, "HOLDFAST_KILL_MARK": str(place / "mark")}
-    for rank in range(count):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        env = {
-            **os.environ,
-            **{key: str(number) for key, number in numbers.items()},
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "DS_ACCELERATOR": "cpu",
-            **(killer if rank == victim else {}),
-        }
-        files = place / f"output-{rank}", place / f"errors-{rank}"
-        command = [SCRIPT, str(folder), json.dumps(plan)]
-        ranks.append(shared().start(command, files[0], errors=files[1], env=env))
-    try:
+    victim, mark = plan.get("rank", 0), folder.parent / "mark"
+    mark.unlink(missing_ok=True)
+    killer = {"HOLDFAST_KILL_AT": kill, "HOLDFAST_KILL_MARK": str(mark)}
+    command = [SCRIPT, folder, json.dumps(plan)]
+    env = {"DS_ACCELERATOR": "cpu"}
+    with started_ranks(command, count, env=env, victim=victim, victim_env=killer) as ranks:
         if status == -9:
-            found = ranks[victim].wait(LIMIT_S)
-            assert found == -9, (place / f"errors-{victim}").read_text()
+            assert ranks.children[victim].wait(LIMIT_S) == -9, ranks.errors()
             if kill:
-                _wait_for(place / "mark")  # a keeper may reach the place after its rank's end
-            return [_last(one) for one in ranks]
-        found = [one.wait(LIMIT_S) for one in ranks]
-        said = "\n".join((place / f"errors-{rank}").read_text() for rank in range(count))
-        assert found == [status] * count, said
-    finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    return [_last(one) for one in ranks]
-
-
-def _wait_for(mark: Path) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not mark.exists():
-        assert time.monotonic() < end, f"{mark} was not made"
-        time.sleep(0.05)
+                wait_until(mark.exists)  # a keeper may reach the place after its rank's end
+        else:
+            found = [one.wait(LIMIT_S) for one in ranks.children]
+            assert found == [status] * count, ranks.errors()
+    return [_last(one) for one in ranks.children]
 
 
 def _last(child: Child) -> dict[str, Any]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from adapters.running import LIMIT_S, started_ranks
 from nursery import shared
-from servers import reserve_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LIMIT_S = 600
 
 
 def run(script: str, *args: object, status: int = 0, env: dict[str, str] | None = None) -> str:
@@ -30,36 +28,13 @@ def run_ranks(count: int, *args: object, script: str = "ranks", dies: bool = Fal
         script: name of the script.
         dies: whether rank 1 is killed, and the others with it, as by a launcher.
     """
-    folder, port = Path(tempfile.mkdtemp()), str(reserve_port())
-    ranks = [
-        shared().start(
-            _command(script, args),
-            folder / f"output-{rank}",
-            errors=folder / f"errors-{rank}",
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                "LOCAL_WORLD_SIZE": str(count),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            },
-        )
-        for rank in range(count)
-    ]
-    try:
+    with started_ranks(_command(script, args), count) as ranks:
         if dies:
-            assert ranks[1].wait(LIMIT_S) == -9, (folder / "errors-1").read_text()
+            assert ranks.children[1].wait(LIMIT_S) == -9, ranks.errors()
         else:
-            statuses = [one.wait(LIMIT_S) for one in ranks]
-            told = "\n".join((folder / f"errors-{rank}").read_text() for rank in range(count))
-            assert statuses == [0] * count, told
-    finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    return [one.said().splitlines() for one in ranks]
+            statuses = [one.wait(LIMIT_S) for one in ranks.children]
+            assert statuses == [0] * count, ranks.errors()
+    return [one.said().splitlines() for one in ranks.children]
 
 
 def _command(script: str, args: Sequence[object]) -> list[str]:

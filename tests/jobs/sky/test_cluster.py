@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs.engine import Job
+from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.sky.engine import SkyEngine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import parse_task
@@ -53,7 +54,7 @@ def wait_for(engine: SkyEngine, job: Job, what: Callable[[], object], name: str)
     deadline = time.monotonic() + LIMIT_S
     while not what():
         if time.monotonic() > deadline:
-            said = "\n".join(line.text for line in engine.lines(job.id, follow=False))
+            said = "\n".join(line.text for line in engine.lines(job.id, OutputSelection()))
             queue = subprocess.run(["squeue", "--states=all"], capture_output=True, text=True, check=False)
             raise AssertionError(f"waited in vain for {name}: {engine.job(job.id)}\n{said}\n{queue.stdout}")
         time.sleep(1)

@@ -10,6 +10,7 @@ import yaml
 
 from holdfast.errors import Conflict, NotFound, RetryLater, Unsupported
 from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import find_engine
 from holdfast.jobs.sky.engine import SkyEngine
 from holdfast.jobs.state_folder import state_dir
@@ -129,7 +130,10 @@ def test_a_job_that_skypilot_rejects_is_not_listed(sky: FakeSky) -> None:
 def test_output_has_no_colours(sky: FakeSky) -> None:
     engine = SkyEngine()
     number = submit(engine)
-    assert [line.text for line in engine.lines(number, follow=True)] == ["(gpt-1, pid=3) hello", "bye"]
+    assert [line.text for line in engine.lines(number, OutputSelection(follow=True))] == [
+        "(gpt-1, pid=3) hello",
+        "bye",
+    ]
     assert sky.calls()[-1] == "jobs logs --follow 17"
 
 

@@ -30,7 +30,7 @@ def test_the_path_of_the_workdir_replaces_it(command: str, expected: str) -> Non
         "cd ~/sky_workdir_2",
         "cd ~/sky_workdir.bak",
         "cd ~/sky_workdir-old",
-        "cd /root/sky_workdir",
+        "cd /home/me/sky_workdir",
         "cd ~me/sky_workdir",
         "rsync out host:~/sky_workdir/",  # of another machine
         "ls ~/sky_workdir/../other",  # in the home

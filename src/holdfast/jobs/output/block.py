@@ -1,4 +1,4 @@
-"""Blocks of output: whole lines of one node, as bytes; pure."""
+"""Blocks of output, and the choice of them: whole lines of one node, as bytes; pure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,27 @@ class OutputBlock:
     data: bytes
     unix_s: float | None = None  # time of writing, to the second
     is_progress: bool = False  # the present text of a line that is still being rewritten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSelection:
+    """Choice of a job's output.
+
+    Attributes:
+        follow: read until the job ends, and not only what was written so far.
+        node: the only node to be read, or None for all.
+        tail: number of lines at each node's end to begin with, or None for all lines.
+        is_timed: give each block its time.
+        with_changes: also read changes of the status.
+        with_progress: also read lines that are still being rewritten, if one node is read.
+    """
+
+    follow: bool = False
+    node: int | None = None
+    tail: int | None = None
+    is_timed: bool = False
+    with_changes: bool = False
+    with_progress: bool = False
 
 
 def last_texts(data: bytes) -> bytes:

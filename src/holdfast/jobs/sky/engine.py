@@ -15,7 +15,7 @@ from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.output.block import OutputBlock
+from holdfast.jobs.output.block import OutputBlock, OutputSelection
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active
 from holdfast.jobs.records import JobRecord
@@ -167,23 +167,13 @@ class SkyEngine(RecordedEngine):
     # -- output ----------------------------------------------------------------------------------------------
 
     @override
-    def output(
-        self,
-        number: int,
-        *,
-        follow: bool,
-        node: int | None = None,
-        tail: int | None = None,
-        is_timed: bool = False,
-        with_changes: bool = False,
-        with_progress: bool = False,
-    ) -> Iterator[OutputBlock]:
+    def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
         # SkyPilot itself puts the nodes' names before their lines
-        if node or (follow and tail is not None):
-            what = "--node" if node else "--tail with --follow"
-            raise Unsupported(f"{what} is not supported for jobs on SkyPilot. Nothing was read.")
-        lines = commands.logs(self._engine_job_id(number), follow=follow)
-        for text in lines if tail is None else deque(lines, maxlen=tail):
+        if what.node or (what.follow and what.tail is not None):
+            options = "--node" if what.node else "--tail with --follow"
+            raise Unsupported(f"{options} is not supported for jobs on SkyPilot. Nothing was read.")
+        lines = commands.logs(self._engine_job_id(number), follow=what.follow)
+        for text in lines if what.tail is None else deque(lines, maxlen=what.tail):
             yield OutputBlock(0, text.encode() + b"\n")
 
 

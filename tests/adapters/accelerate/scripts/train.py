@@ -7,7 +7,6 @@ Members of the JSON, all optional: `stock` (without Holdfast), `attach` (its opt
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -28,6 +27,8 @@ from accelerate.utils import (
     ProjectConfiguration,
     set_seed,
 )
+
+from adapters.digest import digest
 
 warnings.simplefilter("ignore", FutureWarning)
 NUM_ROWS, BATCH = 48, 4
@@ -189,22 +190,6 @@ def end_of(accelerator: Any, net: Any, optimizer: Any, scheduler: Any, counter: 
         "step": accelerator.step,
         "iteration": accelerator.save_iteration,
     }
-
-
-def digest(value: Any) -> str:
-    """Return a hash of nested tensors and values."""
-    if isinstance(value, torch.Tensor):
-        whole: Any = value
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        return hashlib.sha256(
-            whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-    if isinstance(value, dict):
-        pairs = sorted((str(key), digest(item)) for key, item in value.items())
-        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-    if isinstance(value, (list, tuple)):
-        return hashlib.sha256(json.dumps([digest(item) for item in value]).encode()).hexdigest()
-    return repr(value)
 
 
 if __name__ == "__main__":

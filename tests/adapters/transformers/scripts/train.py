@@ -9,7 +9,6 @@ Members of the JSON, all optional: `arguments` of TrainingArguments, `resume`, `
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -21,6 +20,8 @@ import numpy as np
 import torch
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from adapters.digest import digest
 
 warnings.simplefilter("ignore", FutureWarning)
 transformers.logging.set_verbosity_error()
@@ -100,22 +101,6 @@ def _tokenizer() -> Any:
         pad_token="t0",
         eos_token="t1",
     )
-
-
-def digest(value: Any) -> str:
-    """Return a hash of nested tensors and values."""
-    if isinstance(value, torch.Tensor):
-        whole: Any = value
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        return hashlib.sha256(
-            whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-    if isinstance(value, dict):
-        pairs = sorted((str(key), digest(item)) for key, item in value.items())
-        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
-    if isinstance(value, (list, tuple)):
-        return hashlib.sha256(json.dumps([digest(item) for item in value]).encode()).hexdigest()
-    return repr(value)
 
 
 def end_of(trainer: Any) -> dict[str, Any]:

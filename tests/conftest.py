@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts background commands like this
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Or each of the thousand processes that tests start compiles Holdfast again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["HOLDFAST_PREEMPTION"] = "none"  # this machine may be a cloud's, which tests must not ask
     os.environ["HOLDFAST_KEEP_IN_MEMORY"] = "0"  # a test that wants a keeper to stay says so
     # Workers, ranks and keepers share few cores: more threads only make them wait for each other.
@@ -52,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("fsdp2_on_cpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt imported modules and collected tests from every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -174,11 +174,14 @@ def shared() -> Nursery:
 
 def _serve() -> dict[str, Any] | None:
     """Fork a child per command; return the command in a child, None when no more come."""
+    import gc
     import importlib
     import selectors
 
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what children share is neither copied nor looked through at their end
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ, None)
     rest = b""

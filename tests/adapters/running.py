@@ -31,6 +31,12 @@ class StartedRanks:
         numbers = range(len(self.children))
         return "\n".join((self.folder / f"errors-{rank}").read_text() for rank in numbers)
 
+    def kill(self) -> None:
+        """Kill the ranks that are left, as a launcher does after the end of one."""
+        for one in self.children:
+            one.kill()
+            one.wait()
+
 
 @contextlib.contextmanager
 def started_ranks(
@@ -52,29 +58,31 @@ def started_ranks(
         victim: rank that also gets `victim_env`.
         victim_env: environment variables of that rank.
     """
-    started = StartedRanks([], Path(tempfile.mkdtemp()))
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_TESTS))))
     port = str(reserve_port())
-    try:
-        for rank in range(count):
-            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-            launched = {"MASTER_ADDR": "127.0.0.1", **{key: str(number) for key, number in numbers.items()}}
-            own = {
-                **os.environ,
-                "PYTHONPATH": paths,
-                "MASTER_PORT": port,
-                **(launched if is_launched else {}),
-                **(env or {}),
-                **((victim_env or {}) if rank == victim else {}),
-            }
-            files = started.folder / f"output-{rank}", started.folder / f"errors-{rank}"
-            words = [str(word) for word in command]
-            started.children.append(shared().start(words, files[0], errors=files[1], env=own))
-        yield started
-    finally:
-        for one in started.children:
-            one.kill()
-            one.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        started = StartedRanks([], Path(folder))
+        try:
+            for rank in range(count):
+                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+                launched = {
+                    "MASTER_ADDR": "127.0.0.1",
+                    **{key: str(number) for key, number in numbers.items()},
+                }
+                own = {
+                    **os.environ,
+                    "PYTHONPATH": paths,
+                    "MASTER_PORT": port,
+                    **(launched if is_launched else {}),
+                    **(env or {}),
+                    **((victim_env or {}) if rank == victim else {}),
+                }
+                files = started.folder / f"output-{rank}", started.folder / f"errors-{rank}"
+                words = [str(word) for word in command]
+                started.children.append(shared().start(words, files[0], errors=files[1], env=own))
+            yield started
+        finally:
+            started.kill()
 
 
 def train(script: Path, folder: Path, *, status: int = 0, **plan: Any) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def train_ranks(
             return [{} for _ in expected]
         found = [one.wait(LIMIT_S) for one in ranks.children]
         assert found == expected, ranks.errors()
-    return [
-        json.loads(one.said().splitlines()[-1]) if not status else {}
-        for one, status in zip(ranks.children, found, strict=True)
-    ]
+        return [
+            json.loads(one.said().splitlines()[-1]) if not status else {}
+            for one, status in zip(ranks.children, found, strict=True)
+        ]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -28,7 +27,6 @@ import holdfast
 from holdfast import Checkpointer, failpoint
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 
-CONTEXT = multiprocessing.get_context("forkserver")
 NUMBERS = {"lr": 0.5, "betas": (0.9, 0.95), "name": "run", "blob": b"\x00\xff", "nothing": None}
 
 

@@ -29,6 +29,7 @@ import holdfast
 from adapters import sharded
 from adapters.regions import save_regions
 from adapters.sharded import NUMBERS, flat, make_state
+from forkserver import forkserver
 from holdfast import cli
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.dcp.documents import ValueIndex
@@ -169,7 +170,7 @@ def test_frozen_tensors_and_aliases_of_a_checkpointer_can_be_loaded(tmp_path: Pa
 
 def save_elsewhere(home: Path, step: int, kill_at: str = "") -> int | None:
     """Return the exit status of another process that saves `step`, killed at a failpoint if given."""
-    child = sharded.CONTEXT.Process(target=sharded.save_in_one_process, args=(home, step, kill_at))
+    child = forkserver().Process(target=sharded.save_in_one_process, args=(home, step, kill_at))
     child.start()
     child.join(600)
     return child.exitcode

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from adapters import sharded
+from forkserver import forkserver
 from holdfast.adapters.dcp import HoldfastReader
 from holdfast.format.layout import parse_header
 from holdfast.format.partitioning import EvenPartitioning
@@ -149,7 +150,7 @@ def test_a_save_in_which_a_rank_is_killed_leaves_no_checkpoint(tmp_path: Path) -
     (tmp_path / "meet").mkdir()
     home = tmp_path / "home"
     ranks = [
-        sharded.CONTEXT.Process(target=sharded.fall_while_saving, args=(rank, str(tmp_path / "meet"), home))
+        forkserver().Process(target=sharded.fall_while_saving, args=(rank, str(tmp_path / "meet"), home))
         for rank in range(2)
     ]
     for one in ranks:

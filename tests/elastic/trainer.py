@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from elastic.world import FORKSERVER
+from forkserver import forkserver
 from nursery import Child
 
 WIDTH = 33  # two ranks hold unequal shards
@@ -30,7 +30,7 @@ class Forkserver:
 
     def start(self, arguments: list[str], output: Path, *, env: dict[str, str]) -> Child:
         """Start a trainer in a new process."""
-        process = FORKSERVER.Process(target=_become, args=(arguments[1:], str(output), env))
+        process = forkserver().Process(target=_become, args=(arguments[1:], str(output), env))
         process.start()
         assert process.pid is not None
         child = Child(process.pid, output)

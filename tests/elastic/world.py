@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,12 +13,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from forkserver import forkserver
+
 LIMIT_S = 600
-FORKSERVER = multiprocessing.get_context("forkserver")
-# Torch is imported once for all processes of all tests.
-FORKSERVER.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "holdfast.checkpointer"]
-)
 
 
 class RankDied(Exception):
@@ -36,10 +32,10 @@ class World:
 
     def __init__(self, world_size: int, folder: Path) -> None:
         self.world_size = world_size
-        pipes = [FORKSERVER.Pipe() for _ in range(world_size)]
+        pipes = [forkserver().Pipe() for _ in range(world_size)]
         self._ends = [ours for ours, _ in pipes]
         self.processes = [
-            FORKSERVER.Process(target=_serve, args=(rank, world_size, str(folder / "store"), theirs))
+            forkserver().Process(target=_serve, args=(rank, world_size, str(folder / "store"), theirs))
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):

@@ -99,9 +99,11 @@ def test_a_read_only_home_is_refused_at_once(playground: Playground, small_disk:
 
 def test_a_home_that_becomes_read_only_keeps_what_it_has(playground: Playground, small_disk: Path):
     playground.home = small_disk / "home"
-    child = playground.start("--every", "1", "--step-s", "0.05", total=100_000)
+    child = playground.start("--every", "1", "--step-s", "0.05", "--pause-at", "6", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and len(playground.complete()) > 1, "checkpoints")
-    subprocess.check_call(["mount", "-o", "remount,ro", str(small_disk)])
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]  # busy while a file is open for writing
+    playground.wait_for(lambda: subprocess.call(remount) == 0, "a read-only home")
+    playground.let_go(6)
     assert child.wait() == 1, child.said()
     assert "Read-only file system" in child.said()
     playground.wait_for_keepers()

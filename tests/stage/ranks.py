@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import tempfile
 import traceback
@@ -17,19 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import holdfast
+from forkserver import forkserver
 from holdfast.policy import Every, Pace
 from stage.training import make_checkpointer
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["holdfast.checkpointer", "torch._dynamo", "stage.ranks"])
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What `function(rank, *args)` returns on each rank; an exception's text where it raises."""
-    answers = _context.Queue()
+    context = forkserver()
+    answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         children = [
-            _context.Process(target=_become, args=(rank, world_size, folder, answers, function, args))
+            context.Process(target=_become, args=(rank, world_size, folder, answers, function, args))
             for rank in range(world_size)
         ]
         for child in children:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import multiprocessing
 import os
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
 from torch.multiprocessing.spawn import start_processes
 
+from forkserver import forkserver
 from holdfast.format.manifest import Tensor
 from holdfast.state import CapturedState, Load, State, assign, dtype_name
 from holdfast.state.load import view_of
@@ -163,14 +163,7 @@ def told(captured: CapturedState, rank: int) -> dict[str, Any]:
 
 def run(world_size: int, body: Callable[..., None], folder: Path, *args: Any) -> None:
     """Run `body(rank, folder, *args)` on ranks of their own; raises what one of them raised."""
-    # Torch is imported once for all ranks of all worlds.
-    modules = [
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "torch._dynamo",
-        "torch.profiler",
-    ]
-    multiprocessing.set_forkserver_preload(modules)
+    forkserver()
     rest = (world_size, body, folder, args)
     start_processes(_rank, rest, nprocs=world_size, start_method="forkserver")
 

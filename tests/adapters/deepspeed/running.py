@@ -38,10 +38,11 @@ def train(
             assert ranks.children[victim].wait(LIMIT_S) == -9, ranks.errors()
             if kill:
                 wait_until(mark.exists)  # a keeper may reach the place after its rank's end
+            ranks.kill()
         else:
             found = [one.wait(LIMIT_S) for one in ranks.children]
             assert found == [status] * count, ranks.errors()
-    return [_last(one) for one in ranks.children]
+        return [_last(one) for one in ranks.children]
 
 
 def _last(child: Child) -> dict[str, Any]:

@@ -31,10 +31,11 @@ def run_ranks(count: int, *args: object, script: str = "ranks", dies: bool = Fal
     with started_ranks(_command(script, args), count) as ranks:
         if dies:
             assert ranks.children[1].wait(LIMIT_S) == -9, ranks.errors()
+            ranks.kill()
         else:
             statuses = [one.wait(LIMIT_S) for one in ranks.children]
             assert statuses == [0] * count, ranks.errors()
-    return [one.said().splitlines() for one in ranks.children]
+        return [one.said().splitlines() for one in ranks.children]
 
 
 def _command(script: str, args: Sequence[object]) -> list[str]:

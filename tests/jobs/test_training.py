@@ -17,6 +17,7 @@ from holdfast.jobs.status import JobStatus
 from holdfast.report import read_summary
 from holdfast.store import open_store
 from jobs.harness import JobHarness
+from nursery import shared
 from servers import reserve_port
 
 TRAINING = Path(__file__).parent / "training.py"
@@ -64,15 +65,13 @@ def wait_for_steps(harness: JobHarness, job: Job, number: int, *, attempt: int |
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """Return the digest after an uninterrupted training, by its number of steps."""
-    import subprocess
-
     found: dict[int, str] = {}
 
     def digest(total: int) -> str:
         if total not in found:
             folder = tmp_path_factory.mktemp("uninterrupted")
-            words = [sys.executable, str(TRAINING), str(folder / "home"), str(total), "--every", str(EVERY)]
-            subprocess.run(words, check=True, capture_output=True)
+            done = shared().run([str(TRAINING), str(folder / "home"), str(total), "--every", str(EVERY)])
+            assert done.returncode == 0, done.stderr
             found[total] = (folder / "final.txt").read_text()
         return found[total]
 

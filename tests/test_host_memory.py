@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.host_memory import available_bytes
+from holdfast.host_memory import available_bytes, total_bytes
 
 GiB = 2**30
 
@@ -27,6 +27,14 @@ def test_without_a_limit_the_available_memory_of_the_machine_counts(tmp_path: Pa
     assert available_bytes(make_root(tmp_path, "0::/user\n", {})) == 8 * GiB
     unlimited = {"sys/fs/cgroup/user/memory.max": "max\n"}
     assert available_bytes(make_root(tmp_path / "2", "0::/user\n", unlimited)) == 8 * GiB
+
+
+def test_the_total_is_that_of_the_machine_or_of_the_tightest_control_group(tmp_path: Path) -> None:
+    assert total_bytes(make_root(tmp_path / "1", "0::/job/task\n", {})) == 16 * GiB
+    limits = {"sys/fs/cgroup/job/task/memory.max": "max\n", "sys/fs/cgroup/job/memory.max": 5 * GiB}
+    assert total_bytes(make_root(tmp_path / "2", "0::/job/task\n", limits)) == 5 * GiB
+    legacy = {"sys/fs/cgroup/memory/job/memory.limit_in_bytes": 3 * GiB}
+    assert total_bytes(make_root(tmp_path / "3", "4:memory:/job\n0::/\n", legacy)) == 3 * GiB
 
 
 def test_the_tightest_control_group_counts_and_its_reclaimable_cache_is_available(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Available memory of this host, or of the control group that this process runs in."""
+"""Memory of this host, or of the control group that this process runs in: available and in total."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 _GROUP_FILES = (
@@ -19,14 +20,29 @@ def available_bytes(root: Path = Path("/")) -> int:
     Args:
         root: the folder that contains `proc` and `sys`.
     """
+    found = (_available_in_group(folder) for folder in _groups(root))
+    return min([_of_machine(root, "MemAvailable"), *(one for one in found if one is not None)])
+
+
+def total_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of host memory that all processes here may take together.
+
+    The tightest of the machine and the control groups around this process counts.
+
+    Args:
+        root: see `available_bytes`.
+    """
+    found = (_limit_of_group(folder) for folder in _groups(root))
+    return min([_of_machine(root, "MemTotal"), *(one for one in found if one is not None)])
+
+
+def _of_machine(root: Path, name: str) -> int:
     lines = (root / "proc/meminfo").read_text().splitlines()
-    available = next(line for line in lines if line.startswith("MemAvailable:"))
-    return min([int(available.split()[1]) * 1024, *_available_in_groups(root)])
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
-def _available_in_groups(root: Path) -> list[int]:
-    """Return what the limits of this process's control group and of its parents leave."""
-    found = []
+def _groups(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of its parents."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
@@ -34,11 +50,18 @@ def _available_in_groups(root: Path) -> list[int]:
         top = root / "sys/fs/cgroup" / controllers
         inner = top / path.lstrip("/")
         for folder in (inner, *inner.parents):
-            if (available := _available_in_group(folder)) is not None:
-                found.append(available)
+            yield folder
             if folder == top:
                 break
-    return found
+
+
+def _limit_of_group(folder: Path) -> int | None:
+    """Return one group's limit, or None without one."""
+    for limit_name, _, _ in _GROUP_FILES:
+        if (folder / limit_name).exists():
+            limit = (folder / limit_name).read_text().strip()
+            return None if limit == "max" else int(limit)
+    return None
 
 
 def _available_in_group(folder: Path) -> int | None:

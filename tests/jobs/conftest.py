@@ -16,6 +16,7 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarn
     state = tmp_path / "state"
     monkeypatch.setenv("HOLDFAST_STATE", str(state))
     monkeypatch.setenv("HOLDFAST_PREEMPTION", "none")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # this machine may have fewer GPUs than a test asks for
     found = JobHarness(tmp_path)
     yield found
     found.leave()

@@ -62,6 +62,10 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
     engine_id = f", there {job.engine_job_id}" if job.engine_job_id else ""
     yield "engine", f"{job.engine}{engine_id}"
     yield "nodes", str(job.num_nodes)
+    if any(job.gpus):
+        yield "GPUs", "; ".join(_gpus(rank, gpus, job.num_nodes) for rank, gpus in enumerate(job.gpus))
+    if job.priority:
+        yield "priority", str(job.priority)
     yield "task id", job.task_id
     yield "submitted", format_time(job.submitted_unix_s)
     if job.ended_unix_s is not None:
@@ -77,6 +81,10 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
         yield "workdir" if job.num_nodes == 1 else f"workdir {rank}", path
     for rank, path in enumerate(found.logs):
         yield "log" if job.num_nodes == 1 else f"log {rank}", path
+
+
+def _gpus(rank: int, gpus: tuple[str, ...], num_nodes: int) -> str:
+    return f"{f'node {rank}: ' if num_nodes > 1 else ''}{', '.join(gpus)}"
 
 
 def _print_attempts(found: JobDescription) -> None:

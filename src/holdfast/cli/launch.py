@@ -78,7 +78,10 @@ def _show_job(job: Job, args: argparse.Namespace) -> None:
     if args.json:
         print_json(job_row(job))
         return
-    print(f"job {job.id} ({job.name}) was submitted and runs in the background")
+    if job.status is JobStatus.PENDING and job.reason:
+        print(f"job {job.id} ({job.name}) was submitted and starts in the background: it {job.reason}")
+    else:
+        print(f"job {job.id} ({job.name}) was submitted and runs in the background")
     print(f"to see its output: holdfast logs {job.id} -f")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from holdfast.cli.options import count
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.task.model import TaskFile
+from holdfast.jobs.task.problems import MAX_PRIORITY
 
 
 def add_task(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +50,13 @@ def add_task(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num-nodes", type=count, metavar="N", help="number of nodes")
     parser.add_argument(
+        "--priority",
+        type=_priority,
+        metavar="N",
+        help="of jobs that wait for GPUs, CPUs or memory here, a greater one comes first: "
+        f"{-MAX_PRIORITY} to {MAX_PRIORITY} (default: 0)",
+    )
+    parser.add_argument(
         "--workdir", metavar="FOLDER", help="folder to copy as the workdir (a command: this folder)"
     )
 
@@ -69,6 +77,7 @@ def read_tasks(args: argparse.Namespace) -> TaskFile:
         _accelerators(args.gpus),
         args.num_nodes,
         _workdir(args.workdir),
+        args.priority,
     )
     words = args.command_line
     if (args.task is None) == (not words) or args.args:
@@ -130,6 +139,14 @@ def _accelerators(text: str | None) -> str | None:
     if text is not None and isinstance(read := parse_accelerators(text), str):
         raise InvalidInput(f"--gpus {text}: {read}. Nothing was started.")
     return text
+
+
+def _priority(text: str) -> int:
+    """Return the value of `--priority`."""
+    number = int(text)
+    if abs(number) > MAX_PRIORITY:
+        raise ValueError
+    return number
 
 
 def _workdir(folder: str | None) -> str | None:

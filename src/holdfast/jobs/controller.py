@@ -136,9 +136,8 @@ class Controller(ABC):
         """Return the names of the attempt's machines, if it has others than this one."""
         return ()
 
-    def _predecessor_event(self) -> JobEvent | None:
-        """Return the event of the end of the job before this one in its pipeline."""
-        return None
+    def _start_if_due(self) -> None:  # noqa: B027 - only jobs of some engines wait
+        """Start the first attempt, if the job waits and nothing is in its way."""
 
     def _missing_uploads(self) -> str:
         """Return which files of a job that has just ended are not uploaded."""
@@ -223,9 +222,7 @@ class Controller(ABC):
         wake_unix_s = self._timers.wake_unix_s
         if wake_unix_s is not None and time.time() >= wake_unix_s and not self._is_leaving():
             self._apply(BackoffElapsed())
-        # Last, as an attempt has no nodes to look at before its action was taken.
-        if (event := self._predecessor_event()) is not None:
-            self._apply(event)
+        self._start_if_due()  # last, as an attempt has no nodes to look at before its action was taken
         return (self.state, self._timers) != before
 
     def _newest_step(self) -> int | None:

@@ -46,6 +46,8 @@ class Job:
         engine_job_id: the engine's own id of it.
         exit_status: 0 unless it has ended without success; then that of its command, or 1.
         after: the job that must succeed before it starts, in a pipeline.
+        priority: its priority among jobs that wait.
+        gpus: the GPUs that were given to each node, by rank.
     """
 
     id: int
@@ -65,6 +67,8 @@ class Job:
     engine_job_id: str | None = None
     exit_status: int = 0
     after: int | None = None
+    priority: int = 0
+    gpus: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, record: JobRecord, *, step: int | None = None, life: JobState | None = None) -> Job:
@@ -88,6 +92,8 @@ class Job:
             engine_job_id=record.engine_job_id,
             exit_status=exit_status(life),
             after=record.spec.after,
+            priority=record.spec.priority,
+            gpus=record.gpus,
         )
 
 

@@ -75,7 +75,7 @@ def run_environment(
     Args:
         base: environment of the user who launched the job.
         task: `envs` and `secrets` of the task. They override `base`, and Holdfast's variables override them.
-        gpus: devices reserved for this node. Empty leaves the choice to the job.
+        gpus: GPUs given to this node. Empty leaves the choice to the job.
     """
     ips = "\n".join(node.addresses)
     pipeline = node.pipeline or Pipeline(node.job, (node.task_id,))
@@ -102,7 +102,7 @@ def run_environment(
     # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
     defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(node.grace_s))}
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    return {**defaults, **base, **UNBUFFERED, **devices, **task, **ours}
+    return {**defaults, **base, **UNBUFFERED, **task, **devices, **ours}
 
 
 def setup_environment(
@@ -121,13 +121,3 @@ def add_notice_file(before: str, path: str) -> str:
     """Return the sources of notices, including the job's own file."""
     kept = [word for word in before.split(",") if word.strip() not in ("", "none")]
     return ",".join([*kept, f"file:{path}"])
-
-
-def assign_gpus(devices: Sequence[str], wanted: int, num_nodes: int) -> list[list[str]]:
-    """Return the devices of this machine reserved for each node.
-
-    Lists are empty if there is nothing to divide: one node, no request, or fewer devices than requested.
-    """
-    if num_nodes < 2 or not wanted or len(devices) < wanted * num_nodes:
-        return [[] for _ in range(num_nodes)]
-    return [list(devices[rank * wanted : (rank + 1) * wanted]) for rank in range(num_nodes)]

@@ -25,6 +25,7 @@ def launch(
     envs: Mapping[str, str] | None = None,
     secrets: Mapping[str, str] | None = None,
     on: str = "local",
+    priority: int | None = None,
 ) -> Job:
     """Submit a task file as a job, which continues without this process.
 
@@ -34,6 +35,8 @@ def launch(
         envs: variables of `envs` to set.
         secrets: variables of `secrets` to set.
         on: engine: "local", "slurm" or "sky".
+        priority: of jobs that wait on this machine, a greater one comes first, from -1000 to 1000. Default:
+            from the file, or 0.
 
     Raises:
         HoldfastError: the file is invalid, or the job cannot run there. Nothing was started.
@@ -42,7 +45,7 @@ def launch(
     """
     from holdfast.jobs.task.parser import Overrides, load_task
 
-    overrides = Overrides(name, dict(envs or {}), dict(secrets or {}))
+    overrides = Overrides(name, dict(envs or {}), dict(secrets or {}), priority=priority)
     return get_engine(on).submit(load_task(str(task), overrides))
 
 

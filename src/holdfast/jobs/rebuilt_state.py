@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
-from holdfast.errors import Internal
+from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.spec import read_outcome
+from holdfast.jobs.node.spec import NodeSpec, read_outcome
 from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.record_files import StoredState, Submission, read_requests
 from holdfast.jobs.state_machine import JobState
@@ -24,6 +25,9 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
     counted from the recorded outcomes. Requests to preempt count as applied, and to cancel as open.
     """
     attempt = folder.last_attempt()
+    gpus = _gpus(folder, submission, attempt)
+    if attempt == 1 and submission.spec.devices and not gpus:
+        attempt = 0  # killed before any node was started: the job has no process, and needs its GPUs again
     preempted = tuple(one.id for one in read_requests(folder) if one.kind == "preempt")
     started_s = _modified_unix_s(folder.attempt(1)) if attempt else None
     life = JobState()
@@ -41,8 +45,14 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
         status, reason = final
         life = JobState(status=status, attempt=attempt, recoveries=max(0, attempt - 1), reason=reason)
         ended_s = _modified_unix_s(folder.changed)
-    unix_s = submission.submitted_unix_s
-    return StoredState(unix_s, life, started_unix_s=started_s, ended_unix_s=ended_s, answered=preempted)
+    return StoredState(
+        submission.submitted_unix_s,
+        life,
+        started_unix_s=started_s,
+        ended_unix_s=ended_s,
+        answered=preempted,
+        gpus=gpus,
+    )
 
 
 def _status(folder: JobFolder, submission: Submission, attempt: int) -> JobStatus:
@@ -62,6 +72,15 @@ def _num_errors(folder: JobFolder, submission: Submission, attempt: int) -> int:
         )
         for number in range(1, attempt)
     )
+
+
+def _gpus(folder: JobFolder, submission: Submission, attempt: int) -> tuple[tuple[str, ...], ...]:
+    """Return the GPUs that were given to the nodes. The specification of any node has those of all."""
+    for number in range(attempt, 0, -1):
+        for rank in range(submission.policy.num_nodes):
+            with contextlib.suppress(FileNotFoundError, Corrupt):
+                return NodeSpec.read(folder.node(number, rank).plan).gpus
+    return ()
 
 
 def _outcome(folder: JobFolder, attempt: int, rank: int) -> Outcome | None:

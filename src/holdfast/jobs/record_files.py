@@ -27,8 +27,12 @@ class JobSpec:
     num_gpus: int
     has_setup: bool
     user: str
-    gpus: list[list[str]]  # devices reserved for each node, or empty lists
+    gpus: list[list[str]]  # GPUs given to each node at the launch, by earlier versions; or empty lists
     after: int | None = None  # job that must succeed before this one starts, in a pipeline
+    devices: tuple[str, ...] = ()  # GPUs of which each node is given `num_gpus`; none: they are not divided
+    cpus: float = 0.0  # per node; 0: not asked for
+    memory_mib: int = 0  # per node; 0: not asked for
+    priority: int = 0  # among jobs that wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class StoredState:
     ended_unix_s: float | None = None
     engine_job_id: str | None = None  # the engine's own id of the job
     answered: tuple[str, ...] = ()  # ids of the requests that were applied
+    gpus: tuple[tuple[str, ...], ...] = ()  # GPUs given to each node
 
 
 @dataclass(frozen=True, slots=True)

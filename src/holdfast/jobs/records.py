@@ -52,6 +52,7 @@ class JobRecord:
     engine: str = _HERE
     engine_job_id: str | None = None  # the engine's own id of the job
     answered: tuple[str, ...] = ()  # ids of the requests that were applied
+    gpus: tuple[tuple[str, ...], ...] = ()  # GPUs given to each node, which are its own until the job ends
 
 
 class Records:
@@ -259,6 +260,7 @@ def _stored(record: JobRecord, unix_s: float) -> StoredState:
         ended_unix_s=record.ended_unix_s,
         engine_job_id=record.engine_job_id,
         answered=record.answered,
+        gpus=record.gpus,
     )
 
 
@@ -278,4 +280,5 @@ def _record(submission: Submission, state: StoredState) -> JobRecord:
         engine=submission.engine,
         engine_job_id=state.engine_job_id,
         answered=state.answered,
+        gpus=state.gpus or tuple(tuple(one) for one in submission.spec.gpus),
     )

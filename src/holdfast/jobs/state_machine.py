@@ -114,6 +114,13 @@ class BackoffElapsed:
 
 
 @dataclass(frozen=True, slots=True)
+class StartDelayed:
+    """The job does not fit beside those that are running, or others come first."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class PredecessorFailed:
     """The task before this one in a pipeline has ended without success."""
 
@@ -137,6 +144,7 @@ JobEvent = (
     | NoticeDelivered
     | CancelRequested
     | BackoffElapsed
+    | StartDelayed
     | PredecessorFailed
     | ControllerFailed
 )
@@ -203,8 +211,8 @@ def advance(life: JobState, event: JobEvent, policy: RestartPolicy) -> Transitio
         return _notice_delivered(life, event)
     if isinstance(event, CancelRequested):
         return _cancel(life, policy)
-    if isinstance(event, PredecessorFailed):
-        return _skip(life, event)
+    if isinstance(event, (StartDelayed, PredecessorFailed)):
+        return _stay(life, event)
     return _broke(life, event)
 
 
@@ -231,11 +239,12 @@ def _start(life: JobState) -> Transition:
     return life, (StartAttempt(number),)
 
 
-def _skip(life: JobState, event: PredecessorFailed) -> Transition:
-    """Cancel a job that has not started."""
+def _stay(life: JobState, event: StartDelayed | PredecessorFailed) -> Transition:
+    """Let a job that has not started wait on, or cancel it."""
     if life.status is not JobStatus.PENDING:
         return life, ()
-    return dataclasses.replace(life, status=JobStatus.CANCELLED, reason=event.why), ()
+    status = JobStatus.CANCELLED if isinstance(event, PredecessorFailed) else JobStatus.PENDING
+    return dataclasses.replace(life, status=status, reason=event.why), ()
 
 
 def _ran(life: JobState) -> Transition:

@@ -57,6 +57,11 @@ def is_held(path: Path) -> bool:
     return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK
 
 
+def release_inherited() -> None:
+    """Release an inherited lock."""
+    os.close(INHERITED_FD)
+
+
 def keep_inherited() -> int:
     """Keep an inherited lock, without passing it on to child processes."""
     os.set_inheritable(INHERITED_FD, False)

@@ -14,11 +14,15 @@ def main() -> None:
     folder = Path(sys.argv[2])
     os.chdir("/")  # do not keep any directory busy
     locks.keep_inherited()
-    from holdfast.jobs.local.controller import supervise
+    from holdfast.jobs.local.controller import resume_if_due, supervise
     from holdfast.log import write_times
 
     write_times()
-    supervise(folder.parents[1], int(folder.name))
+    state, number = folder.parents[1], int(folder.name)
+    if supervise(state, number):
+        # A request that found this controller leaving did not start another one.
+        locks.release_inherited()
+        resume_if_due(state, number)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.controller import LEAD_S, Controller
+from holdfast.jobs.local.claims import demand, lead_on, locked, read_claims
 from holdfast.jobs.local.nodes import Nodes
 from holdfast.jobs.local.specs import make_specs
 from holdfast.jobs.node import processes
@@ -33,6 +34,7 @@ from holdfast.jobs.state_machine import (
     NoticeDelivered,
     NoticeReceived,
     PredecessorFailed,
+    StartDelayed,
     Uploading,
 )
 from holdfast.jobs.status import JobStatus
@@ -48,25 +50,39 @@ _UNKNOWN_S = 0.05
 """Interval for checking a process that is about to write or to exit."""
 _AGAIN_S = 1.0
 """Interval for checking whether all killed processes are gone."""
-_PREDECESSOR_S = 5.0
-"""Interval for checking the job before this one in a pipeline, whose end wakes this controller too."""
+_OTHERS_S = 5.0
+"""Interval for checking the jobs that this one waits for, whose end wakes this controller too."""
 
 
-def supervise(state: Path, number: int) -> None:
+def supervise(state: Path, number: int) -> bool:
     """Run the controller of a job. The caller holds the job's lock.
 
-    Blocks: until the job has ended.
+    Returns:
+        True if the job waits, and needs no controller for now.
+
+    Blocks: until the job has ended, or waits behind another one.
     """
     try:
-        _supervise(Records(state), job_folder(state, number), number)
+        return _supervise(Records(state), job_folder(state, number), number)
     except (NotFound, Corrupt, Conflict) as error:
         _log.error("job %s: controller stopped: %s", number, error)  # its nodes continue
     except RetryLater as error:
         # The records or a disk failed. Running nodes continue, and the next command starts a new controller.
         _log.error("job %s: controller stopped: %s", number, error)
+    return False
 
 
-def _supervise(records: Records, folder: JobFolder, number: int) -> None:
+def resume_if_due(state: Path, number: int) -> None:
+    """Start another controller, if a request or the job's turn came just when the last one ended."""
+    try:
+        records = Records(state)
+        if records.requests(records.get(number)) or number in read_claims(records, state).leading:
+            start_controller(job_folder(state, number))
+    except HoldfastError as error:
+        _log.error("job %s: %s", number, error)  # the next command looks again
+
+
+def _supervise(records: Records, folder: JobFolder, number: int) -> bool:
     controller = LocalController(records, folder, records.get(number))
     try:
         controller.serve()
@@ -81,6 +97,8 @@ def _supervise(records: Records, folder: JobFolder, number: int) -> None:
     if controller.has_ended:
         remove_links(folder)
         _wake_successors(records, folder, number)
+        lead_on(records, folder.path.parents[1])
+    return controller.is_idle
 
 
 def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:
@@ -102,6 +120,9 @@ class LocalController(Controller):
         )
         self._is_terminated = False
         self._is_next = False  # the job before this one has ended, but its controller is still running
+        self.is_idle = False
+        """True if the job waits for its claim behind another one, and needs no controller for now."""
+        self._needs_claim = not demand(record.id, record.spec).is_empty
         self._nodes = self._new_nodes()
         self._teardown = Teardown(folder, self.state.attempt)
         self._wakeup = WakeupPipe(folder.bell)
@@ -119,18 +140,48 @@ class LocalController(Controller):
         if not self._is_waiting:
             self._apply(ControllerStarted())
 
-    # -- pipeline --------------------------------------------------------------------------------------------
+    # -- before the first attempt ----------------------------------------------------------------------------
 
     @property
     def _is_waiting(self) -> bool:
-        """True if the job before this one in its pipeline has not succeeded yet."""
-        return self._record.spec.after is not None and self.state.status is JobStatus.PENDING
+        """True if the job waits for the one before it in its pipeline, or for its claim."""
+        may_wait = self._record.spec.after is not None or self._needs_claim
+        return may_wait and self.state.status is JobStatus.PENDING
 
     @override
-    def _predecessor_event(self) -> JobEvent | None:
-        after = self._record.spec.after
+    def _start_if_due(self) -> None:
         self._is_next = False
-        if after is None or not self._is_waiting:
+        if not self._is_waiting:
+            return
+        event = ControllerStarted() if self._record.spec.after is None else self._predecessor_event()
+        if isinstance(event, ControllerStarted) and self._needs_claim:
+            self._start_with_claim()
+        elif event is not None:
+            self._apply(event)
+
+    def _start_with_claim(self) -> None:
+        """Take the job's claim and start it, or record why it waits."""
+        state = self._folder.path.parents[1]
+        with locked(state):
+            claims = read_claims(self._records, state)
+            gpus = claims.allocation.given.get(self._record.id)
+            if gpus is not None:
+                self._record = dataclasses.replace(self._record, gpus=gpus)
+                self._apply(ControllerStarted())  # recorded before another job can take the same
+        if gpus is not None:
+            lead_on(self._records, state)
+            return
+        self._apply(StartDelayed(claims.shortage(self._record.id)))
+        self.is_idle = self._record.id not in claims.leading
+        if not self.is_idle:
+            for number in claims.holders:
+                start_controller(job_folder(state, number))  # a job that is dead would keep its claim
+            lead_on(self._records, state, besides=self._record.id)
+
+    def _predecessor_event(self) -> JobEvent | None:
+        """Return the event of the end of the job before this one in its pipeline."""
+        after = self._record.spec.after
+        if after is None:
             return None
         try:
             before = self._records.get(after)
@@ -154,7 +205,7 @@ class LocalController(Controller):
     @override
     def _is_leaving(self) -> bool:
         has_nodes = self.state.is_active and self.state.status is not JobStatus.WINDING_DOWN
-        return self._is_terminated and not has_nodes
+        return self.is_idle or (self._is_terminated and not has_nodes)
 
     @override
     def _save(
@@ -272,6 +323,6 @@ class LocalController(Controller):
         if self._nodes.is_killed and self.state.is_active:
             return _AGAIN_S * 1000  # agents wake the loop when done, but one may just have started `run`
         if self._is_waiting:
-            return (_UNKNOWN_S if self._is_next else _PREDECESSOR_S) * 1000
+            return (_UNKNOWN_S if self._is_next else _OTHERS_S) * 1000
         due_unix_s = self._timers.next_unix_s()
         return None if due_unix_s is None else max(0.0, due_unix_s - time.time()) * 1000

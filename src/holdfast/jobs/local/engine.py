@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import os
 import shutil
@@ -9,9 +10,10 @@ import time
 
 from typing_extensions import override
 
-from holdfast.errors import HoldfastError, NotFound, RetryLater
+from holdfast.errors import HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
-from holdfast.jobs.environment import Pipeline, assign_gpus, create_task_id
+from holdfast.jobs.environment import Pipeline, create_task_id
+from holdfast.jobs.local.claims import Claims, may_need_claim, read_claims
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.specs import write_commands
 from holdfast.jobs.local.unsupported_keys import unsupported_keys
@@ -28,6 +30,7 @@ from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.linux.wakeup_pipe import wake
+from holdfast.units import plural
 
 
 class LocalEngine(RecordedEngine):
@@ -47,6 +50,7 @@ class LocalEngine(RecordedEngine):
 
     @override
     def check(self, task: Task) -> None:
+        _check_gpus(task, visible_gpus())
         check_workdir(task)
         validate(task, self._state)
 
@@ -76,7 +80,7 @@ class LocalEngine(RecordedEngine):
             raise
         records.complete_all(submissions)
         start_controller(folders[0])
-        return [self._job(records.get(one.number)) for one in submissions]
+        return self._current([records.get(one.number) for one in submissions])
 
     def _submissions(self, file: TaskFile, numbers: list[int]) -> list[Submission]:
         """Return what is recorded of each task."""
@@ -111,22 +115,29 @@ class LocalEngine(RecordedEngine):
 
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
+        claims = self._claims(records)
         for record in records:
-            self._ensure_controller(record)
-        return [self._job(record) for record in records]
+            self._ensure_controller(record, claims)
+        return [self._job(record, claims) for record in records]
+
+    def _claims(self, records: list[JobRecord]) -> Claims:
+        """Return the claims of all jobs, if one of some jobs waits for its own."""
+        is_needed = any(may_need_claim(record) for record in records)
+        return read_claims(self._records(), self._state) if is_needed else Claims()
 
     @override
     def _record(self, number: int) -> JobRecord:
         record = super()._record(number)
-        self._ensure_controller(record)
+        self._ensure_controller(record, self._claims([record]))
         return record
 
-    def _ensure_controller(self, record: JobRecord) -> None:
+    def _ensure_controller(self, record: JobRecord, claims: Claims) -> None:
         """Start or wake the controller of a job that has not ended.
 
-        A job whose predecessor in a pipeline has not started needs none yet.
+        One that waits behind another job needs none yet: in a pipeline, or for a claim.
         """
-        if self._is_far_from_start(record):
+        is_behind = claims.shortage(record.id) and record.id not in claims.leading
+        if is_behind or self._is_far_from_start(record):
             return
         folder = job_folder(self._state, record.id)
         if not record.life.status.is_final and not start_controller(folder):
@@ -140,11 +151,13 @@ class LocalEngine(RecordedEngine):
             before = self._records().get(record.spec.after)
         except NotFound:  # the pipeline is being launched, or that was interrupted
             return True
-        self._ensure_controller(before)
+        self._ensure_controller(before, self._claims([before]))
         return before.life.status is JobStatus.PENDING
 
-    def _job(self, record: JobRecord) -> Job:
-        return Job.of(record, step=self._newest_step(record))
+    def _job(self, record: JobRecord, claims: Claims) -> Job:
+        shortage = claims.shortage(record.id)  # now, not when its controller last looked
+        life = dataclasses.replace(record.life, reason=shortage) if shortage else record.life
+        return Job.of(record, step=self._newest_step(record), life=life)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -157,30 +170,51 @@ class LocalEngine(RecordedEngine):
         record = self._record(number)
         status = record.life.status
         if status is JobStatus.WINDING_DOWN or not (status.is_final or record.life.is_active):
-            raise no_process(self._job(record))
+            raise no_process(self._job(record, Claims()))
         return self._request(number, "preempt", lead_s)
 
     def _request(self, number: int, kind: str, lead_s: float | None = None) -> Job:
         records = self._records()
         record = records.get(number)
-        check_active(self._job(record))
+        check_active(self._job(record, Claims()))
         records.ask(number, kind, lead_s)
         folder = job_folder(self._state, number)
         if not start_controller(folder):
             wake(folder.bell)
-        return self._job(record)
+        return self._job(record, self._claims([record]))
 
 
 def _spec(task: Task, after: int | None) -> JobSpec:
-    wanted = task.accelerators.num_per_node
     return JobSpec(
         num_nodes=task.num_nodes,
-        num_gpus=wanted,
+        num_gpus=task.accelerators.num_per_node,
         has_setup=bool(task.setup),
         user=getpass.getuser(),
-        gpus=assign_gpus(visible_gpus(), wanted, task.num_nodes),
+        gpus=[],
         after=after,
+        devices=tuple(visible_gpus()),
+        cpus=task.cpus,
+        memory_mib=task.memory_mib,
+        priority=task.priority,
     )
+
+
+def _check_gpus(task: Task, devices: list[str]) -> None:
+    """Check that a task does not ask for more GPUs than this machine has. One without GPUs divides none.
+
+    Raises:
+        Unsupported: it does.
+    """
+    wanted = task.num_nodes * task.accelerators.num_per_node
+    if devices and wanted > len(devices):
+        nodes = f" on {task.num_nodes} nodes" if task.num_nodes > 1 else ""
+        line = task.lines.get("resources.accelerators")  # 0 for an option of the command line
+        where = f"{task.path}:{line}: resources.accelerators" if line else "resources.accelerators"
+        raise Unsupported(
+            f"{where}: expected at most {plural(len(devices), 'GPU')}, as many as this machine has or "
+            f"CUDA_VISIBLE_DEVICES names, found {wanted}{nodes}. Ask for fewer with --gpus NAME:N or "
+            "--num-nodes N, or use another engine with --on. Nothing was started."
+        )
 
 
 def _base_environment() -> dict[str, str]:

@@ -65,7 +65,7 @@ def _plan(
         grace_s=record.policy.grace_s,
         pipeline=environment.pipeline,
     )
-    gpus = spec.gpus[rank]
+    gpus = record.gpus[rank] if record.gpus else ()
     variables = node_variables(environment.task, folder, rank)
     needs_setup = spec.has_setup and not folder.set_up(rank).exists()
     return NodeSpec(
@@ -80,6 +80,7 @@ def _plan(
         environment=run_environment(node, environment.base, variables, gpus=gpus),
         setup_environment=setup_environment(node, environment.base, variables, gpus=gpus),
         grace_s=record.policy.grace_s,
+        gpus=record.gpus,
     )
 
 

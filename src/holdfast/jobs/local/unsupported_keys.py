@@ -17,23 +17,23 @@ _CHOICE = "ignored: there is no choice of machines; kept for other engines"
 _ALTERNATIVES = (
     "no choice of machines; SKYPILOT_NUM_GPUS_PER_NODE is the greatest number of GPUs in any of them"
 )
+_KEPT_FREE = "not given to other jobs, and not limited"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
     **UNUSED_KEYS,
     **dict.fromkeys(CHOICE_KEYS, _CHOICE),
     **dict.fromkeys(("resources.any_of", "resources.ordered"), _ALTERNATIVES),
     "config": "settings of clouds and clusters; kept for other engines",
     "resources.infra": _CHOICE,
-    "resources.cpus": "neither checked nor limited",
-    "resources.memory": "neither checked nor limited",
-    "resources.accelerators": "not checked; SKYPILOT_NUM_GPUS_PER_NODE has the number per node",
+    "resources.cpus": f"{_KEPT_FREE}; more than this machine has means all of them",
+    "resources.memory": f"{_KEPT_FREE}; more than this machine has means all of it",
+    "resources.accelerators": "any GPUs of this machine, whatever their model; none if it has none",
     "resources.use_spot": "nothing is bought; `holdfast preempt` simulates a preemption",
     "resources.job_recovery.strategy": "ignored: there is only one machine",
     "resources.network_tier": "nodes communicate over the loopback interface",
     "resources.labels": "no machine is labelled",
     "resources.image_id": "commands run on this machine as it is",
     "resources.autostop": "this machine is not stopped",
-    "resources.priority": "jobs do not wait for each other",
-    "resources.priority_class": "jobs do not wait for each other",
+    "resources.priority_class": "ignored: use priority",
 }
 
 

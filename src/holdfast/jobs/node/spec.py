@@ -33,6 +33,7 @@ class NodeSpec:
     environment: Mapping[str, str]  # of `run`
     setup_environment: Mapping[str, str]
     grace_s: float
+    gpus: tuple[tuple[str, ...], ...] = ()  # given to each node of the job
 
     def write(self, path: Path) -> None:
         """Write the specification, readable only by its owner, as it contains secrets."""

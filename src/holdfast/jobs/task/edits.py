@@ -30,12 +30,16 @@ def fill_in_mounts(task: Value, variables: Mapping[str, str]) -> Value:
 
 def set_accelerators(task: Value, accelerators: str) -> Value:
     """Return a task with other accelerators, in all alternatives of its resources. `none` means no GPU."""
-    chosen = Value(0, None if accelerators.lower() == "none" else accelerators)
+    return set_resource(task, "accelerators", None if accelerators.lower() == "none" else accelerators)
+
+
+def set_resource(task: Value, key: str, value: str | int | None) -> Value:
+    """Return a task with another value of a key, in all alternatives of its resources."""
     resources = task.get("resources")
     if resources is None or resources.kind != "map":
         task = task.with_member("resources", Value(0, {}, kind="map"))
-    task = _with_resources(task, lambda place: place.without_member("accelerators"))
-    return task.with_member("resources", task.members["resources"].with_member("accelerators", chosen))
+    task = _with_resources(task, lambda place: place.without_member(key))
+    return task.with_member("resources", task.members["resources"].with_member(key, Value(0, value)))
 
 
 def unfold_accelerators(task: Value) -> Value:

@@ -73,6 +73,9 @@ class Task:
     repository: Repository | None = None  # instead of a folder
     num_nodes: int = 1
     accelerators: Accelerators = field(default_factory=lambda: Accelerators(()))
+    cpus: float = 0.0  # per node; 0: not asked for
+    memory_mib: int = 0  # per node; 0: not asked for
+    priority: int = 0  # jobs with a greater one come first
     recovery: Recovery = field(default_factory=Recovery)
     file_mounts: tuple[FileMount, ...] = ()
     envs: Mapping[str, str] = field(default_factory=dict)

@@ -11,12 +11,14 @@ import yaml
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.accelerators import Accelerators, parse_accelerators
+from holdfast.jobs.task.amounts import memory_mib, parse_cpus
 from holdfast.jobs.task.document import Value, parse_documents
 from holdfast.jobs.task.edits import (
     alternatives,
     places,
     replace_aliases,
     set_accelerators,
+    set_resource,
     unfold_accelerators,
 )
 from holdfast.jobs.task.model import FileMount, MountMode, Recovery, Repository, Task, TaskFile
@@ -36,6 +38,7 @@ class Overrides:
     accelerators: str | None = None
     num_nodes: int | None = None
     workdir: str | None = None
+    priority: int | None = None
 
 
 def load_tasks(path: str | Path, overrides: Overrides | None = None) -> TaskFile:
@@ -109,6 +112,8 @@ def _edited(root: Value, given: Overrides) -> Value:
     root = replace_aliases(root)
     for key, value in (("num_nodes", given.num_nodes), ("workdir", given.workdir)):
         root = root if value is None else root.with_member(key, Value(0, value))
+    if given.priority is not None:
+        root = set_resource(root, "priority", given.priority)
     return root if given.accelerators is None else set_accelerators(root, given.accelerators)
 
 
@@ -157,6 +162,9 @@ def _task(root: Value, name: str, job_name: str, given: Overrides) -> Task:
         repository=repository,
         num_nodes=_plain(root, "num_nodes") or 1,
         accelerators=accelerators,
+        cpus=max((parse_cpus(one) or 0.0 for one in _plains(resources, "cpus")), default=0.0),
+        memory_mib=max((memory_mib(one) or 0 for one in _plains(resources, "memory")), default=0),
+        priority=max(_plains(resources, "priority"), default=0),
         recovery=_recovery(resources),
         file_mounts=tuple(_mounts(mounts, variables)) if mounts is not None else (),
         envs=envs,
@@ -182,6 +190,12 @@ def _repository(workdir: Mapping[str, Any], root: Value, name: str) -> Repositor
 def _plain(root: Value, key: str) -> Any:
     member = root.get(key)
     return None if member is None else member.plain
+
+
+def _plains(resources: Value, key: str) -> list[Any]:
+    """Return the values of a key in all alternatives. One without its own has that of the resources."""
+    found = [one.get(key) or resources.get(key) for one in alternatives(resources)]
+    return [one.plain for one in found if one is not None and one.plain is not None]
 
 
 def _accelerators(resources: Value) -> Accelerators:

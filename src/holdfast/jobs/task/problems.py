@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from holdfast.jobs.task.accelerators import parse_accelerators
 from holdfast.jobs.task.document import Value
@@ -12,6 +13,8 @@ from holdfast.jobs.task.shape import Problem
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 from holdfast.jobs.task.variables import parse_variables, variable_problems
 
+MAX_PRIORITY = 1000
+"""Greatest priority, and the least one without its sign. Source: skypilot, sky/skylet/constants.py."""
 _MAX_LISTED = 10
 
 
@@ -57,6 +60,10 @@ def _resource_problems(resources: Value | None) -> Iterator[Problem]:
         read = parse_accelerators(asked.plain) if asked is not None and ACCELERATORS.fits(asked) else None
         if asked is not None and isinstance(read, str):
             yield Problem(asked.line, f"{where}.accelerators", read)
+        priority = place.get("priority")
+        if priority is not None and _is_beyond(priority.plain):
+            what = f"expected {-MAX_PRIORITY} to {MAX_PRIORITY}, found {priority.plain}"
+            yield Problem(priority.line, f"{where}.priority", what)
         if place.get("gpus") is not None:
             what = "another name of accelerators, which is given too; remove one of them"
             yield Problem(place.key_lines["gpus"], f"{where}.gpus", what)
@@ -64,6 +71,10 @@ def _resource_problems(resources: Value | None) -> Iterator[Problem]:
     if len(given) > 1:
         what = f"expected one of {' and '.join(given)}, found both"
         yield Problem(resources.key_lines[given[1]], f"resources.{given[1]}", what)
+
+
+def _is_beyond(priority: Any) -> bool:
+    return isinstance(priority, int) and abs(priority) > MAX_PRIORITY
 
 
 def _places(resources: Value) -> Iterator[tuple[str, Value]]:

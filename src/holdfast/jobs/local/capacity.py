@@ -1,0 +1,15 @@
+"""Capacity of this machine, or of the part of it that its processes may use."""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.host_memory import total_bytes
+from holdfast.jobs.local.allocation import Capacity
+
+_MIB = 1 << 20
+
+
+def read_capacity() -> Capacity:
+    """Return the CPUs that this process may run on, and the memory within its control groups."""
+    return Capacity(float(len(os.sched_getaffinity(0))), total_bytes() // _MIB)

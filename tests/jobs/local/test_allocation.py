@@ -1,0 +1,125 @@
+"""Allocation of a machine to jobs, for all machines and queues: no resource twice, and no job starved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.jobs.local.allocation import Capacity, Claim, Demand, allocate
+
+CAPACITY = Capacity(8.0, 64 << 10)
+GPUS = ("0", "1", "2", "3", "4", "5", "GPU-x", "GPU-y")
+
+DEMANDS = st.builds(
+    Demand,
+    job=st.just(0),
+    priority=st.integers(-1, 1),
+    num_nodes=st.integers(1, 3),
+    gpus_per_node=st.integers(0, 2),
+    devices=st.permutations(GPUS).map(lambda order: tuple(order[:6])),
+    cpus=st.sampled_from((0.0, 0.5, 1.0, 3.0, 8.0, 100.0)),
+    memory_mib=st.sampled_from((0, 1 << 10, 20 << 10, 64 << 10, 1 << 30)),
+)
+QUEUES = st.lists(DEMANDS, max_size=8).map(
+    lambda found: [dataclasses.replace(one, job=number) for number, one in enumerate(found, 1)]
+)
+
+
+def claim_of(demand: Demand, gpus: Iterable[Iterable[str]]) -> Claim:
+    """Return the claim of a job that may start."""
+    cpus, memory_mib = min(demand.cpus, CAPACITY.cpus), min(demand.memory_mib, CAPACITY.memory_mib)
+    return Claim(demand.job, tuple(gpu for of_node in gpus for gpu in of_node), cpus, memory_mib)
+
+
+def check_claims(claims: list[Claim]) -> None:
+    """Check that nothing is given twice, and no more than the machine has."""
+    gpus = [gpu for one in claims for gpu in one.gpus]
+    assert len(gpus) == len(set(gpus))
+    assert sum(one.cpus for one in claims) <= CAPACITY.cpus + 1e-3
+    assert sum(one.memory_mib for one in claims) <= CAPACITY.memory_mib
+
+
+def start_all(
+    claims: list[Claim], waiting: list[Demand], order: st.DataObject | None = None
+) -> tuple[list[Claim], list[Demand]]:
+    """Start the jobs that may start, each after a new look, in any order."""
+    claims, waiting = list(claims), list(waiting)
+    while ready := list(allocate(CAPACITY, claims, waiting).given):
+        number = ready[0] if order is None else order.draw(st.sampled_from(ready))
+        (demand,) = [one for one in waiting if one.job == number]
+        claims.append(claim_of(demand, allocate(CAPACITY, claims, waiting).given[number]))
+        waiting.remove(demand)
+    return claims, waiting
+
+
+@given(QUEUES)
+def test_nothing_is_given_twice_and_each_node_has_what_it_asked_for(queue: list[Demand]) -> None:
+    found = allocate(CAPACITY, (), queue)
+    assert found.given.keys() | found.shortages.keys() == {one.job for one in queue}
+    assert all(found.shortages.values())
+    started = [one for one in queue if one.job in found.given]
+    check_claims([claim_of(one, found.given[one.job]) for one in started])
+    for one in started:
+        gpus = found.given[one.job]
+        assert [len(of_node) for of_node in gpus] == [one.gpus_per_node] * one.num_nodes
+        assert {gpu for of_node in gpus for gpu in of_node} <= set(one.devices)
+
+
+@given(QUEUES, st.data())
+def test_jobs_that_start_one_by_one_in_any_order_start_as_if_at_once(
+    queue: list[Demand], data: st.DataObject
+) -> None:
+    at_once = allocate(CAPACITY, (), queue).given
+    claims, _ = start_all([], queue, data)
+    assert {one.job for one in claims} == at_once.keys()
+    assert {one.job: set(one.gpus) for one in claims} == {
+        job: {gpu for of_node in gpus for gpu in of_node} for job, gpus in at_once.items()
+    }
+
+
+@settings(max_examples=30)
+@given(QUEUES, st.data())
+def test_a_job_never_waits_for_one_that_comes_after_it(queue: list[Demand], data: st.DataObject) -> None:
+    """Jobs arrive and end in any order. A waiting one fits once those before it have ended."""
+    claims: list[Claim] = []
+    waiting: list[Demand] = []
+    arriving = [dataclasses.replace(one, priority=0) for one in queue]
+    while arriving or waiting:
+        if arriving and data.draw(st.booleans()):
+            waiting.append(arriving.pop(0))
+        elif claims:
+            claims.remove(data.draw(st.sampled_from(claims)))
+        claims, waiting = start_all(claims, waiting)
+        check_claims(claims)
+        for one in waiting:
+            later = [claim for claim in claims if claim.job > one.job]
+            assert one.job in allocate(CAPACITY, later, [one]).given
+        assert claims or not waiting, "a machine without jobs runs the next one"
+
+
+def test_the_reason_names_what_is_missing_and_who_has_it() -> None:
+    queue = [
+        Demand(2, gpus_per_node=4, devices=("0", "1", "2", "3")),
+        Demand(3, gpus_per_node=1, devices=("0", "1", "2", "3")),
+        Demand(4, cpus=6.0, memory_mib=60 << 10),
+        Demand(5, priority=1, cpus=1.0),
+        Demand(6),
+    ]
+    found = allocate(CAPACITY, [Claim(1, ("0",), 2.0)], queue)
+    assert found.given == {5: ((),), 6: ((),)}
+    assert list(found.shortages.items()) == [
+        (2, "waits for 4 GPUs (3 free); job 1 has the rest"),
+        (3, "waits for 1 GPU (0 free); job 1 has the rest, and job 2 comes first"),
+        (4, "waits for 6 CPUs (5 free); jobs 1, 5 have the rest"),
+    ]
+
+
+def test_needs_beyond_the_machine_mean_all_of_it() -> None:
+    all_of_it = Demand(2, cpus=1000.0, memory_mib=1 << 40)
+    assert 2 in allocate(CAPACITY, (), [all_of_it]).given
+    assert allocate(CAPACITY, [Claim(1, (), 0.5, 1)], [all_of_it]).shortages == {
+        2: "waits for 8 CPUs (7.5 free) and 64 GiB of memory (63.9 GiB free); job 1 has the rest"
+    }

@@ -42,6 +42,7 @@ class Node:
     grace_s: float  # time limit for a last save
     cloud: str = "local"  # SkyPilot's name for the place
     pipeline: Pipeline | None = None
+    port: int | None = None  # chosen for the rendezvous of its nodes
 
     @property
     def tag(self) -> str:
@@ -102,7 +103,16 @@ def run_environment(
     # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
     defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(node.grace_s))}
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    return {**defaults, **base, **UNBUFFERED, **task, **devices, **ours}
+    return {**defaults, **base, **UNBUFFERED, **_ports(node), **task, **devices, **ours}
+
+
+def _ports(node: Node) -> dict[str, str]:
+    """Return the variables from which launchers read the port of their rendezvous."""
+    if node.port is None:
+        return {}
+    # The second one is torchrun's default for its option. With one node, torchrun itself finds a free port.
+    names = ("MASTER_PORT", "PET_MASTER_PORT") if len(node.addresses) > 1 else ("MASTER_PORT",)
+    return dict.fromkeys(names, str(node.port))
 
 
 def setup_environment(

@@ -25,9 +25,9 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
     counted from the recorded outcomes. Requests to preempt count as applied, and to cancel as open.
     """
     attempt = folder.last_attempt()
-    gpus = _gpus(folder, submission, attempt)
-    if attempt == 1 and submission.spec.devices and not gpus:
-        attempt = 0  # killed before any node was started: the job has no process, and needs its GPUs again
+    plan = _newest_plan(folder, submission, attempt)
+    if attempt == 1 and plan is None:
+        attempt = 0  # killed before any node was started: the job has no process, and no claim
     preempted = tuple(one.id for one in read_requests(folder) if one.kind == "preempt")
     started_s = _modified_unix_s(folder.attempt(1)) if attempt else None
     life = JobState()
@@ -51,7 +51,8 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
         started_unix_s=started_s,
         ended_unix_s=ended_s,
         answered=preempted,
-        gpus=gpus,
+        gpus=() if plan is None else plan.gpus,
+        port=None if plan is None else plan.port,
     )
 
 
@@ -74,13 +75,13 @@ def _num_errors(folder: JobFolder, submission: Submission, attempt: int) -> int:
     )
 
 
-def _gpus(folder: JobFolder, submission: Submission, attempt: int) -> tuple[tuple[str, ...], ...]:
-    """Return the GPUs that were given to the nodes. The specification of any node has those of all."""
+def _newest_plan(folder: JobFolder, submission: Submission, attempt: int) -> NodeSpec | None:
+    """Return the newest specification of a node. That of any node has the GPUs of all."""
     for number in range(attempt, 0, -1):
         for rank in range(submission.policy.num_nodes):
             with contextlib.suppress(FileNotFoundError, Corrupt):
-                return NodeSpec.read(folder.node(number, rank).plan).gpus
-    return ()
+                return NodeSpec.read(folder.node(number, rank).plan)
+    return None
 
 
 def _outcome(folder: JobFolder, attempt: int, rank: int) -> Outcome | None:

@@ -33,6 +33,8 @@ class JobSpec:
     cpus: float = 0.0  # per node; 0: not asked for
     memory_mib: int = 0  # per node; 0: not asked for
     priority: int = 0  # among jobs that wait
+    ports: tuple[int, ...] = ()  # that its commands name
+    needs_port: bool = False  # one more is chosen for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class StoredState:
     engine_job_id: str | None = None  # the engine's own id of the job
     answered: tuple[str, ...] = ()  # ids of the requests that were applied
     gpus: tuple[tuple[str, ...], ...] = ()  # GPUs given to each node
+    port: int | None = None  # port chosen for the job
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class JobRecord:
     engine_job_id: str | None = None  # the engine's own id of the job
     answered: tuple[str, ...] = ()  # ids of the requests that were applied
     gpus: tuple[tuple[str, ...], ...] = ()  # GPUs given to each node, which are its own until the job ends
+    port: int | None = None  # port chosen for the job, likewise
 
 
 class Records:
@@ -261,6 +262,7 @@ def _stored(record: JobRecord, unix_s: float) -> StoredState:
         engine_job_id=record.engine_job_id,
         answered=record.answered,
         gpus=record.gpus,
+        port=record.port,
     )
 
 
@@ -281,4 +283,5 @@ def _record(submission: Submission, state: StoredState) -> JobRecord:
         engine_job_id=state.engine_job_id,
         answered=state.answered,
         gpus=state.gpus or tuple(tuple(one) for one in submission.spec.gpus),
+        port=state.port,
     )

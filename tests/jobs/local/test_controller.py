@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import PREEMPTED_STATUS, Conflict, InvalidInput, NotFound
+from holdfast.jobs.local.specs import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from holdfast.linux import locks
@@ -60,7 +61,7 @@ def test_the_environment_is_skypilot_s_and_stable_across_recoveries(harness: Job
         }.items():
             assert f"{name}={value} " in first
             assert f"{name}={value} " in second
-        assert (work / f"ips-{rank}").read_text() == "127.0.0.1\n127.0.0.2\n"
+        assert (work / f"ips-{rank}").read_text() == "".join(f"{one}\n" for one in addresses(2, job.id))
         assert "HOLDFAST_PREEMPTION=file:" in first
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import subprocess
@@ -104,8 +105,13 @@ def test_gpus_are_found_as_devices_unless_the_environment_chooses_them(
 
 
 def test_every_node_has_its_own_address() -> None:
-    assert addresses(2) == ("127.0.0.1", "127.0.0.2")
-    assert len(set(addresses(1000))) == 1000
+    assert addresses(1, 7) == ("127.0.0.1",)
+    assert addresses(2, 7) == ("127.1.7.1", "127.1.7.2")
+    assert addresses(2, 300) == ("127.2.44.1", "127.2.44.2")
+    assert len(set(addresses(1000, 7))) == 1000
+    together = [address for job in range(1, 3000) for address in addresses(4, job)]
+    assert len(set(together)) == len(together)
+    assert all(ipaddress.ip_address(one).is_loopback for one in addresses(3, 254 * 256 - 1))
 
 
 def test_a_process_is_not_confused_with_a_later_one_of_the_same_pid() -> None:

@@ -1,4 +1,4 @@
-"""Allocation of this machine's GPUs, CPUs and memory to waiting jobs; pure."""
+"""Allocation of this machine's GPUs, CPUs, memory and ports to waiting jobs; pure."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Claim:
     gpus: tuple[str, ...] = ()
     cpus: float = 0.0
     memory_mib: int = 0
+    ports: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Demand:
     devices: tuple[str, ...] = ()  # GPUs that the job may have
     cpus: float = 0.0  # of all its nodes
     memory_mib: int = 0  # of all its nodes
+    ports: tuple[int, ...] = ()  # that its commands name
+    needs_port: bool = False  # any other port too
 
     @property
     def num_gpus(self) -> int:
@@ -53,7 +56,7 @@ class Demand:
     @property
     def is_empty(self) -> bool:
         """True if the job needs nothing that is divided among jobs."""
-        return not (self.num_gpus or self.cpus or self.memory_mib)
+        return not (self.num_gpus or self.cpus or self.memory_mib or self.ports or self.needs_port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,12 @@ class _Machine:
         if memory_mib > self._free_memory_mib():
             needs.append(f"{_amount(memory_mib)} of memory ({_amount(self._free_memory_mib())} free)")
             users |= {one.job for one in self._taken if one.memory_mib}
+        needs += [
+            f"port {port} of job {one.job}"
+            for port in demand.ports
+            for one in self._taken
+            if port in one.ports
+        ]
         return f"waits for {' and '.join(needs)}{self._who(users)}" if needs else ""
 
     def take(self, demand: Demand, *, is_waiting: bool) -> list[str]:
@@ -119,7 +128,7 @@ class _Machine:
         gpus = self._free_gpus(demand)[: demand.num_gpus]
         cpus, memory_mib = self._needs(demand)
         cpus, memory_mib = min(cpus, self._free_cpus()), min(memory_mib, self._free_memory_mib())
-        self._taken.append(Claim(demand.job, tuple(gpus), cpus, memory_mib))
+        self._taken.append(Claim(demand.job, tuple(gpus), cpus, memory_mib, demand.ports))
         if is_waiting:
             self._waiting.add(demand.job)
         return gpus

@@ -1,4 +1,4 @@
-"""Claims of jobs to this machine's GPUs, CPUs and memory, found in the records of all jobs."""
+"""Claims of jobs to GPUs, CPUs, memory and ports of this machine, found in the records of all jobs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ class Claims:
     Attributes:
         holders: jobs that have started and not ended, whatever they need.
         allocation: jobs that may start now, and why the others wait.
+        ports: ports of the jobs that have started, and those that waiting ones name.
     """
 
     holders: tuple[int, ...] = ()
     allocation: Allocation = field(default_factory=Allocation)
+    ports: frozenset[int] = frozenset()
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -75,6 +77,8 @@ def demand(number: int, spec: JobSpec) -> Demand:
         devices=spec.devices,
         cpus=spec.cpus * spec.num_nodes,
         memory_mib=spec.memory_mib * spec.num_nodes,
+        ports=spec.ports,
+        needs_port=spec.needs_port,
     )
 
 
@@ -101,7 +105,11 @@ def read_claims(records: Records, state: Path) -> Claims:
     claims += [_claim(one) for one in started]
     waiting = [one for one in found.values() if _is_waiting(one, found, records)]
     demands = [demand(one.id, one.spec) for one in waiting]
-    return Claims(tuple(one.id for one in started), allocate(read_capacity(), claims, demands))
+    return Claims(
+        holders=tuple(one.id for one in started),
+        allocation=allocate(read_capacity(), claims, demands),
+        ports=frozenset(port for one in (*claims, *demands) for port in one.ports),
+    )
 
 
 def lead_on(records: Records, state: Path, *, besides: int | None = None) -> None:
@@ -119,7 +127,8 @@ def lead_on(records: Records, state: Path, *, besides: int | None = None) -> Non
 def _claim(record: JobRecord) -> Claim:
     needs = demand(record.id, record.spec)
     gpus = tuple(gpu for of_node in record.gpus for gpu in of_node)
-    return Claim(record.id, gpus, needs.cpus, needs.memory_mib)
+    ports = needs.ports if record.port is None else (*needs.ports, record.port)
+    return Claim(record.id, gpus, needs.cpus, needs.memory_mib, ports)
 
 
 def _is_waiting(record: JobRecord, found: Mapping[int, JobRecord], records: Records) -> bool:
@@ -144,5 +153,6 @@ def _claims_of_nodes(number: int, folder: JobFolder) -> Iterator[Claim]:
         node = folder.node(int(attempt.name), int(path.name))
         if locks.is_held(node.lock):
             with contextlib.suppress(Corrupt, FileNotFoundError):
-                given = NodeSpec.read(node.plan).gpus
-                yield Claim(number, tuple(gpu for of_node in given for gpu in of_node))
+                plan = NodeSpec.read(node.plan)
+                gpus = tuple(gpu for of_node in plan.gpus for gpu in of_node)
+                yield Claim(number, gpus, ports=() if plan.port is None else (plan.port,))

@@ -16,6 +16,7 @@ from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLat
 from holdfast.jobs.controller import LEAD_S, Controller
 from holdfast.jobs.local.claims import demand, lead_on, locked, read_claims
 from holdfast.jobs.local.nodes import Nodes
+from holdfast.jobs.local.ports import choose_port
 from holdfast.jobs.local.specs import make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
@@ -166,7 +167,8 @@ class LocalController(Controller):
             claims = read_claims(self._records, state)
             gpus = claims.allocation.given.get(self._record.id)
             if gpus is not None:
-                self._record = dataclasses.replace(self._record, gpus=gpus)
+                port = choose_port(self._record.id, claims.ports) if self._record.spec.needs_port else None
+                self._record = dataclasses.replace(self._record, gpus=gpus, port=port)
                 self._apply(ControllerStarted())  # recorded before another job can take the same
         if gpus is not None:
             lead_on(self._records, state)

@@ -15,6 +15,7 @@ from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import Pipeline, create_task_id
 from holdfast.jobs.local.claims import Claims, may_need_claim, read_claims
 from holdfast.jobs.local.gpus import visible_gpus
+from holdfast.jobs.local.ports import fixed_ports, needs_port
 from holdfast.jobs.local.specs import write_commands
 from holdfast.jobs.local.unsupported_keys import unsupported_keys
 from holdfast.jobs.node.folder import JobFolder, job_folder
@@ -185,6 +186,7 @@ class LocalEngine(RecordedEngine):
 
 
 def _spec(task: Task, after: int | None) -> JobSpec:
+    commands = f"{task.setup}\n{task.run}"
     return JobSpec(
         num_nodes=task.num_nodes,
         num_gpus=task.accelerators.num_per_node,
@@ -196,6 +198,8 @@ def _spec(task: Task, after: int | None) -> JobSpec:
         cpus=task.cpus,
         memory_mib=task.memory_mib,
         priority=task.priority,
+        ports=fixed_ports(commands, {**task.envs, **task.secrets}),
+        needs_port=needs_port(commands, task.num_nodes),
     )
 
 

@@ -16,9 +16,18 @@ from holdfast.jobs.task.model import Task
 from holdfast.linux.files import write_atomic
 
 
-def addresses(num_nodes: int) -> tuple[str, ...]:
-    """Return loopback addresses of the nodes, by rank. All of 127.0.0.0/8 is this machine."""
-    return tuple(f"127.0.{rank // 254}.{1 + rank % 254}" for rank in range(num_nodes))
+def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
+    """Return loopback addresses of the nodes, by rank. All of 127.0.0.0/8 is this machine.
+
+    Jobs with several nodes have addresses of their own, so that their servers do not meet.
+    """
+    if num_nodes == 1:
+        return ("127.0.0.1",)
+    # Numbers that are 65024 apart share their addresses, and so do some of jobs with more than 254 nodes.
+    blocks = [(job + rank // 254) % (254 * 256) for rank in range(num_nodes)]
+    return tuple(
+        f"127.{1 + block // 256}.{block % 256}.{1 + rank % 254}" for rank, block in enumerate(blocks)
+    )
 
 
 def write_commands(
@@ -57,13 +66,14 @@ def _plan(
         name=record.name,
         attempt=life.attempt,
         rank=rank,
-        addresses=addresses(spec.num_nodes),
+        addresses=addresses(spec.num_nodes, record.id),
         num_gpus=spec.num_gpus,
         user=spec.user,
         notice=str(notice),
         progress=str(folder.progress),
         grace_s=record.policy.grace_s,
         pipeline=environment.pipeline,
+        port=record.port,
     )
     gpus = record.gpus[rank] if record.gpus else ()
     variables = node_variables(environment.task, folder, rank)
@@ -81,6 +91,7 @@ def _plan(
         setup_environment=setup_environment(node, environment.base, variables, gpus=gpus),
         grace_s=record.policy.grace_s,
         gpus=record.gpus,
+        port=record.port,
     )
 
 

@@ -34,6 +34,7 @@ class NodeSpec:
     setup_environment: Mapping[str, str]
     grace_s: float
     gpus: tuple[tuple[str, ...], ...] = ()  # given to each node of the job
+    port: int | None = None  # chosen for the job
 
     def write(self, path: Path) -> None:
         """Write the specification, readable only by its owner, as it contains secrets."""

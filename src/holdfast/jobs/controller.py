@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from holdfast.environment import read_progress
 from holdfast.jobs.history import add_change
+from holdfast.jobs.job_clock import JobClock
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
@@ -40,7 +41,9 @@ class Controller(ABC):
     stores the state. Another controller can take over at any moment from what is stored.
 
     Args:
+        timers: deadlines on the job's clock.
         step_before: newest checkpoint before the current attempt.
+        clock: the job's clock. Default: a new one.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class Controller(ABC):
         *,
         timers: Timers | None = None,
         step_before: int | None = None,
+        clock: JobClock | None = None,
     ) -> None:
+        self._clock = clock or JobClock()
         self._folder, self._policy = folder, policy
         self._timers = timers or Timers()
         self._step_before = step_before
@@ -94,7 +99,11 @@ class Controller(ABC):
     def _save(
         self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
     ) -> None:
-        """Store the state and timers, and mark a request as answered, in one write."""
+        """Store the state and timers, and mark a request as answered, in one write.
+
+        Args:
+            now_unix_s: on the machine's clock, for people.
+        """
 
     @abstractmethod
     def _requests(self) -> Iterable[JobRequest]:
@@ -110,11 +119,15 @@ class Controller(ABC):
 
     @abstractmethod
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
-        """Send all nodes a notice. Return its result, if available at once."""
+        """Send all nodes a notice. Return its result, if available at once.
+
+        Args:
+            deadline_unix_s: on the machine's clock.
+        """
 
     @abstractmethod
     def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:
-        """Kill all processes of the attempt, which was due at `since_unix_s`."""
+        """Kill all processes of the attempt, which was due at `since_unix_s` on the job's clock."""
 
     @abstractmethod
     def _receive_signals(self) -> None:
@@ -150,8 +163,7 @@ class Controller(ABC):
         before = self.state
         state, actions = advance(before, event, self._policy)
         state = self._with_details(state)
-        now_s = time.time()
-        timers = self._timers.schedule(actions, now_s)
+        timers = self._timers.schedule(actions, self._clock.unix_s())
         if state.attempt != before.attempt:
             self._step_before = self._newest_step()
         is_change = (state.status, state.attempt, state.reason) != (
@@ -162,7 +174,7 @@ class Controller(ABC):
         if is_change and state.status.is_final:
             self._log_change(state)  # first, so that whoever sees the end also finds its outcomes
         if (state, timers) != (before, self._timers) or answered is not None:
-            self._save(state, timers, now_unix_s=now_s, answered=answered)
+            self._save(state, timers, now_unix_s=time.time(), answered=answered)
         if timers.tell_until_unix_s != self._timers.tell_until_unix_s:
             self._is_notified = timers.tell_until_unix_s is None
         self.state, self._timers = state, timers
@@ -204,10 +216,12 @@ class Controller(ABC):
         timers = self._timers
         if not self._is_notified and timers.tell_until_unix_s is not None:
             self._is_notified = True
-            if (event := self._notify_nodes(timers.tell_source, timers.tell_until_unix_s)) is not None:
+            # For the programs of the job, which compare it with the machine's clock.
+            until_unix_s = self._clock.machine_unix_s(timers.tell_until_unix_s)
+            if (event := self._notify_nodes(timers.tell_source, until_unix_s)) is not None:
                 self._apply(event)
         timers = self._timers
-        if timers.kill_unix_s is not None and time.time() >= timers.kill_unix_s:
+        if timers.kill_unix_s is not None and self._clock.unix_s() >= timers.kill_unix_s:
             self._kill_nodes(timers.kill_unix_s, with_keepers=timers.kill_keepers)
 
     def _check(self) -> bool:
@@ -220,7 +234,7 @@ class Controller(ABC):
             for event in self._node_events():
                 self._apply(event)
         wake_unix_s = self._timers.wake_unix_s
-        if wake_unix_s is not None and time.time() >= wake_unix_s and not self._is_leaving():
+        if wake_unix_s is not None and self._clock.unix_s() >= wake_unix_s and not self._is_leaving():
             self._apply(BackoffElapsed())
         self._start_if_due()  # last, as an attempt has no nodes to look at before its action was taken
         return (self.state, self._timers) != before

@@ -107,7 +107,7 @@ def run_environment(
 
 
 def _ports(node: Node) -> dict[str, str]:
-    """Return the variables from which launchers read the port of their rendezvous."""
+    """Return the variables with the port of the rendezvous."""
     if node.port is None:
         return {}
     # The second one is torchrun's default for its option. With one node, torchrun itself finds a free port.

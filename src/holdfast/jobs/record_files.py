@@ -11,6 +11,7 @@ from pathlib import Path
 from holdfast.documents import decode_dataclass
 from holdfast.errors import Conflict, Corrupt
 from holdfast.jobs import journal
+from holdfast.jobs.job_clock import ClockReading
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.timers import Timers
@@ -65,6 +66,7 @@ class StoredState:
     answered: tuple[str, ...] = ()  # ids of the requests that were applied
     gpus: tuple[tuple[str, ...], ...] = ()  # GPUs given to each node
     port: int | None = None  # port chosen for the job
+    clock: ClockReading | None = None  # the job's clock at this entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import job_numbers
 from holdfast.jobs.earlier_database import take_over
+from holdfast.jobs.job_clock import ClockReading
 from holdfast.jobs.node.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.rebuilt_state import rebuild_state
 from holdfast.jobs.record_files import (
@@ -54,6 +55,7 @@ class JobRecord:
     answered: tuple[str, ...] = ()  # ids of the requests that were applied
     gpus: tuple[tuple[str, ...], ...] = ()  # GPUs given to each node, which are its own until the job ends
     port: int | None = None  # port chosen for the job, likewise
+    clock: ClockReading | None = None  # the job's clock at its newest state
 
 
 class Records:
@@ -263,6 +265,7 @@ def _stored(record: JobRecord, unix_s: float) -> StoredState:
         answered=record.answered,
         gpus=record.gpus,
         port=record.port,
+        clock=record.clock,
     )
 
 
@@ -284,4 +287,5 @@ def _record(submission: Submission, state: StoredState) -> JobRecord:
         answered=state.answered,
         gpus=state.gpus or tuple(tuple(one) for one in submission.spec.gpus),
         port=state.port,
+        clock=state.clock,
     )

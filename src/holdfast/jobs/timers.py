@@ -11,7 +11,7 @@ from holdfast.jobs.state_machine import Action, Backoff, KillAttempt, SendNotice
 
 @dataclass(frozen=True, slots=True)
 class Timers:
-    """Actions that are due, with deadlines in Unix time."""
+    """Actions that are due, with deadlines on the job's clock."""
 
     start: int | None = None  # attempt to start
     tell_until_unix_s: float | None = None  # deadline of a notice to send

@@ -80,7 +80,7 @@ def test_jobs_that_start_one_by_one_in_any_order_start_as_if_at_once(
     }
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(QUEUES, st.data())
 def test_a_job_never_waits_for_one_that_comes_after_it(queue: list[Demand], data: st.DataObject) -> None:
     """Jobs arrive and end in any order. A waiting one fits once those before it have ended."""

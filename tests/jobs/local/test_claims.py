@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from holdfast.errors import Unsupported
 from holdfast.jobs.engine import Job
-from holdfast.jobs.local.claims import read_claims
+from holdfast.jobs.local.claims import locked, read_claims
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
@@ -254,3 +255,19 @@ def test_a_task_of_a_pipeline_waits_for_its_claim_only_when_it_is_its_turn(harne
     harness.wait_for_output(evaluate, "has 0,1,2,3")
     release(harness, "evaluate")
     assert harness.wait(evaluate).status is JobStatus.SUCCEEDED
+
+
+def test_a_claim_is_taken_only_under_the_lock(harness: JobHarness) -> None:
+    release(harness)
+    harness.wait(hold(harness, 0))
+    with locked(harness.state):
+        job = hold(harness, 4)
+
+        def is_blocked() -> bool:
+            waiting = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" in line]
+            pids = {str(one.pid) for one in harness.roles(job, "controller")}
+            return bool(pids & {pid for words in waiting for pid in words})
+
+        harness.wait_for(job, lambda: is_blocked() or harness.record(job).gpus, "its controller")
+        assert harness.record(job).gpus == ()
+    assert harness.wait(job).status is JobStatus.SUCCEEDED

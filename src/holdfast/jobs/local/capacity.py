@@ -11,5 +11,5 @@ _MIB = 1 << 20
 
 
 def read_capacity() -> Capacity:
-    """Return the CPUs that this process may run on, and the memory within its control groups."""
+    """Return the CPUs of this process, and the memory of its control groups."""
     return Capacity(float(len(os.sched_getaffinity(0))), total_bytes() // _MIB)

@@ -1,4 +1,4 @@
-"""Claims of jobs to GPUs, CPUs, memory and ports of this machine, found in the records of all jobs."""
+"""Claims of jobs to parts of this machine, found in the records of all jobs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def demand(number: int, spec: JobSpec) -> Demand:
 
 
 def may_need_claim(record: JobRecord) -> bool:
-    """Return True if a job has not started, and needs something that is divided among jobs."""
+    """Return True if a job has not started, and needs a claim."""
     return record.life.status is JobStatus.PENDING and not demand(record.id, record.spec).is_empty
 
 
@@ -113,7 +113,7 @@ def read_claims(records: Records, state: Path) -> Claims:
 
 
 def lead_on(records: Records, state: Path, *, besides: int | None = None) -> None:
-    """Wake or start the controllers of the jobs that may start, and of the first one that waits.
+    """Wake or start the controllers of the leading jobs.
 
     Args:
         besides: job whose controller calls this.
@@ -132,7 +132,7 @@ def _claim(record: JobRecord) -> Claim:
 
 
 def _is_waiting(record: JobRecord, found: Mapping[int, JobRecord], records: Records) -> bool:
-    """Return True if a job needs a claim for its start, and no other job comes first in its pipeline."""
+    """Return True if a job needs a claim, and is next in its pipeline."""
     if not may_need_claim(record):
         return False
     after = record.spec.after

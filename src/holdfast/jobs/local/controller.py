@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import select
 import signal
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing_extensions import override
 
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.controller import LEAD_S, Controller
+from holdfast.jobs.job_clock import JobClock
 from holdfast.jobs.local.claims import demand, lead_on, locked, read_claims
 from holdfast.jobs.local.nodes import Nodes
 from holdfast.jobs.local.ports import choose_port
@@ -74,7 +74,7 @@ def supervise(state: Path, number: int) -> bool:
 
 
 def resume_if_due(state: Path, number: int) -> None:
-    """Start another controller, if a request or the job's turn came just when the last one ended."""
+    """Start another controller, if one became necessary just when the last one ended."""
     try:
         records = Records(state)
         if records.requests(records.get(number)) or number in read_claims(records, state).leading:
@@ -117,7 +117,12 @@ class LocalController(Controller):
         self._records = records
         self._record = record
         super().__init__(
-            folder, record.policy, record.life, timers=record.due, step_before=record.step_before
+            folder,
+            record.policy,
+            record.life,
+            timers=record.due,
+            step_before=record.step_before,
+            clock=JobClock(record.clock),
         )
         self._is_terminated = False
         self._is_next = False  # the job before this one has ended, but its controller is still running
@@ -145,7 +150,7 @@ class LocalController(Controller):
 
     @property
     def _is_waiting(self) -> bool:
-        """True if the job waits for the one before it in its pipeline, or for its claim."""
+        """True if the job waits for another one in its pipeline, or for its claim."""
         may_wait = self._record.spec.after is not None or self._needs_claim
         return may_wait and self.state.status is JobStatus.PENDING
 
@@ -213,7 +218,7 @@ class LocalController(Controller):
     def _save(
         self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
     ) -> None:
-        record = self._record
+        record = dataclasses.replace(self._record, clock=self._clock.read())
         if answered is not None:
             record = dataclasses.replace(record, answered=(*record.answered, answered.id))
         self._record = self._records.save(
@@ -250,13 +255,18 @@ class LocalController(Controller):
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
-        self._nodes.poll(self._timers.kill_unix_s)
+        self._nodes.poll(self._killed_unix_s())
         return NoticeDelivered(self.state.attempt, self._nodes.notify(source, deadline_unix_s))
 
     @override
     def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:
-        self._nodes.poll(since_unix_s)  # a node that has exited by now did so by itself
+        self._nodes.poll(self._killed_unix_s())  # a node that has exited by now did so by itself
         self._nodes.kill(with_keepers=with_keepers)
+
+    def _killed_unix_s(self) -> float | None:
+        """Return the deadline of the attempt on the machine's clock, which also dates files."""
+        killed_unix_s = self._timers.kill_unix_s
+        return None if killed_unix_s is None else self._clock.machine_unix_s(killed_unix_s)
 
     @override
     def _abandon(self) -> None:
@@ -280,7 +290,7 @@ class LocalController(Controller):
     @override
     def _node_events(self) -> Iterator[JobEvent]:
         attempt = self.state.attempt
-        self._nodes.poll(self._timers.kill_unix_s)
+        self._nodes.poll(self._killed_unix_s())
         if self.state.status is not JobStatus.RUNNING and self._nodes.have_run:
             yield NodesRunning(attempt)
         outcomes = self._nodes.outcomes()
@@ -304,7 +314,10 @@ class LocalController(Controller):
         if self.state.status is JobStatus.CANCELLING:
             return 0.0
         is_complete = all(one.is_success for one in self.state.outcomes.values())
-        return None if is_complete else self._timers.tell_until_unix_s or 0.0
+        until_unix_s = self._timers.tell_until_unix_s
+        if is_complete or until_unix_s is None:
+            return None if is_complete else 0.0
+        return self._clock.machine_unix_s(until_unix_s)
 
     @override
     def _missing_uploads(self) -> str:
@@ -327,4 +340,4 @@ class LocalController(Controller):
         if self._is_waiting:
             return (_UNKNOWN_S if self._is_next else _OTHERS_S) * 1000
         due_unix_s = self._timers.next_unix_s()
-        return None if due_unix_s is None else max(0.0, due_unix_s - time.time()) * 1000
+        return None if due_unix_s is None else max(0.0, due_unix_s - self._clock.unix_s()) * 1000

@@ -51,7 +51,7 @@ def choose_port(job: int, taken: Collection[int]) -> int:
 
 
 def _is_free(port: int) -> bool:
-    """Return True if a process could listen on a port of all addresses, as the rendezvous of torch does."""
+    """Return True if a process could listen on a port of all addresses."""
     family, address = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

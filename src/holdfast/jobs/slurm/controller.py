@@ -164,7 +164,7 @@ class SlurmController(Controller):
             return
         self._step.kill(with_keepers=with_keepers)
         grace_s = 0.0 if with_keepers else self._job.terms.grace_s  # runners wait for keepers
-        if time.time() >= since_unix_s + grace_s + _STUBBORN_S:
+        if self._clock.unix_s() >= since_unix_s + grace_s + _STUBBORN_S:
             commands.kill_steps(self._slurm_id)
 
     @override

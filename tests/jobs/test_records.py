@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sqlite3
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
-from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobSpec, StoredState, Submission, append_state
 from holdfast.jobs.records import Records
@@ -165,6 +168,63 @@ def test_damaged_records_are_reported_and_cost_no_other_job(tmp_path: Path) -> N
     assert "job 2 is damaged" in message
     with pytest.raises(Corrupt, match="not touched"):
         records.get(2)
+    assert records.reserve() == 4
+
+
+def in_place(make: Callable[[Path], object]) -> Callable[[JobFolder], None]:
+    """Return a function that replaces both submissions of a job."""
+
+    def replace(folder: JobFolder) -> None:
+        for path in folder.submissions:
+            path.unlink()
+            make(path)
+
+    return replace
+
+
+def as_path(make: Callable[[Path], object]) -> Callable[[JobFolder], None]:
+    """Return a function that replaces the folder of a job."""
+
+    def replace(folder: JobFolder) -> None:
+        shutil.rmtree(folder.path)
+        make(folder.path)
+
+    return replace
+
+
+def submission_of_1(path: Path) -> str:
+    """Return the submission of job 1, whose folder is beside the given one's."""
+    return (path.parent.parent / "1" / path.name).read_text()
+
+
+STRANGE: dict[str, Callable[[JobFolder], object]] = {
+    "a file as the folder": as_path(Path.touch),
+    "a FIFO as the folder": as_path(os.mkfifo),
+    "a link to itself as the folder": as_path(lambda path: path.symlink_to(path)),
+    "folders as the submission": in_place(Path.mkdir),
+    "FIFOs as the submission": in_place(os.mkfifo),
+    "a deep submission": in_place(lambda path: path.write_text("[" * 200_000)),
+    "deep members": in_place(lambda path: path.write_text('{"version": 1, "x": %s' % ("[" * 200_000))),
+    "digits": in_place(lambda path: path.write_text('{"version": %s}' % ("9" * 5000))),
+    "a number below 0": in_place(
+        lambda path: path.write_text(submission_of_1(path).replace(": 1,", ": -1,"))
+    ),
+    "a copy of job 1": in_place(lambda path: path.write_text(submission_of_1(path))),
+    "a file as the attempts": lambda folder: (folder.path / "attempts").touch(),
+    "a folder as the states": lambda folder: [folder.states.unlink(), folder.states.mkdir()],
+    "a FIFO as the states": lambda folder: [folder.states.unlink(), os.mkfifo(folder.states)],
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strange_folder_costs_no_other_job(tmp_path: Path, name: str) -> None:
+    records = Records(tmp_path)
+    for _ in range(3):
+        submit(records)
+    STRANGE[name](job_folder(tmp_path, 2))
+    assert [one.id for one in records.all()] == [1, 3]
+    (message,) = records.unreadable()
+    assert "job 2" in message
     assert records.reserve() == 4
 
 

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.linux.files import open_regular
+
 _TAIL_BYTES = 4 << 20
 """Part of a journal that is searched for its last valid lines."""
 
@@ -52,7 +54,7 @@ def lines(path: Path, *, tail_bytes: int | None = None) -> list[bytes]:
         tail_bytes: read only about this much from the end.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(0 if tail_bytes is None else max(0, size - tail_bytes))
             found = file.read().split(b"\n")

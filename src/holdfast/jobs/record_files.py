@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from holdfast.documents import decode_dataclass
+from holdfast.documents import MAX_BYTES, decode_dataclass
 from holdfast.errors import Conflict, Corrupt
 from holdfast.jobs import journal
 from holdfast.jobs.job_clock import ClockReading
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.timers import Timers
-from holdfast.linux.files import write_atomic
+from holdfast.linux.files import open_regular, write_atomic
 
 VERSION = 1
 
@@ -109,9 +109,10 @@ def read_submission(folder: JobFolder) -> Submission | None:
     trouble: Corrupt | None = None
     for path in folder.submissions:
         try:
-            text = path.read_bytes()
+            with open_regular(path) as file:
+                text = file.read(MAX_BYTES + 1)  # the decoder refuses more
             _check_version(path, text)
-            return decode_dataclass(Submission, text, str(path), any_text=True)
+            return _check_number(path, decode_dataclass(Submission, text, str(path), any_text=True))
         except FileNotFoundError:
             continue
         except Corrupt as error:
@@ -128,13 +129,20 @@ def read_submission(folder: JobFolder) -> Submission | None:
 def _check_version(path: Path, text: bytes) -> None:
     try:
         version = json.loads(text)["version"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return  # the decoder reports it
     if isinstance(version, int) and version > VERSION:
         raise Conflict(
             f"{path} was created by a newer version of Holdfast (version {version}, supported here: "
             f"{VERSION}). Use that version, or set HOLDFAST_STATE to another folder."
         )
+
+
+def _check_number(path: Path, submission: Submission) -> Submission:
+    """Return a submission that belongs to its folder. A copied folder would be a second job of its number."""
+    if str(submission.number) != path.parent.name:
+        raise Corrupt(f"{path} is of job {submission.number}.")
+    return submission
 
 
 # -- the journal -----------------------------------------------------------------------------------------

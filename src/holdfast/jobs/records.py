@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ from holdfast.jobs.record_files import (
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.timers import Timers
 
+_NO_RECORD = frozenset(
+    {errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EPERM}
+)
+"""Errors of a job's files that only a person can mend. They cost no other job."""
 _HERE = "local"
 """Engine whose states are recorded by a controller on this machine. Others have records of their own."""
 
@@ -133,8 +138,16 @@ class Records:
             Corrupt: its record is damaged.
         """
         with self._translate_errors():
-            submission = self._submission(number)
-            return _record(submission, self._stored(submission))
+            try:
+                submission = self._submission(number)
+                return _record(submission, self._stored(submission))
+            except OSError as error:
+                if error.errno not in _NO_RECORD:
+                    raise  # it may pass
+                raise Corrupt(
+                    f"The record of job {number} cannot be read: {error}. Its folder and its processes were "
+                    "not touched, and its number is not used again."
+                ) from error
 
     def all(self, engine: str | None = None) -> list[JobRecord]:
         """Return the records of all jobs, or of one engine's, oldest first, without unreadable ones."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
+from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.skyignore import ignored_paths
 from holdfast.jobs.node.workdir import copy_without_ignored
 from holdfast.jobs.status import JobStatus
@@ -62,7 +63,7 @@ def test_what_git_ignores_is_not_copied(tmp_path: Path) -> None:
     git(work, "init", "--quiet")
     git(work, "add", "-f", "tracked/log")
     (work / ".git" / "info" / "exclude").write_text("inner\n")
-    copy_without_ignored(work, tmp_path / "copy")
+    copy_without_ignored(work, tmp_path / "copy", job_folder(tmp_path / "state", 1))
     found = {path.relative_to(tmp_path / "copy").as_posix() for path in (tmp_path / "copy").rglob("*")}
     assert {"a", "deep/kept", "tracked/log", ".gitignore"} <= found, "what is tracked is copied all the same"
     assert not {"data", "deep/x", "sub/inner"} & found
@@ -88,6 +89,23 @@ def test_a_workdir_that_is_ignored_as_a_whole_is_copied(tmp_path: Path) -> None:
     (tmp_path / ".gitignore").write_text("runs\n")
     git(tmp_path, "init", "--quiet")
     assert ignored_paths(tmp_path / "runs") == frozenset()
+
+
+@pytest.mark.parametrize("up", ["..", "."])
+def test_the_state_of_jobs_is_not_copied_into_itself(harness: JobHarness, up: str) -> None:
+    """A workdir and a mount around it, such as the user's whole home directory, are copied without it."""
+    (harness.state / "jobs").mkdir(exist_ok=True)
+    source = (harness.state / up).resolve()
+    (source / "mine").write_text("mine ")
+    head = f"workdir: {source}\nfile_mounts:\n  {harness.folder}/there: {source}"
+    for _ in range(2):
+        job = harness.submit(f"cat mine {harness.folder}/there/mine", head=head)
+        assert harness.wait(job).status is JobStatus.SUCCEEDED
+        assert "mine mine" in harness.log(job)
+        copies = [harness.files(job).workdir(0), harness.files(job).copies / "0"]
+        found = [path.name for copy in copies for path in copy.rglob("*")]
+        assert found.count("mine") == 2
+        assert "environment.json" not in found, "the secrets of another job"
 
 
 # -- repositories ----------------------------------------------------------------------------------------

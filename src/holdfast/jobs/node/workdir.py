@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holdfast.errors import NotFound
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.mounts.mount_plan import no_files
+from holdfast.jobs.node.mounts.mount_plan import left_out
 from holdfast.jobs.node.repository import check_git, clone
 from holdfast.jobs.node.skyignore import ignored_paths
 from holdfast.jobs.task.model import Task
@@ -47,20 +47,20 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
         elif task.repository is not None:
             shutil.copytree(folder.workdir(0), to, symlinks=True)
         elif source is not None:
-            copy_without_ignored(source, to)
+            copy_without_ignored(source, to, folder)
         else:
             to.mkdir()
 
 
-def copy_without_ignored(source: Path, to: Path) -> None:
-    """Copy a folder, except for files that `.skyignore` or git ignore.
+def copy_without_ignored(source: Path, to: Path, job: JobFolder) -> None:
+    """Copy a folder without files that are ignored, and without the state of jobs.
 
     Blocks: while files are copied.
     """
-    left_out = ignored_paths(source)
+    ignored, is_left_out = ignored_paths(source), left_out(job)
 
-    def leave_out(folder: str, names: list[str]) -> list[str]:
+    def ignore(folder: str, names: list[str]) -> list[str]:
         here = Path(folder).relative_to(source)
-        return [*no_files(folder, names), *(name for name in names if str(here / name) in left_out)]
+        return [*is_left_out(folder, names), *(name for name in names if str(here / name) in ignored)]
 
-    shutil.copytree(source, to, symlinks=True, ignore=leave_out)
+    shutil.copytree(source, to, symlinks=True, ignore=ignore)

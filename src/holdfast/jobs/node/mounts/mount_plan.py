@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
         elif mount.source is None:
             source.mkdir(parents=True, exist_ok=True)
         if not mount.is_remote and mount.mode is MountMode.COPY:
-            source = _copied(source, _own_path(folder, number))
+            source = _copied(source, _own_path(folder, number), folder)
         links += [
             Link(target, str(source), mount.target) for target in _targets(mount, task.num_nodes, folder)
         ]
@@ -49,20 +49,33 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
     write_mount_specs(folder, specs)
 
 
-def copy(source: Path, to: Path) -> None:
-    """Copy a file or a folder. Keeps symbolic links, and leaves out special files."""
+def copy(source: Path, to: Path, job: JobFolder) -> None:
+    """Copy a file or a folder for a job. Keeps symbolic links, and leaves out what `left_out` names."""
     if source.is_dir():
-        shutil.copytree(source, to, symlinks=True, ignore=no_files)
+        shutil.copytree(source, to, symlinks=True, ignore=left_out(job))
     else:
         shutil.copy2(source, to)
 
 
-def no_files(folder: str, names: list[str]) -> list[str]:
-    """Return the names of sockets, pipes and devices, which cannot be copied."""
-    paths = {name: Path(folder, name) for name in names}
-    return [
-        name for name, path in paths.items() if not (path.is_symlink() or path.is_dir() or path.is_file())
-    ]
+def left_out(job: JobFolder) -> Callable[[str, list[str]], list[str]]:
+    """Return a function for `shutil.copytree` that names what no copy for a job contains.
+
+    That is sockets, pipes and devices, and the state of all jobs: the copy is in there, and would contain
+    itself, and the secrets of other jobs.
+    """
+    own = {path.resolve() for path in (job.path, job.path.parent, job.path.parent.parent)}
+    own_names = {path.name for path in own}
+
+    def ignore(folder: str, names: list[str]) -> list[str]:
+        paths = {name: Path(folder, name) for name in names}
+        return [
+            name
+            for name, path in paths.items()
+            if not (path.is_symlink() or path.is_dir() or path.is_file())
+            or (name in own_names and path.resolve() in own)
+        ]
+
+    return ignore
 
 
 def _spec(mount: FileMount, number: int, folder: JobFolder, state: Path) -> MountSpec:
@@ -87,9 +100,9 @@ def _own_path(folder: JobFolder, number: int) -> Path:
     return folder.copies / str(number)
 
 
-def _copied(source: Path, to: Path) -> Path:
+def _copied(source: Path, to: Path, job: JobFolder) -> Path:
     to.parent.mkdir(parents=True, exist_ok=True)
-    copy(source, to)
+    copy(source, to, job)
     return to
 
 

@@ -22,7 +22,7 @@ _MANY_FAILED = 3
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Facts that a save policy decides from."""
+    """Facts that a save policy bases its decision on."""
 
     step: int  # optimizer steps completed
     now_s: float  # monotonic clock

@@ -1,4 +1,4 @@
-"""Classes of attached objects: a class of Holdfast comes before one of another library."""
+"""Classes of attached objects: a class of Holdfast is inserted before one of another library."""
 
 from __future__ import annotations
 

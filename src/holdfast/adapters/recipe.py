@@ -317,7 +317,7 @@ class _Series:
             return None, f"it has no {error.filename}"
 
     def _try_unverified(self, step: int, call: Callable[[int], _T]) -> tuple[_T | None, str]:
-        """Load a step of the guide's own code, whose damage only shows when loading fails."""
+        """Load a step that the guide's own code saved. Its damage only shows when loading fails."""
         logger.warning("Step %d was saved without hashes and is loaded unverified", step)
         try:
             return call(step), ""

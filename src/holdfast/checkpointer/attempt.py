@@ -1,4 +1,4 @@
-"""Attempt: one start of the training, from its restore and claim over its saves to its end."""
+"""Attempt: one start of the training, with its restore, claim, saves and end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Attempt:
 
     @property
     def base_step(self) -> int | None:
-        """Step that this attempt was restored from; None if it began from nothing."""
+        """Step that this attempt was restored from; None if it started from scratch."""
         return self.ancestors[-1][1] if self.ancestors else None
 
     @property
@@ -165,7 +165,7 @@ class Attempt:
     # -- saves -----------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
-        """Begin a save of `step`; the one that exists if the step was saved already.
+        """Begin a save of `step`. Return the earlier one if the step was saved already.
 
         Args:
             must: copy everything at once, and wait for staging memory instead of skipping the save.
@@ -202,7 +202,7 @@ class Attempt:
         return save
 
     def delete(self, step: int) -> None:
-        """Have the checkpoints of `step` deleted once a newer one is complete."""
+        """Delete the checkpoints of `step` once a newer one is complete."""
         if self.keeper is None:
             self._early_deletions.append(step)  # only a claimed attempt may delete
         else:
@@ -280,7 +280,7 @@ class Attempt:
             self.warn_if_overdue()
 
     def warn_if_overdue(self) -> None:
-        """Warn that no save has succeeded for long. Each further warning waits twice as long."""
+        """Warn that no save has succeeded for a long time. Each further warning waits twice as long."""
         overdue = self.saves.overdue()
         if overdue is None:
             return

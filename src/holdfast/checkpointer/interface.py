@@ -123,12 +123,12 @@ class Checkpointer:
 
     @property
     def restored_step(self) -> int | None:
-        """Step that this start of the run continues; None if it began from nothing."""
+        """Step that this start of the run continues; None if it started from scratch."""
         return self._training.attempt.base_step
 
     @property
     def restored_attempt(self) -> int | None:
-        """Attempt that saved the checkpoint of `restored_step`; None if this start began from nothing."""
+        """Attempt that saved the checkpoint of `restored_step`; None if it started from scratch."""
         return self._training.attempt.base_attempt
 
     @property
@@ -223,7 +223,7 @@ class Checkpointer:
         return step
 
     def record(self, step: int | None = None, /, **values: SupportsFloat) -> None:
-        """Record metrics of a step in the history, such as `record(loss=loss, lr=lr)`. Rank 0's count.
+        """Record metrics of a step in the history, such as `record(loss=loss, lr=lr)`. On rank 0 only.
 
         The report draws them as one curve across all attempts. A tensor on a device is read when its value
         has arrived; no step waits for it. A checkpoint keeps the values of its own step, or else the newest

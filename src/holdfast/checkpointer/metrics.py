@@ -148,7 +148,7 @@ class Metrics:
                     receiver.update_metrics(step, self._saves.send(step))
 
     def _next(self, upto: int | None) -> list[_Row]:
-        """Return the next rows that can be sent at once."""
+        """Return the next rows that fit into one batch."""
         found: list[_Row] = []
         for step, of_save, values in islice(self._rows, max(1, _MAX_BATCH // max(1, len(self._names)))):
             must_wait = upto is None or step <= upto

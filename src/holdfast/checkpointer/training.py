@@ -85,7 +85,7 @@ class Training:
         return step
 
     def _restore_again(self) -> int | None:
-        """Restore, as the caller has asked for it since the last save, if at all."""
+        """Restore as the last call of `restore` did; the newest checkpoint after a save."""
         asked = self._selection if self.attempt.saves.last is None else None
         selection = Selection(None, True, None, None) if asked is None else replace(asked, only=None)
         with self.guard("restore()", alone=True):
@@ -159,7 +159,7 @@ class Training:
     def save_given(
         self, step: int, state: Mapping[str, Any], optimizers: Iterable[Optimizer], *, to_home: bool
     ) -> Save:
-        """Save other objects than those of the Checkpointer; the references to them are released."""
+        """Save objects other than the Checkpointer's own, and release the references to them."""
         with self._pipeline.objects.lent(dict(state), optimizers):
             return self.save(step, to_home=to_home)
 

@@ -45,6 +45,6 @@ def load_command(name: str) -> ModuleType:
 
 
 def short_summary(name: str) -> str:
-    """Return the summary of a command as it stands in a list: in lower case, without a full stop."""
+    """Return the summary of a command as a list shows it: in lower case, without a full stop."""
     summary = COMMANDS[name]
     return summary[0].lower() + summary[1:].rstrip(".")

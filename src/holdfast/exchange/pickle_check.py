@@ -224,7 +224,7 @@ def _are_counts(numbers: Any) -> bool:
 
 
 def _is_container(node: Any) -> bool:
-    """Return True if an opcode may add items to a node. Filling tensors can take any time."""
+    """Return True if an opcode may add items to a node. It may not fill a tensor, which can take long."""
     if type(node) is not _FunctionCall:
         return type(node) is list
     name = node[0].rpartition(" ")[2] if node and type(node[0]) is _Global else ""

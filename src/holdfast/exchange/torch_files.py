@@ -204,7 +204,7 @@ def _is_archive(path: Path) -> bool:
 
 
 def open_tree(tree: dict[str, Any]) -> Source:
-    """Return the source that a tree of tensors and plain values is.
+    """Return a tree of tensors and plain values as a source.
 
     Raises:
         Unsupported: a checkpoint cannot hold one of the tensors.

@@ -1,4 +1,4 @@
-"""Export to a folder `checkpoint-N` of Hugging Face's Trainer, which resumes without Holdfast then."""
+"""Export to a folder `checkpoint-N` of Hugging Face's Trainer, which resumes from it without Holdfast."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_generators(checkpoint: Checkpoint, rank: int, path: Path, *, overwrite: bool) -> None:
-    """Write the generators of a rank, in the form of `random.getstate()` and its equals."""
+    """Write the generators of a rank, in the form of `random.getstate()` and its counterparts."""
     import numpy as np
     import torch
 

@@ -183,7 +183,7 @@ def _unite(
 
 
 class _Comparison:
-    """Equality of long-lived objects, each pair compared once: a list of a thousand ranks is long."""
+    """Comparison of long-lived objects. Each pair is compared once, since lists of ranks may be long."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], bool] = {}

@@ -131,7 +131,7 @@ def shown_type(kind: str, facts: dict[str, Any]) -> str:
 
 
 def raw_of(dtype: str) -> tuple[str, int]:
-    """Return the stored dtype of a dtype, and the stored elements of one element."""
+    """Return the stored form of a dtype: another dtype, and its number of elements per element."""
     stored, count = RAW_DTYPES[dtype]
     assert stored in ITEM_BYTES
     return stored, count

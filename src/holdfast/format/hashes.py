@@ -16,7 +16,7 @@ DIGITS = 32
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """xxh3-128 of `data` as 32 hex digits (big-endian canonical form).
+    """Return the xxh3-128 of `data` as 32 hex digits (big-endian canonical form).
 
     Blocks: for about 0.1 s per GB; releases the GIL for large inputs.
     Source: XXH3, Yann Collet, xxhash specification.
@@ -25,7 +25,7 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def chunk_bytes_for(file_bytes: int) -> int:
-    """Chunk size for a file: a power of two from 32 KiB to 8 MiB; at most 16384 chunks if that can be."""
+    """Return the chunk size for a file, from 32 KiB to 8 MiB: at most 16384 chunks if possible."""
     size = MIN_CHUNK_BYTES
     while size < MAX_CHUNK_BYTES and size * CHUNKS_PER_FILE < file_bytes:
         size *= 2
@@ -41,6 +41,6 @@ def hash_chunks(data: memoryview, chunk_bytes: int) -> str:
 
 
 def chunk_ranges(file_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each chunk of a file, in order; the last one may be short."""
+    """Yield (start, stop) of each chunk of a file, in order. The last one may be short."""
     for start in range(0, file_bytes, chunk_bytes):
         yield start, min(start + chunk_bytes, file_bytes)

@@ -116,7 +116,7 @@ class EvenPartitioning:
 
 @dataclass(frozen=True, slots=True)
 class ListedPartitioning:
-    """Partitioning by no rule: each region is listed with the rank that wrote it.
+    """Partitioning without a rule: each region is listed with the rank that wrote it.
 
     A rank may have written several regions.
     """

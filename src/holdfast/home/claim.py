@@ -131,7 +131,7 @@ def _since(store: Store, attempt: int) -> str:
 
 
 def check_run(store: Store, run_id: str) -> None:
-    """Make a nearer tier part of the run, if it names no run.
+    """Make a nearer tier part of the run, unless it belongs to a run already.
 
     Raises:
         InvalidInput: it holds another run.

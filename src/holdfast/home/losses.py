@@ -93,7 +93,7 @@ def _damage(store: Store, saved: ListedSave, which: str) -> Iterator[str]:
 
 
 def _without_parts(home: Listing, emptied: int) -> Iterator[str]:
-    """Yield the ranks that have lost parts: a kill leaves one data file of a rank without its part."""
+    """Yield the ranks that lost several parts. A kill leaves only a rank's last data file without one."""
     steps: dict[tuple[int, int], list[int]] = {}
     for (step, attempt), saved in sorted(home.saved.items()):
         for rank in saved.data.keys() - saved.parts if attempt > emptied else ():

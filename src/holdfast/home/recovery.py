@@ -51,7 +51,7 @@ def merge_saved(store: Store, saved: ListedSave, run_id: str | None) -> Manifest
 
 
 def merge_in_memory(store: Store, step: int, attempt: int, run_id: str | None) -> Store | None:
-    """Return a store with the manifest of a save that lacks only this; None if it has one by now.
+    """Return a store with the manifest that a save lacks; None if it has one by now.
 
     For readers, which must not commit what a living writer may be about to commit or refuse.
 

@@ -33,7 +33,7 @@ class Deleted:
 
 
 class Unwanted:
-    """Steps whose checkpoints a trainer has asked to delete, until they are."""
+    """Steps whose checkpoints a trainer has asked to delete, until they are deleted."""
 
     def __init__(self) -> None:
         self._added: collections.deque[int] = collections.deque()  # by any thread, since the last search

@@ -243,7 +243,7 @@ class Controller(ABC):
         return max(read_progress(self._folder.progress).values(), default=None)
 
     def _has_advanced(self) -> bool | None:
-        """Return True if the attempt has made a newer checkpoint. None without any reports."""
+        """Return True if the attempt made a newer checkpoint; None if the job never reported one."""
         step = self._newest_step()
         if step is None:
             return None

@@ -169,7 +169,7 @@ def _set_aside(path: Path, word: str) -> Path:
 
 @contextlib.contextmanager
 def _without_controller(folder: JobFolder) -> Iterator[None]:
-    """End a controller that uses the database, and keep others away in the block.
+    """End the controller that uses the database, and let no other start during the block.
 
     The job's nodes continue, and its next controller adopts them.
 

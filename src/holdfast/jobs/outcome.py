@@ -49,7 +49,7 @@ class Outcome:
         return self.code == PREEMPTED_STATUS or self.killed_by is not None
 
     def describe(self) -> str:
-        """Return a description to follow the name of the node."""
+        """Return a description that follows the name of the node."""
         if self.is_lost:
             return "was lost"
         if self.killed_by is not None:

@@ -174,7 +174,7 @@ class Keeper(KeeperOwner):
             self._supervisor.send(best)
 
     def delete(self, step: int) -> None:
-        """Have the checkpoints of a step deleted once a newer one is complete."""
+        """Delete the checkpoints of a step once a newer one is complete."""
         with self._lock:
             message = messages.DeleteStep(step)
             self._deletions.append(message)

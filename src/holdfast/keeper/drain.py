@@ -181,7 +181,7 @@ class Drain:
             ) from error
 
     def _pop_newest(self) -> CheckpointId | None:
-        """Return the newest due checkpoint, and forget older ones; else one of the best. None at the end."""
+        """Return the newest due checkpoint, and drop older ones; else one of the best. None at the end."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted() or self._new_metrics or self._is_closing)

@@ -28,7 +28,7 @@ def put(store: Store, name: str, image: memoryview, bytes_per_s: float | None) -
 
 
 def paced(blocks: Iterable[memoryview], bytes_per_s: float) -> Iterator[memoryview]:
-    """Yield blocks, each after the time that all before it take at a rate."""
+    """Yield blocks with pauses that keep them within a rate."""
     began, num_bytes = time.monotonic(), 0
     for block in blocks:
         yield block

@@ -41,7 +41,7 @@ class KeeperOwner(ABC):
 
     @abstractmethod
     def release_unused(self) -> None:
-        """Release what the dead keeper had only failed to release. The lock is held."""
+        """Release the arenas that the dead keeper had read, but not released. The lock is held."""
 
     @abstractmethod
     def resend(self) -> int:

@@ -1,4 +1,4 @@
-"""NoticeWatcher of AWS: spot interruptions and rebalance recommendations, from IMDSv2."""
+"""Preemption notices of AWS: spot interruptions and rebalance recommendations, from IMDSv2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NoticeWatcher of Azure: the scheduled events of this machine."""
+"""Preemption notices of Azure: the scheduled events of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NoticeWatcher in a file, which is written atomically."""
+"""Preemption notice in a file, which is written atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NoticeWatcher of Google Cloud: preemption and host maintenance, from its metadata server."""
+"""Preemption notices of Google Cloud: preemption and host maintenance, from its metadata server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Value(Cloud):
 
     @abstractmethod
     def _parse(self, text: str) -> Notice | None:
-        """Return the notice that a value stands for, or None."""
+        """Return the notice that a value announces, or None."""
 
 
 class GcpPreemption(_Value):

@@ -11,7 +11,7 @@ _MAX_BYTES = 1 << 20
 
 
 class Unreachable(Exception):
-    """The service did not answer correctly, but may do so later. Never leaves this folder."""
+    """Failure of the service to answer correctly, which may pass. Not raised outside of this folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def _list_tiers(store: Store, request: Request) -> Survey:
 def _find_whole(
     store: Store, home: Listing, run_id: str | None, complete: Collection[CheckpointId], step: int | None
 ) -> Iterator[CheckpointId]:
-    """Yield the saves that lack only their manifest, and leave them so. See `_finish_commits`.
+    """Yield the saves that lack only their manifest, without writing it. See `_finish_commits`.
 
     Raises:
         RetryLater: the store failed.

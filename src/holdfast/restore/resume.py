@@ -171,7 +171,7 @@ class _Restore:
         return order[0], ()
 
     def _skip_superseded(self, one: CheckpointId) -> bool:
-        """Skip a checkpoint that a newer attempt has gone back behind. Returns False for any other."""
+        """Skip a checkpoint if a newer attempt resumed from an older one. Otherwise return False."""
         newer = self._resumed_before(one)
         if newer is None:
             return False

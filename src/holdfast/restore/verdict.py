@@ -100,7 +100,7 @@ def make_unread_error(
 
 
 def make_mixed_error(left: Sequence[str], step: int, rank: int) -> Corrupt:
-    """Return the error for overwritten live tensors that this checkpoint does not hold."""
+    """Return the error for tensors filled from a damaged checkpoint that this one cannot overwrite."""
     return Corrupt(
         f"A newer checkpoint was found to be damaged after {format_some(left)} had been read from it, and "
         f"step {step} does not hold these. The live state mixes steps: make it anew, then restore step "
@@ -114,7 +114,7 @@ def make_mixed_error(left: Sequence[str], step: int, rank: int) -> Corrupt:
 def make_none_good_error(
     url: str, skipped: Sequence[Skipped], kinds: Collection[str], touched: Collection[str], step: int | None
 ) -> HoldfastError:
-    """Return the error for a home without a usable checkpoint: of the kind of all reasons, else Corrupt."""
+    """Return the error for a home without a usable checkpoint: Corrupt, or the kind that all reasons have."""
     every = "".join(f"\n  step {one.step}, attempt {one.attempt}: {one.reason}" for one in skipped)
     asked = plural(len(skipped), "checkpoint") + ("" if step is None else f" of step {step}")
     mixed = (

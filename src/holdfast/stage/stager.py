@@ -1,4 +1,4 @@
-"""Stager: copies a state into an arena, at once or in the background beside training."""
+"""Stager: copies a state into an arena, at once or in the background."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ class Stager:
             self._settle(plan, live, current)
 
     def settle_in_background(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Do the same in a thread, once. The first save then need not protect small pages.
+        """Call `settle` in a thread, once. The first save then need not protect small pages.
 
         Blocks: to locate the tensors in memory.
         """

@@ -87,7 +87,7 @@ def _remove(handle: Any) -> None:
 def _closure_of(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any] | None:
-    """Return the closure of a step that changes nothing before it; None for other steps."""
+    """Return the closure of a step if it runs before any change to parameters; otherwise None."""
     if len(args) + len(kwargs) != 2 or (len(args) == 1 and "closure" not in kwargs):
         return None
     closure = kwargs["closure"] if len(args) == 1 else args[1]

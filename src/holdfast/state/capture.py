@@ -51,7 +51,7 @@ class _Emit:
         return self.collector.collect(name, tensor, self.role)
 
     def per_rank(self, name: str, tensor: torch.Tensor) -> str:
-        """Collect a tensor that every rank has its own of."""
+        """Collect a tensor that is different on every rank."""
         role = self.role._replace(replication=Replication.PER_RANK, follows=None)
         return self.collector.collect(name, tensor, role)
 

@@ -45,7 +45,7 @@ class _InnerRows:
         self.found.append((name, tensor, self.role))
 
     def per_rank(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor that every rank has its own of."""
+        """Add a tensor that is different on every rank."""
         self.found.append((name, tensor, self.role._replace(replication=Replication.PER_RANK)))
 
 

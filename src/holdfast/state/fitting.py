@@ -100,7 +100,7 @@ class _Fitter:
         return self._fit_container(saved, live, path, is_here=is_here)
 
     def _no_place(self, live: Any, *, is_here: bool) -> Any:
-        """Return a live container that must stay, since it holds entries, or `_ABSENT`."""
+        """Return a live container that must be kept because it holds entries, or `_ABSENT`."""
         return live if is_here and live is not _ABSENT and holds_entry(live) else _ABSENT
 
     def _fit_container(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
@@ -228,7 +228,7 @@ def _fit_member(saved: SavedEnum, live: Any, path: str) -> enum.Enum:
 
 
 def _example(saved: Any, others: Iterable[Any], factory: Any) -> Any:
-    """Return a live value with the type of a new item, or `_ABSENT`."""
+    """Return a live item whose type a new item takes, or `_ABSENT`."""
     if isinstance(saved, NAMED_TYPES):
         found = next((one for one in others if has_name(type(one), saved.type)), _ABSENT)
     elif isinstance(saved, SavedTensor):

@@ -244,7 +244,7 @@ class LoadPlan:
         self._claimed.add(saved)
 
     def device_of(self, live: torch.Tensor) -> torch.device:
-        """Return the device of a live tensor. For a meta tensor, where it becomes real."""
+        """Return the device of a live tensor, or the device chosen for a meta tensor."""
         return self._real.get(id(live), torch.device("cpu")) if live.device.type == "meta" else live.device
 
     def set_real_device(self, live: torch.Tensor, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Watch over PyTorch's data loaders: iterators are noted when they start, so that no save looks for them."""
+"""Watch over PyTorch's data loaders: notes each new iterator, so that a save need not search for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _watched: set[type] = set()  # base classes of iterators
 
 
 def watch_loaders() -> None:
-    """Note the iterators of data loaders that exist, and from now on each that starts.
+    """Note all existing iterators of data loaders, and every new one from now on.
 
     Blocks: once per process, for a scan of all its objects. It takes about 0.1 s with a million objects.
     """

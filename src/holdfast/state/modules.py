@@ -289,7 +289,7 @@ def canonical(root: torch.nn.Module, key: str) -> tuple[str, Replication, Replic
 
 
 def _wrapper_paths(key: str) -> list[str]:
-    """Return the paths in a key that a wrapper's part follows."""
+    """Return the paths of the wrapped modules in a key: those before a wrapper's part."""
     parts = key.split(".")
     return [".".join(parts[:i]) for i, part in enumerate(parts) if part in _WRAPPER_PARTS]
 

@@ -57,7 +57,7 @@ def _snapshots(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _as_state(path: str, kind: str) -> str:
-    """Return a state as a script writes it, with an object at a key path."""
+    """Return the source code of a `state=` argument with an object at a key path."""
     key, *steps = path.split(".")
     inner = kind
     for step in reversed(steps):

@@ -377,7 +377,7 @@ class TensorTable:
 
 
 def _spec(tensor: torch.Tensor) -> Any:
-    """Return a DTensor's spec, which is replaced and never changed, or None."""
+    """Return a DTensor's spec, or None. A changed DTensor has another spec."""
     return getattr(tensor, "_spec", None) if type(tensor) not in PLAIN else None
 
 

@@ -69,7 +69,7 @@ def _free_space(path: Path) -> str:
 
 
 def is_foreign(error: OSError) -> bool:
-    """Return True if the error shows a file that no store has made."""
+    """Return True if the error is about a file that a store did not create."""
     return isinstance(error, NotRegular) or error.errno == errno.ELOOP
 
 
@@ -79,5 +79,5 @@ def why_foreign(error: OSError) -> str:
 
 
 def refused(cannot: str, name: str, why: str) -> InvalidInput:
-    """Return the error for a file that no store has made."""
+    """Return the error for a file that a store did not create."""
     return InvalidInput(f"{cannot}: {why} Nothing was changed.", key=name)

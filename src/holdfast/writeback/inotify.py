@@ -38,7 +38,7 @@ class FileEvent:
 
 
 class TreeWatch:
-    """TreeWatch of a directory and everything below it.
+    """Watch of a directory and everything below it.
 
     Args:
         is_excluded: returns True for names that are not watched, nor anything below them.
@@ -67,7 +67,7 @@ class TreeWatch:
         os.close(self._fd)
 
     def add_tree(self, name: str = "") -> None:
-        """TreeWatch a directory and everything below it. Renews the names of directories already watched.
+        """Watch a directory and everything below it. Renews the names of directories already watched.
 
         Raises:
             Unsupported: the limit of watches is reached.
@@ -100,7 +100,7 @@ class TreeWatch:
         return events
 
     def _add(self, name: str) -> bool:
-        """TreeWatch one directory. Return False if it no longer exists."""
+        """Watch one directory. Return False if it no longer exists."""
         path = os.fsencode(self._root / name)
         number = self._libc.inotify_add_watch(self._fd, path, _WATCHED)
         if number >= 0:

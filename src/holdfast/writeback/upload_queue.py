@@ -248,7 +248,7 @@ class UploadQueue:
 
 
 def _date(dated: dict[str, tuple[str, int] | None], name: str, digest: str, num_bytes: int) -> None:
-    """Move a name to the end, unless its bytes are those of its version before."""
+    """Move a name to the end, unless its earlier version has the same bytes."""
     before = dated.get(name)
     if before is None or before[1] != num_bytes or (digest and before[0] and digest != before[0]):
         dated.pop(name, None)

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: `attach(accelerator)` has `save_state` and `load_state` go through Holdfast."""
+"""Hugging Face Accelerate: after `attach(accelerator)`, `save_state` and `load_state` use Holdfast."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HoldfastAccelerator(Accelerator):
-    """Accelerator whose states are Holdfast's. `attach` puts it between a class and its `Accelerator`.
+    """Accelerator that saves and loads with Holdfast. `attach` inserts it before the class `Accelerator`.
 
     Attributes:
         holdfast_settings: settings given to `attach`.
@@ -32,7 +32,7 @@ class HoldfastAccelerator(Accelerator):
     holdfast_session: Session | None = None
 
     def open_session(self, folder: str | os.PathLike[str] | None = None) -> Session:
-        """Return the session; open it if it is not open.
+        """Return the session, which is opened at the first call.
 
         Args:
             folder: folder beside which the home is, if it is not known.
@@ -61,7 +61,7 @@ class HoldfastAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path:
-        """Save the state as `Accelerator.save_state`, and return the folder that names the checkpoint.
+        """Save the state like `Accelerator.save_state`, and return the folder that names the checkpoint.
 
         Args:
             output_dir: the folder; needed without `automatic_checkpoint_naming`.
@@ -85,7 +85,7 @@ class HoldfastAccelerator(Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load a state as `Accelerator.load_state`.
+        """Load a state like `Accelerator.load_state`.
 
         Args:
             input_dir: folder that `save_state` has named, with or without Holdfast; by default the newest
@@ -115,7 +115,7 @@ class HoldfastAccelerator(Accelerator):
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader without the first batches; after a load, the pass is that of the checkpoint."""
+        """Return a loader without the first batches. After a load, it continues the checkpoint's pass."""
         return follow_position(
             super().skip_first_batches(dataloader, num_batches), dataloader, continues=num_batches > 0
         )

@@ -1,4 +1,4 @@
-"""Position of a data loader: the pass over the data that a checkpoint was saved in, to continue it."""
+"""Position of a data loader in its data, so that a resumed run can continue there."""
 
 from __future__ import annotations
 

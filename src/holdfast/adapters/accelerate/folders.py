@@ -1,4 +1,4 @@
-"""Folders that a script names for its states: each names a checkpoint of a home, and has what hooks write."""
+"""Folders that a script saves to. Each refers to a checkpoint in home, and has the files of hooks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Folders:
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     def list(self) -> list[str]:
-        """Return the names of all folders in the root, but for the home."""
+        """Return the names of all folders in the root, except the home."""
         if not self.root.is_dir():
             return []
         return sorted(path.name for path in self.root.iterdir() if path.is_dir() and path.name != HOME)
@@ -74,7 +74,7 @@ class Folders:
         return self.root / name
 
     def make(self, name: str, step: int, *, complete: Collection[int]) -> None:
-        """Make the folder of a step, or name one more step in it.
+        """Create the folder of a step, or add the step to its marker.
 
         Args:
             name: name of the folder.
@@ -104,7 +104,7 @@ class Folders:
             shutil.rmtree(self.path(name), ignore_errors=True)
 
     def tidy(self, names: Mapping[int, str], complete: Collection[int]) -> None:
-        """Have the folders agree with the home: make missing ones, remove those of interrupted saves.
+        """Make the folders match the home: create missing ones, and remove those of interrupted saves.
 
         Args:
             names: name of each complete checkpoint's folder, by step.
@@ -149,7 +149,7 @@ class Folders:
 
 
 def _write(folder: Path, content: str) -> None:
-    """Write the marker of a folder, which appears with it."""
+    """Write the marker of a folder. A new folder appears together with its marker."""
     if folder.is_dir():
         write_atomic(folder / _MARKER, content, is_durable=False)
         return

@@ -1,4 +1,4 @@
-"""State of an Accelerator as a Checkpointer takes it: what it has prepared and registered."""
+"""State of an Accelerator for a Checkpointer: the objects that were prepared and registered."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def add_position(loader: Any) -> Any:
 
 
 def follow_position(loader: Any, origin: Any, *, continues: bool) -> Any:
-    """Have a loader without the first batches share the position of the whole one. Returns the loader.
+    """Share the position of a whole loader with one without its first batches. Returns the latter.
 
     Args:
         loader: loader without the first batches.

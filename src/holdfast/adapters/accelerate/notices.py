@@ -11,7 +11,7 @@ from holdfast.ranks import Ranks
 
 
 class Notices:
-    """Preemption notices of one session. Ctrl-C does what it does without Holdfast.
+    """Preemption notices of one session. Ctrl-C keeps its usual effect.
 
     Args:
         preemption: their sources.
@@ -39,7 +39,7 @@ class Notices:
         self._agreed = reason
 
     def have_arrived(self) -> bool:
-        """Return True if a rank has a notice; with several ranks, if it had one at the call before.
+        """Return True if any rank has a notice. With several ranks, it is one call late.
 
         Ranks: collective.
         """

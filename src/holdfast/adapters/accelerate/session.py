@@ -97,7 +97,7 @@ class Session:
     # -- the beginning ---------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Read the names of the folders, and have the folders agree with home."""
+        """Read the names of the folders, and make the folders match the home."""
         self._checkpointer.restore(only=[FOLDERS])  # waits for keepers, which may complete a checkpoint
         self._complete = set(self._ranks.of_rank_0(self._checkpointer.all_steps))
         self._has_begun = not self._complete
@@ -172,7 +172,7 @@ class Session:
         return next((reason for reason, _ in values if reason), None), step, gone
 
     def _begin_save(self, name: str) -> list[int]:
-        """Make the folder; return the step, and after it those whose folders the script has removed."""
+        """Create the folder. Return the step, followed by the steps whose folders the script has removed."""
         if not self._has_begun:
             newest = max(self._complete)
             raise InvalidInput(
@@ -199,7 +199,7 @@ class Session:
         return newest + 1 if number is None or number <= newest else number
 
     def _surplus(self) -> list[int]:
-        """Return the steps that `total_limit` does not keep, and have folders removed."""
+        """Return the steps beyond `total_limit`. Their folders are removed later."""
         limit = self._accelerator.project_configuration.total_limit
         if limit is None:
             return []
@@ -237,7 +237,7 @@ class Session:
             )
 
     def _settle(self) -> None:
-        """Note which saves are durable or have failed, and remove folders that are not needed."""
+        """Record which saves are durable or have failed, and remove folders that are not needed."""
         for save in [one for one in self._pending if one.done()]:
             self._pending.remove(save)
             if save.durable:
@@ -360,7 +360,7 @@ class Session:
             self._checkpointer.continue_from()
 
     def _set_iteration(self, saved: int = 0) -> None:
-        """Have the next folder follow all that there are.
+        """Set the number of the next folder, so that it follows all existing ones.
 
         Args:
             saved: number of the next folder according to the checkpoint.
@@ -407,7 +407,7 @@ class Session:
 
 
 def _writes(accelerator: HoldfastAccelerator) -> bool:
-    """Return True if this rank makes folders, as it would write Accelerate's own files."""
+    """Return True if this rank creates folders: the ranks that write Accelerate's own files do."""
     if accelerator.project_configuration.save_on_each_node:
         return accelerator.is_local_main_process
     return accelerator.is_main_process

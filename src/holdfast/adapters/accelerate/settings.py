@@ -31,7 +31,7 @@ class Settings:
 
 
 def folder_of_checkpoints(accelerator: Accelerator) -> Path | None:
-    """Return the folder of a run's checkpoints; None if its configuration names none."""
+    """Return the folder of a run's checkpoints; None if its configuration does not name one."""
     config = accelerator.project_configuration
     if config.project_dir is None:
         return None

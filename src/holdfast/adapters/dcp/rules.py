@@ -72,7 +72,7 @@ def _first_splits(cell: _Cell, regions: tuple[Region, ...]) -> Iterator[tuple[in
 
 
 def _may_split(cell: _Cell, dim: int, parts: int, starts: set[int]) -> bool:
-    """Return True if a cell may be split so.
+    """Return True if a cell may be split this way.
 
     Each of the parts needs a region that begins in it, and equally many regions.
     """

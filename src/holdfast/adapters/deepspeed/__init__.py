@@ -1,4 +1,4 @@
-"""DeepSpeed: `attach(engine)` has its engine save and resume through Holdfast, with ZeRO 0 to 3."""
+"""DeepSpeed: after `attach(engine)`, an engine saves and resumes with Holdfast, with ZeRO 0 to 3."""
 
 from __future__ import annotations
 

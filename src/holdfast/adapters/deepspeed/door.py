@@ -89,7 +89,7 @@ class Door:
     # -- loads -----------------------------------------------------------------------------------------------
 
     def find(self, folder: str, tag: str | None, *, rng: bool) -> SavedFiles | ReshardedFiles | None:
-        """Choose the checkpoint to load; None for one that DeepSpeed has written itself, or for none at all.
+        """Choose the checkpoint to load. Return None if DeepSpeed itself wrote it, or if none exists.
 
         Args:
             folder: folder of checkpoints.
@@ -144,7 +144,7 @@ class Door:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Look for a preemption notice after an optimizer step, and save if one has arrived.
+        """Check for a preemption notice after an optimizer step, and save if one has arrived.
 
         Raises:
             Preempted: the save is durable. It is a SystemExit with status 75.

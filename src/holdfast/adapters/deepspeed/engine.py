@@ -37,7 +37,7 @@ class HoldfastEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint beside training. The arguments are DeepSpeed's.
+        """Save a checkpoint in the background. The arguments are DeepSpeed's.
 
         Raises:
             InvalidInput: the home holds a run that was not loaded; or a value cannot be saved.

@@ -48,7 +48,7 @@ class FileEngine(CheckpointEngine):
 
     @contextlib.contextmanager
     def returning(self, source: SavedFiles | ReshardedFiles) -> Iterator[str]:
-        """Yield a folder with the names of a checkpoint's files.
+        """Yield a folder with an empty file for each file of a checkpoint.
 
         DeepSpeed looks for the names there. The files are empty, since it loads them through this engine.
         """
@@ -83,7 +83,7 @@ class FileEngine(CheckpointEngine):
             self._files[name] = pack_file(state_dict, name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Load a file: of the checkpoint that is being loaded, on the CPU, or one of DeepSpeed's own."""
+        """Load a file of the current checkpoint to the CPU, or one that DeepSpeed wrote."""
         if self._source is not None:
             folder, source = self._source
             name = name_in(folder, path)

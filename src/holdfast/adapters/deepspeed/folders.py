@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed's checkpoints: those that it has written itself, and notes in those of Holdfast."""
+"""Checkpoint folders of DeepSpeed: its own files, or a note if Holdfast has the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint for another number of ranks than the one that saved them."""
+"""Files of a checkpoint, loaded by another number of ranks than saved them."""
 
 # DeepSpeed has no type information.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false

@@ -1,4 +1,4 @@
-"""Partitions of ZeRO for another number of ranks than the one that saved them; pure."""
+"""Partitions of ZeRO, divided again among another number of ranks; pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_layouts(saved: Layout, live: Layout, tag: str) -> None:
 
 
 def reshard(states: Sequence[Mapping[str, Any]], live: Layout, rank: int, world_size: int) -> dict[str, Any]:
-    """Return the state of a partitioned optimizer for one of another number of ranks.
+    """Return the state of a partitioned optimizer, divided among another number of ranks.
 
     Args:
         states: `optimizer_state_dict` of each rank that has saved.

@@ -107,7 +107,7 @@ class RunHome:
         self._may_save = True
 
     def end_step(self, step: int) -> None:
-        """Look for a preemption notice after an optimizer step."""
+        """Check for a preemption notice after an optimizer step."""
         self._checkpointer.should_save(step)
 
     def wait(self) -> None:

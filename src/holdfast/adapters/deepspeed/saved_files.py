@@ -97,7 +97,7 @@ class SavedFiles:
 
     @property
     def files(self) -> SavedFiles:
-        """The files as they were saved: these."""
+        """These files, which were saved for this number of ranks."""
         return self
 
     def load(self, name: str) -> Any:

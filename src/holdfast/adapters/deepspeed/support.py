@@ -17,7 +17,7 @@ from holdfast.errors import InvalidInput, Unsupported
 
 
 def check_engine(engine: Any) -> None:
-    """Check the object that is to save through Holdfast.
+    """Check that an object is an engine that Holdfast can save.
 
     Raises:
         InvalidInput: it is not an engine, or its configuration chooses another writer.

@@ -52,7 +52,7 @@ def merge_weights(files: SavedFiles) -> dict[str, torch.Tensor]:
 
 
 def _names(files: SavedFiles, end: str) -> list[str]:
-    """Return the names of the files with this end, ordered by rank."""
+    """Return the names of the files with this suffix, ordered by rank."""
     return sorted((name for name in files.owners if name.endswith(end)), key=lambda name: files.owners[name])
 
 

@@ -113,7 +113,7 @@ class BackgroundSaver:
         self._base = file.step
 
     def remove(self, path: str) -> bool:
-        """Forget a path whose file is not written yet. Return True if the thread has not begun with it."""
+        """Remove queued files of a path, and wait for one being written. Return True if any was queued."""
         found = False
         for job in self._jobs:
             if job.path == path and not job.is_removed:
@@ -184,7 +184,7 @@ class BackgroundSaver:
         return checkpointer
 
     def _sort_out(self) -> None:
-        """Have missing files of earlier starts written, and note the checkpoints that are written."""
+        """Queue the files that earlier starts did not write; note the checkpoints with files."""
         for content in self.contents():
             if content.step != self._last:
                 self._written.add(content.step)
@@ -242,7 +242,7 @@ class BackgroundSaver:
         return None
 
     def _is_good(self, path: Path, age: tuple[int, int]) -> bool:
-        """Return True if a file verifies and is of this age."""
+        """Return True if a file verifies and was written from the checkpoint of this age."""
         try:
             file = verify_ckpt(path)
         except (Corrupt, OSError):
@@ -262,7 +262,7 @@ class BackgroundSaver:
         return found
 
     def _delete_written(self, checkpointer: Checkpointer) -> None:
-        """Delete the checkpoints whose files are written, but for the newest."""
+        """Delete the checkpoints whose files are written, except the newest."""
         waiting = {job.step for job in self._jobs if not job.ended.is_set() or job.error is not None}
         self._written |= {job.step for job in self._jobs} - waiting
         for step in sorted(self._written - waiting - {self._last}):

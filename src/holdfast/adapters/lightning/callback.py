@@ -198,7 +198,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
     @contextlib.contextmanager
     def _moment(self) -> Iterator[None]:
-        """Mark a time without training. Tensors that stay equal in it are saved once."""
+        """Mark a block without training. Tensors that do not change in it are saved once."""
         io = self._io
         if io is None:
             yield
@@ -243,7 +243,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         raise Preempted(trainer.global_step, str(notices.reason))
 
     def _save_notice(self, trainer: Any) -> None:
-        """Save this step unless it is saved, and wait until its file is written."""
+        """Save this step unless it is saved already, and wait until its file is written."""
         if self._last_global_step_saved != trainer.global_step and trainer.global_step > 0:
             metrics = self._monitor_candidates(trainer)
             with self._moment():

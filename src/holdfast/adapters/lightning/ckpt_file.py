@@ -87,7 +87,7 @@ def _hashing(
 
 
 def read_id(path: Path) -> FileId | None:
-    """Return the checkpoint that a file was written from; None if Holdfast did not write it, or not whole."""
+    """Return the checkpoint that a file was written from; None if Holdfast did not write all of it."""
     try:
         with zipfile.ZipFile(path) as archive:
             found = _facts(archive)

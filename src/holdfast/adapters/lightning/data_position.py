@@ -50,7 +50,7 @@ class PositionedLoader(CombinedLoader):
 
     @classmethod
     def around(cls, loader: Any) -> PositionedLoader:
-        """Return a loader, combined as Lightning combines it."""
+        """Return a loader that records its position, combined like Lightning's own."""
         if isinstance(loader, PositionedLoader):
             return loader
         if isinstance(loader, CombinedLoader):
@@ -95,7 +95,7 @@ class PositionedLoader(CombinedLoader):
     # -- reach -----------------------------------------------------------------------------------------------
 
     def begin_at(self, position: DataPosition) -> None:
-        """Have the next batch be the one that follows a position. The generators stay as they are then."""
+        """Continue at a position with the next batch. The states of the generators do not change."""
         self._begin_at = position
 
     def __iter__(self) -> Self:
@@ -127,7 +127,7 @@ class PositionedLoader(CombinedLoader):
             return False
 
     def _begin(self, position: DataPosition) -> None:
-        """Begin a pass, and reach the position."""
+        """Begin a pass, and skip to the position."""
         self._begin_at = None
         if position.at_start is None:
             iter(self)

@@ -23,7 +23,7 @@ class _Missing:
 
 
 def _choose() -> str | None:
-    """Return the package that is imported already, or else installed: their classes are different."""
+    """Return the package that is already imported, else the installed one. Their classes differ."""
     present = [name for name in _NAMES if importlib.util.find_spec(name.partition(".")[0]) is not None]
     return next((name for name in present if name in sys.modules), next(iter(present), None))
 

@@ -97,7 +97,7 @@ def _name(
     found: tuple[str, torch.Tensor] | None,
     taken: set[str],
 ) -> Storage:
-    """Return a storage under the path of its first tensor, or under its number."""
+    """Return a storage, named by the path of its first tensor or by its number."""
     path, tensor = found or (f"objects.{number}", None)
     if path in taken or not 0 < len(path) <= MAX_NAME_CHARS // 2 or "@" in path:
         path = f"storages.{number}"

@@ -62,14 +62,14 @@ def complete_batch(checkpoint: dict[str, Any]) -> bool:
 
 
 def finish_batch(trainer: Any) -> None:
-    """Have the first iteration finish the batch of the checkpoint: validation and so on, as they are due."""
+    """Finish the batch of the checkpoint in the first iteration: run validation and whatever else is due."""
     loop = trainer.fit_loop.epoch_loop
     loop.advance = _FinishedBatch(loop)
 
 
 @dataclass(frozen=True, slots=True)
 class _FinishedBatch:
-    """Iteration of Lightning's loop whose batch has been trained before; what follows it is due."""
+    """First iteration of a resumed loop: its batch was trained before, and only its end is missing."""
 
     loop: Any
 

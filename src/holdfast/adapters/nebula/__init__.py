@@ -1,4 +1,4 @@
-"""Nebula's interface over Holdfast's checkpoints. Scripts for Nebula need only another import."""
+"""Nebula's interface over Holdfast's checkpoints. Scripts written for Nebula only change an import."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Session:
             return self._add_partition(draft, name, packed)
 
     def _is_done(self, tag: str) -> bool:
-        """Return True if a tag is complete in this attempt. Some rank must have saved a file of it."""
+        """Return True if a tag is complete in this attempt. Call it once some rank has saved a file."""
         done = self._done.get(tag)
         return done is not None and (done.key is None or self._get_coordinator().files(done.key) > 0)
 
@@ -395,7 +395,7 @@ class Session:
         return self.index(persist_path).find(tag)
 
     def newest(self, persist_path: Any = None) -> TaggedCheckpoint | None:
-        """Return the newest checkpoint with valid bytes, with a path only of those complete there."""
+        """Return the newest checkpoint with valid bytes, among those complete at `path`, if given."""
         index = self.index(persist_path)
         is_own = persist_path is None or parse_location(persist_path) == self.home
         return index.newest(only_home=persist_path is not None, verified=self._verified if is_own else set())

@@ -146,7 +146,7 @@ class TagWriter:
 
 
 def local_folder(settings: Settings, run: str | None) -> str | None:
-    """Return the folder of the nearer tier, or None. A folder in one of the host is created.
+    """Return the folder of the nearer tier, or None. A folder in the host's folder for all runs is created.
 
     Args:
         settings: settings of the session.

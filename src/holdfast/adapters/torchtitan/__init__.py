@@ -1,4 +1,4 @@
-"""Checkpoint manager for torchtitan: one line of its config, and saves run beside training."""
+"""Checkpoint manager for torchtitan, which saves in the background. One line of the config chooses it."""
 
 from __future__ import annotations
 

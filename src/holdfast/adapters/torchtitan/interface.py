@@ -28,7 +28,7 @@ _RUN = "holdfast.json"
 
 
 class HoldfastCheckpointManager(CheckpointManager):
-    """Checkpoint manager that saves beside training, and restores the newest checkpoint that verifies.
+    """Checkpoint manager that saves in the background, and restores the newest checkpoint that verifies.
 
     A script chooses it in its config: `checkpoint=HoldfastCheckpointManager.Config(enable=True)`. The folder
     of checkpoints is the home of the run. Checkpoints that torchtitan's own manager left in it are resumed
@@ -42,7 +42,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         """Options of torchtitan's own manager, and two of the Checkpointer."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """Save beside training; with "disabled", a save returns when it is durable."""
+        """Save in the background; with "disabled", a save returns when it is durable."""
 
         local: str | None = None
         """Folder on each host's fast disk, for a checkpoint folder that is slow or far."""
@@ -69,7 +69,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         )
 
     def __del__(self) -> None:
-        """Leave the end to `close`: it is collective, and must not run at a moment of the collector's."""
+        """Do nothing. `close` is collective, so the garbage collector must not call it at any time."""
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         return is_due
 
     def _save_last(self, step: int) -> None:
-        """Save the last step, and what `last_save_model_only` wants beside it.
+        """Save the last step, and export the model if `last_save_model_only` is set.
 
         The step itself is saved whole, so that a restart finds the training complete. It is saved last, so
         that a kill meanwhile repeats the export, and also if the export fails.
@@ -138,7 +138,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         return self._load_elsewhere(step)
 
     def _load_elsewhere(self, step: int) -> bool:
-        """Load what the options name for a folder without checkpoints."""
+        """Load the initial checkpoint that the options name, for a folder without checkpoints."""
         if step != -1:
             raise FileNotFoundError(
                 f"--checkpoint.load_step={step} not found: {self.folder} has neither a checkpoint of "
@@ -155,7 +155,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         return True
 
     def _from_rank_0(self, step: int) -> tuple[int | None, int | None]:
-        """Return the steps of torchtitan's and of the own checkpoint to choose from."""
+        """Return the steps that rank 0 found: of torchtitan's own checkpoint and of Holdfast's."""
         found: list[Any] = [None]
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
@@ -186,7 +186,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         return newest, own[0]
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return -1 for the own folder, because `_load` has its own search."""
+        """Return -1 for this run's folder, because `_load` searches it itself."""
         return super()._find_load_step(folder) if folder else -1
 
     def _continue_home(self, stock: int) -> None:

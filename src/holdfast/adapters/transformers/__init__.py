@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer`: `attach(trainer)` has it save and resume through Holdfast."""
+"""Hugging Face's `Trainer`: after `attach(trainer)`, it saves and resumes with Holdfast."""
 
 from __future__ import annotations
 

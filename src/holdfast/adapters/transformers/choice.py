@@ -139,7 +139,7 @@ class Chooser:
         raise InvalidInput(_invalid(path, fault))
 
     def _go_back(self, step: int, steps: list[int], path: str) -> None:
-        """Have the next saves follow the home's newest checkpoint up to a step from outside.
+        """Continue the home after its newest checkpoint up to a step that was saved elsewhere.
 
         Raises:
             InvalidInput: all checkpoints of the home are newer.

@@ -1,4 +1,4 @@
-"""Folder `checkpoint-N` as the Trainer itself writes it, made of a verified checkpoint."""
+"""Folder `checkpoint-N` as the Trainer itself writes it, made from a verified checkpoint."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class FlowCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look for a preemption notice, and choose the moment of the save.
+        """Check for a preemption notice, and choose the moment of the save.
 
         After a notice an evaluation may take longer than is left, so the next start makes up for it.
         """

@@ -1,4 +1,4 @@
-"""State of a Trainer as a Checkpointer takes it: live objects, and the Trainer's own counters as values."""
+"""State of a Trainer for a Checkpointer: live objects, and the Trainer's own counters as values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRL_COUNTERS = ("_total_train_tokens", "_metrics")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """Position between two log entries, which the Trainer's own state does not include. Each rank's own."""
+    """Progress since the last log entry, which the Trainer does not save. Each rank has its own."""
 
     world_size: int
     logged_step: int
@@ -59,7 +59,7 @@ def live_objects(trainer: Trainer, model: torch.nn.Module | None = None) -> dict
 
 
 def trained_part(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module to save: of a PEFT model only the adapters and what else is trained.
+    """Return the module to save. Of a PEFT model, it has only the adapters and other trained parts.
 
     The weights below the adapters are not part of the Trainer's own checkpoints either.
     """

@@ -1,4 +1,4 @@
-"""Session: one call of `train`, from the choice of a checkpoint over its saves to its end."""
+"""Session: one call of `train`, with the choice of a checkpoint, its saves and its end."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Session:
         return self._folders.path(choice.step)
 
     def _list_steps(self, choice: Choice | None) -> None:
-        """List all checkpoints, apart from those that training goes back behind."""
+        """List all checkpoints except those after the one that training resumes from."""
         self._in_home = set(self._ranks.of_rank_0(self._checkpointer.all_steps))
         every = {*self._in_home, *self._ranks.of_rank_0(self._folders.steps)}
         if choice is not None:
@@ -173,7 +173,7 @@ class Session:
         self._resumed.load_training(may_lack=self._args.save_only_model)
 
     def load_generators(self) -> None:
-        """Load the random number generators, and evaluate if that was left to this start.
+        """Load the random number generators. Evaluate if the last start ended before its evaluation.
 
         The Trainer calls this before the first step, after it has skipped the batches of earlier steps.
         """
@@ -191,7 +191,7 @@ class Session:
         return self._source
 
     def begin_loop(self) -> None:
-        """Have the first save prepared, and continue the log interval of the checkpoint.
+        """Prepare the first save, and continue the log interval of the checkpoint.
 
         Log entries are then those of an unbroken run.
 
@@ -210,7 +210,7 @@ class Session:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def finish_step(self, step: int) -> None:
-        """Look for a preemption notice after a step, and remove folders of deleted checkpoints.
+        """Check for a preemption notice after a step, and remove folders of deleted checkpoints.
 
         Ranks: collective.
         """

@@ -84,7 +84,7 @@ class LocalEngine(RecordedEngine):
         return self._current([records.get(one.number) for one in submissions])
 
     def _submissions(self, file: TaskFile, numbers: list[int]) -> list[Submission]:
-        """Return what is recorded of each task."""
+        """Return the submissions to record, one per task."""
         now_s = time.time()
         found: list[Submission] = []
         for position, (task, number) in enumerate(zip(file.tasks, numbers, strict=True)):

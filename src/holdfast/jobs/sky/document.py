@@ -1,4 +1,4 @@
-"""The task file for SkyPilot: the user's, with additions so that a preemption loses no step; pure."""
+"""The task file for SkyPilot: the user's, with additions to save after a preemption notice; pure."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class _Runner:
         self._room.cleanup()
 
     def serve(self) -> None:
-        """Until the agent and all keepers are gone."""
+        """Serve the node until the agent and all keepers have exited."""
         for number in _HEARD:
             # A handler and not SIG_IGN, which child processes would inherit.
             signal.signal(number, lambda number, _: self._signals.append(number))

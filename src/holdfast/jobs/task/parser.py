@@ -118,7 +118,7 @@ def _edited(root: Value, given: Overrides) -> Value:
 
 
 def _check_overrides(given: Overrides, name: str, num_tasks: int) -> None:
-    """Check that no option is given that could be meant for one of several tasks.
+    """Check that a file with several tasks is not combined with options for one task.
 
     Raises:
         InvalidInput: there is one.

@@ -14,7 +14,7 @@ _FULL_THROUGHPUT = 0.97  # of the best: steps of the same work differ by about 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """Measurements of one batch size, on the rank where it takes most.
+    """Measurements of one batch size, from the rank that needed most.
 
     Attributes:
         size: samples of a rank in one step.

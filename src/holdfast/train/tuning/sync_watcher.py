@@ -157,7 +157,7 @@ class SyncWatcher(StepWatcher):
         return False
 
     def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Mark tensors that meet a tensor of the device in an operation, and its results."""
+        """Mark the tensors that an operation combines with a device tensor, and its results."""
         if self._device.type != "cpu":
             return
         given = list(find_tensors((args, kwargs)))

@@ -104,7 +104,7 @@ def _check_remote(mount: FileMount, where: str) -> None:
 
 
 def _may_be_there(url: str) -> bool:
-    """Return False if nothing exists at a URL. Only the job's credentials may have access to it."""
+    """Return False if nothing exists at a URL. True if this user cannot read it: the job may."""
     try:
         return exists(url)
     except RetryLater:

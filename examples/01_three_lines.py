@@ -19,7 +19,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 state = {"model": model, "optimizer": optimizer}
 with holdfast.Checkpointer(home, state, every=100) as ckpt:
-    for step in ckpt.steps(1000):  # goes on where the run stopped
+    for step in ckpt.steps(1000):  # resumes where the run stopped
         inputs = torch.randn(32, 64)
         loss = (model(inputs) - inputs.sin().sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()

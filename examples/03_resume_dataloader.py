@@ -38,7 +38,7 @@ history: list[float] = []
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches for ever, epoch after epoch; a restored loader goes on in the middle of one."""
+    """Batches for ever, epoch after epoch; a restored loader continues in the middle of one."""
     while True:
         yield from loader
 

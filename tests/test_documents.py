@@ -108,16 +108,16 @@ def test_a_member_of_another_type_or_beyond_a_limit_is_corrupt(reader: str, name
         READERS[reader](name)
 
 
-def test_what_is_no_object_is_corrupt() -> None:
+def test_a_value_that_is_not_an_object_is_corrupt() -> None:
     for value in ([], "text", 3, None):
-        with pytest.raises(Corrupt, match="doc is no JSON object"):
+        with pytest.raises(Corrupt, match="doc should be a JSON object"):
             Fields(value, "doc")
 
 
 @pytest.mark.parametrize(
     "value", [None, 3, "12", {"a": 1}, [1.0], [True], ["1"], [[1]], [None], (1,), [-1], [2**53], [2**70]]
 )
-def test_what_is_no_array_of_counts_is_refused(value: object) -> None:
+def test_a_value_that_is_not_an_array_of_counts_is_refused(value: object) -> None:
     assert read_integers([]) == ()
     assert read_integers([0, 2**53 - 1]) == (0, 2**53 - 1)
     assert read_integers([-1], at_least=-1) == (-1,)
@@ -134,6 +134,6 @@ def test_any_value_is_shown_in_a_few_words() -> None:
         assert len(shown(value)) < 200
 
 
-def test_lone_surrogates_are_no_text() -> None:
+def test_lone_surrogates_are_refused() -> None:
     assert is_text("é\N{GRINNING FACE}")
     assert not is_text("a\udcff")

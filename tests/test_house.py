@@ -120,7 +120,7 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_there_is_a_house_to_look_at() -> None:
+def test_the_package_has_files() -> None:
     assert len(FILES) > 20
 
 
@@ -156,7 +156,7 @@ def test_an_upward_import_would_be_found(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @each_file
-def test_file_says_its_job_in_its_first_line(path: Path) -> None:
+def test_each_file_describes_its_job_in_its_first_line(path: Path) -> None:
     doc = ast.get_docstring(parsed(path))
     assert doc, "no docstring"
     first = doc.splitlines()[0]
@@ -165,7 +165,7 @@ def test_file_says_its_job_in_its_first_line(path: Path) -> None:
 
 
 @each_file
-def test_name_says_something_once(path: Path) -> None:
+def test_a_file_name_does_not_repeat_its_folder(path: Path) -> None:
     stem = path.parent.name if path.stem == "__init__" else path.stem
     own_folder = path.parent.name if path.parent != PACKAGE and path.stem != "__init__" else None
     assert not GRAB_BAG.search(stem), "the name says nothing about the contents"
@@ -180,7 +180,7 @@ def test_name_is_not_one_of_the_standard_library(path: Path) -> None:
 
 
 @each_file
-def test_nothing_is_swallowed(path: Path) -> None:
+def test_no_error_is_swallowed(path: Path) -> None:
     """A handler of everything must do something; one that does nothing must name what it passes over."""
     for node in ast.walk(parsed(path)):
         if not isinstance(node, ast.ExceptHandler):
@@ -203,13 +203,13 @@ def test_warnings_point_at_the_users_line(path: Path) -> None:
     assert not calls, f"lines {calls}: use holdfast.callsite.warn"
 
 
-def test_all_is_exactly_what_is_public() -> None:
+def test_all_lists_exactly_the_public_names() -> None:
     assert list(holdfast.__all__) == PUBLIC
     assert dir(holdfast) == sorted(PUBLIC)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_is_there_and_told(name: str) -> None:
+def test_every_public_name_exists_and_is_documented(name: str) -> None:
     assert name in dir(holdfast)
     assert getattr(holdfast, name).__doc__
 

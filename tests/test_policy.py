@@ -74,12 +74,12 @@ def test_policies_compose():
         (EverySteps(3), EverySteps(3)),
     ],
 )
-def test_every_reads_what_people_write(value: object, expected: object):
+def test_every_accepts_steps_durations_and_auto(value: object, expected: object):
     assert every(value) == expected  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("value", [0, -5, True, "soon", None, 1.5, "0s"])
-def test_every_refuses_what_it_cannot_read(value: object):
+def test_every_refuses_other_values(value: object):
     with pytest.raises(InvalidInput, match="every must be"):
         every(value)  # pyright: ignore[reportArgumentType]
 
@@ -173,15 +173,15 @@ def test_going_back_twice_hides_what_both_left_behind():
     assert set(line.superseded) == {(1, 200), (1, 300), (2, 250), (2, 350)}
 
 
-def test_going_on_twice_keeps_what_each_went_on_from():
-    """Attempt 2 went on from 200 of attempt 1, attempt 3 from 250 of attempt 2."""
+def test_resuming_twice_keeps_the_checkpoint_of_each_resume():
+    """Attempt 2 resumed from 200 of attempt 1, attempt 3 from 250 of attempt 2."""
     line = line_of([*TWICE_BACK[:-1], (3, 260)], (3, 260), [(1, 200), (2, 250)])
     assert line.current == ((3, 260), (2, 250), (1, 200), (1, 100))
     assert set(line.superseded) == {(2, 350), (1, 300)}
 
 
 def test_going_back_by_hand_to_a_superseded_checkpoint_makes_its_line_current():
-    """Attempt 4 was told to take 350 of attempt 2, which attempt 3 had left behind."""
+    """Attempt 4 restored 350 of attempt 2, which attempt 3 had left behind."""
     line = line_of([*TWICE_BACK, (4, 360)], (4, 360), [(1, 200), (2, 350)])
     assert line.current == ((4, 360), (2, 350), (2, 250), (1, 200), (1, 100))
     assert set(line.superseded) == {(3, 220), (1, 300)}

@@ -97,7 +97,7 @@ def test_a_runtime_folder_that_another_user_made_first_denies_no_training(
         runtime_dir.runtime_dir("x")
 
 
-def test_a_file_in_place_of_the_runtime_folder_is_told_plainly(
+def test_a_file_in_place_of_the_runtime_folder_is_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -46,7 +46,7 @@ def test_ranks_at_different_steps_raise(tmp_path: Path) -> None:
 
 
 def test_a_timed_save_is_made_once_on_all_ranks_at_one_step(tmp_path: Path) -> None:
-    """Rank 0's clock decides; the answer is heard one step later, and not twice."""
+    """Rank 0's clock decides; the decision arrives one step later, and only once."""
     assert ranks.run_ranks(2, ranks.save_on_time, tmp_path / "home") == [[5], [5]]
 
 

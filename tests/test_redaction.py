@@ -53,7 +53,7 @@ def test_secrets_are_left_out_of_every_error(text: str, kept: str) -> None:
         "step=5 tokens=9",
     ],
 )
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_text_that_is_not_secret_stays(text: str) -> None:
     assert redact(text) == text
 
 
@@ -77,7 +77,7 @@ def test_control_characters_become_escapes() -> None:
     assert "\x1b" not in str(InvalidInput(hostile))
 
 
-def test_long_messages_are_quick_to_look_through() -> None:
+def test_long_messages_are_redacted_quickly() -> None:
     began = time.process_time()
     for text in (
         "a" * 200_000,

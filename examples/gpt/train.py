@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 examples/gpt/train.py [--home DIR] [--steps N]
 holdfast launch examples/gpt/task.yaml
 
-Kill it whenever you like and start it again, on as many ranks as you like: its loss goes on where it stopped.
+Kill it whenever you like and start it again, on as many ranks as you like: its loss continues from there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         train(args, device)
-    except holdfast.Preempted as notice:  # what matters is durable; the next start goes on
+    except holdfast.Preempted as notice:  # what matters is durable; the next start resumes
         holdfast.hard_exit(notice.code)
     holdfast.hard_exit(0)  # a finished gloo process may otherwise be aborted by its own threads
 

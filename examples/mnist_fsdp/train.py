@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 examples/mnist_fsdp/train.py [--home DIR] [--epochs N]
 holdfast launch examples/mnist_fsdp/task.yaml
 
-Kill it whenever you like and start it again, on as many ranks as you like: each way goes on where it stopped.
+Kill it whenever you like and start it again, on as many ranks as you like: each way resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
         rows = [train(way, data, args, device) for way in args.ways]
         if rank() == 0:
             write(rows, args.home)
-    except holdfast.Preempted as notice:  # what was learned is durable; the next start goes on
+    except holdfast.Preempted as notice:  # what was learned is durable; the next start resumes
         holdfast.hard_exit(notice.code)
     holdfast.hard_exit(0)  # a finished gloo process may otherwise be aborted by its own threads
 

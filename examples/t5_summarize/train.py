@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 examples/t5_summarize/train.py [--home DIR] [--way zero2] [--bf16]
 holdfast launch examples/t5_summarize/task.yaml
 
-Kill it whenever you like and start it again, on as many ranks as you like: it goes on where it stopped.
+Kill it whenever you like and start it again, on as many ranks as you like: it resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     words, data = prepare(args)
     try:
         train(args, words, data, device)
-    except holdfast.Preempted as notice:  # what matters is durable; the next start goes on
+    except holdfast.Preempted as notice:  # what matters is durable; the next start resumes
         holdfast.hard_exit(notice.code)
     test(args, words, data["test"], device)
     holdfast.hard_exit(0)  # a finished gloo process may otherwise be aborted by its own threads

@@ -73,7 +73,7 @@ def decode(
         if not any_text and _ESCAPED_SURROGATE.search(data):
             _check_texts(value)
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{what} is not JSON that can be read: {_reason(error)}.", key=what) from error
+        raise Corrupt(f"{what} is not valid JSON: {_reason(error)}.", key=what) from error
     return value
 
 
@@ -232,7 +232,7 @@ class Fields:
 
     def __init__(self, value: Any, what: str) -> None:
         if type(value) is not dict:
-            raise Corrupt(f"{what} is no JSON object but {shown(value)}.", key=what)
+            raise Corrupt(f"{what} should be a JSON object, found {shown(value)}.", key=what)
         self.members: dict[str, Any] = value
         self.what = what
 
@@ -430,7 +430,7 @@ def read_as(hint: Any, value: Any, what: str) -> Any:
         return read_dataclass(hint, value, what)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if value not in [one.value for one in hint]:
-            raise Corrupt(f"{what} is {shown(value)}, which is no {hint.__name__}.", key=what)
+            raise Corrupt(f"{what} should be a {hint.__name__}, found {shown(value)}.", key=what)
         return hint(value)
     if not _is_plain(hint, value):
         raise Corrupt(

@@ -307,7 +307,7 @@ def test_with_overwrite_false_and_no_step_a_home_takes_one_checkpoint(tmp_path: 
     assert number(tmp_path).tolist() == [1, 1]
 
 
-def test_with_overwrite_false_an_incomplete_save_is_no_obstacle(tmp_path: Path) -> None:
+def test_with_overwrite_false_an_incomplete_save_may_be_repeated(tmp_path: Path) -> None:
     save({"x": torch.ones(2)}, tmp_path, 3)
     (manifest,) = (tmp_path / "step-00000003").glob("manifest-*")
     manifest.unlink()

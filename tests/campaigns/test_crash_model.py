@@ -36,7 +36,7 @@ def last(log: Log) -> int:
     return max(cuts(log))
 
 
-def test_what_was_never_synced_may_be_there_or_not():
+def test_data_that_was_never_synced_may_survive_or_not():
     log = log_of(OPEN)
     assert ends(log, last(log)) == {(), (("a", b""),)}
 
@@ -52,7 +52,7 @@ def test_the_fsync_of_a_directory_keeps_the_name_but_not_the_bytes():
     assert {b"", b"DATA", bytes(4)} <= found
 
 
-def test_what_both_fsyncs_cover_is_safe():
+def test_data_that_both_fsyncs_cover_is_safe():
     log = log_of(OPEN, WRITE, SYNC, SYNC_FOLDER)
     assert ends(log, last(log)) == {(("a", b"DATA"),)}
 
@@ -62,7 +62,7 @@ def test_a_crash_before_the_fsync_returns_may_lose_everything():
     assert () in ends(log, 4)
 
 
-def test_an_fsync_does_not_cover_what_began_after_it_was_entered():
+def test_an_fsync_does_not_cover_writes_that_began_after_it():
     log = log_of(
         OPEN,
         f"2 fsync(4<{PLACE}> <unfinished ...>",
@@ -123,6 +123,6 @@ def test_data_that_strace_cut_short_is_an_error():
         log_of(OPEN, WRITE.replace('"DATA"', '"DATA"...'))
 
 
-def test_a_call_that_the_model_does_not_know_is_an_error():
+def test_a_call_that_the_model_does_not_support_is_an_error():
     with pytest.raises(ValueError, match="does not know"):
         log_of(f'1 symlink("/etc", "{PLACE}/b") = 0')

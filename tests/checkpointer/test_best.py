@@ -91,7 +91,7 @@ def test_an_evaluation_after_the_save_counts_for_the_state_that_was_saved(tmp_pa
     assert metrics(tmp_path, 2) == {"loss": 0.0}
 
 
-def test_a_value_that_is_recorded_when_training_has_gone_on_counts_for_the_next_save(tmp_path: Path) -> None:
+def test_a_value_recorded_after_training_continued_counts_for_the_next_save(tmp_path: Path) -> None:
     with make(tmp_path) as ckpt:
         ckpt.save(1)
         ckpt.state["w"].add_(1)
@@ -138,7 +138,7 @@ with holdfast.Checkpointer({str(tmp_path)!r}, {{"w": torch.zeros(100)}}, keep=ke
         assert ckpt.state["w"][0] == 3
 
 
-def test_training_on_from_the_best_begins_a_new_line(tmp_path: Path) -> None:
+def test_training_from_the_best_begins_a_new_line(tmp_path: Path) -> None:
     with make(tmp_path) as ckpt:
         save_all(ckpt, LOSSES)
         assert ckpt.restore(best=True) == 2
@@ -202,7 +202,7 @@ def test_open_finds_the_best(tmp_path: Path) -> None:
         holdfast.open(tmp_path, 3, best="loss")
 
 
-def test_the_best_comes_home_though_it_is_not_due_there(tmp_path: Path) -> None:
+def test_the_best_is_sent_home_although_it_is_not_due_there(tmp_path: Path) -> None:
     """Only the newest is kept in the local folder, and nothing is due in home before the end."""
     home, local = tmp_path / "home", tmp_path / "local"
     with make(Home(home, every=100), Keep(last=1, best=1, metric="loss"), local=Local(local, keep=1)) as ckpt:

@@ -54,7 +54,7 @@ def test_a_preemption_is_due_whatever_was_saved() -> None:
     assert cadence.decide(1, 0.0, Flags(is_preempted=True)).is_due
 
 
-def test_an_advice_is_due_as_a_clock_is() -> None:
+def test_a_rebalance_notice_makes_a_save_due_like_the_clock() -> None:
     cadence = make_cadence(1000)
     flags = cadence.flags(1, 0.0, **{**NO_FLAGS, "is_advised": True})
     assert cadence.decide(1, 0.0, flags) == Decision(is_due=True, is_repeat=False)

@@ -132,7 +132,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert loaded["w"][0] == ckpt.restored_step
 
 
-def test_a_step_that_is_no_number_is_refused(tmp_path: Path) -> None:
+def test_a_step_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     with make(tmp_path) as ckpt, pytest.raises(InvalidInput):
         ckpt.delete("epoch=1")  # pyright: ignore[reportArgumentType] - the test is about that
 

@@ -75,7 +75,7 @@ def test_a_dictionary_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert list(loaded) == list(state)
 
 
-def test_what_is_changed_after_the_call_is_not_saved(tmp_path: Path) -> None:
+def test_changes_after_the_call_are_not_saved(tmp_path: Path) -> None:
     """Also where the memory is used again for another dictionary."""
     buffer = torch.ones(300_000)
     with make(tmp_path) as ckpt:
@@ -312,7 +312,7 @@ def test_ranks_restore_their_own_tensors_of_different_sizes(tmp_path: Path) -> N
     assert found == [[[0.0], [0.0]], [[1.0, 1.0], [1.0, 1.0]]]
 
 
-def test_what_given_optimizers_own_is_copied_beside_training(
+def test_parameters_of_given_optimizers_are_copied_in_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters, moments and views of them; the step waits for the copy."""
@@ -337,7 +337,7 @@ def test_what_given_optimizers_own_is_copied_beside_training(
 
 
 @pytest.mark.parametrize("is_given", [False, True])
-def test_a_write_beside_the_copy_fails_only_a_save_that_names_the_optimizer(
+def test_a_write_during_the_copy_fails_only_a_save_with_the_optimizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool
 ) -> None:
     model = make_model()

@@ -234,7 +234,7 @@ def test_closing_in_a_finally_after_an_exception_saves_nothing(home: Path) -> No
     assert steps_saved(home) == [3]
 
 
-def test_a_loop_that_trains_on_after_its_last_question_is_not_saved_under_a_wrong_number(
+def test_steps_after_the_last_should_save_are_not_saved_under_a_wrong_number(
     home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     state = make_state()
@@ -247,10 +247,10 @@ def test_a_loop_that_trains_on_after_its_last_question_is_not_saved_under_a_wron
         with pytest.raises(InvalidInput, match=r"Write finish\(step\)"):
             ckpt.finish()
     assert steps_saved(home) == [2]
-    assert "training has gone on after step 3" in capfd.readouterr().err
+    assert "training continued after step 3" in capfd.readouterr().err
 
 
-def test_a_loop_by_hand_finishes_and_its_next_start_knows(
+def test_the_next_start_of_a_hand_written_loop_that_finished_detects_it(
     home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     state = {"x": torch.zeros(1)}
@@ -266,7 +266,7 @@ def test_a_loop_by_hand_finishes_and_its_next_start_knows(
     assert "this run was finished at step 5" in capfd.readouterr().err
 
 
-def test_finish_takes_the_step_of_a_loop_that_asks_nothing(home: Path) -> None:
+def test_finish_takes_a_step_if_the_loop_never_calls_should_save(home: Path) -> None:
     with make_checkpointer(home, {"x": torch.zeros(1)}) as ckpt:
         with pytest.raises(InvalidInput, match=r"Write finish\(step\)"):
             ckpt.finish()
@@ -275,7 +275,9 @@ def test_finish_takes_the_step_of_a_loop_that_asks_nothing(home: Path) -> None:
     assert (home / "done.json").exists()
 
 
-def test_a_finished_run_says_so_and_how_to_train_on(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_reports_it_and_how_to_train_further(
+    home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with make_checkpointer(home, {"x": torch.ones(2)}, every=2) as ckpt:
         list(ckpt.steps(4))
     written = (home / "done.json").read_bytes()

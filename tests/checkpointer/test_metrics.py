@@ -1,4 +1,4 @@
-"""Numbers that training tells: none is lost that a checkpoint needs, none makes training wait or fail."""
+"""Recorded metrics: none that a checkpoint needs is lost, and none makes training wait or fail."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_a_number_is_recorded_as_it_is_now() -> None:
 @pytest.mark.parametrize(
     "value", ["0.5", None, torch.ones(2), torch.ones((), dtype=torch.complex64), [1.0], 10**400]
 )
-def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
+def test_a_value_that_is_not_a_number_is_refused_by_name(value: Any) -> None:
     numbers = Metrics()
     with pytest.raises(holdfast.InvalidInput, match="accuracy"):
         numbers.add(1, {"accuracy": value})
 
 
 @pytest.mark.parametrize("name", ["", "x" * 65, "a\nb", "\ud800"])
-def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
+def test_an_invalid_name_is_refused(name: str) -> None:
     with pytest.raises(holdfast.InvalidInput, match="name"):
         Metrics().add(1, {name: 1.0})
 
@@ -106,7 +106,7 @@ def test_batches_fit_into_a_message_whatever_they_hold() -> None:
     assert max(len(json.dumps(batch)) for batch in sent.batches) < MAX_MESSAGE_BYTES - 1000
 
 
-def test_numbers_that_nobody_takes_are_bounded() -> None:
+def test_recorded_numbers_are_bounded_without_a_receiver() -> None:
     sent, numbers = Receiver(), Metrics()
     for step in range(30_000):
         numbers.add(step, {"loss": 1.0})
@@ -210,8 +210,8 @@ def test_a_history_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_number_on_a_device_is_read_when_it_is_there() -> None:
-    """It is copied behind the work that is queued, and nobody waits for it before a save does."""
+def test_a_number_on_a_device_is_read_when_its_copy_has_arrived() -> None:
+    """It is copied behind the work that is queued, and only a save waits for it."""
     sent, numbers = Receiver(), Metrics()
     total = torch.zeros((), device="cuda")
     for step in range(1, 4):

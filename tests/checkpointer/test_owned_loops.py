@@ -29,7 +29,7 @@ def damage(home: Path, step: int) -> None:
     data.write_bytes(raw)
 
 
-def test_a_verified_continuation_passes_over_damage_in_what_is_not_loaded(tmp_path: Path) -> None:
+def test_a_verified_continuation_skips_damage_in_what_is_not_loaded(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     damage(tmp_path, 2)
     with holdfast.Checkpointer(tmp_path, keep=None, quiet=True) as ckpt:

@@ -71,7 +71,7 @@ def test_every_rank_receives_the_value_of_rank_0(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
-def test_what_is_no_finite_number_is_not_among_the_best(value: float | None) -> None:
+def test_a_value_that_is_not_finite_is_not_among_the_best(value: float | None) -> None:
     alone = Scores(Keep(last=1, best=1, metric="loss"), is_alone=True)
     assert alone.receive(alone.send(10, value)) is None
 

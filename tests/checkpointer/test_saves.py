@@ -1,4 +1,4 @@
-"""The Checkpointer: when it saves, what it refuses, what it says, and how it restores."""
+"""The Checkpointer: its saves, refusals, messages and restores."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_failed_save_is_a_warning_at_the_next_and_an_error_after_too_many(home
     assert steps_saved(home) == [1, 5]
 
 
-def test_a_value_that_cannot_be_saved_is_named_and_training_can_go_on(home: Path) -> None:
+def test_a_value_that_cannot_be_saved_is_named_and_training_can_continue(home: Path) -> None:
     state: dict[str, Any] = {"x": torch.ones(1), "facts": {"a": [1, 2]}}
     with make_checkpointer(home, state) as ckpt:
         state["facts"]["a"].append(object())
@@ -231,7 +231,7 @@ def test_going_back_begins_a_new_attempt_that_the_run_then_continues(home: Path)
         assert ckpt.restore(step=30) == 30
 
 
-def test_names_may_differ_when_asked_for(home: Path) -> None:
+def test_names_may_differ_on_request(home: Path) -> None:
     with make_checkpointer(home, {"old": torch.full((2,), 5.0), "gone": torch.ones(1)}) as ckpt:
         ckpt.save(1)
     state = {"new": torch.zeros(2), "added": torch.full((1,), 9.0)}

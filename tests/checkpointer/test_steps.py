@@ -33,7 +33,7 @@ MAY_BE_NONE = ("record", "restore")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_is_no_step_is_refused_and_the_next_save_is_durable(tmp_path: Path, call: str) -> None:
+def test_an_invalid_step_is_refused_and_the_next_save_is_durable(tmp_path: Path, call: str) -> None:
     with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
         ckpt.save(1).wait_durable()
         assert ckpt._training.attempt.keeper is not None

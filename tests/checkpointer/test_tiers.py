@@ -33,12 +33,12 @@ def test_a_policy_for_home_needs_a_nearer_place(tmp_path: Path) -> None:
         make_tiers(tmp_path, local=None, every=10)
 
 
-def test_memory_of_this_process_is_no_tier(tmp_path: Path) -> None:
+def test_memory_of_this_process_is_refused_as_a_tier(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="memory of this process"):
         make_tiers(tmp_path, local="memory://here")
 
 
-def test_a_claim_stands_in_both_places(tmp_path: Path) -> None:
+def test_a_claim_is_written_to_both_places(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
     claim = tiers.claim(base=Base(None), world_size=1)
     near, home = (open_store(tmp_path / name) for name in ("local", "home"))
@@ -70,7 +70,7 @@ def test_beginning_afresh_over_checkpoints_is_refused_wherever_they_are(tmp_path
         make_tiers(tmp_path).refuse_unrestored()
 
 
-def test_where_bytes_came_from_is_told(tmp_path: Path) -> None:
+def test_the_source_of_the_bytes_is_reported(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
     local, home = str(tmp_path / "local"), str(tmp_path / "home")
     assert tiers.describe_sources({}) == home
@@ -79,8 +79,8 @@ def test_where_bytes_came_from_is_told(tmp_path: Path) -> None:
     assert [tiers.name_of({place: 1}) for place in ("memory", local, home)] == ["memory", "local", "home"]
 
 
-def test_a_wait_that_is_too_short_names_what_is_not_home(tmp_path: Path) -> None:
-    """The save is complete nearby, home is slow: the error says which step, and it goes on coming."""
+def test_a_wait_that_is_too_short_names_the_steps_that_are_not_in_home(tmp_path: Path) -> None:
+    """The save is complete nearby, home is slow: the error names the step, and the copy continues."""
     state = {"w": torch.zeros(1_000_000)}
     with holdfast.Checkpointer(
         holdfast.Home(tmp_path / "home", every=100, bandwidth="4MB"),
@@ -97,8 +97,8 @@ def test_a_wait_that_is_too_short_names_what_is_not_home(tmp_path: Path) -> None
     assert holdfast.open(tmp_path / "home").step == 1
 
 
-def test_the_history_tells_whose_checkpoint_was_restored_and_who_completed_it(tmp_path: Path) -> None:
-    """A save is deprived of its manifest: the next start writes it, and says for which attempt."""
+def test_the_history_names_the_attempts_that_saved_and_completed_a_checkpoint(tmp_path: Path) -> None:
+    """A save loses its manifest: the next start writes it, and records for which attempt."""
     home = tmp_path / "home"
     with holdfast.Checkpointer(home, {"w": torch.ones(9)}, local=tmp_path / "local", quiet=True) as ckpt:
         ckpt.save(7)
@@ -123,8 +123,8 @@ def test_the_history_tells_whose_checkpoint_was_restored_and_who_completed_it(tm
     assert (second.attempt, second.outcome) == (2, "durable")
 
 
-def test_a_save_that_waited_for_memory_says_so(tmp_path: Path) -> None:
-    """There is room for one, and it goes slowly home."""
+def test_a_save_that_waited_for_memory_is_reported(tmp_path: Path) -> None:
+    """Memory has room for one save, and home is slow."""
     state = {"w": torch.ones(500_000)}
     with holdfast.Checkpointer(
         holdfast.Home(tmp_path, bandwidth="20MB"), state, memory="3MB", quiet=True

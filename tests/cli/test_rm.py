@@ -149,7 +149,7 @@ def test_dry_run_deletes_nothing(holdfast: Command, home: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "is_deleted"), [("y\n", True), ("yes\n", True), ("n\n", False), ("", False)]
 )
-def test_a_terminal_is_asked(
+def test_the_user_is_asked_on_a_terminal(
     holdfast: Command, home: Path, monkeypatch: pytest.MonkeyPatch, answer: str, is_deleted: bool
 ) -> None:
     monkeypatch.setattr("sys.stdin", Terminal(answer))
@@ -240,7 +240,7 @@ def test_a_damaged_record_of_the_deletion_excuses_no_loss(holdfast: Command, fin
         ckpt.restore()
 
 
-def test_deleting_some_checkpoints_excuses_no_loss(holdfast: Command, finished: Path) -> None:
+def test_deleting_some_checkpoints_does_not_hide_a_loss(holdfast: Command, finished: Path) -> None:
     assert holdfast("rm", finished, "--step", 2, "--yes").status == 0
     for path in list(finished.glob("step-*/*")):
         path.unlink()

@@ -84,7 +84,7 @@ def test_an_unknown_step_lists_the_existing_ones(holdfast: Command, home: Path) 
     assert "100" in result.err
 
 
-def test_an_unreadable_newest_is_passed_over_with_a_message(holdfast: Command, home: Path) -> None:
+def test_an_unreadable_newest_checkpoint_is_skipped_with_a_message(holdfast: Command, home: Path) -> None:
     flip(home / names.manifest(300, 2))
     result = holdfast("show", home, "--json")
     assert result.json["step"] == 250

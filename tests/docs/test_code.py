@@ -64,7 +64,7 @@ def commands() -> list[object]:
 
 
 @pytest.mark.parametrize("code", blocks("python", "py"))
-def test_python_compiles_and_names_what_there_is(code: str) -> None:
+def test_python_compiles_and_uses_existing_names(code: str) -> None:
     for node in ast.walk(ast.parse(code)):
         if (
             isinstance(node, ast.Attribute)
@@ -81,7 +81,7 @@ def test_marked_python_runs(code: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_command_is_understood(command: str) -> None:
+def test_command_is_parsed(command: str) -> None:
     """The command line of the documents parses; nothing is run."""
     words = shlex.split(command, comments=True)[1:]
     for stop in ("|", "||", "&&", ">", ";"):

@@ -1,4 +1,4 @@
-"""Every link in every document leads somewhere: files, and headings inside them."""
+"""Links in the documents: each file, and each heading in it, exists."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def promises(document: str, heading: str) -> list[str]:
     return [" ".join(one.split()) for one in found]
 
 
-def test_readme_promises_what_reliability_shows() -> None:
+def test_readme_has_the_promises_of_the_reliability_page() -> None:
     shown = promises("docs/reliability.md", "Promises")
     assert len(shown) >= 9
     assert promises("README.md", "Guarantees") == shown

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of frozen parts: a large base that nothing trains, and small adapters."""
+"""Code of a rank in the tests of frozen parts: a large base that nothing trains, and small adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random layouts of random tensors on four ranks: what a rank does with a drawn case."""
+"""Random layouts of random tensors on four ranks: the code of a rank for a drawn case."""
 
 from __future__ import annotations
 

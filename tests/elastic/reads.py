@@ -1,4 +1,4 @@
-"""What a rank does in the tests of reading: save a large state, restore it, and count the bytes it reads."""
+"""Code of a rank in the tests of reading: save a large state, restore it, and count the bytes it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that disagree are named soon, nothing is hung on, and training goes on."""
+"""Ranks that disagree are named soon, nothing hangs, and training continues."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def disagree_first(rank: int, home: Path, how: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("how", ["shape", "dtype"])
-def test_ranks_that_disagree_from_the_first_save_on_are_told_before_anything_is_written(
+def test_ranks_that_disagree_at_the_first_save_are_refused_before_anything_is_written(
     worlds: Worlds, tmp_path: Path, how: str
 ) -> None:
     told = worlds(2).run(disagree_first, tmp_path / "home", how)
@@ -118,7 +118,7 @@ def test_ranks_that_disagree_from_the_first_save_on_are_told_before_anything_is_
 
 
 def stop_a_keeper(rank: int, home: Path) -> tuple[str, int]:
-    """Save while rank 1's keeper is stopped, and again when it goes on."""
+    """Save while rank 1's keeper is stopped, and again when it continues."""
     state, limits = sound_state(), holdfast.Limits(commit_timeout=1 if rank == 0 else 15)
     with warnings.catch_warnings(record=True), checkpointer(home, state, limits=limits) as ckpt:
         keeper = psutil.Process(ckpt._training.attempt.begin().pid)
@@ -152,9 +152,7 @@ def save_rank_0_last(rank: int, ckpt: holdfast.Checkpointer, home: Path, step: i
 
 
 @pytest.mark.slow
-def test_a_rank_whose_keeper_delivers_nothing_is_named_after_the_timeout(
-    worlds: Worlds, tmp_path: Path
-) -> None:
+def test_a_rank_whose_keeper_hangs_is_named_after_the_timeout(worlds: Worlds, tmp_path: Path) -> None:
     home = tmp_path / "home"
     told = worlds(2).run(stop_a_keeper, home)
     assert "Step 2 was not committed: the parts of ranks [1] did not arrive" in told[0][0]

@@ -25,7 +25,7 @@ LARGE = (18, 4096)  # 300 million, 600 MB
         pytest.param(1, LARGE, marks=pytest.mark.slow),
     ],
 )
-def test_later_saves_write_the_adapters_alone_and_outlive_the_first(
+def test_later_saves_write_only_the_adapters_and_survive_the_deletion_of_the_first(
     worlds: Worlds, tmp_path: Path, num_ranks: int, sizes: tuple[int, int]
 ) -> None:
     """Retention deletes the checkpoint whose file the others share; these verify and restore all the same."""

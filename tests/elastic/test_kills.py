@@ -82,7 +82,7 @@ def test_one_rank_killed_and_the_other_alive(playground: Playground, uninterrupt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_keepers", [1, 2])
-def test_killed_keepers_stop_no_training(
+def test_killed_keepers_do_not_stop_training(
     playground: Playground, uninterrupted: str, num_keepers: int
 ) -> None:
     children = playground.start_ranks(2, reserve_port(), "--pause-at", "5", "--pause-at", "11")

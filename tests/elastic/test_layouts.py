@@ -25,7 +25,7 @@ CHAIN = (
 EVERY = tuple((size, layout) for size in (2, 3, 4, 1) for layout in BY_SIZE[size])
 
 
-def test_a_run_goes_on_in_one_layout_after_the_other(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_run_continues_in_one_layout_after_the_other(worlds: Worlds, tmp_path: Path) -> None:
     """Each link restores what the one before saved, trains, and saves; every tensor is compared."""
     for step, (size, layout) in enumerate(CHAIN, 1):
         worlds(size).run(go_on, tmp_path / "home", step, layout)

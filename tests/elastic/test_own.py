@@ -1,4 +1,4 @@
-"""Tensors of which every rank has its own, when the world that restores is another one."""
+"""Tensors that differ on every rank, restored on another number of ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def restore_seeded(rank: int, home: Path) -> list[float]:
 
 
 @pytest.mark.ranks
-def test_generators_go_on_where_they_were_in_a_world_of_the_same_size_and_never_alike_in_another(
+def test_generators_continue_on_the_same_number_of_ranks_and_differ_on_another(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     saved = worlds(2).run(save_seeded, tmp_path / "home")
@@ -98,7 +98,7 @@ def restore_cursor(rank: int, home: Path) -> int:
 
 
 @pytest.mark.ranks
-def test_rank_r_takes_the_place_in_the_data_of_rank_r_modulo_the_saved_number(
+def test_a_rank_takes_the_data_position_of_its_number_modulo_the_saved_ranks(
     worlds: Worlds, tmp_path: Path
 ) -> None:
     worlds(2).run(save_cursor, tmp_path / "home")

@@ -66,7 +66,9 @@ def test_ranks_that_share_their_reads_read_each_byte_once(
     assert max(one["read"] for one in told) <= 1.5 * distinct / wanted[0]
 
 
-def test_damage_that_one_rank_meets_makes_all_that_share_fall_back(worlds: Worlds, tmp_path: Path) -> None:
+def test_damage_found_by_one_rank_makes_all_ranks_that_share_reads_fall_back(
+    worlds: Worlds, tmp_path: Path
+) -> None:
     home = tmp_path / "home"
     worlds(2).run(save_large, home, "rows", 1)
     expected = worlds(2).run(save_again, home)

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of layouts: go on from the newest checkpoint, or restore every step."""
+"""Code of a rank in the tests of layouts: resume from the newest checkpoint, or restore every step."""
 
 from __future__ import annotations
 

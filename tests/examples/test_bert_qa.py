@@ -1,4 +1,4 @@
-"""The BERT example: a job that is preempted twice ends as if nothing had happened, with one curve."""
+"""The BERT example: a job that is preempted twice ends like an uninterrupted one, with one curve."""
 
 from __future__ import annotations
 

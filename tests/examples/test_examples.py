@@ -1,4 +1,4 @@
-"""The examples, as a reader runs them: from a shell, killed where they say that they may be."""
+"""The examples, run as a reader does: from a shell, and killed where their text allows it."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def check_killed_trainer(name: str, folder: Path, resumed: str, env: Mapping[str
     assert last_line(again) == straight
 
 
-def test_three_lines_killed_and_resumed_end_like_a_run_that_nothing_happened_to(
+def test_three_lines_killed_and_resumed_end_like_an_uninterrupted_run(
     first: tuple[Path, str], tmp_path: Path
 ) -> None:
     check_killed_run_ends_with(first[1], "01_three_lines.py", tmp_path / "home", restored=300)
 
 
 @pytest.mark.slow
-def test_a_data_loader_killed_in_mid_epoch_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+def test_a_data_loader_killed_in_mid_epoch_continues_with_the_next_batch(tmp_path: Path) -> None:
     straight = last_line(run_example("03_resume_dataloader.py", tmp_path / "straight"))
     check_killed_run_ends_with(straight, "03_resume_dataloader.py", tmp_path / "home", restored=75)
 
@@ -85,14 +85,14 @@ def test_a_data_loader_killed_in_mid_epoch_goes_on_with_the_next_batch(tmp_path:
     ("name", "resumed"),
     [("07_trainer.py", "resuming from step 60 of"), ("08_accelerate.py", "loaded step 2 of")],
 )
-def test_a_trainer_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(
+def test_a_trainer_killed_and_resumed_ends_like_an_uninterrupted_run(
     tmp_path: Path, name: str, resumed: str
 ) -> None:
     check_killed_trainer(name, tmp_path, resumed)
 
 
 @pytest.mark.slow
-def test_an_engine_killed_and_resumed_ends_like_a_run_that_nothing_happened_to(tmp_path: Path) -> None:
+def test_an_engine_killed_and_resumed_ends_like_an_uninterrupted_run(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
     env = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(reserve_port())}
     check_killed_trainer("09_deepspeed.py", tmp_path, "resuming from global_step60: step 60 of", env)
@@ -140,7 +140,7 @@ def test_looking_inside_needs_no_model(first: tuple[Path, str], tmp_path: Path) 
     assert exported.stat().st_size > 65_536
 
 
-def test_looking_inside_tells_of_damage(first: tuple[Path, str], tmp_path: Path) -> None:
+def test_looking_inside_reports_damage(first: tuple[Path, str], tmp_path: Path) -> None:
     home = shutil.copytree(first[0], tmp_path / "home")
     (file,) = (home / "step-00001000").glob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -153,7 +153,7 @@ def test_looking_inside_tells_of_damage(first: tuple[Path, str], tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_sharded_training_killed_on_four_ranks_goes_on_on_two_then_three_then_is_opened_alone(
+def test_sharded_training_killed_on_four_ranks_resumes_on_two_then_three(
     tmp_path: Path,
 ) -> None:
     """What each start has restored is, bit for bit, what its checkpoint holds."""

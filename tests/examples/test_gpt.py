@@ -1,4 +1,4 @@
-"""The GPT example: its batches are the same on any number of ranks, and so is its loss, whatever happens."""
+"""The GPT example: its batches and its loss are the same on any number of ranks, also after kills."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def losses(home: Path) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_killed_on_two_ranks_and_resumed_on_four_and_one_its_loss_goes_on_as_if_nothing_had_happened(
+def test_killed_on_two_ranks_and_resumed_on_four_and_one_the_loss_continues(
     tmp_path: Path,
 ) -> None:
     straight, home = tmp_path / "straight", tmp_path / "home"

@@ -39,14 +39,14 @@ class Words:
         return {"input_ids": [[len(word) for word in text.split()][:max_length] for text in texts]}
 
 
-def test_docstrings_are_parted_into_texts_and_summaries(pairs: Any) -> None:
+def test_docstrings_are_split_into_texts_and_summaries(pairs: Any) -> None:
     body = "This tells at length what the function does, in more words than anybody wants to read at once."
     source = f'def f():\n    """Do what is wanted.\n\n    {body}\n    """\n\ndef g():\n    """Short."""\n'
     assert list(pairs.docstrings_of(source)) == [pairs.Pair(body, "Do what is wanted.")]
     assert list(pairs.docstrings_of("def broken(:")) == []
 
 
-def test_a_table_is_parted_so_that_no_text_is_in_two_parts(pairs: Any, tmp_path: Path) -> None:
+def test_a_table_is_split_so_that_each_text_is_in_one_part(pairs: Any, tmp_path: Path) -> None:
     rows = [f'"Do {number}","title","Text\nof {number % 90}"' for number in range(100)]
     (tmp_path / "wikihowAll.csv").write_text("headline,title,text\n" + "\n".join(rows) + '\n"","t","x"\n')
     parts = pairs.read_pairs(str(tmp_path / "wikihowAll.csv"), 1000)
@@ -98,7 +98,7 @@ def curve_of(path: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_killed_on_two_ranks_and_resumed_on_one_and_four_the_loss_goes_on_as_if_nothing_had_happened(
+def test_killed_on_two_ranks_and_resumed_on_one_and_four_the_loss_continues(
     tmp_path: Path,
 ) -> None:
     """Without dropout the curve of any number of ranks is that of one, but for rounding."""

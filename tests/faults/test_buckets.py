@@ -59,7 +59,7 @@ def bucket(
 
 
 @pytest.mark.parametrize("way", EACH_WAY)
-def test_a_host_that_is_lost_leaves_the_bucket(
+def test_another_host_resumes_from_the_bucket_after_a_lost_host(
     playground: Playground, bucket: Bucket, uninterrupted: str, way: str
 ):
     """Trainer and keeper killed, the local folder gone: another host finishes, from what the bucket has."""
@@ -80,7 +80,9 @@ def test_a_host_that_is_lost_leaves_the_bucket(
 
 
 @pytest.mark.parametrize("way", EACH_WAY)
-def test_training_goes_on_while_the_bucket_does_not_answer(playground: Playground, bucket: Bucket, way: str):
+def test_training_continues_while_the_bucket_does_not_answer(
+    playground: Playground, bucket: Bucket, way: str
+):
     """503 to everything, for longer than a request is tried: steps are made, saves skipped or kept nearby."""
     pauses = ("--pause-at", "10", "--pause-at", "260")
     child = playground.start(*pauses, "--memory", "1MB", *bucket.options(way), total=600, **bucket.env)
@@ -99,7 +101,7 @@ def test_training_goes_on_while_the_bucket_does_not_answer(playground: Playgroun
 
 
 @pytest.mark.slow
-def test_a_bucket_that_stays_away_is_an_error_in_the_end(playground: Playground, bucket: Bucket):
+def test_a_bucket_that_stays_unavailable_is_an_error_in_the_end(playground: Playground, bucket: Bucket):
     """After the user's own limit the next save raises."""
     options = ("--step-s", "0.01", "--patience", "0.5s", *bucket.options())
     child = playground.start(*options, total=100_000, **bucket.env)
@@ -137,10 +139,10 @@ def test_a_bucket_that_loses_an_object_of_the_newest_falls_back(
     assert playground.check_all_complete_verify(bucket.url) > 0
 
 
-def test_lost_answers_and_broken_connections_are_no_failures(
+def test_lost_answers_and_broken_connections_are_retried_silently(
     playground: Playground, bucket: Bucket, uninterrupted: str
 ):
-    """Every few requests fail in some way, commits among them; nothing is lost and nothing is said."""
+    """Every few requests fail in some way, commits among them; nothing is lost and no warning is shown."""
     for nth, fault in enumerate(("reset-after", "503", "reset-before", "truncate", "500"), start=3):
         for again in range(6):
             bucket.proxy.inject(fault, nth=nth * 5 + again * 37)

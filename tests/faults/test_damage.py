@@ -1,4 +1,4 @@
-"""Damaged homes: every kind of damage is found before training goes on, from what is good."""
+"""Damaged homes: every kind of damage is found, and training resumes from an intact checkpoint."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ DAMAGES: list[tuple[Callable[[Playground], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "word"), DAMAGES, ids=lambda item: getattr(item, "__name__", None))
-def test_the_run_goes_on_from_the_newest_good_checkpoint(
+def test_the_run_resumes_from_the_newest_intact_checkpoint(
     playground: Playground, uninterrupted: str, damage: Callable[[Playground], None], word: str
 ):
-    """Damage to the newest of three: it is passed over by name, with the reason, and nothing else is lost."""
+    """Damage to the newest of three: it is skipped by name, with the reason, and nothing else is lost."""
     child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:5")
     child.wait()
     playground.wait_for_keepers()
@@ -124,7 +124,7 @@ def test_the_run_goes_on_from_the_newest_good_checkpoint(
     assert holdfast.open(playground.home).verify().is_good
 
 
-def test_an_extra_file_is_in_nobodys_way(playground: Playground, uninterrupted: str):
+def test_an_extra_file_does_no_harm(playground: Playground, uninterrupted: str):
     child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:5")
     child.wait()
     playground.wait_for_keepers()

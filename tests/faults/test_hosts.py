@@ -115,7 +115,7 @@ def train_and_kill(
 
 
 def test_each_host_has_its_own_files_and_home_has_all(hosts: Hosts, uninterrupted_ranks: str):
-    """No manifest stands where files are missing, and each folder keeps only as many steps as it is to."""
+    """No manifest exists where files are missing, and each folder keeps only its number of steps."""
     hosts.finish()
     assert hosts.playground.final() == uninterrupted_ranks
     assert hosts.playground.complete()[0] == (1, TOTAL)
@@ -126,8 +126,10 @@ def test_each_host_has_its_own_files_and_home_has_all(hosts: Hosts, uninterrupte
         assert not list(hosts.local(host).glob(f"step-*/rank-{1 - host:05d}-*"))
 
 
-def test_what_is_in_no_home_is_put_together_from_both_disks(hosts: Hosts, uninterrupted_ranks: str):
-    """Each rank passes on what the other lacks, and the restored step then goes home."""
+def test_a_checkpoint_that_is_not_in_home_is_assembled_from_both_disks(
+    hosts: Hosts, uninterrupted_ranks: str
+):
+    """Each rank sends what the other lacks, and the restored step is then sent home."""
     both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2  # noqa: E731 - a condition
     train_and_kill(hosts, both, "--home-every", "1000000", with_keepers=HOSTS)
     assert not hosts.playground.complete()
@@ -141,8 +143,8 @@ def test_what_is_in_no_home_is_put_together_from_both_disks(hosts: Hosts, uninte
 
 
 @pytest.mark.slow
-def test_dead_trainers_leave_their_memory_to_both_hosts(hosts: Hosts, uninterrupted_ranks: str):
-    """Each host takes from its own keepers' memory, and passes on from there."""
+def test_each_host_restores_from_the_memory_of_its_own_keepers(hosts: Hosts, uninterrupted_ranks: str):
+    """Each host reads the memory of its own keepers, and sends it to the other."""
     both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2  # noqa: E731 - a condition
     train_and_kill(hosts, both, "--home-every", "1000000", "--hold", "60s")
     said = hosts.finish()
@@ -150,7 +152,7 @@ def test_dead_trainers_leave_their_memory_to_both_hosts(hosts: Hosts, uninterrup
     assert hosts.playground.final() == uninterrupted_ranks
 
 
-def test_a_lost_host_leaves_what_home_has_and_the_survivor_reads_its_own_disk(
+def test_after_a_lost_host_the_survivor_reads_its_own_disk_and_the_other_home(
     hosts: Hosts, uninterrupted_ranks: str
 ):
     """Files of the survivor's rank come from its disk, those of the lost one from home."""
@@ -166,10 +168,10 @@ def test_a_lost_host_leaves_what_home_has_and_the_survivor_reads_its_own_disk(
 
 
 @pytest.mark.slow
-def test_a_lost_host_before_anything_came_home_is_told_and_begins_anew(
+def test_after_a_lost_host_and_an_empty_home_training_starts_from_scratch(
     hosts: Hosts, uninterrupted_ranks: str
 ):
-    """Nobody has the lost rank's files: no checkpoint is made of the rest, and somebody hears of it."""
+    """No rank has the lost rank's files: no checkpoint is made of the rest, and a warning names them."""
     both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 1  # noqa: E731 - a condition
     train_and_kill(hosts, both, "--home-every", "1000000", with_keepers=HOSTS)
     hosts.lose_disk(1)
@@ -180,10 +182,10 @@ def test_a_lost_host_before_anything_came_home_is_told_and_begins_anew(
 
 
 @pytest.mark.slow
-def test_a_host_that_is_behind_keeps_the_other_from_deleting_what_both_have(
+def test_checkpoints_that_both_hosts_have_are_kept_while_one_host_is_behind(
     hosts: Hosts, uninterrupted_ranks: str
 ):
-    """One keeper hangs while the other saves on and on: what they have in common stays, and is restored."""
+    """One keeper hangs while the other continues to save: checkpoints of both are kept, and restored."""
     hosts.start("--step-s", "0.03", "--home-every", "1000000", total=100_000)
     wait = hosts.playground.wait_for
     wait(lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2, "saves of both")
@@ -199,8 +201,8 @@ def test_a_host_that_is_behind_keeps_the_other_from_deleting_what_both_have(
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_home_is_away(hosts: Hosts):
-    """Local saves go on on both hosts, old ones are deleted there, and the drain catches up."""
+def test_training_continues_while_home_is_unavailable(hosts: Hosts):
+    """Local saves continue on both hosts, old ones are deleted there, and the drain catches up."""
     children = hosts.start("--pause-at", "10", total=150)
     playground = hosts.playground
     playground.wait_for(playground.complete, "a checkpoint in home")
@@ -238,7 +240,7 @@ def test_damage_on_the_only_disk_that_has_a_file_falls_back_to_an_older_step(
 
 
 @pytest.mark.slow
-def test_one_rank_takes_over_what_two_hosts_have_brought_home(hosts: Hosts):
+def test_one_rank_resumes_from_what_two_hosts_have_sent_home(hosts: Hosts):
     """The files of its own host are read from there; what it cannot use there is deleted in time."""
     train_and_kill(hosts, hosts.playground.complete, with_keepers=HOSTS)
     child = hosts.playground.finish("--local", str(hosts.local(0)))

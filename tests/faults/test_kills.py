@@ -1,4 +1,4 @@
-"""Whatever process dies, whenever: complete checkpoints verify, and the resumed run ends right."""
+"""Kills of any process at any time: complete checkpoints verify, and the resumed run ends correctly."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_hundreds_of_random_kills(playground: Playground, uninterrupted: str, se
 
 
 def test_a_killed_trainer_loses_no_staged_save(playground: Playground):
-    """The keeper finishes what was handed over, although the trainer is killed at once."""
+    """The keeper completes the submitted save, although the trainer is killed at once."""
     child = playground.start("--every", "3", HOLDFAST_KILL_AT="trainer.handed:2")
     assert child.wait() == -signal.SIGKILL
     playground.wait_for_keepers()
@@ -85,8 +85,8 @@ def test_the_next_attempt_waits_for_a_keeper_that_is_still_at_work(playground: P
     assert "restored step 6 " in second.said()
 
 
-def test_a_dead_keeper_is_told_and_replaced(playground: Playground, uninterrupted: str):
-    """The next save says that the keeper died, and training ends as if nothing had happened."""
+def test_a_dead_keeper_is_reported_and_replaced(playground: Playground, uninterrupted: str):
+    """The next save warns that the keeper died, and training ends like an uninterrupted run."""
     child = playground.start("--pause-at", "4")
     playground.wait_for_steps(4)
     assert playground.kill_keepers() == 1

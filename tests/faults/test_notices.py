@@ -1,4 +1,4 @@
-"""Preemption notices: a signal leads to a durable save of the agreed step and an exit status that says so."""
+"""Preemption notices: a signal leads to a durable save of the agreed step and to exit status 75."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_second_ctrl_c_stops_at_once_and_loses_nothing_staged(playground: Play
 @pytest.mark.ranks
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_one_ranks_notice_stops_all_ranks_at_one_step(playground: Playground, signalled: int):
-    """Two gloo ranks; only one is told."""
+    """Two gloo ranks; only one receives the signal."""
     children = playground.start_ranks(2, reserve_port(), "--pause-at", "3", "--every", "1000")
     playground.wait_for_steps(3)
     children[signalled].kill(signal.SIGTERM)

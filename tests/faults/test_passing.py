@@ -1,4 +1,4 @@
-"""An error that passes costs no checkpoint: not at the restore, and not afterwards by retention."""
+"""A passing error does not cost a checkpoint, neither at the restore nor afterwards by retention."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Stale:
 
 
 @pytest.mark.parametrize("name", [names.part(20, 1, 0), names.manifest(20, 1)])
-def test_one_stale_handle_and_the_newest_is_restored_all_the_same(
+def test_after_one_stale_handle_the_newest_checkpoint_is_still_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     train(tmp_path / "home", [10, 20])
@@ -72,7 +72,7 @@ def test_one_stale_handle_and_the_newest_is_restored_all_the_same(
         assert ckpt.restore() == 20
 
 
-def test_what_was_unreadable_outlives_the_older_one_that_a_person_chose(
+def test_a_checkpoint_that_was_unreadable_survives_the_restore_of_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "home"
@@ -101,7 +101,7 @@ def test_what_was_unreadable_outlives_the_older_one_that_a_person_chose(
     assert not list(home.glob("step-00000020/*a0001*"))
 
 
-def test_what_was_damaged_is_not_deleted_before_a_person_has_seen_it(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_deleted_before_the_user_has_seen_it(tmp_path: Path) -> None:
     home = tmp_path / "home"
     train(home, [10, 20])
     data = home / names.data(20, 1, 0)

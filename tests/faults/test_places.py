@@ -1,4 +1,4 @@
-"""Homes that fill up, vanish, refuse or are shared: earlier checkpoints stand, and the user is told."""
+"""Homes that fill up, vanish, refuse writes or are shared: earlier checkpoints remain, and a message says why."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_full_disk_keeps_earlier_checkpoints_and_stops_the_run_only_after_seve
     assert newest == holdfast.open(playground.home).step
 
 
-def test_space_that_comes_back_lets_the_run_go_on(playground: Playground, small_disk: Path):
+def test_the_run_continues_once_the_disk_has_space_again(playground: Playground, small_disk: Path):
     """A disk that is full for a while costs saves, not the run."""
     playground.home = small_disk / "home"
     ballast = small_disk / "ballast"
@@ -72,8 +72,8 @@ def test_space_that_comes_back_lets_the_run_go_on(playground: Playground, small_
     assert playground.check_all_complete_verify() == 2
 
 
-def test_a_home_that_vanishes_is_told_and_not_written_through(playground: Playground):
-    """A mount point that has gone away must not be filled with checkpoints nobody will find."""
+def test_a_home_that_vanishes_is_reported_and_not_created_again(playground: Playground):
+    """An unmounted mount point must not be filled with checkpoints that the next mount hides."""
     child = playground.start("--every", "1", "--step-s", "0.05", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and len(playground.complete()) > 1, "checkpoints")
     away = playground.folder / "away"
@@ -127,8 +127,8 @@ def test_a_second_run_on_a_home_whose_writer_lives_is_refused(playground: Playgr
     assert playground.complete()[0][0] == 2
 
 
-def test_of_two_runs_on_one_home_the_one_that_takes_over_wins(playground: Playground):
-    """The older one's next save says that it is fenced; every checkpoint is whole and of one attempt."""
+def test_a_run_that_takes_over_a_home_fences_the_other(playground: Playground):
+    """The next save of the older one raises that it is fenced; every checkpoint is whole and of one attempt."""
     first = playground.start("--every", "2", "--step-s", "0.05", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
     second = playground.start(
@@ -157,7 +157,7 @@ def test_two_runs_started_in_the_same_moment_take_different_attempts(playground:
 
 
 def test_a_stopped_trainer_that_comes_back_cannot_commit(playground: Playground):
-    """SIGSTOP, a new attempt, SIGCONT: the old one is fenced although it never saw it coming."""
+    """SIGSTOP, a new attempt, SIGCONT: the old one is fenced although it never ran in between."""
     first = playground.start("--every", "2", "--step-s", "0.02", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
     first.kill(signal.SIGSTOP)

@@ -58,7 +58,7 @@ def test_each_rank_writes_its_share_and_no_tensor_is_written_twice(playground: P
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_rank_killed(playground: Playground, uninterrupted_ranks: str, victim: int):
-    """The launcher ends the other one; both come back at one step."""
+    """The launcher ends the other one; both resume from one step."""
     children = playground.start_ranks(2, reserve_port(), "--step-s", "0.01", *ENDLESS)
     playground.wait_for_steps(7)
     playground.wait_for(playground.complete, "a checkpoint")

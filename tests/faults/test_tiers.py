@@ -39,7 +39,7 @@ def flip_newest(folder: Path) -> Path:
     return path
 
 
-def test_a_killed_trainer_comes_back_from_its_keepers_memory(
+def test_a_killed_trainer_resumes_from_its_keepers_memory(
     playground: Playground, uninterrupted: str, local: tuple[str, str]
 ):
     """Nothing is read from a disk but small documents, and the keeper then ends at once."""
@@ -59,7 +59,7 @@ def test_memory_is_offered_without_a_local_tier_too(playground: Playground, unin
     assert playground.final() == uninterrupted
 
 
-def test_what_the_next_save_has_overwritten_in_memory_is_read_from_disk(
+def test_memory_that_the_next_save_has_overwritten_is_read_from_disk(
     playground: Playground, uninterrupted: str, local: tuple[str, str]
 ):
     """Killed while the arena is copied over: its hashes do not match any more, those on the disk do."""
@@ -70,7 +70,7 @@ def test_what_the_next_save_has_overwritten_in_memory_is_read_from_disk(
     assert playground.final() == uninterrupted
 
 
-def test_a_dead_keeper_leaves_the_local_disk(
+def test_without_its_keeper_a_run_resumes_from_the_local_disk(
     playground: Playground, uninterrupted: str, local: tuple[str, str]
 ):
     """Without memory the local folder is nearest."""
@@ -81,8 +81,8 @@ def test_a_dead_keeper_leaves_the_local_disk(
     assert playground.final() == uninterrupted
 
 
-def test_a_lost_host_leaves_home(playground: Playground, uninterrupted: str, local: tuple[str, str]):
-    """Keepers and local disk gone: the newest that home calls complete is restored."""
+def test_a_lost_host_resumes_from_home(playground: Playground, uninterrupted: str, local: tuple[str, str]):
+    """Keepers and local disk gone: the newest complete checkpoint in home is restored."""
     child = playground.start("--step-s", "0.01", *ENDLESS, *local, "--home-every", "4", *HOLD)
     playground.wait_for(playground.complete, "a checkpoint in home")
     child.kill()
@@ -99,7 +99,7 @@ def test_a_lost_host_leaves_home(playground: Playground, uninterrupted: str, loc
     assert playground.final() == uninterrupted
 
 
-def test_a_damaged_local_copy_is_mended_from_home(
+def test_a_damaged_local_copy_is_recovered_from_home(
     playground: Playground, uninterrupted: str, local: tuple[str, str]
 ):
     """The same step, the damaged bytes from the other tier, and a line that says so."""
@@ -113,7 +113,7 @@ def test_a_damaged_local_copy_is_mended_from_home(
     assert playground.final() == uninterrupted
 
 
-def test_only_what_is_due_goes_home_and_the_last_always(playground: Playground, local: tuple[str, str]):
+def test_only_due_saves_and_the_last_one_are_sent_home(playground: Playground, local: tuple[str, str]):
     """Each tier keeps its own number. A slow drain may skip one that is due, so training waits for each."""
     playground.finish(*local, "--home-every", "10", "--keep", "9", "--wait-home")
     assert [step for _, step in playground.complete()] == [TOTAL, 20, 10]
@@ -122,8 +122,8 @@ def test_only_what_is_due_goes_home_and_the_last_always(playground: Playground, 
     assert playground.check_all_complete_verify(playground.local) == 2
 
 
-def test_training_goes_on_while_home_is_away(playground: Playground, local: tuple[str, str]):
-    """Home vanishes and comes back: local saves go on, somebody is told, and the drain catches up."""
+def test_training_continues_while_home_is_unavailable(playground: Playground, local: tuple[str, str]):
+    """Home vanishes and comes back: local saves continue, a warning is shown, and the drain catches up."""
     child = playground.start(*local, "--pause-at", "10", total=200)
     playground.wait_for(playground.complete, "a checkpoint in home")
     away = playground.folder / "away"
@@ -138,8 +138,8 @@ def test_training_goes_on_while_home_is_away(playground: Playground, local: tupl
     assert playground.check_all_complete_verify() > 0
 
 
-def test_home_that_stays_away_is_an_error_in_the_end(playground: Playground, local: tuple[str, str]):
-    """After the user's own limit the next save raises; the local tier stands."""
+def test_a_home_that_stays_unavailable_is_an_error_in_the_end(playground: Playground, local: tuple[str, str]):
+    """After the user's own limit the next save raises; the local tier remains."""
     child = playground.start(*local, "--step-s", "0.01", "--patience", "0.2s", total=100_000)
     playground.wait_for(playground.complete, "a checkpoint in home")
     away = playground.folder / "away"
@@ -151,8 +151,8 @@ def test_home_that_stays_away_is_an_error_in_the_end(playground: Playground, loc
     assert playground.check_all_complete_verify(playground.local) > 0
 
 
-def test_ranks_drain_together(playground: Playground, local: tuple[str, str]):
-    """Two ranks: each brings its own files home, rank 0 the manifest, and a killed world comes back."""
+def test_each_rank_drains_its_own_files(playground: Playground, local: tuple[str, str]):
+    """Two ranks: each sends its own files home, rank 0 the manifest, and killed ranks resume."""
     children = playground.start_ranks(2, reserve_port(), *local, "--step-s", "0.01", *ENDLESS, *HOLD)
     playground.wait_for_steps(7, children[0])
     for child in children:

@@ -119,16 +119,14 @@ def test_the_error_of_catalogs_that_disagree_names_the_step() -> None:
         merge(parts_of([a, b]))
     assert (caught.value.key, caught.value.rank, caught.value.step) == ("w", 1, 500)
     assert str(caught.value).startswith("Step 500 was not committed: ")
-    assert str(caught.value).endswith("Earlier checkpoints stand.")
+    assert str(caught.value).endswith("Earlier checkpoints remain.")
 
 
 def test_a_tensor_that_is_both_per_rank_and_shared_is_refused() -> None:
     shared = catalog(w=Tensor("F32", (4,), whole(0), (0,)))
     own: list[list[Own]] = [[], [("w", "F32", (4,), 4096)]]
     for ranks in (parts_of([shared, catalog()], own), parts_of([shared, shared], own)):
-        with pytest.raises(
-            InvalidInput, match="rank 1 has its own, for rank 0 several ranks share it"
-        ) as caught:
+        with pytest.raises(InvalidInput, match="rank 1 has its own, but rank 0 lists it as shared") as caught:
             merge(ranks)
         assert (caught.value.key, caught.value.rank, caught.value.step) == ("w", 1, 500)
 

@@ -195,7 +195,7 @@ def test_a_wrong_number_of_chunk_hashes_is_corrupt(hashes: str) -> None:
 )
 def test_other_sealed_documents_are_not_parts(change: dict[str, object]) -> None:
     """Whoever sealed it: what is not there raises Corrupt, never an error of the parser."""
-    with pytest.raises(Corrupt, match=r"is not a valid part|is not JSON that can be read"):
+    with pytest.raises(Corrupt, match=r"is not a valid part|is not valid JSON"):
         part.parse(resealed(document(example()), change), "part")
 
 

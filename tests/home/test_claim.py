@@ -346,7 +346,7 @@ def test_a_second_writer_in_one_process_is_refused_until_the_first_is_closed(tmp
     assert restored(home)[0] == 3
 
 
-def test_who_has_lost_the_race_since_it_restored_is_refused(tmp_path: Path) -> None:
+def test_a_start_that_lost_the_race_after_its_restore_is_refused(tmp_path: Path) -> None:
     """Another attempt has committed meanwhile, and has ended: saving now would throw its steps away."""
     home = tmp_path / "home"
     save_steps(home, range(1, 2))

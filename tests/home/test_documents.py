@@ -309,7 +309,7 @@ def test_a_save_without_only_its_manifest_is_committed() -> None:
 
 
 @pytest.mark.parametrize("harm", ["no part", "no data", "short data", "torn part", "other run", "newer part"])
-def test_a_save_that_lacks_more_is_left_alone(harm: str) -> None:
+def test_a_save_that_lacks_more_is_not_committed(harm: str) -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False, run_id="x" if harm == "other run" else RUN_ID)
     data, part = names.data(5, 1, 1), names.part(5, 1, 1)

@@ -72,7 +72,7 @@ def put_part(store: Store, rank: int, *, world_size: int = 2, ancestors: parts.A
     store.put(names.part(5, 1, rank), parts.finish(draft, file))
 
 
-def test_eight_committing_at_once_make_one_manifest(tmp_path: Path) -> None:
+def test_eight_commits_at_once_write_one_manifest(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "home"))
     for rank in range(8):
         put_part(store, rank, world_size=8)

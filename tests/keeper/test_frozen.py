@@ -128,7 +128,7 @@ def test_changed_tensors_are_written_again_and_then_linked(tmp_path: Path) -> No
 
 
 def test_the_image_is_hashed_even_if_it_is_linked() -> None:
-    """What the part says of the file comes from memory, so damage on the disk is found."""
+    """The hash in the part is computed from memory, so damage on the disk is found."""
     frozen = FrozenFile(MemoryStore(), make_config())
     first = persist_frozen(frozen, 1)
     assert persist_frozen(frozen, 2) == first

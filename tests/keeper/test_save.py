@@ -51,7 +51,7 @@ def test_a_wait_that_is_too_long_is_a_timeout(wait: str) -> None:
     assert caught.value.step == 3
 
 
-def test_a_save_that_is_not_in_home_is_done_all_the_same() -> None:
+def test_a_save_that_is_not_in_home_is_still_done() -> None:
     save = durable(3)
     assert save.done()
     assert not save.is_settled_in_home

@@ -147,7 +147,7 @@ def test_values_of_steps_before_the_restored_one_do_not_count() -> None:
     assert [(point.step, point.attempt) for point in curve.counted] == [(1, 1), (2, 1), (3, 2)]
 
 
-def test_of_an_attempt_that_went_back_the_last_stretch_is_the_source() -> None:
+def test_the_last_stretch_of_an_attempt_that_went_back_is_the_source() -> None:
     events = [
         metrics_event(1, 0.0, [1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0]),
         restored(2, 1.0, 3, 1),

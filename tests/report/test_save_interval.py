@@ -29,7 +29,7 @@ def test_if_a_save_costs_more_than_twice_the_mtbf_daly_is_the_mtbf() -> None:
 
 
 @given(costs, mtbfs)
-def test_daly_loses_hardly_more_than_any_other_interval(cost_s: float, mtbf_s: float) -> None:
+def test_no_interval_loses_much_less_than_dalys(cost_s: float, mtbf_s: float) -> None:
     """For cheap saves, the closed form is near the optimum of the exact expectation."""
     assume(cost_s < mtbf_s / 2)
     at_daly = lost_share(daly_s(cost_s, mtbf_s), cost_s, mtbf_s)

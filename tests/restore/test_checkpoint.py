@@ -46,7 +46,7 @@ def test_the_newest_is_of_the_newest_attempt() -> None:
     assert opened.skipped == ()
 
 
-def test_a_step_and_an_attempt_can_be_asked_for() -> None:
+def test_a_step_and_an_attempt_can_be_chosen() -> None:
     store = make_store()
     make_checkpoint(store, 500, 2, [{"new": torch.zeros(1)}])
     assert open_checkpoint(store, 400).attempt == 1
@@ -129,7 +129,7 @@ def test_info_needs_no_reading() -> None:
     assert opened.info("model.b").num_bytes == 8
 
 
-def test_a_tensor_that_is_not_there_is_answered_with_close_names() -> None:
+def test_a_missing_tensor_is_an_error_with_similar_names() -> None:
     opened = open_checkpoint(make_store())
     with pytest.raises(NotFound, match=r"model\.v.*Did you mean.*model\.w"):
         opened["model.v"]

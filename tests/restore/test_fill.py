@@ -251,7 +251,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], EvenPartitioning, list[Regi
 
 @settings(max_examples=60)
 @given(cases(), st.sampled_from(["F32", "BF16", "BOOL", "C64"]), st.booleans())
-def test_any_region_of_a_tensor_cut_in_any_way_is_what_slicing_the_whole_gives(
+def test_any_region_of_a_tensor_equals_the_same_slice_of_the_whole(
     case: tuple[tuple[int, ...], EvenPartitioning, list[Region]], dtype: str, frozen: bool
 ) -> None:
     shape, partitioning, wanted = case
@@ -266,7 +266,7 @@ def test_any_region_of_a_tensor_cut_in_any_way_is_what_slicing_the_whole_gives(
 
 @settings(max_examples=40)
 @given(cases())
-def test_regions_of_other_ranks_are_not_even_looked_at(
+def test_regions_of_other_ranks_are_not_read(
     case: tuple[tuple[int, ...], EvenPartitioning, list[Region]],
 ) -> None:
     """Parts and data files of ranks without requested bytes are not read."""
@@ -283,9 +283,7 @@ def test_regions_of_other_ranks_are_not_even_looked_at(
 
 @pytest.mark.parametrize("num_saved", [1, 2, 4])
 @pytest.mark.parametrize("num_loading", [1, 3, 8])
-def test_ranks_of_another_number_together_read_hardly_more_than_there_is(
-    num_saved: int, num_loading: int
-) -> None:
+def test_another_number_of_ranks_reads_little_more_than_the_tensor(num_saved: int, num_loading: int) -> None:
     """Split along the first dimension, each rank reads its rows and at most a chunk more at either end."""
     saved = torch.randn(1000, 64)
     store = MemoryStore()

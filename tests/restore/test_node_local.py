@@ -137,7 +137,7 @@ def found_rank(one: Restored) -> int:
     return 0 if "memory://a" in one.sources else 1
 
 
-def test_what_one_disk_lacks_is_taken_from_home() -> None:
+def test_files_that_one_disk_lacks_are_read_from_home() -> None:
     """The union counts: one rank's files in home only, the other's on its disk only."""
     hosts = Hosts()
     hosts.save(10, to_home=(0,), kept=(1,))
@@ -196,7 +196,7 @@ def test_a_local_copy_that_is_damaged_is_mended_from_home() -> None:
 
 
 @pytest.mark.parametrize(("step", "kind"), [(10, None), (20, NotFound)])
-def test_a_step_can_be_asked_for(step: int, kind: type[Exception] | None) -> None:
+def test_a_step_can_be_chosen(step: int, kind: type[Exception] | None) -> None:
     hosts = Hosts()
     hosts.save(10)
     hosts.save(20, kept=(0,))
@@ -205,7 +205,7 @@ def test_a_step_can_be_asked_for(step: int, kind: type[Exception] | None) -> Non
         assert one.step == step if kind is None else isinstance(one, kind)
 
 
-def test_parts_that_do_not_belong_together_are_no_checkpoint() -> None:
+def test_parts_that_do_not_belong_together_are_not_a_checkpoint() -> None:
     """Of two runs of the same name and numbers, say, of which each host has one."""
     hosts = Hosts()
     hosts.save(10)
@@ -217,7 +217,7 @@ def test_parts_that_do_not_belong_together_are_no_checkpoint() -> None:
     assert all(isinstance(one, Corrupt) and "was not committed" in str(one) for one in found), found
 
 
-def test_what_a_folder_has_is_what_its_parts_describe() -> None:
+def test_a_folder_holds_the_files_that_its_parts_describe() -> None:
     hosts = Hosts()
     hosts.save(10)
     hosts.save(20)
@@ -247,7 +247,7 @@ def test_of_two_different_copies_the_one_that_more_can_read_is_taken() -> None:
     assert one.holders[0] == (1, 2)
 
 
-def test_blocks_are_read_by_those_who_have_them() -> None:
+def test_blocks_are_read_by_ranks_that_have_the_files() -> None:
     """Rank 2 needs two files and has none; the lenders of each share the work."""
     needs = [[], [], [(0, 0, 0, 8, 8 << 20), (1, 0, 0, 1, 8 << 20)]]
     blocks = assign_blocks(needs, {0: (0, 1), 1: (1,)})

@@ -220,7 +220,7 @@ def test_bytes_are_reported_as_they_come() -> None:
     assert sum(seen) == stats.num_bytes == len(IMAGE)
 
 
-def test_nothing_wanted_is_nothing_read() -> None:
+def test_without_requests_nothing_is_read() -> None:
     assert read(MemoryStore(), [Job(PART, wants([(0, 0), (77, 0)]))]).num_reads == 0
     assert read(MemoryStore(), []).num_bytes == 0
 

@@ -290,7 +290,7 @@ def test_checkpoints_of_a_newer_format_alone_raise_unsupported() -> None:
         restore(store, empty_live())
 
 
-def test_a_step_that_is_asked_for_is_restored_or_raised() -> None:
+def test_a_requested_step_is_restored_or_raised() -> None:
     store, live = make_store(), empty_live()
     restored = restore(store, live, step=200)
     assert restored is not None
@@ -357,7 +357,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("what", FAILING)
-def test_a_passing_error_makes_no_older_checkpoint_the_newest(what: str) -> None:
+def test_a_passing_error_does_not_make_an_older_checkpoint_the_newest(what: str) -> None:
     store = FaultyStore(make_store())
     method, name = FAILING[what]
     store.fail(method, RetryLater("stale file handle"), times=2, matching=name)
@@ -397,7 +397,7 @@ def test_damage_that_is_certain_counts_although_another_rank_could_not_read() ->
     assert [one.step for one in on_ranks(store, lives)] == [100, 100]
 
 
-def test_a_near_copy_that_is_damaged_does_not_condemn_a_far_one_that_cannot_be_read() -> None:
+def test_a_damaged_near_copy_is_not_damage_while_the_far_one_is_unreadable() -> None:
     near, far = FaultyStore(make_store()), FaultyStore(make_store())
     flip(near, names.data(300, 1, 0))
     far.fail("read_into", RetryLater("no answer"), matching=names.data(300, 1, 0), times=2)
@@ -406,7 +406,7 @@ def test_a_near_copy_that_is_damaged_does_not_condemn_a_far_one_that_cannot_be_r
     assert restored.step == 300
 
 
-def test_a_near_tier_that_cannot_be_read_does_no_harm_where_the_far_one_is_whole() -> None:
+def test_an_unreadable_near_tier_does_no_harm_if_the_far_one_is_intact() -> None:
     near, far = FaultyStore(make_store()), make_store()
     for method in ("get", "read_into", "size"):
         near.fail(method, RetryLater("input/output error"), times=None)
@@ -434,7 +434,7 @@ def test_what_does_not_verify_is_noted_and_what_is_superseded_is_not() -> None:
     assert good == (1, 100)
 
 
-def test_a_dead_branch_is_not_fallen_back_to() -> None:
+def test_fallback_skips_a_superseded_branch() -> None:
     """Attempt 2 went back from 300 to 100; when its 200 is damaged, 100 is the newest of its line."""
     store, live = make_store(), empty_live()
     make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
@@ -450,7 +450,7 @@ def test_a_dead_branch_is_not_fallen_back_to() -> None:
     assert by_hand.attempt == 1
 
 
-def test_after_going_back_by_hand_to_a_superseded_checkpoint_its_line_is_gone_back_to() -> None:
+def test_fallback_follows_the_line_of_a_superseded_checkpoint_chosen_by_hand() -> None:
     """Attempt 2 left 300 behind; attempt 3 took it by hand. If 3's is damaged, 300 is the next, not 2's."""
     store, live = make_store(), empty_live()
     make_checkpoint(store, 250, 2, [state_of(252)], base=(1, 200), chunk_bytes=4096)
@@ -471,7 +471,7 @@ def test_after_going_back_by_hand_to_a_superseded_checkpoint_its_line_is_gone_ba
     assert reasons[250, 2] == "superseded: attempt 3 continued from step 300"
 
 
-def test_a_line_of_several_restarts_is_gone_back_along() -> None:
+def test_fallback_follows_the_line_across_several_restarts() -> None:
     """Attempt 2 from 200 of attempt 1, attempt 3 from 250 of attempt 2, with dead ends beside each."""
     store, live = make_store(), empty_live()
     for step in (250, 260):
@@ -488,7 +488,7 @@ def test_a_line_of_several_restarts_is_gone_back_along() -> None:
     assert {(one.step, one.attempt) for one in restored.skipped} == {*order[:-1], (260, 2), (300, 1)}
 
 
-def test_an_asked_for_step_falls_back_to_an_older_attempts() -> None:
+def test_a_requested_step_falls_back_to_the_same_step_of_an_older_attempt() -> None:
     store, live = make_store(), empty_live()
     make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
     flip(store, names.data(200, 2, 0))
@@ -574,7 +574,7 @@ def test_another_number_of_ranks_takes_parts_modulo_the_saved_one(world_size: in
     assert [live.tensors["own"][1].item() for live in lives] == [rank % 2 for rank in range(world_size)]
 
 
-def test_whose_per_rank_state_a_rank_takes_can_be_chosen() -> None:
+def test_a_rank_can_choose_the_saved_rank_of_its_per_rank_state() -> None:
     asked = []
 
     def source_rank(rank: int, world_size: int, saved: int) -> int:
@@ -625,7 +625,7 @@ def test_a_rank_gets_its_own_values_first_and_those_of_each_other_structure() ->
         assert live.tensors["w1"].all()
 
 
-def test_damage_that_one_rank_alone_meets_makes_both_fall_back() -> None:
+def test_damage_found_by_one_rank_makes_both_fall_back() -> None:
     """Rank 1 alone reads its own copy, and that chunk is damaged."""
     store = two_rank_store()
     part_at = store.get(names.data(200, 1, 1)).rfind(torch.tensor([200, 1]).numpy().tobytes())
@@ -665,7 +665,7 @@ def flaky_store(num_failures: int) -> Flaky:
     return store
 
 
-def test_both_ranks_try_again_what_one_could_not_read() -> None:
+def test_both_ranks_retry_if_one_cannot_read() -> None:
     results = on_ranks(flaky_store(3), [rank_live(), rank_live()])
     assert [one.step for one in results] == [200, 200]
     assert [one.skipped for one in results] == [(), ()]

@@ -95,7 +95,7 @@ def _with_hook(parameters: Any) -> Optimizer:
     ],
     ids=["AdamW", "SGD", "LBFGS", "other class", "other hook"],
 )
-def test_a_closure_runs_beside_the_copy(
+def test_a_closure_runs_during_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Optimizer], is_beside: bool
 ) -> None:
     """Unless parameters may change before the closure."""

@@ -199,7 +199,7 @@ def test_an_untied_checkpoint_in_tied_tensors_adds_a_note() -> None:
 
 
 def test_a_meta_module_is_materialized_with_its_optimizer() -> None:
-    """Parameters keep their identity: the optimizer that was made on meta goes on training them."""
+    """Parameters keep their identity: the optimizer that was made on meta continues to train them."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -86,7 +86,7 @@ def test_a_copy_of_a_state_dict_warns_with_a_fix(tmp_path: Path) -> None:
     assert "state={'all': {'weights': model}}" in doubt
 
 
-def test_tensors_that_are_no_copy_of_a_model_do_not_warn(tmp_path: Path) -> None:
+def test_tensors_that_are_not_copies_of_a_model_do_not_warn(tmp_path: Path) -> None:
     """An average beside its model, parameters of a functional model, and other tensors by name."""
     model = make_model()
     state = {

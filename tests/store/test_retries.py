@@ -227,7 +227,7 @@ def test_expired_keys_are_read_again(
     assert behind.get("a") == b"3"
 
 
-def test_a_full_quota_is_no_matter_of_keys(store: Store, proxy: FaultProxy) -> None:
+def test_a_full_quota_is_not_an_error_of_keys(store: Store, proxy: FaultProxy) -> None:
     proxy.inject("403", method="PUT", code="QuotaExceeded", times=None)
     with pytest.raises(RetryLater, match="QuotaExceeded") as caught:
         store.put("a", b"x")

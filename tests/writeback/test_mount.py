@@ -279,7 +279,7 @@ def test_mounts_of_the_same_attempt_or_other_owners_coexist(
 # -- lifecycle of the uploader ---------------------------------------------------------------------------
 
 
-def test_the_uploader_exits_when_all_is_uploaded_and_nobody_holds_it(mounted: MountedDirectory):
+def test_the_uploader_exits_when_all_is_uploaded_and_no_handle_is_left(mounted: MountedDirectory):
     mounted.write("file", os.urandom(LARGE))
     status = mounted.held.pop().close(timeout_s=None)
     assert status.uploader == "ended"

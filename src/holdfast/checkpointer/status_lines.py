@@ -30,8 +30,8 @@ def show_what_is_left(components: Components, step: int, total: int) -> None:
     """Show that a finished run has nothing left to train, or is trained further."""
     if step and step >= total:
         components.show(
-            f"all {total} steps are done, so nothing is trained; to train on, raise the total: "
-            f"steps({total}) asks for no more"
+            f"all {total} steps are done, so nothing is trained; to train further, raise the total of "
+            f"steps({total})"
         )
     elif components.done.step == step:
         components.show(f"training continues from step {step} to step {total}")

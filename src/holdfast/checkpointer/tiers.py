@@ -206,8 +206,8 @@ class Tiers:
         if found:
             raise InvalidInput(
                 f"{self.home} holds checkpoints, the newest of step {max(found)[1]}, and restore() was not "
-                "called: saving now would begin a new line beside them, and retention would delete them in "
-                "time. Nothing was saved. Call restore() first, or begin afresh in another home."
+                "called: a save now would start from scratch beside them, and retention would delete them in "
+                "time. Nothing was saved. Call restore() first, or start from scratch in another home."
             )
 
     def finish_commits(self, run: str, whole: Collection[tuple[int, int]]) -> list[tuple[int, int, str]]:
@@ -240,7 +240,7 @@ class Tiers:
         if fresh and list_home(self._local_store).saved:
             raise InvalidInput(
                 f"{self.local} holds files of checkpoints, and restore() was not called. Nothing was saved. "
-                "Call restore() first, or begin afresh in another home and another folder."
+                "Call restore() first, or start from scratch in another home and another folder."
             )
         check_run(self._local_store, claim.run)
         copy_claim(self._local_store, claim)

@@ -216,8 +216,8 @@ class Training:
         newest = last.step if last is not None else self.attempt.base_step or 0
         if step is None and self.position.step is not None:
             self._components.show(
-                f"training has gone on after step {self.position.step}, and up to which step is not known; "
-                f"the newest save is that of step {newest}. Call finish(step) to save the end"
+                f"training continued after step {self.position.step} without counting its steps; the newest "
+                f"save is that of step {newest}. Call finish(step) to save the end"
             )
         if step is None or (step <= newest and not self._can_repeat(step)):
             return None
@@ -286,8 +286,8 @@ class Training:
             step = last.step if last is not None else self.attempt.base_step
         if step is None:
             raise InvalidInput(
-                "finish(): the last step is not known, since training has gone on after the newest call of "
-                "should_save(), or never called it. Nothing was done. Write finish(step)."
+                "finish() cannot determine the last step: training continued after the newest call of "
+                "should_save(), or never called it. Nothing was done. Call finish(step)."
             )
         return step
 

@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
     parser = command(commands, "forget", run, details=details, examples=_EXAMPLES)
     parser.add_argument("ids", nargs="*", type=count, metavar="ID", help="numbers of jobs")
     parser.add_argument(
-        "--ended-before", metavar="T", help="all that ended longer ago than this, such as 30d"
+        "--ended-before", metavar="T", help="jobs that ended longer ago than this, such as 30d"
     )
     parser.add_argument("--all-ended", action="store_true", help="all that have ended")
     parser.add_argument(

@@ -36,7 +36,7 @@ def add_task(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--env-file",
         metavar="FILE",
-        help="set the variables of a file with a line K=V for each; --env overrides them",
+        help="set variables from a file with one K=V per line; --env overrides them",
     )
     parser.add_argument(
         "--secret",
@@ -57,7 +57,9 @@ def add_task(parser: argparse.ArgumentParser) -> None:
         f"{-MAX_PRIORITY} to {MAX_PRIORITY} (default: 0)",
     )
     parser.add_argument(
-        "--workdir", metavar="FOLDER", help="folder to copy as the workdir (a command: this folder)"
+        "--workdir",
+        metavar="FOLDER",
+        help="folder to copy as the workdir (default for a command: the current one)",
     )
 
 

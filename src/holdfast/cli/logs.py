@@ -21,7 +21,7 @@ holdfast logs 3 --node 1 --timestamps
 def add_parser(commands: Commands) -> None:
     """Add the command."""
     details = (
-        "It has the lines of all attempts, those of several nodes in the order of time. With -f, new lines "
+        "It has the lines of all attempts, sorted by time if there are several nodes. With -f, new lines "
         "are printed until the job has ended, and the exit status is that of the job."
     )
     parser = command(commands, "logs", run, details=details, examples=_EXAMPLES)

@@ -42,7 +42,7 @@ def add_parser(commands: Commands) -> None:
         help=f"only jobs with this status, such as {JobStatus.FAILED.value}; can be repeated",
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--all", action="store_true", help="all jobs that have ended too")
+    which.add_argument("--all", action="store_true", help="also list all jobs that have ended")
     which.add_argument(
         "--tail",
         type=step_number,

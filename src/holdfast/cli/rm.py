@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
         "--before", type=step_number, metavar="N", help="all steps before this one, except incomplete ones"
     )
     parser.add_argument(
-        "--superseded", action="store_true", help="checkpoints that the run no longer continues"
+        "--superseded", action="store_true", help="checkpoints that a newer attempt left behind"
     )
     parser.add_argument("--incomplete", action="store_true", help="files of saves that were not completed")
     add_attempt(parser, default="all")

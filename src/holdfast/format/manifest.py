@@ -89,7 +89,7 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
     except InvalidInput as error:
         step = merging.first.step
         raise InvalidInput(
-            f"Step {step} was not committed: {error} Earlier checkpoints stand.",
+            f"Step {step} was not committed: {error} Earlier checkpoints remain.",
             step=step,
             rank=error.rank,
             key=error.key,
@@ -162,8 +162,8 @@ class _Merging:
         for name, (_, rank) in self.each.items():
             if name in agreed.tensors:
                 raise InvalidInput(
-                    f"Ranks disagree about {name}: rank {rank} has its own, for rank "
-                    f"{agreed.tensors[name].held_by[0]} several ranks share it.",
+                    f"Ranks disagree about {name}: rank {rank} has its own, but rank "
+                    f"{agreed.tensors[name].held_by[0]} lists it as shared by several ranks.",
                     rank=rank,
                     key=name,
                 )

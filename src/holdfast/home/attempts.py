@@ -36,9 +36,8 @@ def check_not_fenced(store: Store, attempt: int) -> None:
     newest = newest_attempt(store)
     if newest > attempt:
         raise Conflict(
-            f"Attempt {newest} has taken over this home; attempt {attempt} is fenced and may not commit any "
-            "more. "
-            "Its earlier checkpoints stand. Stop this process: the other one continues."
+            f"Attempt {newest} has taken over this home; attempt {attempt} is fenced and may no longer "
+            "commit. Its earlier checkpoints remain. Stop this process: the other one continues."
         )
 
 
@@ -69,7 +68,7 @@ def check_claim(store: Store, attempt: int, claim: str) -> None:
         return  # damaged, and still in the way of any other start that would take the number
     raise Conflict(
         f"The claim of attempt {attempt} in {store.url} was lost, and process {other.pid} on host "
-        f"{other.host} has claimed the same number since. This process may not commit any more; its earlier "
+        f"{other.host} has claimed the same number since. This process may no longer commit; its earlier "
         "checkpoints stand. Stop it: the other one continues."
     )
 

@@ -118,7 +118,7 @@ def check_no_writer(store: Store, writers: Sequence[tuple[str, LiveTrainer]]) ->
         f"{store.url} is being written by attempt {writer.attempt}: "
         f"{'another Checkpointer of this process' if is_own else f'process {writer.pid}'} on host {host}"
         f"{since}. Nothing was saved or changed. {advice}. Checkpointer(..., take_over=True) takes the home "
-        "from it: it may not commit any more then."
+        "over: the other one can then no longer commit."
     )
 
 

@@ -161,7 +161,7 @@ def put_manifest(store: Store, step: int, name: str, text: bytes) -> bool:
 def _check_same(store: Store, name: str, expected: Manifest) -> None:
     found = manifests.parse(store.get(name), name)
     if (found.run, found.parts) != (expected.run, expected.parts):
-        message = f"{name} in {store.url} describes other files than those of this save. It was left alone."
+        message = f"{name} in {store.url} describes other files than those of this save. It was not changed."
         raise Corrupt(message, step=expected.step, key=name)
 
 

@@ -49,7 +49,8 @@ def check_no_losses(signs: list[str], url: str) -> None:
     raise Corrupt(
         f"{url} has no checkpoint that can be restored, but there were some, and training must not start "
         f"from zero unnoticed. Found:{found}\nNothing was changed. Bring the missing files back from a copy, "
-        "restore from another place, or begin afresh in another home. If the loss is meant, delete this home."
+        "restore from another place, or start from scratch in another home. If the loss is intended, delete "
+        "this home."
     )
 
 

@@ -86,8 +86,8 @@ class FrozenFile:
             else "but that save failed before their hashes were known, so nothing proves it"
         )
         raise InvalidInput(
-            f"Step {step} was dropped: tensors that no optimizer of the state trains were copied beside "
-            f"training, since they had not changed since the previous save, {reason}. Earlier checkpoints "
+            f"Step {step} was dropped. Tensors that no optimizer of the state trains were copied in the "
+            f"background, as they seemed unchanged since the previous save, {reason}. Earlier checkpoints "
             "remain. From now on these tensors are copied before save() returns.",
             step=step,
             rank=self._config.rank,

@@ -130,7 +130,7 @@ def _partial(path: Path) -> Path:
 
 
 def _exists_error(path: Path) -> Conflict:
-    message = f"{path} exists; it was left alone. To replace it, pass overwrite=True (--overwrite)."
+    message = f"{path} exists; it was not changed. To replace it, pass overwrite=True (--overwrite)."
     return Conflict(message, key=str(path))
 
 

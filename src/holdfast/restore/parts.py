@@ -86,8 +86,8 @@ class Parts:
             shard, start = next(same, (None, 0))
             if shard is None:
                 raise Corrupt(
-                    f"The manifest of step {self.manifest.step} has {name} as "
-                    f"{tensor.dtype}{list(tensor.shape)}, {expected} of it on rank {one}, which holds "
+                    f"The manifest of step {self.manifest.step} and the part of rank {one} differ for "
+                    f"{name}: expected {expected} of {tensor.dtype}{list(tensor.shape)} on this rank, found "
                     f"{', '.join(str(row[0]) for row in held[:8])}.",
                     step=self.manifest.step,
                     rank=one,

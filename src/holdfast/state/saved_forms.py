@@ -97,8 +97,8 @@ def _name_of(member: enum.Enum, path: str) -> str:
         name = "|".join(str(one.name) for one in parts)
     if name is None or member_of(kind, name) is not member:
         raise InvalidInput(
-            f"{path} is {member!r}, which {kind.__qualname__} does not find by its names, so it cannot be "
-            "saved. Nothing was written. Save its value instead.",
+            f"{path} is {member!r}, which has no name in {kind.__qualname__}, so it cannot be saved. Nothing "
+            "was written. Save its value instead.",
             key=path,
         )
     return name

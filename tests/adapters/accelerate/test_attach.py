@@ -237,7 +237,7 @@ def test_a_stock_folder_that_was_cut_off_is_skipped(make: Make, tmp_path: Path) 
         again.accelerator.load_state(str(path.parent))
 
 
-def test_another_runs_state_begins_a_run(make: Make, tmp_path: Path) -> None:
+def test_a_state_of_another_run_starts_a_new_run(make: Make, tmp_path: Path) -> None:
     first = make(project_dir=str(tmp_path / "first"))
     first.step()
     folder = first.accelerator.save_state()

@@ -83,7 +83,7 @@ def test_a_newer_checkpoint_of_torchtitan_is_resumed_from(tmp_path: Path) -> Non
     assert train(tmp_path / "run", 6, interval=2)["first"] == 6
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     train(tmp_path / "run", 4, interval=2, last_save_model_only=False)
     for path in (tmp_path / "run" / "checkpoint" / "step-00000004").glob("*.safetensors"):
         content = bytearray(path.read_bytes())

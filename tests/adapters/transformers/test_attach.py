@@ -122,9 +122,7 @@ def test_a_path_of_another_run_begins_a_new_home_from_it(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_folder_whose_save_was_interrupted_is_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_of_an_interrupted_save_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attach(make(tmp_path, callbacks=[StopAt(4)])).train()
     (tmp_path / "checkpoint-6").mkdir()
     (tmp_path / "checkpoint-6" / "trainer_state.json").write_text("{}")
@@ -172,7 +170,7 @@ def test_folders_of_the_trainer_itself_are_resumed_and_continued(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_damaged_folder_of_the_trainer_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_folder_of_the_trainer_is_skipped(tmp_path: Path) -> None:
     unbroken = make(tmp_path / "unbroken")
     unbroken.train()
     make(tmp_path / "out", callbacks=[StopAt(6)]).train()
@@ -195,7 +193,7 @@ def damage(home: Path, step: int, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["model", pytest.param("optimizer", marks=pytest.mark.slow)])
-def test_a_damaged_checkpoint_is_passed_over_wherever_the_damage_is(tmp_path: Path, part: str) -> None:
+def test_a_damaged_checkpoint_is_skipped_wherever_the_damage_is(tmp_path: Path, part: str) -> None:
     unbroken = make(tmp_path / "unbroken")
     unbroken.train()
     attach(make(tmp_path / "out", callbacks=[StopAt(6)]), folders=False).train()
@@ -227,7 +225,7 @@ def test_the_methods_of_a_subclass_run_first_and_reach_holdfast_by_super(tmp_pat
     assert holdfast.open(tmp_path / "holdfast").step == 2
 
 
-def test_a_subclass_that_saves_by_itself_is_found_at_its_first_save(tmp_path: Path) -> None:
+def test_a_subclass_with_its_own_save_is_refused_at_its_first_save(tmp_path: Path) -> None:
     class Alone(Trainer):
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             pass
@@ -237,7 +235,7 @@ def test_a_subclass_that_saves_by_itself_is_found_at_its_first_save(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_weights_alone_continue_only_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_weights_alone_continue_only_on_request(tmp_path: Path) -> None:
     attach(make(tmp_path, save_only_model=True, callbacks=[StopAt(4)]), folders=False).train()
     with pytest.raises(holdfast.InvalidInput, match="save_only_model=True"):
         attach(make(tmp_path)).train(resume_from_checkpoint=True)

@@ -1,4 +1,4 @@
-"""Position of a data loader in its data, so that a resumed run can continue there."""
+"""Position of a data loader in its data, so that a resumed run continues there."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def check_load_arguments(arguments: dict[str, Any]) -> bool:
     unknown = sorted(set(arguments) - _KNOWN_ARGUMENTS)
     if unknown:
         raise InvalidInput(
-            f"load_state() got {', '.join(unknown)}, which a checkpoint of Holdfast has no use for. Nothing "
-            "was loaded. Leave it out; strict and map_location are known."
+            f"load_state() got {', '.join(unknown)}, which Holdfast does not support. Nothing was loaded. "
+            "Leave it out; strict and map_location are supported."
         )
     return bool(arguments.get("strict", True))

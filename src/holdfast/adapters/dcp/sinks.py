@@ -35,7 +35,7 @@ def make_sinks(
     """
     if tuple(target.shape) != sizes:
         raise InvalidInput(
-            f"{shard.name} has shape {list(sizes)}, but the tensor to load it into {list(target.shape)}.",
+            f"{shard.name} has shape {list(sizes)}, but the tensor to load it into has {list(target.shape)}.",
             key=shard.name,
         )
     if not math.prod(sizes):

@@ -45,7 +45,7 @@ class Facts:
         if not isinstance(meta, dict) or meta.get("version") != _VERSION:
             raise Unsupported(
                 f"{where} was not saved by an engine of DeepSpeed, or by a newer version of Holdfast. It was "
-                "left alone. Use another home for this training, or upgrade."
+                "not changed. Use another home for this training, or upgrade."
             )
         try:
             return cls(**{one.name: meta[one.name] for one in fields(cls)})

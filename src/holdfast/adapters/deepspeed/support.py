@@ -45,7 +45,7 @@ def check_engine(engine: Any) -> None:
         raise InvalidInput(
             f"The configuration of DeepSpeed chooses {type(engine.checkpoint_engine).__name__} to write "
             'checkpoints. The engine was not changed. Remove "checkpoint": {"writer": ...} and '
-            '"datastates_ckpt" from the configuration: Holdfast writes beside training by itself.'
+            '"datastates_ckpt" from the configuration: Holdfast already writes in the background.'
         )
 
 

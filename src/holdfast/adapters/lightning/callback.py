@@ -122,9 +122,9 @@ class HoldfastCheckpoint(ModelCheckpoint):
             strategy.checkpoint_io = found
         if not isinstance(found, HoldfastCheckpointIO):
             raise InvalidInput(
-                f"HoldfastCheckpoint saves by a CheckpointIO of its own, and the Trainer has "
-                f"{type(found).__name__}. Nothing was changed. Remove that one from Trainer(plugins=...) or "
-                "from the strategy, or use ModelCheckpoint."
+                f"HoldfastCheckpoint needs its own CheckpointIO, but the Trainer has {type(found).__name__}. "
+                "Nothing was changed. Remove that one from Trainer(plugins=...) or from the strategy, or use "
+                "ModelCheckpoint."
             )
         if found.home is None:
             found.home = home_beside(self.dirpath) if self._home is None else absolute(self._home)
@@ -282,10 +282,10 @@ def _is_fitting(trainer: Any) -> bool:
 
 
 def _check_strategy(strategy: Any) -> None:
-    """Check that a strategy saves by its CheckpointIO.
+    """Check that a strategy saves with its CheckpointIO.
 
     Raises:
-        Unsupported: it writes shards by itself.
+        Unsupported: it writes shards itself.
     """
     if getattr(strategy, "_state_dict_type", "full") == "sharded":
         raise Unsupported(
@@ -294,7 +294,7 @@ def _check_strategy(strategy: Any) -> None:
         )
     if any(one.__name__ == "DeepSpeedStrategy" for one in type(strategy).__mro__):
         raise Unsupported(
-            "DeepSpeedStrategy saves by DeepSpeed's engine and not by a CheckpointIO, so Holdfast cannot "
+            "DeepSpeedStrategy saves with DeepSpeed's engine and not with a CheckpointIO, so Holdfast cannot "
             "save its checkpoints. Use ModelCheckpoint with it."
         )
     if getattr(strategy, "_save_distributed_checkpoint", False):

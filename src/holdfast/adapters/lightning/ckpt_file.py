@@ -118,7 +118,7 @@ def verify_ckpt(path: Path) -> FileId | None:
     except DAMAGED as error:
         raise Corrupt(f"{path} is damaged, or not a file of torch.save: {error}.", key=str(path)) from error
     if damaged is not None:
-        raise Corrupt(f"{path} is damaged: its record {damaged} has other bytes.", key=str(path))
+        raise Corrupt(f"{path} is damaged: its record {damaged} does not match its hash.", key=str(path))
     return _id(facts)
 
 

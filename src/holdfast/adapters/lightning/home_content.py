@@ -59,7 +59,7 @@ class HomeContent:
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise Unsupported(
                 f"{checkpoint!r} was not saved through Lightning, or by a newer version of Holdfast. It was "
-                "left alone. Use another home for this training, or upgrade.",
+                "not changed. Use another home for this training, or upgrade.",
                 step=checkpoint.step,
             )
         self.facts = Facts(values["path"], values["global_step"], values["epoch"], values["is_full"])

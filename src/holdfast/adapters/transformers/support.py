@@ -35,7 +35,7 @@ def check_trainer(trainer: Trainer) -> None:
     if args.enable_jit_checkpoint:
         raise InvalidInput(
             "enable_jit_checkpoint=True also saves after SIGTERM, in the middle of a step. The Trainer was "
-            "not changed. Leave it out of TrainingArguments: Holdfast saves after SIGTERM by itself."
+            "not changed. Leave it out of TrainingArguments: Holdfast already saves after SIGTERM."
         )
     if args.save_strategy == SaveStrategy.NO:
         raise InvalidInput(

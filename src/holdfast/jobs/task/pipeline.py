@@ -52,8 +52,8 @@ def _check_execution(first: Value, name: str) -> None:
     where = f"{name}:{first.key_lines['execution']}: execution"
     if execution.plain == "parallel":
         raise Unsupported(
-            f"{where}: parallel makes a job group, whose tasks run at the same time; launch each of them by "
-            "a file of its own, or the group with SkyPilot: `sky jobs launch FILE`. Nothing was started."
+            f"{where}: parallel makes a job group, whose tasks run at the same time. Launch each of them "
+            "from its own file, or the group with SkyPilot: `sky jobs launch FILE`. Nothing was started."
         )
     if execution.plain not in ("serial", None):
         raise InvalidInput(f"{where}: expected serial, found {execution.plain!r}. Nothing was started.")

@@ -1,4 +1,4 @@
-"""Homes that fill up, vanish, refuse writes or are shared: earlier checkpoints remain, and a message says why."""
+"""Homes that fill up, vanish, refuse writes or are shared: earlier checkpoints remain, with a message."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_second_run_on_a_home_whose_writer_lives_is_refused(playground: Playgr
 
 
 def test_a_run_that_takes_over_a_home_fences_the_other(playground: Playground):
-    """The next save of the older one raises that it is fenced; every checkpoint is whole and of one attempt."""
+    """The next save of the older one raises that it is fenced; each checkpoint is of one attempt."""
     first = playground.start("--every", "2", "--step-s", "0.05", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
     second = playground.start(

@@ -13,7 +13,7 @@ COMMANDS = {
     "verify": "Hash every byte of a checkpoint again, and report all damage.",
     "diff": "Compare two checkpoints.",
     "import": "Create a home from a checkpoint of torch.save, DCP, safetensors or Hugging Face.",
-    "export": "Write a checkpoint in another format: safetensors, Hugging Face, torch.save, DCP or DeepSpeed.",
+    "export": "Write a checkpoint as safetensors, or for Hugging Face, torch.load, DCP or DeepSpeed.",
     "history": "Show the events of a run: saves, commits, restores and failures.",
     "report": "Report on a run: its saves, interruptions and overhead, and the best save interval.",
     "rm": "Delete checkpoints.",

@@ -31,7 +31,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--ended-before", metavar="T", help="jobs that ended longer ago than this, such as 30d"
     )
-    parser.add_argument("--all-ended", action="store_true", help="all that have ended")
+    parser.add_argument("--all-ended", action="store_true", help="all jobs that have ended")
     parser.add_argument(
         "--force", action="store_true", help="also remove jobs with files that are not in their bucket yet"
     )

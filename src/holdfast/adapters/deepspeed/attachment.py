@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from holdfast.adapters.attached_class import check_attach, insert_class
-from holdfast.adapters.deepspeed.door import Door, Settings
+from holdfast.adapters.deepspeed.session import Session, Settings
 from holdfast.adapters.deepspeed.engine import HoldfastEngine
 from holdfast.adapters.deepspeed.support import check_engine
 from holdfast.checkpointer.options import Home, parse_home
@@ -67,5 +67,5 @@ def attach(
     check_engine(engine)
     settings = Settings(None if home is None else parse_home(home), client_state, options)
     attached = insert_class(engine, HoldfastEngine, before=type(engine))
-    attached.holdfast_door = Door(attached, settings)
+    attached.holdfast_session = Session(attached, settings)
     return engine

@@ -17,17 +17,17 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from holdfast.adapters.deepspeed.whole_weights import returning_weights
 
 if TYPE_CHECKING:
-    from holdfast.adapters.deepspeed.door import Door
+    from holdfast.adapters.deepspeed.session import Session
 
 
 class HoldfastEngine(DeepSpeedEngine):
     """Engine whose checkpoints are Holdfast's. `attach` puts it before the class of an engine.
 
     Attributes:
-        holdfast_door: the engine's way to its homes.
+        holdfast_session: the saves and loads of the engine.
     """
 
-    holdfast_door: Door
+    holdfast_session: Session
 
     def save_checkpoint(
         self,
@@ -47,10 +47,10 @@ class HoldfastEngine(DeepSpeedEngine):
         Ranks: collective.
         Blocks: for a copy of the state.
         """
-        door = self.holdfast_door
+        session = self.holdfast_session
         if save_dir:
-            door.begin_save(save_dir, has_client_state=bool(client_state))
-        with door.files.collecting(door.commit):
+            session.begin_save(save_dir, has_client_state=bool(client_state))
+        with session.files.collecting(session.commit):
             done = super().save_checkpoint(
                 save_dir,
                 tag=tag,
@@ -58,7 +58,7 @@ class HoldfastEngine(DeepSpeedEngine):
                 save_latest=save_latest,
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
-        door.end_save()
+        session.end_save()
         return done
 
     def load_checkpoint(
@@ -90,15 +90,15 @@ class HoldfastEngine(DeepSpeedEngine):
             "load_module_only": load_module_only,
             "custom_load_fn": custom_load_fn,
         }
-        door = self.holdfast_door
+        session = self.holdfast_session
         needs_weights = self.zero_optimization_partition_weights() and not load_optimizer_states
-        source = door.find(load_dir, tag, rng=load_optimizer_states and not load_module_only)
+        source = session.find(load_dir, tag, rng=load_optimizer_states and not load_module_only)
         if source is None:
             path, client_state = super().load_checkpoint(load_dir, tag, **options)
-            door.continue_after_stock()
+            session.continue_after_stock()
         else:
             weights = returning_weights(source.files) if needs_weights else contextlib.nullcontext()
-            with weights, door.files.returning(source) as folder:
+            with weights, session.files.returning(source) as folder:
                 path, client_state = super().load_checkpoint(folder, source.facts.tag, **options)
             path = None if path is None else str(Path(load_dir) / Path(path).relative_to(folder))
         return path, client_state
@@ -112,4 +112,4 @@ class HoldfastEngine(DeepSpeedEngine):
         before = self.global_steps
         super().step(lr_kwargs)
         if self.global_steps != before:
-            self.holdfast_door.end_step()
+            self.holdfast_session.end_step()

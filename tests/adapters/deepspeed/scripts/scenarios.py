@@ -142,7 +142,7 @@ def refusals(folder: str) -> dict[str, Any]:
     train(engine)
     found["value"] = refusal(lambda: engine.save_checkpoint(folder, client_state={"f": {"g": print}}))
     engine.save_checkpoint(folder)
-    engine.holdfast_door.wait()
+    engine.holdfast_session.wait()
     found["options"] = refusal(lambda: attach(make(), keep=2).save_checkpoint(folder))
     return found
 
@@ -170,7 +170,7 @@ def stock(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"path": Path(path).parent.name, "is_equal": weight(attached) == expected}
     train(attached, 2)
     attached.save_checkpoint(folder)
-    attached.holdfast_door.wait()
+    attached.holdfast_session.wait()
     again = attach(make())
     found["again"] = Path(again.load_checkpoint(folder)[0]).parent.name
     found["is_equal_again"] = weight(again) == weight(attached)
@@ -189,7 +189,7 @@ def damage(folder: str) -> dict[str, Any]:
         train(engine)
         engine.save_checkpoint(folder)
         weights[engine.global_steps] = weight(engine)
-    engine.holdfast_door.wait()
+    engine.holdfast_session.wait()
     file = next((Path(folder) / "holdfast").glob("step-00000003/*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-20] ^= 1
@@ -206,7 +206,7 @@ def export(folder: str, stage: int) -> dict[str, Any]:
     engine = attach(make(stage))
     train(engine, 2)
     engine.save_checkpoint(folder, client_state={"epoch": 7})
-    engine.holdfast_door.wait()
+    engine.holdfast_session.wait()
     target = str(Path(folder) / "stock")
     export_checkpoint(holdfast.open(Path(folder) / "holdfast"), target, kind="deepspeed")
     other = make(stage)

@@ -101,7 +101,7 @@ def kill_if_due(engine: Any, plan: dict[str, Any], step: int, start: int) -> Non
     """Kill this process, or have it killed a little later, if the plan has it after this step."""
     if step == plan.get("kill_at"):
         if plan.get("wait"):
-            engine.holdfast_door.wait()
+            engine.holdfast_session.wait()
         os.kill(os.getpid(), plan.get("signal", signal.SIGKILL))
     if step - start == plan.get("lives"):
         kill = threading.Timer(plan.get("delay_s", 0), os.kill, (os.getpid(), signal.SIGKILL))
@@ -147,7 +147,7 @@ def main(folder: str, plan: dict[str, Any]) -> None:
     result = {"start": start, "losses": losses, "digest": digest_of(engine, plan["stage"])}
     sys.stdout.write(json.dumps(result) + "\n")
     if not plan.get("stock"):
-        engine.holdfast_door.wait()
+        engine.holdfast_session.wait()
     torch.distributed.barrier()
 
 

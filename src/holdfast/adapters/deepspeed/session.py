@@ -1,4 +1,4 @@
-"""Door of one attached engine: its homes, the choice of a checkpoint, and preemption."""
+"""Session: the saves and loads of one attached engine, with its homes and preemption."""
 
 # DeepSpeed has no type information.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -38,8 +38,8 @@ class Settings:
     options: Mapping[str, Any]
 
 
-class Door:
-    """Way of one engine to its homes.
+class Session:
+    """Saves and loads of one engine.
 
     Args:
         engine: the engine, whose checkpoint engine is replaced.

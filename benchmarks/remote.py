@@ -27,7 +27,7 @@ from holdfast.format import names
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile, Part
 from holdfast.keeper.persist import persist
-from holdfast.restore.read import Job, Want, read
+from holdfast.restore.read import FileRead, Want, read
 from holdfast.store.address import parse_address
 from holdfast.store.bucket import READ_BYTES, ObjectStore
 from holdfast.store.clients import Clients
@@ -81,7 +81,7 @@ class Subject:
     def read(self) -> None:
         """What a restore does: ranges, each chunk compared with its hash, then handed on."""
         want = Want(0, self.num_bytes, self)
-        read(self.store, [Job(self.part, [want])], num_threads=self.store.properties.parallel_reads)
+        read(self.store, [FileRead(self.part, [want])], num_threads=self.store.properties.parallel_reads)
 
     def write(self, offset: int, view: memoryview) -> None:
         """Take verified bytes, as a `Sink`."""

@@ -54,9 +54,9 @@ def test_only_our_error_comes_out(written: bytes | str) -> None:
         ('{"\\udfff":1}', "surrogates not allowed"),
         ('"\ud800"', "surrogates not allowed"),
         (b'"\xff"', "invalid start byte"),
-        (json.dumps([1]).encode("utf-16"), "is not JSON"),
+        (json.dumps([1]).encode("utf-16"), "is not valid JSON"),
         ("x" * ((1 << 20) + 1), "it has 1048577 bytes; at most 1048576"),
-        ("", "is not JSON"),
+        ("", "is not valid JSON"),
         ("1 2", "Extra data"),
     ],
 )

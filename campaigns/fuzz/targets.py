@@ -384,12 +384,12 @@ def _restore(folder: Path, _: Any) -> None:
     from holdfast.restore.request import Request
     from holdfast.restore.resume import restore_newest
     from holdfast.state import load  # noqa: F401 - imported before time is counted
-    from holdfast.state.load import Target
+    from holdfast.state.load import FillTarget
     from holdfast.store import open_store
 
     class Loading:
         def __init__(self) -> None:
-            self.targets = {"model.w": Target(torch.zeros(16)), "only0": Target(torch.zeros(3))}
+            self.targets = {"model.w": FillTarget(torch.zeros(16)), "only0": FillTarget(torch.zeros(3))}
 
         def finish(self) -> None:
             return
@@ -447,7 +447,7 @@ def _run_pack(data: bytes) -> None:
 def _journal_seed() -> bytes:
     from holdfast.writeback.files import Fingerprint
     from holdfast.writeback.journal import FILE, FOLDER, Journal
-    from holdfast.writeback.upload_queue import JournalWrite, Problem, Sent, Upload, Version
+    from holdfast.writeback.upload_queue import JournalWrite, Sent, Upload, UploadProblem, Version
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-journal-"))
     try:
@@ -459,7 +459,7 @@ def _journal_seed() -> bytes:
                 JournalWrite("entry", 1, Upload(1, "a/b", Version("copy", mark, "0" * 32), "watch")),
                 JournalWrite("entry", 2, Upload(2, "c", None, "scan")),
                 JournalWrite("sent", "d", Sent(mark, "0" * 32)),
-                JournalWrite("problem", "e", Problem("torn", "why", mark)),
+                JournalWrite("problem", "e", UploadProblem("torn", "why", mark)),
             ]
         )
         journal._base.execute("PRAGMA wal_checkpoint(TRUNCATE)")

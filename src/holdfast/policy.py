@@ -225,14 +225,16 @@ Ancestors = Iterable[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CheckpointLine:
     """Complete checkpoints of a home as (attempt, step), newest first."""
 
     current: tuple[tuple[int, int], ...]  # the newest, and what it continues
     superseded: tuple[tuple[int, int], ...]  # left behind when a newer attempt began from an earlier step
 
 
-def line_of(found: Iterable[tuple[int, int]], newest: tuple[int, int], ancestors: Ancestors) -> Line:
+def line_of(
+    found: Iterable[tuple[int, int]], newest: tuple[int, int], ancestors: Ancestors
+) -> CheckpointLine:
     """Return the line of the newest checkpoint, apart from what newer attempts left behind.
 
     Args:
@@ -242,7 +244,7 @@ def line_of(found: Iterable[tuple[int, int]], newest: tuple[int, int], ancestors
     """
     last = dict(ancestors) | {newest[0]: newest[1]}
     ordered = sorted(found, reverse=True)
-    return Line(
+    return CheckpointLine(
         tuple(one for one in ordered if one[1] <= last.get(one[0], -1)),
         tuple(one for one in ordered if one[1] > last.get(one[0], -1)),
     )

@@ -30,7 +30,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[_T]):
+class RankOutcome(Generic[_T]):
     """Outcome of one rank's work: its value, or the error that it raised."""
 
     rank: int
@@ -103,7 +103,7 @@ class RankGroup(ABC):
         """
         raise Unsupported(f"Ranks of {type(self).__name__} cannot exchange tensors.")
 
-    def agree(self, work: Callable[[], _T]) -> list[Outcome[_T]]:
+    def agree(self, work: Callable[[], _T]) -> list[RankOutcome[_T]]:
         """Call `work` on every rank, and return the outcomes of all, by rank.
 
         An error of `work` is part of the outcome, so that no rank is missing from the next collective call.
@@ -119,8 +119,8 @@ class RankGroup(ABC):
         """
         value, error = _call(work)
         rows = self.gather((value, _as_ours(error)))
-        outcomes = [Outcome(rank, *row) for rank, row in enumerate(rows)]
-        outcomes[self.rank] = Outcome(self.rank, value, error)  # the error itself, with its traceback
+        outcomes = [RankOutcome(rank, *row) for rank, row in enumerate(rows)]
+        outcomes[self.rank] = RankOutcome(self.rank, value, error)  # the error itself, with its traceback
         return outcomes
 
     def first_of(self, ranks: Collection[int], work: Callable[[], _T]) -> _T | None:
@@ -147,14 +147,14 @@ class RankGroup(ABC):
         """
         return cast("_T", self.first_of((0,), work))
 
-    def on_first(self, work: Callable[[], _T]) -> Outcome[_T]:
+    def on_first(self, work: Callable[[], _T]) -> RankOutcome[_T]:
         """Call `work` on rank 0, and return its outcome everywhere. For values too large to gather.
 
         Ranks: collective.
         """
         value, error = _call(work) if self.rank == 0 else (None, None)
-        outcome = Outcome(0, *self.share((value, _as_ours(error))))
-        return Outcome(0, value, error) if self.rank == 0 else outcome
+        outcome = RankOutcome(0, *self.share((value, _as_ours(error))))
+        return RankOutcome(0, value, error) if self.rank == 0 else outcome
 
     def all_here(self) -> bool:
         """Return True if every rank runs on this host.
@@ -344,7 +344,7 @@ def _as_ours(error: Exception | None) -> HoldfastError | None:
     return HoldfastError(f"{type(error).__name__}: {error}")
 
 
-def values_of(outcomes: Iterable[Outcome[_T]], rank: int, failure: str) -> list[_T]:
+def values_of(outcomes: Iterable[RankOutcome[_T]], rank: int, failure: str) -> list[_T]:
     """Return the values of all ranks, by rank.
 
     Args:
@@ -360,7 +360,7 @@ def values_of(outcomes: Iterable[Outcome[_T]], rank: int, failure: str) -> list[
     return [one.value for one in found]  # pyright: ignore[reportReturnType] - without an error it is a value
 
 
-def raise_first(failed: Iterable[Outcome[Any]], rank: int, failure: str) -> None:
+def raise_first(failed: Iterable[RankOutcome[Any]], rank: int, failure: str) -> None:
     """Raise this rank's own error, else that of the first rank with one; see `values_of`."""
     for one in sorted(failed, key=lambda one: (one.rank != rank, one.rank)):
         assert one.error is not None

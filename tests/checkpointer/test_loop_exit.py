@@ -244,7 +244,7 @@ def test_steps_after_the_last_should_save_are_not_saved_under_a_wrong_number(
             if ckpt.should_save(step):
                 ckpt.save(step)
         train(state["model"], state["optimizer"])
-        with pytest.raises(InvalidInput, match=r"Write finish\(step\)"):
+        with pytest.raises(InvalidInput, match=r"Call finish\(step\)"):
             ckpt.finish()
     assert steps_saved(home) == [2]
     assert "training continued after step 3" in capfd.readouterr().err
@@ -268,7 +268,7 @@ def test_the_next_start_of_a_hand_written_loop_that_finished_detects_it(
 
 def test_finish_takes_a_step_if_the_loop_never_calls_should_save(home: Path) -> None:
     with make_checkpointer(home, {"x": torch.zeros(1)}) as ckpt:
-        with pytest.raises(InvalidInput, match=r"Write finish\(step\)"):
+        with pytest.raises(InvalidInput, match=r"Call finish\(step\)"):
             ckpt.finish()
         ckpt.finish(7)
     assert steps_saved(home) == [7]
@@ -286,7 +286,7 @@ def test_a_finished_run_reports_it_and_how_to_train_further(
         assert list(ckpt.steps(4)) == []
     said = capfd.readouterr().err
     assert "this run was finished at step 4" in said
-    assert "all 4 steps are done, so nothing is trained; to train on, raise the total" in said
+    assert "all 4 steps are done, so nothing is trained; to train further, raise the total" in said
     assert (home / "done.json").read_bytes() == written
     with make_checkpointer(home, {"x": torch.zeros(2)}, every=100, quiet=False) as ckpt:
         steps = ckpt.steps(8)

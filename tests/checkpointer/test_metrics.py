@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 from holdfast.checkpointer import metrics
-from holdfast.checkpointer.metrics import Metrics, Number
+from holdfast.checkpointer.metrics import MetricsBuffer, Number
 from holdfast.report import read_summary
 from holdfast.report.curves import Point
 from holdfast.store import open_store
@@ -53,7 +53,7 @@ def losses(home: Path) -> tuple[Point, ...]:
 
 
 def test_numbers_of_all_kinds_become_columns() -> None:
-    sent, numbers = Receiver(), Metrics()
+    sent, numbers = Receiver(), MetricsBuffer()
     numbers.add(1, {"loss": torch.tensor([2.5], requires_grad=True), "lr": 1, "norm": np.float32(0.5)})
     numbers.add(2, {"loss": torch.tensor(math.nan), "lr": -math.inf})
     numbers.add(2, {"lr": True})
@@ -63,7 +63,7 @@ def test_numbers_of_all_kinds_become_columns() -> None:
 
 def test_a_number_is_recorded_as_it_is_now() -> None:
     """Training may change the tensor in place before anybody reads it."""
-    sent, numbers, total = Receiver(), Metrics(), torch.zeros(())
+    sent, numbers, total = Receiver(), MetricsBuffer(), torch.zeros(())
     for step in (1, 2):
         total += 1
         numbers.add(step, {"total": total})
@@ -75,7 +75,7 @@ def test_a_number_is_recorded_as_it_is_now() -> None:
     "value", ["0.5", None, torch.ones(2), torch.ones((), dtype=torch.complex64), [1.0], 10**400]
 )
 def test_a_value_that_is_not_a_number_is_refused_by_name(value: Any) -> None:
-    numbers = Metrics()
+    numbers = MetricsBuffer()
     with pytest.raises(holdfast.InvalidInput, match="accuracy"):
         numbers.add(1, {"accuracy": value})
 
@@ -83,11 +83,11 @@ def test_a_value_that_is_not_a_number_is_refused_by_name(value: Any) -> None:
 @pytest.mark.parametrize("name", ["", "x" * 65, "a\nb", "\ud800"])
 def test_an_invalid_name_is_refused(name: str) -> None:
     with pytest.raises(holdfast.InvalidInput, match="name"):
-        Metrics().add(1, {name: 1.0})
+        MetricsBuffer().add(1, {name: 1.0})
 
 
 def test_names_have_a_limit() -> None:
-    numbers = Metrics()
+    numbers = MetricsBuffer()
     for number in range(metrics.MAX_NAMES):
         numbers.add(1, {f"n{number}": 0.0})
     with pytest.raises(holdfast.InvalidInput, match="32 names"):
@@ -97,7 +97,7 @@ def test_names_have_a_limit() -> None:
 def test_batches_fit_into_a_message_whatever_they_hold() -> None:
     from holdfast.keeper.messages import MAX_MESSAGE_BYTES
 
-    sent, numbers = Receiver(), Metrics()
+    sent, numbers = Receiver(), MetricsBuffer()
     names = ["\U0001f41a" * 60 + f"{number:04}" for number in range(metrics.MAX_NAMES)]
     for step in range(10**8, 10**8 + 100):
         numbers.add(step, dict.fromkeys(names, -1.2345678901234567e-300))
@@ -107,7 +107,7 @@ def test_batches_fit_into_a_message_whatever_they_hold() -> None:
 
 
 def test_recorded_numbers_are_bounded_without_a_receiver() -> None:
-    sent, numbers = Receiver(), Metrics()
+    sent, numbers = Receiver(), MetricsBuffer()
     for step in range(30_000):
         numbers.add(step, {"loss": 1.0})
     numbers.flush(sent)
@@ -117,7 +117,7 @@ def test_recorded_numbers_are_bounded_without_a_receiver() -> None:
 
 def test_after_very_many_numbers_only_some_steps_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "THIN_AFTER", 20)
-    sent, numbers = Receiver(), Metrics()
+    sent, numbers = Receiver(), MetricsBuffer()
     for step in range(1, 1001):
         numbers.add(step, {"loss": 1.0})
     numbers.flush(sent)
@@ -212,7 +212,7 @@ def test_a_history_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_a_number_on_a_device_is_read_when_its_copy_has_arrived() -> None:
     """It is copied behind the work that is queued, and only a save waits for it."""
-    sent, numbers = Receiver(), Metrics()
+    sent, numbers = Receiver(), MetricsBuffer()
     total = torch.zeros((), device="cuda")
     for step in range(1, 4):
         total += 1

@@ -14,7 +14,7 @@ from holdfast.cli import demo
 from holdfast.cli.demo.claims import check_claims
 from holdfast.cli.demo.disk import Damage, RawWrite, flip_byte, write_raw
 from holdfast.cli.demo.figures import compute_figures
-from holdfast.cli.demo.scenario import Ending, Failure, Outcome, Start
+from holdfast.cli.demo.scenario import DemoOutcome, Ending, Failure, Start
 from holdfast.errors import InvalidInput
 from holdfast.store import open_store
 from servers import ministack
@@ -42,10 +42,10 @@ def event(name: str, attempt: int, step: int, detail: str = "") -> dict[str, obj
 
 
 @pytest.fixture
-def outcome() -> Outcome:
+def outcome() -> DemoOutcome:
     """Return an outcome in which all claims hold."""
     told = "restored step 8; skipped step 10 of attempt 2: rank 0: it is damaged"
-    return Outcome(
+    return DemoOutcome(
         steps=24,
         every=2,
         reference=Ending(0, 24, "abc"),
@@ -71,72 +71,72 @@ def outcome() -> Outcome:
     )
 
 
-def test_a_good_outcome_proves_every_claim(outcome: Outcome) -> None:
+def test_a_good_outcome_proves_every_claim(outcome: DemoOutcome) -> None:
     assert [claim.text for claim in check_claims(outcome) if not claim.holds] == []
     assert len(check_claims(outcome)) == 8
 
 
-def no_kill(outcome: Outcome) -> None:
+def no_kill(outcome: DemoOutcome) -> None:
     outcome.failures = (Failure("killed", 0, 7, 6), *outcome.failures[1:])
 
 
-def not_while_saving(outcome: Outcome) -> None:
+def not_while_saving(outcome: DemoOutcome) -> None:
     outcome.failures = (Failure("killed", -9, 7, None), *outcome.failures[1:])
 
 
-def staged_save_lost(outcome: Outcome) -> None:
+def staged_save_lost(outcome: DemoOutcome) -> None:
     outcome.events[3]["step"] = 4
 
 
-def no_second_kill(outcome: Outcome) -> None:
+def no_second_kill(outcome: DemoOutcome) -> None:
     outcome.failures = (outcome.failures[0], Failure("killed again", 1, 11, None), outcome.failures[2])
 
 
-def no_damage(outcome: Outcome) -> None:
+def no_damage(outcome: DemoOutcome) -> None:
     outcome.damage = Damage(10, 2, "x", 50, 1, 1)
 
 
-def damaged_one_restored(outcome: Outcome) -> None:
+def damaged_one_restored(outcome: DemoOutcome) -> None:
     outcome.events[4]["step"] = 10
 
 
-def passed_over_without_an_event(outcome: Outcome) -> None:
+def passed_over_without_an_event(outcome: DemoOutcome) -> None:
     outcome.events[4]["detail"] = ""
 
 
-def not_printed_to_stderr(outcome: Outcome) -> None:
+def not_printed_to_stderr(outcome: DemoOutcome) -> None:
     outcome.starts = tuple(Start((), 1.0, {}) for _ in range(4))
 
 
-def crashed_instead_of_preempted(outcome: Outcome) -> None:
+def crashed_instead_of_preempted(outcome: DemoOutcome) -> None:
     outcome.failures = (*outcome.failures[:2], Failure("preempted", -15, 17, 16))
 
 
-def preempted_save_lost(outcome: Outcome) -> None:
+def preempted_save_lost(outcome: DemoOutcome) -> None:
     outcome.events[5]["step"] = 16
 
 
-def not_done(outcome: Outcome) -> None:
+def not_done(outcome: DemoOutcome) -> None:
     outcome.done_step = None
 
 
-def last_is_damaged(outcome: Outcome) -> None:
+def last_is_damaged(outcome: DemoOutcome) -> None:
     outcome.problems = ("chunk 3",)
 
 
-def last_is_missing(outcome: Outcome) -> None:
+def last_is_missing(outcome: DemoOutcome) -> None:
     outcome.problems = None
 
 
-def other_weights(outcome: Outcome) -> None:
+def other_weights(outcome: DemoOutcome) -> None:
     outcome.survivor = Ending(0, 24, "abd")
 
 
-def no_weights(outcome: Outcome) -> None:
+def no_weights(outcome: DemoOutcome) -> None:
     outcome.survivor = outcome.reference = Ending(0, 24, None)
 
 
-def shorter_reference(outcome: Outcome) -> None:
+def shorter_reference(outcome: DemoOutcome) -> None:
     outcome.reference = Ending(0, 23, "abc")
 
 
@@ -162,7 +162,7 @@ SPOILT = [
 
 @pytest.mark.parametrize(("spoil", "number"), SPOILT, ids=lambda value: getattr(value, "__name__", ""))
 def test_each_deviation_makes_its_claim_fail(
-    outcome: Outcome, spoil: Callable[[Outcome], None], number: int
+    outcome: DemoOutcome, spoil: Callable[[DemoOutcome], None], number: int
 ) -> None:
     """Each deviation from the scenario makes its claim false."""
     spoilt = copy.deepcopy(outcome)
@@ -171,7 +171,7 @@ def test_each_deviation_makes_its_claim_fail(
     assert not check_claims(spoilt)[number].holds
 
 
-def test_figures_are_computed_from_the_outcome(outcome: Outcome) -> None:
+def test_figures_are_computed_from_the_outcome(outcome: DemoOutcome) -> None:
     numbers = compute_figures(outcome)
     assert (numbers.num_saves, numbers.num_bytes, numbers.blocked_s) == (1, 100, 0.5)
     assert (numbers.write_bps, numbers.raw_bps, numbers.write_share) == (200.0, 400.0, 0.5)
@@ -180,7 +180,7 @@ def test_figures_are_computed_from_the_outcome(outcome: Outcome) -> None:
     assert [one.passed_over for one in numbers.recoveries] == [False, True, False]
 
 
-def test_an_outcome_without_saves_has_no_figures(outcome: Outcome) -> None:
+def test_an_outcome_without_saves_has_no_figures(outcome: DemoOutcome) -> None:
     outcome.events = []
     with pytest.raises(ValueError, match="no save"):
         compute_figures(outcome)

@@ -88,7 +88,7 @@ def test_a_changed_byte_in_any_line_is_detected(lines: list[dict[str, object]], 
 
 
 def test_unseal_refuses_a_document_of_several_lines() -> None:
-    with pytest.raises(Corrupt, match="is not JSON"):
+    with pytest.raises(Corrupt, match="is not valid JSON"):
         unseal(seal(b'{"a":1}\n{"b":2}'), "doc")
 
 
@@ -101,7 +101,7 @@ def test_foreign_bytes_are_corrupt(document: bytes) -> None:
 @pytest.mark.parametrize("body", [b"{not json}", b"{" + b'"a":[' * 100_000, b'{"a":"\xff"}', b"{" + bytes(9)])
 def test_a_valid_seal_around_invalid_json_is_corrupt(body: bytes) -> None:
     """A valid seal around nonsense, or around nesting that no parser takes, raises nothing but Corrupt."""
-    with pytest.raises(Corrupt, match="is not JSON"):
+    with pytest.raises(Corrupt, match="is not valid JSON"):
         unseal(seal(body), "doc")
 
 

@@ -19,7 +19,7 @@ from holdfast.restore import fill as filling
 from holdfast.restore.fill import TensorSink, region_sink
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import ReadStats
-from holdfast.state.load import Target
+from holdfast.state.load import FillTarget
 from holdfast.state.tensors import torch_dtype
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
@@ -40,8 +40,8 @@ class Recorder(MemoryStore):
 
 
 def fill(store: Store, manifest: Manifest, tensors: dict[str, Any], rank: int, **options: Any) -> ReadStats:
-    """Fill whole tensors, or `Target`s where they are regions."""
-    targets = {n: one if isinstance(one, Target) else Target(one) for n, one in tensors.items()}
+    """Fill whole tensors, or `FillTarget`s where they are regions."""
+    targets = {n: one if isinstance(one, FillTarget) else FillTarget(one) for n, one in tensors.items()}
     return filling.fill(store, manifest, targets, rank, **options)
 
 
@@ -260,7 +260,7 @@ def test_any_region_of_a_tensor_equals_the_same_slice_of_the_whole(
     made = save_partitioned(store, saved, partitioning, frozen=frozen)
     for region in wanted:
         target = torch.zeros(region.sizes, dtype=saved.dtype)
-        fill(store, made, {"t": Target(target, region)}, 0, num_threads=2)
+        fill(store, made, {"t": FillTarget(target, region)}, 0, num_threads=2)
         assert raw_bytes(target) == raw_bytes(region_of(saved, region))
 
 
@@ -275,7 +275,7 @@ def test_regions_of_other_ranks_are_not_read(
     made = save_partitioned(store, random_tensor(torch.float32, shape), partitioning)
     for region in wanted:
         store.clear_calls()
-        fill(store, made, {"t": Target(torch.zeros(region.sizes), region)}, 0)
+        fill(store, made, {"t": FillTarget(torch.zeros(region.sizes), region)}, 0)
         needed = {rank for rank, _ in partitioning.touching(region, shape)} if region.num_items else set()
         assert {call.name for call in store.calls("get")} == {names.part(1, 1, rank) for rank in needed}
         assert {call.name for call in store.calls("read_into")} == {names.data(1, 1, rank) for rank in needed}
@@ -291,7 +291,7 @@ def test_another_number_of_ranks_reads_little_more_than_the_tensor(num_saved: in
     loading = EvenPartitioning(((0, num_loading),), tuple(range(num_loading)))
     for _, region in loading.regions((1000, 64)):
         target = torch.zeros(region.sizes)
-        stats = fill(store, made, {"t": Target(target, region)}, 0)
+        stats = fill(store, made, {"t": FillTarget(target, region)}, 0)
         assert torch.equal(target, region_of(saved, region))
         num_files = len(list(made.tensors["t"].partitioning.touching(region, (1000, 64))))  # pyright: ignore
         assert target.nbytes <= stats.num_bytes <= target.nbytes + num_files * 2 * 4096
@@ -303,11 +303,11 @@ def test_columns_are_read_with_the_rows_that_they_are_in_and_no_others() -> None
     made = save_partitioned(store, saved, EvenPartitioning((), (0,)))
     region = Region((10, 4, 8), (2, 3, 5))
     target = torch.zeros(region.sizes)
-    stats = fill(store, made, {"t": Target(target, region)}, 0)
+    stats = fill(store, made, {"t": FillTarget(target, region)}, 0)
     assert torch.equal(target, region_of(saved, region))
     assert stats.num_bytes <= 2 * 32 * 32 * 4 + 4096
     one_row = Region((10, 4, 8), (1, 3, 5))
-    stats = fill(store, made, {"t": Target(torch.zeros(one_row.sizes), one_row)}, 0)
+    stats = fill(store, made, {"t": FillTarget(torch.zeros(one_row.sizes), one_row)}, 0)
     assert stats.num_bytes == 4096, "the rows of the second dimension are enough"
 
 
@@ -316,7 +316,7 @@ def test_a_region_of_a_tensor_per_rank_is_of_the_rank_that_it_is_taken_from() ->
     own = [{"t": torch.arange(8) + 10 * rank} for rank in range(2)]
     made = make_checkpoint(store, 1, 1, own, per_rank=["t"])
     target = torch.zeros(3, dtype=torch.int64)
-    fill(store, made, {"t": Target(target, Region((2,), (3,)))}, 3)
+    fill(store, made, {"t": FillTarget(target, Region((2,), (3,)))}, 3)
     assert target.tolist() == [12, 13, 14]
 
 
@@ -352,7 +352,7 @@ def test_a_region_that_does_not_fit_is_refused_before_anything_changes(region: R
     made = make_checkpoint(store, 1, 1, [{"a": torch.ones(4), "b": torch.ones(3)}])
     good, target = torch.zeros(3), torch.zeros(2)
     with pytest.raises(InvalidInput, match="Nothing was changed") as caught:
-        fill(store, made, {"b": good, "a": Target(target, region)}, 0)
+        fill(store, made, {"b": good, "a": FillTarget(target, region)}, 0)
     assert caught.value.key == "a"
     assert not good.any()
     assert not target.any()

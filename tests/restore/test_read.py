@@ -12,7 +12,7 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Retr
 from holdfast.format import names
 from holdfast.format.part import Part
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import READ_BYTES, STRETCH_BYTES, Job, Want, read
+from holdfast.restore.read import READ_BYTES, STRETCH_BYTES, FileRead, Want, read
 from holdfast.store.memory import MemoryStore
 from making import make_checkpoint
 
@@ -78,7 +78,7 @@ def test_any_ranges_arrive_and_each_needed_chunk_is_read_once(
     store = Recorder()
     store.put(names.data(1, 1, 0), IMAGE)
     wanted = wants(ranges)
-    stats = read(store, [Job(PART, wanted)], num_threads=threads)
+    stats = read(store, [FileRead(PART, wanted)], num_threads=threads)
     for (start, num_bytes), want in zip(ranges, wanted, strict=True):
         assert isinstance(want.sink, Taker)
         assert bytes(want.sink.data) == IMAGE[start : start + num_bytes]
@@ -101,7 +101,7 @@ def test_ranges_over_several_reads_and_stretches_arrive_once(cuts: list[int]) ->
     """A want may begin before the read and the stretch that brings its end."""
     ranges = [(start, stop - start) for start, stop in pairwise(cuts)]
     wanted = wants(ranges)
-    read(LONG_STORE, [Job(LONG_PART, wanted)], num_threads=3)
+    read(LONG_STORE, [FileRead(LONG_PART, wanted)], num_threads=3)
     for (start, num_bytes), want in zip(ranges, wanted, strict=True):
         assert isinstance(want.sink, Taker)
         assert bytes(want.sink.data) == LONG_IMAGE[start : start + num_bytes]
@@ -112,7 +112,7 @@ def test_adjacent_chunks_are_read_together_but_bounded() -> None:
     chunk_bytes = 64 << 10
     store, part, image = make_file(2 * READ_BYTES + 5 * chunk_bytes, chunk_bytes)
     taker = Taker(len(image))
-    read(store, [Job(part, [Want(0, len(image), taker)])], num_threads=2)
+    read(store, [FileRead(part, [Want(0, len(image), taker)])], num_threads=2)
     assert bytes(taker.data) == image
     assert sorted(size for *_, size in store.reads)[-2:] == [READ_BYTES, READ_BYTES]
     assert len(store.reads) == 3
@@ -126,7 +126,7 @@ def test_several_files_are_read_in_one_go() -> None:
     takers = [Taker(72), Taker(12)]
     sizes = (72, 12)
     jobs = [
-        Job(parts.part(rank), [Want(parts.part(rank).starts[0], sizes[rank], takers[rank])])
+        FileRead(parts.part(rank), [Want(parts.part(rank).starts[0], sizes[rank], takers[rank])])
         for rank in (0, 1)
     ]
     read(store, jobs)
@@ -142,7 +142,7 @@ def test_a_damaged_chunk_is_named_and_not_handed_on(position: int) -> None:
     store.put(names.data(1, 1, 0), bad)
     taker = Taker(len(IMAGE))
     with pytest.raises(Corrupt, match=f"chunk {position // CHUNK} ") as caught:
-        read(store, [Job(PART, [Want(0, len(IMAGE), taker)])], num_threads=1)
+        read(store, [FileRead(PART, [Want(0, len(IMAGE), taker)])], num_threads=1)
     assert names.data(1, 1, 0) in str(caught.value)
     assert caught.value.key == ("t" if position >= PART.starts[0] else names.data(1, 1, 0))
     assert ("header" in str(caught.value)) == (position < PART.starts[0])
@@ -155,7 +155,7 @@ def test_damage_in_a_chunk_that_is_not_needed_is_not_read() -> None:
     bad = bytearray(IMAGE)
     bad[30 * CHUNK] ^= 1
     store.put(names.data(1, 1, 0), bad)
-    read(store, [Job(PART, wants([(2 * CHUNK, 10)]))])
+    read(store, [FileRead(PART, wants([(2 * CHUNK, 10)]))])
     assert store.reads == [(names.data(1, 1, 0), 2 * CHUNK, CHUNK)]
 
 
@@ -166,7 +166,7 @@ def test_with_on_error_all_damage_is_collected_and_the_rest_is_read() -> None:
         bad[chunk * CHUNK + 9] ^= 1
     store.put(names.data(1, 1, 0), bad)
     errors: list[HoldfastError] = []
-    stats = read(store, [Job(PART, wants([(0, len(IMAGE))]))], on_error=errors.append)
+    stats = read(store, [FileRead(PART, wants([(0, len(IMAGE))]))], on_error=errors.append)
     assert sorted(str(error).split("chunk ")[1].split()[0] for error in errors) == ["11", "3", "4"]
     assert stats.num_bytes == len(IMAGE)
 
@@ -183,7 +183,7 @@ def test_the_first_error_stops_the_others_and_is_the_one_that_is_raised() -> Non
     base, part, image = make_file(40 * READ_BYTES // 8, chunk_bytes)
     store.put(names.data(1, 1, 0), base.get(names.data(1, 1, 0)))
     with pytest.raises(RetryLater, match="gone away"):
-        read(store, [Job(part, wants([(0, len(image))]))], num_threads=1)
+        read(store, [FileRead(part, wants([(0, len(image))]))], num_threads=1)
     assert len(store.reads) == 2
 
 
@@ -191,7 +191,7 @@ def test_all_threads_have_ended_when_an_error_is_raised() -> None:
     store = Recorder()
     store.put(names.data(1, 1, 0), IMAGE[:-1])
     with pytest.raises(Corrupt):
-        read(store, [Job(PART, wants([(0, len(IMAGE))]))], num_threads=8)
+        read(store, [FileRead(PART, wants([(0, len(IMAGE))]))], num_threads=8)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-read")]
 
 
@@ -204,24 +204,24 @@ def test_an_error_of_a_sink_or_a_callback_is_raised_too() -> None:
         raise KeyError(num_bytes)
 
     with pytest.raises(ZeroDivisionError):
-        read(STORE, [Job(PART, [Want(0, 9, Broken())])])
+        read(STORE, [FileRead(PART, [Want(0, 9, Broken())])])
     with pytest.raises(KeyError):
-        read(STORE, [Job(PART, wants([(0, 9)]))], on_bytes=broken)
+        read(STORE, [FileRead(PART, wants([(0, 9)]))], on_bytes=broken)
 
 
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(NotFound):
-        read(MemoryStore(), [Job(PART, wants([(0, 9)]))])
+        read(MemoryStore(), [FileRead(PART, wants([(0, 9)]))])
 
 
 def test_bytes_are_reported_as_they_come() -> None:
     seen: list[int] = []
-    stats = read(STORE, [Job(PART, wants([(0, len(IMAGE))]))], on_bytes=seen.append, num_threads=3)
+    stats = read(STORE, [FileRead(PART, wants([(0, len(IMAGE))]))], on_bytes=seen.append, num_threads=3)
     assert sum(seen) == stats.num_bytes == len(IMAGE)
 
 
 def test_without_requests_nothing_is_read() -> None:
-    assert read(MemoryStore(), [Job(PART, wants([(0, 0), (77, 0)]))]).num_reads == 0
+    assert read(MemoryStore(), [FileRead(PART, wants([(0, 0), (77, 0)]))]).num_reads == 0
     assert read(MemoryStore(), []).num_bytes == 0
 
 

@@ -24,7 +24,7 @@ from holdfast.home.recovery import recover_commit
 from holdfast.ranks import RankGroup
 from holdfast.restore.request import Mark, RankFrom, Request, Restored
 from holdfast.restore.resume import restore_newest
-from holdfast.state.load import Target
+from holdfast.state.load import FillTarget
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.store.tiered import TieredStore
@@ -111,7 +111,7 @@ class Live:
             raise InvalidInput(f"the model has {sorted(self.tensors)}, the checkpoint {sorted(saved)}")
         self.values.append(values)
         wanted = sorted(saved & self.tensors.keys())
-        return Plan(self, manifest.step, {name: Target(self.tensors[name]) for name in wanted})
+        return Plan(self, manifest.step, {name: FillTarget(self.tensors[name]) for name in wanted})
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Plan:
 
     live: Live
     step: int
-    targets: Mapping[str, Target]
+    targets: Mapping[str, FillTarget]
 
     def finish(self) -> None:
         self.live.finished.append(self.step)

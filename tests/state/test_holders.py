@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.errors import InvalidInput
 from holdfast.state import State, per_rank, replicated
-from holdfast.state.holders import HolderAgreement, RankInventory, TensorInfo, agree
+from holdfast.state.holders import HeldTensor, HolderAgreement, RankInventory, agree
 from holdfast.state.sharding import ShardLayout, held_by
 from state.trip import kept
 
@@ -24,7 +24,7 @@ from state.trip import kept
 def _inventory(
     *names: str, layout: ShardLayout | None = None, shape: tuple[int, ...] = (4,)
 ) -> RankInventory:
-    tensors = {name: TensorInfo("torch.float32", shape, layout) for name in names}
+    tensors = {name: HeldTensor("torch.float32", shape, layout) for name in names}
     return RankInventory(frozenset({"model"}), tensors, frozenset())
 
 

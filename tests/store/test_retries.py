@@ -13,7 +13,7 @@ import torch
 from holdfast.errors import Conflict, Corrupt, Denied, RetryLater
 from holdfast.format import names
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import Job, Want, read
+from holdfast.restore.read import FileRead, Want, read
 from holdfast.store import Store, open_store
 from holdfast.testing.fault_proxy import FaultProxy
 from making import make_checkpoint
@@ -264,9 +264,9 @@ def test_a_byte_flipped_during_a_read_is_detected_by_its_hash(
     taker = Taker(len(image))
     proxy.inject("corrupt", method="GET", target="safetensors", after_bytes=5000)
     with pytest.raises(Corrupt, match="damaged in chunk"):
-        read(store, [Job(part, [Want(0, len(image), taker)])])
+        read(store, [FileRead(part, [Want(0, len(image), taker)])])
     assert faults(proxy) == 1
-    read(store, [Job(part, [Want(0, len(image), taker)])])
+    read(store, [FileRead(part, [Want(0, len(image), taker)])])
     assert bytes(taker.data) == image
 
 

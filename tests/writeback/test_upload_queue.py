@@ -16,9 +16,9 @@ from holdfast.writeback.upload_queue import (
     HARD_LINK,
     INCOMPLETE,
     PATH,
-    Problem,
     Sent,
     Upload,
+    UploadProblem,
     UploadQueue,
     Version,
     Writes,
@@ -237,7 +237,7 @@ def test_a_problem_lasts_until_the_file_changes():
     assert entry is not None
     queue.skip(entry, INCOMPLETE, "torn")
     assert queue.fingerprint("torn.pt") == version(1).fingerprint
-    assert queue.problems == {"torn.pt": Problem(INCOMPLETE, "torn", version(1).fingerprint)}
+    assert queue.problems == {"torn.pt": UploadProblem(INCOMPLETE, "torn", version(1).fingerprint)}
     queue.put("torn.pt", version(2))
     assert queue.problems == {}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.checkpointer.cadence import Cadence, HomeCadence
 from holdfast.checkpointer.done_marker import DoneMarker
-from holdfast.checkpointer.metrics import Metrics
+from holdfast.checkpointer.metrics import MetricsBuffer
 from holdfast.checkpointer.options import Options
 from holdfast.checkpointer.pipeline import Pipeline
 from holdfast.checkpointer.tiers import Tiers
@@ -32,7 +32,7 @@ class Components:
     ranks: RankGroup
     pipeline: Pipeline
     cadence: Cadence
-    metrics: Metrics
+    metrics: MetricsBuffer
     done: DoneMarker
     compiled: CompiledCode | None
     has_state: bool  # otherwise each save brings its own
@@ -65,7 +65,7 @@ class Components:
             {} if state is None else state, world=None if group is None else (group.rank, group.world_size)
         )
         ranks: RankGroup = group or Ranks(timeout_s=options.limits.rank_timeout_s)
-        metrics, now_s = Metrics(), time.monotonic()
+        metrics, now_s = MetricsBuffer(), time.monotonic()
         pipeline = Pipeline(
             objects,
             ranks,

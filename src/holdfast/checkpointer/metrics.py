@@ -46,7 +46,7 @@ _Row = tuple[int, int, dict[str, float]]
 """Step of the values, step of the save that they are about, and the values."""
 
 
-class Metrics:
+class MetricsBuffer:
     """Buffer of metrics by step, in the order of recording.
 
     A value on a device is read once it has arrived on the host, so that no step waits for it.

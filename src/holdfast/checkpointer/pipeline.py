@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.checkpointer.metrics import Metrics
+from holdfast.checkpointer.metrics import MetricsBuffer
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.format import part as parts
@@ -29,7 +29,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingCopy:
     """A save with its copy."""
 
     save: Save
@@ -60,7 +60,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, objects: State, ranks: RankGroup, metrics: Metrics, *, memory_bytes: int, skips_when_full: bool
+        self,
+        objects: State,
+        ranks: RankGroup,
+        metrics: MetricsBuffer,
+        *,
+        memory_bytes: int,
+        skips_when_full: bool,
     ) -> None:
         self.objects = objects
         self.arenas = Arenas(memory_bytes)
@@ -76,7 +82,7 @@ class Pipeline:
 
     # -- one save --------------------------------------------------------------------------------------------
 
-    def run(self, order: Order, keeper: Keeper) -> Pending | None:
+    def run(self, order: Order, keeper: Keeper) -> PendingCopy | None:
         """Start a save, and return it with its copy; None if no staging memory was free.
 
         Raises:
@@ -101,7 +107,7 @@ class Pipeline:
         except BaseException:
             self.release(arena.number)
             raise
-        return Pending(order.save, staging)
+        return PendingCopy(order.save, staging)
 
     def _plan_for(self, captured: CapturedState) -> SavePlan:
         if self._plan is None or captured.structure is not self._structure:

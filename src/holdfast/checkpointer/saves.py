@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.callsite import warn
-from holdfast.checkpointer.pipeline import Pending
+from holdfast.checkpointer.pipeline import PendingCopy
 from holdfast.checkpointer.stable_step import StableStep
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
 from holdfast.keeper import Save
@@ -65,8 +65,8 @@ class Saves:
         self.stable = StableStep()
         self._limits, self._stager, self._on_durable = limits, stager, on_durable
         self._has_others = world_size > 1
-        self._last: Pending | None = None
-        self._pending: deque[Pending] = deque()
+        self._last: PendingCopy | None = None
+        self._pending: deque[PendingCopy] = deque()
         self._overdue = Overdue(now_s=time.monotonic())
         self._num_failed, self._failing_since_s = 0, 0.0
         self._torn_elsewhere: int | None = None  # newest step that only other ranks have torn
@@ -78,7 +78,7 @@ class Saves:
         with self.lock:
             return [one.save for one in self._pending]
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: PendingCopy) -> None:
         """Add a save that has begun."""
         with self.lock:
             self._overdue.begin(time.monotonic())
@@ -101,7 +101,7 @@ class Saves:
         if self._last is not None:
             self._note_tear(self._last)
 
-    def _note_tear(self, one: Pending) -> None:
+    def _note_tear(self, one: PendingCopy) -> None:
         if one.save.step != self._torn_elsewhere and not one.is_torn:
             self._torn_elsewhere = one.save.step
             self._stager.repeats.record_torn_elsewhere()
@@ -131,7 +131,7 @@ class Saves:
                 self._pending.remove(one)
                 self._surface_failed(one, one.save.failed)
 
-    def _surface_failed(self, one: Pending, error: HoldfastError | None) -> None:
+    def _surface_failed(self, one: PendingCopy, error: HoldfastError | None) -> None:
         assert error is not None
         by_keeper = one.is_torn and not one.staging.torn  # else the stager has counted it
         self._stager.distrust_frozen(for_long=by_keeper)

@@ -209,7 +209,7 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
 
     from holdfast.restore.fill import fill
     from holdfast.restore.parts import Parts
-    from holdfast.state.load import Target
+    from holdfast.state.load import FillTarget
     from holdfast.state.tensors import torch_dtype
 
     manifest = side.checkpoint.manifest
@@ -218,7 +218,7 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
         saved = parts.shape_of(manifest.tied.get(name, name), rank)
         if saved is not None:
             found[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]))
-    targets = {name: Target(tensor) for name, tensor in found.items()}
+    targets = {name: FillTarget(tensor) for name, tensor in found.items()}
     fill(side.store, manifest, targets, rank, parts=parts)
     return found
 

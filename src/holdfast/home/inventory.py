@@ -13,7 +13,7 @@ from holdfast.home.documents import check_files, read_manifest
 from holdfast.home.listing import ListedSave, Listing
 from holdfast.home.metrics import read_metrics
 from holdfast.home.skipped import read_reason
-from holdfast.policy import Line, line_of
+from holdfast.policy import CheckpointLine, line_of
 from holdfast.store import Store
 from holdfast.units import plural
 
@@ -93,7 +93,7 @@ def take_inventory(
         if saved.was_skipped
     }
     found = {(a, s): one.ancestors for (s, a), one in manifests.items() if (s, a) not in skipped}
-    line = line_of(found, max(found), found[max(found)]) if found else Line((), ())
+    line = line_of(found, max(found), found[max(found)]) if found else CheckpointLine((), ())
     superseded = {(step, attempt) for attempt, step in line.superseded}
     whole = (key for key in manifests if key not in wrong and key not in superseded and key not in skipped)
     newest = max(whole, key=lambda key: (key[1], key[0]), default=None)

@@ -18,7 +18,7 @@ UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class JobPipeline:
     """Pipeline of a job, which SkyPilot numbers as one job with several tasks."""
 
     job: int  # number of its first job
@@ -41,7 +41,7 @@ class Node:
     progress: str  # path of the file where training records its steps
     grace_s: float  # time limit for a last save
     cloud: str = "local"  # SkyPilot's name for the place
-    pipeline: Pipeline | None = None
+    pipeline: JobPipeline | None = None
     port: int | None = None  # chosen for the rendezvous of its nodes
 
     @property
@@ -79,7 +79,7 @@ def run_environment(
         gpus: GPUs given to this node. Empty leaves the choice to the job.
     """
     ips = "\n".join(node.addresses)
-    pipeline = node.pipeline or Pipeline(node.job, (node.task_id,))
+    pipeline = node.pipeline or JobPipeline(node.job, (node.task_id,))
     ours = {
         "SKYPILOT_TASK_ID": node.task_id,
         "SKYPILOT_TASK_IDS": "\n".join(pipeline.task_ids),

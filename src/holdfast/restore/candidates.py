@@ -15,7 +15,7 @@ from holdfast.home.patience import Patience
 from holdfast.home.recovery import merge_saved, recover_commit
 from holdfast.home.skipped import Skipped
 from holdfast.ranks import raise_first, values_of
-from holdfast.restore.node_local import Holding, NodeLocal, find_holdings, put_together
+from holdfast.restore.node_local import Holding, NodeLocalCheckpoint, find_holdings, put_together
 from holdfast.restore.request import Request
 from holdfast.store.contract import Store
 
@@ -42,7 +42,7 @@ class Candidates:
     order: tuple[CheckpointId, ...]  # newest first
     skipped: tuple[Skipped, ...]  # complete but for a manifest that could not be written
     node_local: Mapping[
-        CheckpointId, NodeLocal
+        CheckpointId, NodeLocalCheckpoint
     ]  # complete in the local folders of all ranks and home together
     lacking: Mapping[CheckpointId, list[int]]  # ranks whose files no tier has
 
@@ -63,7 +63,7 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
     Ranks: collective.
     """
     survey = _survey(request, patience)
-    node_local: dict[CheckpointId, NodeLocal] = {}
+    node_local: dict[CheckpointId, NodeLocalCheckpoint] = {}
     lacking: dict[CheckpointId, list[int]] = {}
     if request.own_local is not None:
         node_local, lacking = _find_node_local(request.own_local, request, survey, patience)
@@ -183,7 +183,7 @@ def _finish_commits(
 
 def _find_node_local(
     own_local: Store, request: Request, survey: Survey, patience: Patience
-) -> tuple[dict[CheckpointId, NodeLocal], dict[CheckpointId, list[int]]]:
+) -> tuple[dict[CheckpointId, NodeLocalCheckpoint], dict[CheckpointId, list[int]]]:
     """Return the checkpoints that all folders and home hold together, and missing ranks of others.
 
     Raises:

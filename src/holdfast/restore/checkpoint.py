@@ -388,7 +388,7 @@ class Checkpoint:
         import torch  # not above: reading a checkpoint does not need it
 
         from holdfast.restore.fill import fill
-        from holdfast.state.load import Target
+        from holdfast.state.load import FillTarget
         from holdfast.state.tensors import torch_dtype
 
         found = {}
@@ -396,7 +396,7 @@ class Checkpoint:
             saved = self._parts.shape_of(name, rank)
             if saved is not None:
                 found[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]))
-        targets = {name: Target(tensor) for name, tensor in found.items()}
+        targets = {name: FillTarget(tensor) for name, tensor in found.items()}
         fill(self._store, self.manifest, targets, rank, num_threads=num_threads, parts=self._parts)
         return found
 

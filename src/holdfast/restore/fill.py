@@ -14,8 +14,8 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.partitioning import Region
 from holdfast.restore.byte_ranges import contiguous_cover, is_contiguous, item_offset
 from holdfast.restore.parts import Located, Parts
-from holdfast.restore.read import Job, ReadStats, Want, read
-from holdfast.state.load import Target
+from holdfast.restore.read import FileRead, ReadStats, Want, read
+from holdfast.state.load import FillTarget
 from holdfast.state.tensors import torch_dtype
 from holdfast.store.contract import Store
 
@@ -121,7 +121,9 @@ def _narrowed(tensor: torch.Tensor, outer: Region, inner: Region) -> torch.Tenso
     return tensor
 
 
-def plan_fill(manifest: Manifest, targets: Mapping[str, Target], rank: int, parts: Parts) -> list[Job]:
+def plan_fill(
+    manifest: Manifest, targets: Mapping[str, FillTarget], rank: int, parts: Parts
+) -> list[FileRead]:
     """Return the reads that fill tensors. Changes nothing.
 
     Args:
@@ -146,13 +148,13 @@ def plan_fill(manifest: Manifest, targets: Mapping[str, Target], rank: int, part
             continue
         for found in parts.shards_of(manifest.tied.get(name, name), rank, place):
             wanted.setdefault((found.rank, found.shard.frozen), []).append(_want(target.tensor, place, found))
-    return [Job(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wanted.items())]
+    return [FileRead(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wanted.items())]
 
 
 def fill(
     store: Store,
     manifest: Manifest,
-    targets: Mapping[str, Target],
+    targets: Mapping[str, FillTarget],
     rank: int,
     *,
     num_threads: int = 4,
@@ -180,7 +182,7 @@ def fill(
     return read(store, jobs, num_threads=num_threads, on_bytes=on_bytes)
 
 
-def _place(parts: Parts, name: str, target: Target, rank: int) -> Region:
+def _place(parts: Parts, name: str, target: FillTarget, rank: int) -> Region:
     """Return the region of the saved tensor that a target is."""
     saved = parts.shape_of(parts.manifest.tied.get(name, name), rank)
     if saved is None:

@@ -39,7 +39,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLocal:
+class NodeLocalCheckpoint:
     """A checkpoint that is incomplete in home, but complete in several tiers together."""
 
     step: int
@@ -93,7 +93,7 @@ def find_holdings(
 
 def put_together(
     local: Sequence[Iterable[Holding]], in_home: Iterable[Holding]
-) -> tuple[list[NodeLocal], dict[CheckpointId, list[int]]]:
+) -> tuple[list[NodeLocalCheckpoint], dict[CheckpointId, list[int]]]:
     """Return the checkpoints that all places hold together, and the missing ranks of others.
 
     Pure, so that every rank computes the same.
@@ -117,7 +117,7 @@ def put_together(
     for rank, files in enumerate(local):
         for file in files:
             add(file, (rank,))
-    complete: list[NodeLocal] = []
+    complete: list[NodeLocalCheckpoint] = []
     lacking: dict[CheckpointId, list[int]] = {}
     for one, by_rank in copies.items():
         world_size = max(file.world_size for found in by_rank.values() for file in found)
@@ -128,7 +128,7 @@ def put_together(
         # No file is written twice with other bytes. If it were, the copy that most ranks can read is used.
         chosen = [max(by_rank[rank].items(), key=lambda copy: len(copy[1])) for rank in range(world_size)]
         holders = {file.rank: tuple(sorted(set(ranks))) for file, ranks in chosen}
-        complete.append(NodeLocal(one[1], one[0], tuple(file for file, _ in chosen), holders))
+        complete.append(NodeLocalCheckpoint(one[1], one[0], tuple(file for file, _ in chosen), holders))
     return complete, lacking
 
 
@@ -158,7 +158,7 @@ def _text(name: str, file: Holding, copy: Store) -> bytes:
     return text
 
 
-def assemble(found: NodeLocal, texts: Mapping[int, str]) -> MemoryStore:
+def assemble(found: NodeLocalCheckpoint, texts: Mapping[int, str]) -> MemoryStore:
     """Return the documents of a node-local checkpoint in memory, with the manifest of its commit.
 
     Pure but for the store that it makes: every rank makes the same manifest.

@@ -51,7 +51,7 @@ class Want(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class FileRead:
     """Requests to read one data file."""
 
     part: Part
@@ -123,7 +123,7 @@ class Read:
 
 def read(
     store: Store,
-    jobs: Iterable[Job],
+    jobs: Iterable[FileRead],
     *,
     num_threads: int | None = 4,
     on_bytes: Callable[[int], None] | None = None,
@@ -168,7 +168,7 @@ def read(
     return ReadStats(num_bytes, len(reads), seconds, crew.sources, tuple(crew.recovered_from))
 
 
-def _nearest(store: Store, job: Job) -> Store:
+def _nearest(store: Store, job: FileRead) -> Store:
     """Return the copy that a job's file is read from first."""
     *nearer, last = store.copies()
     name = job.part.file_name(frozen=job.frozen)
@@ -183,7 +183,7 @@ def _has(store: Store, name: str) -> bool:
         return False
 
 
-def plan_reads(job: Job, read_bytes: int = READ_BYTES) -> list[Read]:
+def plan_reads(job: FileRead, read_bytes: int = READ_BYTES) -> list[Read]:
     """Return the reads of a job: its chunks, adjacent ones together.
 
     Args:

@@ -13,7 +13,7 @@ from holdfast.home.patience import LIMIT_S
 from holdfast.home.skipped import Skipped
 from holdfast.policy import Keep
 from holdfast.ranks import RankGroup
-from holdfast.state.load import Target
+from holdfast.state.load import FillTarget
 from holdfast.store.contract import Store
 
 
@@ -21,7 +21,7 @@ class Loading(Protocol):
     """Plan that fills live objects from one checkpoint. Making it changes nothing live."""
 
     @property
-    def targets(self) -> Mapping[str, Target]:
+    def targets(self) -> Mapping[str, FillTarget]:
         """Contiguous tensors of the saved dtypes, with their regions, by saved name."""
         ...
 

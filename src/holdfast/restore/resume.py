@@ -14,7 +14,7 @@ from holdfast.home.losses import check_no_losses
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Skipped
 from holdfast.policy import best_first, line_of
-from holdfast.ranks import Outcome, raise_first
+from holdfast.ranks import RankOutcome, raise_first
 from holdfast.restore.candidates import find_candidates, gather_values
 from holdfast.restore.request import Request, Restored
 from holdfast.restore.stages import Stages
@@ -127,7 +127,7 @@ class _Restore:
             self._raise_failed(group.agree(stages.finish))
         return verdict
 
-    def _raise_failed(self, outcomes: Sequence[Outcome[None]]) -> None:
+    def _raise_failed(self, outcomes: Sequence[RankOutcome[None]]) -> None:
         failed = [one for one in outcomes if one.error is not None]
         raise_first(failed, self._group.rank, "failed to restore the state")
 

@@ -15,7 +15,7 @@ import torch
 from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.format.part import Part
 from holdfast.rawbytes import view_bytes
-from holdfast.restore.read import READ_BYTES, Job, Read, ReadStats, deliver, distribute, fetch
+from holdfast.restore.read import READ_BYTES, FileRead, Read, ReadStats, deliver, distribute, fetch
 from holdfast.store.contract import Store
 from holdfast.store.tiered import decisive_error
 
@@ -28,7 +28,7 @@ Key = tuple[int, bool]  # a data file: the rank that wrote it, and whether it is
 Need = tuple[int, int, int, int, int]  # rank, frozen, first chunk, chunk after the last, chunk_bytes
 
 
-class Pending(Protocol):
+class Transfer(Protocol):
     """A transfer in progress."""
 
     def wait(self) -> object:
@@ -45,11 +45,11 @@ class Exchange(Protocol):
         """Return the values of all ranks, by rank. Collective."""
         ...
 
-    def send(self, data: torch.Tensor, to: int) -> Pending:
+    def send(self, data: torch.Tensor, to: int) -> Transfer:
         """Start sending a uint8 tensor, which must not change until the transfer is complete."""
         ...
 
-    def receive(self, data: torch.Tensor, source: int) -> Pending:
+    def receive(self, data: torch.Tensor, source: int) -> Transfer:
         """Start receiving the next transfer of `source` into a uint8 tensor."""
         ...
 
@@ -125,7 +125,7 @@ def _segments(
 
 def read_shared(
     store: Store,
-    jobs: Sequence[Job],
+    jobs: Sequence[FileRead],
     exchange: Exchange,
     *,
     on_bytes: Callable[[int], None] | None = None,
@@ -157,7 +157,7 @@ def read_shared(
     mine = [block for block in blocks if exchange.rank in (*block.ranks, block.reader)]
     if lending is not None:
         lent = {block.key for block in mine} - wanted.keys()
-        wanted |= {key: Job(lending.part_of(key[0]), [], frozen=key[1]) for key in lent}
+        wanted |= {key: FileRead(lending.part_of(key[0]), [], frozen=key[1]) for key in lent}
     reads = _reads(mine, wanted)
     own = [one for block, one in zip(mine, reads, strict=True) if block.reader == exchange.rank]
     ahead = _Ahead(store, own)
@@ -177,7 +177,7 @@ def read_shared(
     return ReadStats(ahead.num_bytes, ahead.num_reads, seconds, sources, tuple(ahead.recovered_from))
 
 
-def _needs(job: Job) -> list[Need]:
+def _needs(job: FileRead) -> list[Need]:
     """Return the chunks that a job needs, as intervals that do not touch."""
     chunk_bytes = job.file.chunk_bytes
     intervals: list[list[int]] = []
@@ -192,7 +192,7 @@ def _needs(job: Job) -> list[Need]:
     return [(job.part.rank, int(job.frozen), first, last, chunk_bytes) for first, last in intervals]
 
 
-def _reads(mine: list[Block], wanted: dict[Key, Job]) -> list[Read]:
+def _reads(mine: list[Block], wanted: dict[Key, FileRead]) -> list[Read]:
     """Return blocks as reads, each with the requests of this rank."""
     reads: dict[Key, list[Read]] = {}
     every = []
@@ -213,7 +213,7 @@ def _transfer(
 ) -> list[HoldfastError]:
     """Read, send or receive all blocks. The order is the same on every rank, which excludes deadlocks."""
     errors: list[HoldfastError] = []
-    sending: deque[tuple[torch.Tensor, list[Pending]]] = deque()
+    sending: deque[tuple[torch.Tensor, list[Transfer]]] = deque()
     for block, one in pairs:
         if block.reader == exchange.rank:
             data, error = ahead.next_block()
@@ -237,12 +237,12 @@ def _transfer(
     return errors
 
 
-def _finish(sent: tuple[torch.Tensor, list[Pending]]) -> None:
+def _finish(sent: tuple[torch.Tensor, list[Transfer]]) -> None:
     for transfer in sent[1]:
         _wait(transfer)
 
 
-def _wait(transfer: Pending) -> None:
+def _wait(transfer: Transfer) -> None:
     try:
         transfer.wait()
     except RuntimeError as error:

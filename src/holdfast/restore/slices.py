@@ -11,7 +11,7 @@ from holdfast.format.layout import Shard
 from holdfast.format.partitioning import Region
 from holdfast.restore.byte_ranges import byte_ranges, item_offset
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import Job, ReadStats, Want, read
+from holdfast.restore.read import FileRead, ReadStats, Want, read
 from holdfast.store.contract import Store
 
 SLICE_BYTES = 32 << 20
@@ -109,7 +109,9 @@ def read_slices(
             for key, want in _wants(parts, name, rank, region, room[at : at + num_bytes]):
                 wants_of.setdefault(key, []).append(want)
             at += num_bytes
-        jobs = [Job(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wants_of.items())]
+        jobs = [
+            FileRead(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wants_of.items())
+        ]
         stats = read(store, jobs, num_threads=num_threads)
         if on_read is not None:
             on_read(stats)

@@ -12,12 +12,12 @@ from holdfast.format.part import Ancestors
 from holdfast.home.documents import check_listed, read_manifest
 from holdfast.home.listing import CheckpointId
 from holdfast.home.recovery import merge_in_memory
-from holdfast.ranks import Outcome, values_of
+from holdfast.ranks import RankOutcome, values_of
 from holdfast.restore.candidates import Candidates
 from holdfast.restore.fill import plan_fill
-from holdfast.restore.node_local import NodeLocal, assemble, read_texts
+from holdfast.restore.node_local import NodeLocalCheckpoint, assemble, read_texts
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import Job, Nowhere, ReadStats, Want, read
+from holdfast.restore.read import FileRead, Nowhere, ReadStats, Want, read
 from holdfast.restore.request import Loading, Request
 from holdfast.restore.share import Lending, read_shared
 from holdfast.store.contract import Store
@@ -46,14 +46,14 @@ class Stages:
     def __init__(self, request: Request, found: Candidates, one: CheckpointId, touched: set[str]) -> None:
         self._request, self._found = request, found
         self._attempt, self._step = one
-        self._node_local: NodeLocal | None = found.node_local.get(one)
+        self._node_local: NodeLocalCheckpoint | None = found.node_local.get(one)
         self._is_whole = one in found.survey.whole
         self._touched = touched
-        self._texts: list[Outcome[list[tuple[int, str]]]] = []
+        self._texts: list[RankOutcome[list[tuple[int, str]]]] = []
         self._opened: _Opened | None = None
         self._values: Sequence[Mapping[str, Any]] = ()
         self._loading: Loading | None = None
-        self._jobs: Sequence[Job] = ()
+        self._jobs: Sequence[FileRead] = ()
         self.stats = ReadStats(0, 0, 0.0)
 
     @property
@@ -132,7 +132,7 @@ class Stages:
             self._jobs = [*self._jobs, *self._whole_files()]
         return sorted(self._touched - self._loading.targets.keys())[:100]
 
-    def _whole_files(self) -> Iterator[Job]:
+    def _whole_files(self) -> Iterator[FileRead]:
         """Yield jobs that read this rank's share of all files.
 
         With node-local folders these are files of its own tiers.
@@ -146,7 +146,7 @@ class Stages:
             part = parts.part(saved)
             for frozen in (False, True)[: len(part.files)]:
                 num_bytes = part.files[part.file_name(frozen=frozen)].num_bytes
-                yield Job(part, [Want(0, num_bytes, Nowhere())], frozen)
+                yield FileRead(part, [Want(0, num_bytes, Nowhere())], frozen)
 
     def read(self) -> None:
         """Fill the live tensors with verified bytes."""
@@ -162,7 +162,7 @@ class Stages:
                 request.store, self._jobs, num_threads=request.num_threads, on_bytes=request.on_bytes
             )
 
-    def _read_node_local(self, node_local: NodeLocal) -> ReadStats:
+    def _read_node_local(self, node_local: NodeLocalCheckpoint) -> ReadStats:
         """Read the files in this rank's own tiers, and receive the rest from other ranks."""
         request, holders = self._request, node_local.holders
         near = [job for job in self._jobs if request.group.rank in holders[job.part.rank]]

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.format.part import Ancestors
 from holdfast.home.skipped import Skipped
-from holdfast.ranks import Outcome, raise_first
+from holdfast.ranks import RankOutcome, raise_first
 from holdfast.units import format_duration, plural
 
 SKIPPABLE = (Corrupt, NotFound, Unsupported, RetryLater)
@@ -41,7 +41,7 @@ class Verdict:
         return bool(self.kinds) and all(kind == RetryLater.kind for kind in self.kinds)
 
 
-def judge(outcomes: Sequence[Outcome[Any]], rank: int, ancestors: Ancestors | None) -> Verdict:
+def judge(outcomes: Sequence[RankOutcome[Any]], rank: int, ancestors: Ancestors | None) -> Verdict:
     """Return the verdict after one stage.
 
     Args:

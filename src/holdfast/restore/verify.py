@@ -13,7 +13,7 @@ from holdfast.format.part import Part
 from holdfast.home.documents import read_manifest, size_error
 from holdfast.home.listing import Listing, list_home
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import Job, Nowhere, Want, read
+from holdfast.restore.read import FileRead, Nowhere, Want, read
 from holdfast.store.contract import Store
 
 
@@ -88,7 +88,7 @@ def verify(
         num_parts += 1
         for frozen in (False, True)[: len(part.files)]:
             present = _present_bytes(home, part, note, frozen=frozen)
-            jobs.append(Job(part, [Want(0, present, Nowhere())], frozen))
+            jobs.append(FileRead(part, [Want(0, present, Nowhere())], frozen))
     if num_parts == manifest.world_size:
         _check_tensors(parts, note)
     stats = read(store, jobs, num_threads=num_threads, on_bytes=on_bytes, on_error=note)

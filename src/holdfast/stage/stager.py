@@ -42,7 +42,7 @@ class Staging:
     changed: tuple[str, ...] = ()  # names of tensors that changed during the copy, which is torn then
     addresses: frozenset[int] = frozenset()  # of the tensors that are copied in the background
     copied_event: torch.cuda.Event | None = None  # CUDA: all copies have run on the device
-    counters: Counters | None = None
+    counters: VersionCounters | None = None
     is_frozen_unchanged: bool = False  # frozen tensors were copied unwatched, see `Stager.stage`
 
     @property
@@ -51,7 +51,7 @@ class Staging:
         return bool(self.changed)
 
 
-class Counters:
+class VersionCounters:
     """PyTorch's version counters of some tensors at the start of the copy.
 
     PyTorch counts a write after its kernel has run or, on a device, has been queued. It never counts writes
@@ -219,7 +219,7 @@ class Stager:
             background = frozenset(later)
             blocking = tuple(i for i in range(len(live)) if i not in background)
             staging.addresses = frozenset(live[i].data_ptr() for i in later)
-            staging.counters = Counters({i: live[i] for i in later})
+            staging.counters = VersionCounters({i: live[i] for i in later})
             changed: set[int] = set()
             if plan.is_cuda:
                 self._start_cuda(staging, blocking, later, live, views)
@@ -279,7 +279,7 @@ class Stager:
     ) -> set[int]:
         """Copy while the caller waits; return the indices of tensors that another thread has changed."""
         large = {i: live[i] for i in sorted(plan.large.intersection(blocking))}
-        watch, counters = self.watcher.start(large), Counters(large)
+        watch, counters = self.watcher.start(large), VersionCounters(large)
         try:
             _copy_in_threads([views[i] for i in blocking], [live[i] for i in blocking])
         finally:

@@ -3,7 +3,7 @@
 from holdfast.state.assignment import assign
 from holdfast.state.capture import CapturedState
 from holdfast.state.catalog import catalog_of
-from holdfast.state.load import Load, Target
+from holdfast.state.load import FillTarget, Load
 from holdfast.state.optimizers import stepping
 from holdfast.state.replication import per_rank, replicated
 from holdfast.state.sharding import Sharding, local_of, sharding_of
@@ -12,10 +12,10 @@ from holdfast.state.training_objects import State
 
 __all__ = [
     "CapturedState",
+    "FillTarget",
     "Load",
     "Sharding",
     "State",
-    "Target",
     "assign",
     "catalog_of",
     "dtype_name",

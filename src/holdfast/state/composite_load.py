@@ -10,7 +10,7 @@ from holdfast.errors import InvalidInput
 from holdfast.format.composites import SavedTensor
 from holdfast.state.composite_fit import misfit, needs_live
 from holdfast.state.composites import is_composite, is_sparse, put_together, set_content, take_apart
-from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.tensors import unfillable
 from holdfast.state.tree import insert_tensors, references
 
@@ -99,4 +99,4 @@ def _replace_content(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> 
         new = put_together(SavedTensor(saved.type, inner, saved.facts), None)
         set_content(live, new.to(device=live.device, copy=True))
 
-    plan.add_step(Phase.COPY, finish)
+    plan.add_step(LoadPhase.COPY, finish)

@@ -15,7 +15,7 @@ from holdfast.errors import InvalidInput
 from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
 from holdfast.state.entry import StateEntry
-from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.modules import EXTRA, canonical
 from holdfast.state.optimizer_layout import is_state_tensor_name
 from holdfast.state.replication import Replication
@@ -139,7 +139,7 @@ class FSDP1ModuleEntry(StateEntry):
             with _sharded(module):
                 module.load_state_dict(state)
 
-        plan.add_step(Phase.MODULE, finish)
+        plan.add_step(LoadPhase.MODULE, finish)
 
 
 @final
@@ -220,7 +220,7 @@ class FSDP1OptimizerEntry(StateEntry):
             state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
             self._load({"state": state, "param_groups": new})
 
-        plan.add_step(Phase.OPTIMIZER, finish)
+        plan.add_step(LoadPhase.OPTIMIZER, finish)
 
     def _state_dict(self) -> dict[str, Any]:
         module = self._module.value

@@ -15,7 +15,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class HeldTensor:
     """Facts that a rank sends about one tensor; `layout` is None if the tensor is plain."""
 
     dtype: str
@@ -34,7 +34,7 @@ class RankInventory:
     """
 
     keys: frozenset[str]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, HeldTensor]
     others: frozenset[str]
 
 

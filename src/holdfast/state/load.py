@@ -27,7 +27,7 @@ PARAMETER_MARK = ".param_groups: "
 _UNTIED = "tied in the live state but saved as two tensors; the later name wins."
 
 
-class Phase(enum.IntEnum):
+class LoadPhase(enum.IntEnum):
     """Phase of a step of `Load.finish`. Each phase may rely on the ones before it."""
 
     CARVE = 0  # parts are copied out of tensors that were read whole
@@ -41,7 +41,7 @@ class Phase(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FillTarget:
     """Destination of a saved tensor's bytes.
 
     Args:
@@ -61,7 +61,7 @@ class Load:
     """
 
     def __init__(self, plan: LoadPlan, unexpected: list[str]) -> None:
-        self.targets: dict[str, Target] = plan.targets()
+        self.targets: dict[str, FillTarget] = plan.targets()
         """Saved name -> this rank's target. Parts without elements are not included."""
         self.missing: list[str] = plan.missing
         """Names in the live state but not in the checkpoint; they stay unchanged."""
@@ -118,12 +118,12 @@ class LoadPlan:
         self.unexpected: list[str] = []
         self.notes: list[str] = []
         self.misfits: list[Misfit] = []  # of values that stay unchanged unless the load is strict
-        self.steps: list[tuple[Phase, Callable[[], None]]] = []
+        self.steps: list[tuple[LoadPhase, Callable[[], None]]] = []
         self.used: set[str] = set()  # saved names, aliases included, that fill something live
         self.saved_names = _renamed([*tensors, *tied], rename)
         self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
         self._rank = rank
-        self._parts: dict[str, Target] = {}  # by saved name, also those without elements
+        self._parts: dict[str, FillTarget] = {}  # by saved name, also those without elements
         self._claimed: set[str] = set()  # saved names that are in a live tensor or become one
         self._at: dict[int, torch.Tensor] = {}  # address -> live tensor that is filled there
         self._swapped: set[int] = set()  # ids of meta tensors that become real
@@ -171,7 +171,7 @@ class LoadPlan:
         self.unexpected += found.unexpected
         return found
 
-    def add_step(self, phase: Phase, step: Callable[[], None]) -> None:
+    def add_step(self, phase: LoadPhase, step: Callable[[], None]) -> None:
         """Add a step for `Load.finish`. Within a phase, steps run in the order they were added."""
         self.steps.append((phase, step))
 
@@ -179,7 +179,7 @@ class LoadPlan:
         """Plan to read a whole saved tensor into new memory, unless that is planned already; see `tensor`."""
         saved = self._use(name)
         if saved not in self._parts:
-            self._parts[saved] = Target(self._empty(saved, device), None)
+            self._parts[saved] = FillTarget(self._empty(saved, device), None)
         else:
             self._widen(saved)
 
@@ -203,11 +203,11 @@ class LoadPlan:
         saved, device = self._use(name), self.device_of(model)
         _, region = self._part_of(model, label)
         if saved not in self._parts:
-            self._parts[saved] = Target(self._empty(saved, device, region), region)
+            self._parts[saved] = FillTarget(self._empty(saved, device, region), region)
         source = self._source(saved, region)
         return lambda: shard_like(source().to(device), model)
 
-    def targets(self) -> dict[str, Target]:
+    def targets(self) -> dict[str, FillTarget]:
         """Return the targets to fill; parts of sharded tensors only if they have an element."""
         return {n: t for n, t in self._parts.items() if t.region is None or t.region.num_items}
 
@@ -240,7 +240,7 @@ class LoadPlan:
         else:
             target, source = self._parts[saved].tensor, self._source(saved, region)
             if local.data_ptr() != target.data_ptr() or not is_same_view(local, target):
-                self.add_step(Phase.COPY, lambda: copy(source(), local))
+                self.add_step(LoadPhase.COPY, lambda: copy(source(), local))
         self._claimed.add(saved)
 
     def device_of(self, live: torch.Tensor) -> torch.device:
@@ -298,13 +298,13 @@ class LoadPlan:
         if part.region is None:
             return
         region, whole = part.region, self._empty(saved, "cpu")
-        self._parts[saved] = Target(whole, None)
-        self.add_step(Phase.CARVE, lambda: copy(view_of(whole, region), part.tensor))
+        self._parts[saved] = FillTarget(whole, None)
+        self.add_step(LoadPhase.CARVE, lambda: copy(view_of(whole, region), part.tensor))
 
     def _fill_first(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> None:
         other = self._at.get(live.data_ptr()) if live.numel() else None
         if other is None and is_plain_memory(live) and live.dtype is self.dtype(saved):
-            self._parts[saved] = Target(target := live.detach(), region)
+            self._parts[saved] = FillTarget(target := live.detach(), region)
             self._at[target.data_ptr()] = target
             return
         if other is None:
@@ -312,8 +312,8 @@ class LoadPlan:
         elif is_same_view(other, live):
             self.notes.append(f"{label}: {_UNTIED}")
         target = self._empty(saved, "cpu", region)
-        self._parts[saved] = Target(target, region)
-        self.add_step(Phase.COPY, lambda: copy(target, live))
+        self._parts[saved] = FillTarget(target, region)
+        self.add_step(LoadPhase.COPY, lambda: copy(target, live))
 
     def _make_real(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> None:
         device = self._real.setdefault(id(live), torch.device("cpu"))
@@ -321,13 +321,13 @@ class LoadPlan:
         self._swapped.add(id(live))
         is_shared = saved in self._claimed
         if saved not in self._parts:
-            self._parts[saved] = Target(self._empty(saved, device, region), region)
+            self._parts[saved] = FillTarget(self._empty(saved, device, region), region)
         source = self._source(saved, region)
         if not is_second:
-            self.add_step(Phase.SWAP, lambda: _swap(live, source(), device, label, is_shared=is_shared))
+            self.add_step(LoadPhase.SWAP, lambda: _swap(live, source(), device, label, is_shared=is_shared))
         elif not is_shared:
             self.notes.append(f"{label}: {_UNTIED}")
-            self.add_step(Phase.COPY, lambda: copy(source(), local_of(live)))
+            self.add_step(LoadPhase.COPY, lambda: copy(source(), local_of(live)))
 
     def _empty(self, saved: str, device: torch.device | str, region: Region | None = None) -> torch.Tensor:
         spec = self._spec(saved)

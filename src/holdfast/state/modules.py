@@ -23,7 +23,7 @@ from holdfast.state.composites import is_composite
 from holdfast.state.entry import StateEntry
 from holdfast.state.fitting import Fitting
 from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
-from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.replication import Replication
 from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.tensor_table import Role
@@ -148,10 +148,10 @@ class ModuleEntry(StateEntry):
         for composite in composites.values():
             plan.used.update(references(composite))
         if special or _has_load_code(module):
-            plan.add_step(Phase.MODULE, lambda: self._finish(plan, special))
+            plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, special))
         hidden = next((one[HIDDEN] for one in plan.all_values(self.key) if _has_hidden(one)), None)
         if hidden is not None:
-            plan.add_step(Phase.MODULE, lambda: set_hidden_state(module, hidden))
+            plan.add_step(LoadPhase.MODULE, lambda: set_hidden_state(module, hidden))
 
     def _finish(self, plan: LoadPlan, special: dict[str, Any]) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""

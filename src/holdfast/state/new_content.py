@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.format.nesting import insert, is_under
 from holdfast.format.plain_forms import place_entries, placed_composites
-from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.tree import insert_tensors, references
 
 
@@ -33,7 +33,7 @@ def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[
             insert(new, name, plan.tensor(name))
         target.update(place_entries(new))
 
-    plan.add_step(Phase.VALUE, finish)
+    plan.add_step(LoadPhase.VALUE, finish)
 
 
 def _placed(value: Any) -> Any:

@@ -21,7 +21,7 @@ from holdfast.state.composites import is_composite
 from holdfast.state.entry import StateEntry
 from holdfast.state.entry_kinds import has_only_entries
 from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
-from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import is_repeatable
 from holdfast.state.rng import python_state, set_python_state
@@ -97,7 +97,7 @@ class StatefulEntry(StateEntry):
         def tensor(name: str) -> torch.Tensor:
             return made[name]() if name in made else plan.tensor(name)
 
-        plan.add_step(Phase.OBJECT, lambda: self._finish(insert_tensors(tree, tensor)))
+        plan.add_step(LoadPhase.OBJECT, lambda: self._finish(insert_tensors(tree, tensor)))
 
     def _finish(self, state: Any) -> None:
         if hidden_state(self.value) and HIDDEN in state:
@@ -245,11 +245,11 @@ class ValueEntry(StateEntry):
             if new is not self.value:
                 put(MarkedObject(new, self.replication) if self.replication else new)
 
-        plan.add_step(Phase.VALUE, finish)
+        plan.add_step(LoadPhase.VALUE, finish)
 
 
 def _plan_tree(plan: LoadPlan, tree: Any, finish: Callable[[Any], None]) -> None:
     """Plan to call `finish` with a saved tree, its tensors filled."""
     for name in references(tree):
         plan.read_new(name)
-    plan.add_step(Phase.OBJECT, lambda: finish(insert_tensors(tree, plan.tensor)))
+    plan.add_step(LoadPhase.OBJECT, lambda: finish(insert_tensors(tree, plan.tensor)))

@@ -18,7 +18,7 @@ from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
 from holdfast.state.composites import is_composite
 from holdfast.state.entry import StateEntry
-from holdfast.state.load import LoadPlan, Phase
+from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.optimizer_buffers import plan_state
 from holdfast.state.optimizer_layout import OptimizerLayout, find_layout, is_state_tensor_name
 from holdfast.state.replication import Replication
@@ -206,7 +206,7 @@ class OptimizerEntry(StateEntry):
         saved.skip_the_rest()
         self._plan_groups(plan, chosen)
         self._plan_shared(plan, saved.shared)
-        plan.add_step(Phase.OPTIMIZER, self._settle)
+        plan.add_step(LoadPhase.OPTIMIZER, self._settle)
 
     def _plan_state(
         self, plan: LoadPlan, parameter: torch.Tensor, saved: SavedState, options: dict[str, Any]
@@ -247,7 +247,7 @@ class OptimizerEntry(StateEntry):
             else:
                 self.value.state.pop(parameter, None)
 
-        plan.add_step(Phase.OPTIMIZER, finish)
+        plan.add_step(LoadPhase.OPTIMIZER, finish)
 
     def _plan_groups(self, plan: LoadPlan, chosen: list[dict[str, Any] | None]) -> None:
         met: list[dict[str, Any]] = []
@@ -279,7 +279,7 @@ class OptimizerEntry(StateEntry):
                 new = insert_tensors(tree, clone if is_split else plan.tensor)
                 live.update({name: update_in_place(live.get(name), value) for name, value in new.items()})
 
-        plan.add_step(Phase.OPTIMIZER, finish)
+        plan.add_step(LoadPhase.OPTIMIZER, finish)
 
     def _plan_shared(self, plan: LoadPlan, shared: dict[Any, Any]) -> None:
         for name in references(shared):
@@ -291,7 +291,7 @@ class OptimizerEntry(StateEntry):
                 del state[name]
             state.update(insert_tensors(shared, plan.tensor))
 
-        plan.add_step(Phase.OPTIMIZER, finish)
+        plan.add_step(LoadPhase.OPTIMIZER, finish)
 
     def _settle(self) -> None:
         """Pass the state to the optimizer's own __setstate__, as `Optimizer.load_state_dict` does."""

@@ -17,8 +17,8 @@ from holdfast.state.capture import CapturedState, TensorCollector
 from holdfast.state.entry import StateEntry
 from holdfast.state.entry_kinds import is_entry, is_generator, is_stateful, nested_entries
 from holdfast.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
-from holdfast.state.holders import Gather, HolderAgreement, RankInventory, TensorInfo, agree
-from holdfast.state.load import Load, LoadPlan, Phase, leftover, mismatch, renamer
+from holdfast.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
+from holdfast.state.load import Load, LoadPhase, LoadPlan, leftover, mismatch, renamer
 from holdfast.state.modules import ModuleEntry
 from holdfast.state.new_content import plan_new
 from holdfast.state.objects import (
@@ -106,7 +106,7 @@ class State:
 
     def _inventory(self) -> RankInventory:
         """Return the tensors that this rank announces to the others, also those on meta."""
-        tensors: dict[str, TensorInfo] = {}
+        tensors: dict[str, HeldTensor] = {}
         others: set[str] = set()
         entries = self._current()
         for entry in entries.values():
@@ -115,7 +115,7 @@ class State:
                 if layout is None and role.replication in (Replication.PER_RANK, Replication.OWN):
                     others.add(name)
                 elif layout is None or self._world()[0] in layout.holders:
-                    tensors[name] = TensorInfo(str(tensor.dtype), tuple(tensor.shape), layout)
+                    tensors[name] = HeldTensor(str(tensor.dtype), tuple(tensor.shape), layout)
         return RankInventory(frozenset(entries), tensors, frozenset(others))
 
     def capture(self) -> CapturedState:
@@ -514,7 +514,7 @@ def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> 
         else:
             plan.notes.append(rng.derive(values, rank=rank, world_size=world_size))
 
-    plan.add_step(Phase.RNG, finish)
+    plan.add_step(LoadPhase.RNG, finish)
 
 
 def _world() -> tuple[int, int]:

@@ -27,7 +27,7 @@ from holdfast.store.contract import (
 )
 from holdfast.store.multipart import MultipartBody
 from holdfast.store.object_names import check_name, check_prefix
-from holdfast.store.retries import Request, Retries, TryAgain, not_found
+from holdfast.store.retries import Retries, StoreRequest, TryAgain, not_found
 
 READ_BYTES = 8 << 20
 """Length of the ranges, fetched concurrently, that longer reads are split into."""
@@ -96,7 +96,7 @@ class ObjectStore(Store):
         else:
             if if_absent:
                 self._check_free(name)
-            self._send(Request("write", name, len(view)), view)
+            self._send(StoreRequest("write", name, len(view)), view)
         failpoint("store.linked")
 
     @override
@@ -112,7 +112,7 @@ class ObjectStore(Store):
             self._check_free(name)
         self._logs.forget(name)
         source = MultipartBody(name, parts, num_bytes, self._part_bytes(num_bytes))
-        request = Request("write", name, num_bytes, num_tries=1)
+        request = StoreRequest("write", name, num_bytes, num_tries=1)
         failpoint("store.written")
         try:
             # Not retried as a whole: the parts are gone. The client retries each request.
@@ -147,7 +147,7 @@ class ObjectStore(Store):
         key_from, key_to = self._address.key(source), self._address.key(name)
         self._logs.forget(name)
         self._retries.call(
-            Request("copy", source), lambda client: self._library.copy(client, key_from, key_to)
+            StoreRequest("copy", source), lambda client: self._library.copy(client, key_from, key_to)
         )
         if self.size(name) != num_bytes:
             raise RetryLater(
@@ -206,7 +206,7 @@ class ObjectStore(Store):
         """
         self._logs.flush(check_prefix(prefix))
         folder = self._address.key(prefix).rpartition("/")[0] if prefix else self._address.prefix
-        found = self._retries.call(Request("list", prefix), lambda client: self._listed(client, folder))
+        found = self._retries.call(StoreRequest("list", prefix), lambda client: self._listed(client, folder))
         return (entry for entry in found if entry.name.startswith(prefix))
 
     @override
@@ -215,9 +215,9 @@ class ObjectStore(Store):
         self._logs.flush(name)
         key = self._address.key(name)
         try:
-            return self._retries.call(Request("find", name), lambda client: self._library.head(client, key))[
-                "size"
-            ]
+            return self._retries.call(
+                StoreRequest("find", name), lambda client: self._library.head(client, key)
+            )["size"]
         except NotFound:
             return None
 
@@ -232,7 +232,7 @@ class ObjectStore(Store):
         self._logs.forget(name)
         key = self._address.key(name)
         try:
-            self._retries.call(Request("delete", name), lambda client: self._library.delete(client, key))
+            self._retries.call(StoreRequest("delete", name), lambda client: self._library.delete(client, key))
         except NotFound:
             return
 
@@ -277,7 +277,7 @@ class ObjectStore(Store):
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def _send(self, request: Request, data: Buffer) -> None:
+    def _send(self, request: StoreRequest, data: Buffer) -> None:
         """Write an object, replacing any existing one."""
         num_bytes = len(data)
         is_large = num_bytes > self._address.part_bytes
@@ -319,7 +319,7 @@ class ObjectStore(Store):
                 raise
             return True
 
-        if not self._retries.call(Request("write", name, len(view)), create):
+        if not self._retries.call(StoreRequest("write", name, len(view)), create):
             raise already_exists(self._place(name), name)
 
     def _is_ours(self, client: Any, name: str, view: memoryview) -> bool | None:
@@ -339,7 +339,7 @@ class ObjectStore(Store):
     def _get(self, name: str, limit_s: float | None = None) -> bytes:
         key = self._address.key(name)
         return self._retries.call(
-            Request("read", name, limit_s=limit_s), lambda client: self._read_whole(client, key, name)
+            StoreRequest("read", name, limit_s=limit_s), lambda client: self._read_whole(client, key, name)
         )
 
     def _read_whole(self, client: Any, key: str, name: str) -> bytes:
@@ -381,7 +381,7 @@ class ObjectStore(Store):
             return memoryview(found.bytes()), found.meta["e_tag"]
 
         none: tuple[memoryview, str | None] = memoryview(b""), None
-        data, version = self._retries.call(Request("read", name, num_bytes), fetch, past_end=none)
+        data, version = self._retries.call(StoreRequest("read", name, num_bytes), fetch, past_end=none)
         if len(data) < num_bytes:
             raise ends_early(self._place(name), name, self.size(name), offset, num_bytes)
         return data, version
@@ -403,7 +403,7 @@ class ObjectStore(Store):
             return None
 
     def _save_log(self, name: str, text: bytes, limit_s: float | None) -> None:
-        self._send(Request("write", name, len(text), limit_s), text)
+        self._send(StoreRequest("write", name, len(text), limit_s), text)
 
     def _place(self, name: str) -> str:
         return f"{self._address.place}/{name}"

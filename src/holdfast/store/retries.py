@@ -24,7 +24,7 @@ class TryAgain(Exception):
 
 
 @dataclass(slots=True)
-class Request:
+class StoreRequest:
     """One request to a store.
 
     `verb` - the action, for messages. `name` - the object, or a prefix. `num_bytes` - size of its data.
@@ -48,7 +48,7 @@ class Retries:
 
     def call(
         self,
-        request: Request,
+        request: StoreRequest,
         act: Callable[[Any], _T],
         *,
         retrying: bool = False,
@@ -68,7 +68,9 @@ class Retries:
         with command_limit.reporting(self._address.place):
             return self._call(request, act, retrying=retrying, past_end=past_end)
 
-    def _call(self, request: Request, act: Callable[[Any], _T], *, retrying: bool, past_end: _T | None) -> _T:
+    def _call(
+        self, request: StoreRequest, act: Callable[[Any], _T], *, retrying: bool, past_end: _T | None
+    ) -> _T:
         is_renewed = False
         while True:
             request.num_tries += 1
@@ -93,7 +95,7 @@ class Retries:
                 raise self.failure(request, client_error) from None  # its text may hold secrets
             time.sleep(pause_s)
 
-    def failure(self, request: Request, client_error: ClientError) -> HoldfastError:
+    def failure(self, request: StoreRequest, client_error: ClientError) -> HoldfastError:
         """Return the error to raise for a client error."""
         name, verb, kind = request.name, request.verb, client_error.kind
         if kind is ErrorKind.ABSENT and verb != "write":
@@ -120,7 +122,7 @@ class Retries:
         limit = f" and {tries} (limit {format_duration(limit_s)})"
         return RetryLater(f"{failed} {tried}{limit if kind is ErrorKind.PASSING else ''}.", key=name)
 
-    def _limit_s(self, request: Request) -> float:
+    def _limit_s(self, request: StoreRequest) -> float:
         limit_s = self._address.timeout_s if request.limit_s is None else request.limit_s
         if command_limit.limit_s is None or self._address.option("timeout") is not None:
             return limit_s

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.documents import decode, read_dataclass, refuse, shown
 from holdfast.errors import Corrupt, NotFound, RetryLater
 from holdfast.writeback.files import Fingerprint
-from holdfast.writeback.upload_queue import JournalWrite, Problem, Sent, Upload, UploadQueue, Version
+from holdfast.writeback.upload_queue import JournalWrite, Sent, Upload, UploadProblem, UploadQueue, Version
 
 FOLDER = ".holdfast-writeback"
 """Folder in the directory for journal, kept versions and locks. On the same disk, for hard links."""
@@ -117,7 +117,7 @@ class Journal:
             rows = ask(f"SELECT {_SENT} FROM sent ORDER BY rowid")  # in the order of the queue
             sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in rows}
             problems = {
-                row[0]: Problem(row[4], row[5], Fingerprint(*row[1:4]))
+                row[0]: UploadProblem(row[4], row[5], Fingerprint(*row[1:4]))
                 for row in ask(f"SELECT {_PROBLEM} FROM problem")
             }
             last = ask("SELECT value FROM fact WHERE key = 'last'").fetchone()
@@ -168,7 +168,7 @@ class Journal:
             raise Corrupt(f"{self._path} is damaged: {error}. Move it away and mount again.") from error
 
 
-def _check_rows(path: Path, *tables: Mapping[Any, Upload | Sent | Problem]) -> None:
+def _check_rows(path: Path, *tables: Mapping[Any, Upload | Sent | UploadProblem]) -> None:
     """Check the types of a journal's values, as SQLite stores any value in any column.
 
     Raises:

@@ -49,7 +49,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class UploadProblem:
     """Reason why the file with this fingerprint is not in the bucket."""
 
     kind: str
@@ -63,7 +63,7 @@ class JournalWrite:
 
     table: str
     key: int | str
-    value: Upload | Sent | Problem | None
+    value: Upload | Sent | UploadProblem | None
 
 
 Writes: TypeAlias = "list[JournalWrite]"
@@ -82,7 +82,7 @@ class UploadQueue:
 
     entries: dict[int, Upload] = field(default_factory=dict)
     sent: dict[str, Sent] = field(default_factory=dict)
-    problems: dict[str, Problem] = field(default_factory=dict)
+    problems: dict[str, UploadProblem] = field(default_factory=dict)
     last: int = 0
     begun: int = 0  # number of the entry being uploaded, which cannot be withdrawn
     _newest_of: dict[str, int] = field(default_factory=dict, init=False)  # number of the newest entry by name
@@ -163,9 +163,9 @@ class UploadQueue:
         writes = self._drop(entry.number)
         if self._newest(entry.name):  # a newer version is queued, and only that one matters
             return writes
-        return [*writes, *self.add_problem(entry.name, Problem(kind, why, entry.version.fingerprint))]
+        return [*writes, *self.add_problem(entry.name, UploadProblem(kind, why, entry.version.fingerprint))]
 
-    def add_problem(self, name: str, problem: Problem) -> Writes:
+    def add_problem(self, name: str, problem: UploadProblem) -> Writes:
         """Record a file that cannot be uploaded."""
         self.problems[name] = problem
         return [JournalWrite("problem", name, problem)]

@@ -43,7 +43,7 @@ from holdfast.writeback.ownership import record_attempt
 from holdfast.writeback.reconciliation import reconcile
 from holdfast.writeback.sender import Sender
 from holdfast.writeback.status import ALIVE, ENDED, FAILED, FENCED, LOCK, STARTING
-from holdfast.writeback.upload_queue import COPY, REJECTED, Problem, UploadQueue, Version, Writes
+from holdfast.writeback.upload_queue import COPY, REJECTED, UploadProblem, UploadQueue, Version, Writes
 from holdfast.writeback.versions import KeptVersions
 
 _log = get_logger("writeback")
@@ -311,7 +311,7 @@ class Uploader:
 
     def _add_problem(self, name: str, why: str) -> None:
         with suppress(FileNotFoundError):
-            problem = Problem(REJECTED, why, Fingerprint.of((self._root / name).lstat()))
+            problem = UploadProblem(REJECTED, why, Fingerprint.of((self._root / name).lstat()))
             self._queue.do(lambda order: [*order.remove(name), *order.add_problem(name, problem)])
 
     # -- versions --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs.k8s.pod_script import RestartRule, clone_command, pod_command
-from holdfast.jobs.task.model import Recovery, Repository, Task
+from holdfast.jobs.task.model import JobRecovery, Repository, Task
 
 LIMIT_S = 60
 KUBEFLOW = 143
@@ -57,7 +57,7 @@ class Pod:
         self, run: str, *, setup: str = "", free: tuple[int, ...] = (), rule: RestartRule | None = None
     ) -> None:
         (self.folder / "home").mkdir(exist_ok=True)
-        asked = Task("gpt", run, setup, recovery=Recovery(0, frozenset(free)))
+        asked = Task("gpt", run, setup, recovery=JobRecovery(0, frozenset(free)))
         # The tag is that of the keepers to wait for, as other processes of this machine are visible too.
         environment = {
             "PATH": os.environ["PATH"],

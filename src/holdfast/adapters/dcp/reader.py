@@ -38,7 +38,7 @@ from holdfast.home.newest import list_patiently, usable
 from holdfast.home.patience import LIMIT_S, Patience
 from holdfast.home.skipped import Skipped
 from holdfast.restore.parts import Located, Parts
-from holdfast.restore.read import Job, Want, read
+from holdfast.restore.read import FileRead, Want, read
 from holdfast.state.tensors import torch_dtype
 from holdfast.store import open_store
 from holdfast.store.contract import Store
@@ -277,7 +277,7 @@ def _save_value(opened: _Opened, index: MetadataIndex) -> io.BytesIO:
     return buffer
 
 
-def _jobs(parts: Parts, targets: Iterable[tuple[ReadItem, torch.Tensor]]) -> list[Job]:
+def _jobs(parts: Parts, targets: Iterable[tuple[ReadItem, torch.Tensor]]) -> list[FileRead]:
     """Return the reads of each file."""
     wanted: dict[tuple[int, bool], list[Want]] = {}
     for item, target in targets:
@@ -288,7 +288,7 @@ def _jobs(parts: Parts, targets: Iterable[tuple[ReadItem, torch.Tensor]]) -> lis
         for found in parts.shards_of(name, 0, region):
             key = found.rank, found.shard.frozen
             wanted.setdefault(key, []).extend(_wants(parts.part(found.rank), found, region, target))
-    return [Job(parts.part(rank), wants, frozen) for (rank, frozen), wants in wanted.items()]
+    return [FileRead(parts.part(rank), wants, frozen) for (rank, frozen), wants in wanted.items()]
 
 
 def _saved_region(manifest: Manifest, item: ReadItem) -> tuple[str, Region]:
@@ -301,7 +301,7 @@ def _saved_region(manifest: Manifest, item: ReadItem) -> tuple[str, Region]:
 
 
 def _wants(part: Part, found: Located, region: Region, target: torch.Tensor) -> Iterator[Want]:
-    max_gap_bytes = Job(part, (), found.shard.frozen).file.chunk_bytes
+    max_gap_bytes = FileRead(part, (), found.shard.frozen).file.chunk_bytes
     offsets = tuple(a - b for a, b in zip(region.offsets, found.region.offsets, strict=True))
     for at, num_bytes, sink in make_sinks(
         found.shard, offsets, region.sizes, target, max_gap_bytes=max_gap_bytes

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from holdfast.adapters.attached_class import check_attach, insert_class
-from holdfast.adapters.deepspeed.session import Session, Settings
 from holdfast.adapters.deepspeed.engine import HoldfastEngine
+from holdfast.adapters.deepspeed.session import Session, Settings
 from holdfast.adapters.deepspeed.support import check_engine
 from holdfast.checkpointer.options import Home, parse_home
 from holdfast.errors import InvalidInput, Unsupported

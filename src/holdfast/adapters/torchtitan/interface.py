@@ -20,7 +20,7 @@ from torchtitan.tools import filesystem
 import holdfast
 from holdfast import Checkpointer
 from holdfast.adapters.torchtitan import stock_folders
-from holdfast.adapters.torchtitan.live_state import Counters, Position, keys_of, live_objects
+from holdfast.adapters.torchtitan.live_state import Counters, DataPosition, keys_of, live_objects
 from holdfast.errors import Corrupt, InvalidInput
 
 _STEP_FOLDER = re.compile(r"(.*)/step-([0-9]+)/*", re.DOTALL)
@@ -221,7 +221,7 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     def _set_position(self, step: int, home: str | None = None) -> None:
         for value in self._live.values():
-            if isinstance(value, Position):
+            if isinstance(value, DataPosition):
                 value.set(home or self.folder, step)
 
     # -- the end ---------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Counters:
         self._trainer.load_state_dict(state_dict)
 
 
-class Position:
+class DataPosition:
     """Position in the data. Each rank saves its own.
 
     Its keys name data-parallel ranks, so a rank whose number or layout has changed needs the position that
@@ -102,7 +102,7 @@ def live_objects(states: Mapping[str, Any]) -> dict[str, Any]:
         if name in (MODEL, OPTIMIZER) or value is None:
             continue
         if name == DATALOADER:
-            found[name] = Position(value)
+            found[name] = DataPosition(value)
         elif name == LR_SCHEDULER or isinstance(value, torch.Tensor) or not hasattr(value, "state_dict"):
             found[name] = value
         else:

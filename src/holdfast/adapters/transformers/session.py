@@ -27,7 +27,7 @@ from holdfast.adapters.transformers.live_state import (
     write_counters,
 )
 from holdfast.adapters.transformers.settings import Settings
-from holdfast.adapters.transformers.source import Source, open_elsewhere
+from holdfast.adapters.transformers.source import ResumeSource, open_elsewhere
 from holdfast.adapters.transformers.stock_folder import step_of
 from holdfast.adapters.transformers.support import check_optimizer
 from holdfast.checkpointer import Checkpointer
@@ -80,7 +80,7 @@ class Session:
         self._home = self._checkpointer.home
         self._folders = Folders(self._args.output_dir or ".", self._home, writes=self._args.should_save)
         self._elsewhere: Checkpointer | None = None
-        self._source: Source | None = None
+        self._source: ResumeSource | None = None
         self._steps: list[int] = []  # of all checkpoints, in the order in which they were saved
         self._in_home: set[int] = set()
         self._superseded: set[int] = set()  # steps that training goes back behind
@@ -133,7 +133,7 @@ class Session:
         self._list_steps(choice)
         if choice is None or not choice.home:
             return None if choice is None else choice.folder
-        self._source = source = Source(self._checkpointer_of(choice), self._state, choice.step)
+        self._source = source = ResumeSource(self._checkpointer_of(choice), self._state, choice.step)
         self._folders.make(choice.step, source.trainer_state, self._trainer.model, home=choice.home)
         self._folders.remove_interrupted(choice.step, self._in_home)
         self._ranks.gather(None)
@@ -186,7 +186,7 @@ class Session:
         self._note_best()
 
     @property
-    def _resumed(self) -> Source:
+    def _resumed(self) -> ResumeSource:
         assert self._source is not None
         return self._source
 

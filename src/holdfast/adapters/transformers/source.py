@@ -20,7 +20,7 @@ from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.ranks import Ranks
 
 
-class Source:
+class ResumeSource:
     """A checkpoint that the Trainer resumes from. It has been verified as a whole.
 
     Args:

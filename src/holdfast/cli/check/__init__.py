@@ -31,7 +31,7 @@ _MAX_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DifferenceRow:
     """One tensor or value that differs."""
 
     key: str
@@ -145,13 +145,13 @@ def _run_whole(trials: Trials, steps: int) -> tuple[int, Trace]:
     return end // 2, trials.run("a", f"uninterrupted, to its end at step {end}", plan)
 
 
-def _differences(a: Path, b: Path, step: int) -> tuple[list[Row], int]:
+def _differences(a: Path, b: Path, step: int) -> tuple[list[DifferenceRow], int]:
     """Compare the checkpoints of a step in all homes of two trials."""
-    rows: list[Row] = []
+    rows: list[DifferenceRow] = []
     num_compared = 0
     for home in newest_steps(a):
         if home not in newest_steps(b):
-            rows.append(Row("(all)", "missing in the other run"))
+            rows.append(DifferenceRow("(all)", "missing in the other run"))
             continue
         one, other = (_side(folder / home, step) for folder in (a, b))
         found = compare(one, other)
@@ -165,13 +165,13 @@ def _side(home: Path, step: int) -> Side:
     return Side(store, open_checkpoint(store, step))
 
 
-def _rows(found: Difference) -> list[Row]:
-    rows = [Row(key, "only in the uninterrupted run") for key in found.only_a]
-    rows += [Row(key, "only in the resumed run") for key in found.only_b]
+def _rows(found: Difference) -> list[DifferenceRow]:
+    rows = [DifferenceRow(key, "only in the uninterrupted run") for key in found.only_a]
+    rows += [DifferenceRow(key, "only in the resumed run") for key in found.only_b]
     for one in found.changed:
         apart = "" if one.max_abs is None else f", up to {one.max_abs:.2g} apart"
-        rows.append(Row(one.name, f"{one.num_changed} of {one.num_items} numbers{apart}"))
-    return rows + [Row(key, f"{a or 'nothing'} and {b or 'nothing'}") for key, a, b in found.values]
+        rows.append(DifferenceRow(one.name, f"{one.num_changed} of {one.num_items} numbers{apart}"))
+    return rows + [DifferenceRow(key, f"{a or 'nothing'} and {b or 'nothing'}") for key, a, b in found.values]
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ _RUN, _STEP = "holdfast.json", re.compile(r"step-(\d{8,})")  # as in `holdfast.f
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Completion:
     """A possible last argument, and its description."""
 
     text: str
@@ -41,7 +41,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class Completions:
     """All candidates for the last argument of a line.
 
     Attributes:
@@ -51,11 +51,11 @@ class Candidates:
     """
 
     kind: Kind
-    values: list[Candidate]
+    values: list[Completion]
     num_fixed: int = 0
 
 
-def complete(line: str) -> Candidates:
+def complete(line: str) -> Completions:
     """Return the candidates that complete a line, which ends at the cursor."""
     *words, last = _split(line)
     before = words[1:]
@@ -63,12 +63,12 @@ def complete(line: str) -> Candidates:
     if command is not None:
         kind, values = _complete_argument(command, before[before.index(command) + 1 :], last)
     else:
-        kind, values = "words", [Candidate(name, short_summary(name)) for name in COMMANDS]
-        values += [Candidate("--help", "show the help"), Candidate("--version", "show the version")]
+        kind, values = "words", [Completion(name, short_summary(name)) for name in COMMANDS]
+        values += [Completion("--help", "show the help"), Completion("--version", "show the version")]
     found = [value for value in values if value.text.startswith(last)]
     # bash completes from the last of these characters; only of @ it replaces the character too.
     num_fixed = max(last.rfind("=") + 1, last.rfind(":") + 1, last.rfind("@"))
-    return Candidates(kind, found, max(0, num_fixed))
+    return Completions(kind, found, max(0, num_fixed))
 
 
 def _split(line: str) -> list[str]:
@@ -82,7 +82,7 @@ def _split(line: str) -> list[str]:
     return ["", ""]
 
 
-def _complete_argument(command: str, before: Sequence[str], last: str) -> tuple[Kind, list[Candidate]]:
+def _complete_argument(command: str, before: Sequence[str], last: str) -> tuple[Kind, list[Completion]]:
     """Return the candidates for an argument of a command."""
     if command not in COMMANDS:
         return "words", []
@@ -96,7 +96,7 @@ def _complete_argument(command: str, before: Sequence[str], last: str) -> tuple[
             return "words", _options(actions)
         option = _find_option(actions, name)
         kind, values = _complete_value(option, value, given.values) if option else ("words", [])
-        return kind, [Candidate(f"{name}={one.text}", one.description) for one in values]
+        return kind, [Completion(f"{name}={one.text}", one.description) for one in values]
     return _complete_value(given.positional, last, given.values) if given.positional else ("words", [])
 
 
@@ -144,9 +144,9 @@ def _find_option(actions: Sequence[argparse.Action], word: str) -> argparse.Acti
     return next((action for action in actions if word in action.option_strings), None)
 
 
-def _options(actions: Sequence[argparse.Action]) -> list[Candidate]:
+def _options(actions: Sequence[argparse.Action]) -> list[Completion]:
     return [
-        Candidate(action.option_strings[-1], action.help or "")
+        Completion(action.option_strings[-1], action.help or "")
         for action in sorted(actions, key=lambda action: tuple(action.option_strings[-1:]))
         if action.option_strings
     ]
@@ -154,18 +154,18 @@ def _options(actions: Sequence[argparse.Action]) -> list[Candidate]:
 
 def _complete_value(
     action: argparse.Action, last: str, values: dict[str, str]
-) -> tuple[Kind, list[Candidate]]:
+) -> tuple[Kind, list[Completion]]:
     """Return the values of an argument."""
     if action.choices is not None:
-        return "words", [Candidate(str(choice)) for choice in action.choices]
+        return "words", [Completion(str(choice)) for choice in action.choices]
     kind = VALUES.get(action.dest)
     if kind == FILES:
         return "files", []
     if kind == STEPS:
-        return "words", [Candidate(str(step)) for step in _steps(values.get("home"))]
+        return "words", [Completion(str(step)) for step in _steps(values.get("home"))]
     if kind == SIDES and "@" in last:
         home = last.partition("@")[0]
-        return "words", [Candidate(f"{home}@{step}") for step in _steps(home)]
+        return "words", [Completion(f"{home}@{step}") for step in _steps(home)]
     return ("paths", _homes(last)) if kind in (HOMES, SIDES) else ("words", [])
 
 
@@ -181,7 +181,7 @@ def _steps(home: str | None) -> list[int]:
     return sorted((int(one[1]) for one in found if one), reverse=True)
 
 
-def _homes(prefix: str) -> list[Candidate]:
+def _homes(prefix: str) -> list[Completion]:
     """Return the folders whose path begins with `prefix`. A folder that is not a home ends with a slash."""
     parent, slash, name = prefix.rpartition("/")
     try:
@@ -190,9 +190,9 @@ def _homes(prefix: str) -> list[Candidate]:
     except (OSError, RuntimeError):
         return []
     return [
-        Candidate(f"{parent}{slash}{path.name}", "home")
+        Completion(f"{parent}{slash}{path.name}", "home")
         if _is_home(path)
-        else Candidate(f"{parent}{slash}{path.name}/")
+        else Completion(f"{parent}{slash}{path.name}/")
         for path in folders
         if name or not path.name.startswith(".")
     ]

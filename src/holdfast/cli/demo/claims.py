@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from holdfast.cli.demo.scenario import Outcome
+from holdfast.cli.demo.scenario import DemoOutcome
 from holdfast.errors import PREEMPTED_STATUS
 
 
@@ -18,7 +18,7 @@ class Claim:
     evidence: str
 
 
-def check_claims(outcome: Outcome) -> list[Claim]:
+def check_claims(outcome: DemoOutcome) -> list[Claim]:
     """Check every claim of the demo."""
     return [
         _killed_while_saving(outcome),
@@ -32,13 +32,13 @@ def check_claims(outcome: Outcome) -> list[Claim]:
     ]
 
 
-def restored_step(outcome: Outcome, attempt: int) -> int | None:
+def restored_step(outcome: DemoOutcome, attempt: int) -> int | None:
     """Return the step that an attempt restored, or None if its history has no restore."""
     event = outcome.restored(attempt)
     return None if event is None else event["step"]
 
 
-def _killed_while_saving(outcome: Outcome) -> Claim:
+def _killed_while_saving(outcome: DemoOutcome) -> Claim:
     failure = outcome.failures[0]
     return Claim(
         "killed with SIGKILL while a save was being written",
@@ -47,7 +47,7 @@ def _killed_while_saving(outcome: Outcome) -> Claim:
     )
 
 
-def _staged_save_survived(outcome: Outcome) -> Claim:
+def _staged_save_survived(outcome: DemoOutcome) -> Claim:
     saving, found = outcome.failures[0].saving, restored_step(outcome, 2)
     return Claim(
         "that save was not lost: its keeper finished it",
@@ -56,7 +56,7 @@ def _staged_save_survived(outcome: Outcome) -> Claim:
     )
 
 
-def _killed_between_saves(outcome: Outcome) -> Claim:
+def _killed_between_saves(outcome: DemoOutcome) -> Claim:
     failure, began = outcome.failures[1], restored_step(outcome, 2)
     return Claim(
         "killed with SIGKILL again, between two saves",
@@ -67,7 +67,7 @@ def _killed_between_saves(outcome: Outcome) -> Claim:
     )
 
 
-def _damage_passed_over(outcome: Outcome) -> Claim:
+def _damage_passed_over(outcome: DemoOutcome) -> Claim:
     damage, event, found = outcome.damage, outcome.restored(3), restored_step(outcome, 3)
     message = f"skipped step {damage.step} of attempt {damage.attempt}"
     in_history = event is not None and message in event.get("detail", "")
@@ -83,7 +83,7 @@ def _damage_passed_over(outcome: Outcome) -> Claim:
     )
 
 
-def _preempted(outcome: Outcome) -> Claim:
+def _preempted(outcome: DemoOutcome) -> Claim:
     failure, found = outcome.failures[2], restored_step(outcome, 4)
     right_status = failure.status == PREEMPTED_STATUS and failure.saving is not None
     return Claim(
@@ -93,7 +93,7 @@ def _preempted(outcome: Outcome) -> Claim:
     )
 
 
-def _finished(outcome: Outcome) -> Claim:
+def _finished(outcome: DemoOutcome) -> Claim:
     ending = outcome.survivor
     return Claim(
         "finished, and wrote its done marker",
@@ -102,7 +102,7 @@ def _finished(outcome: Outcome) -> Claim:
     )
 
 
-def _last_verifies(outcome: Outcome) -> Claim:
+def _last_verifies(outcome: DemoOutcome) -> Claim:
     evidence = (
         "the checkpoint is missing"
         if outcome.problems is None
@@ -111,7 +111,7 @@ def _last_verifies(outcome: Outcome) -> Claim:
     return Claim("its last checkpoint verifies", outcome.problems == (), evidence)
 
 
-def _equal(outcome: Outcome) -> Claim:
+def _equal(outcome: DemoOutcome) -> Claim:
     one, other = outcome.reference, outcome.survivor
     whole = one.status == 0 and one.step == other.step == outcome.steps
     return Claim(

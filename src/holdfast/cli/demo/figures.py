@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from holdfast.cli.demo.scenario import Outcome
+from holdfast.cli.demo.scenario import DemoOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Figures:
         return self.write_bps / self.raw_bps
 
 
-def compute_figures(outcome: Outcome) -> Figures:
+def compute_figures(outcome: DemoOutcome) -> Figures:
     """Compute the figures of a demo.
 
     Raises:
@@ -64,7 +64,7 @@ def compute_figures(outcome: Outcome) -> Figures:
     )
 
 
-def _optimizer_wait_s(outcome: Outcome) -> float:
+def _optimizer_wait_s(outcome: DemoOutcome) -> float:
     after: list[float] = []
     others: list[float] = []
     for start in outcome.starts:
@@ -73,7 +73,7 @@ def _optimizer_wait_s(outcome: Outcome) -> float:
     return max(0.0, statistics.median(after) - statistics.median(others)) if after and others else 0.0
 
 
-def _recoveries(outcome: Outcome) -> list[Recovery]:
+def _recoveries(outcome: DemoOutcome) -> list[Recovery]:
     found = []
     for attempt, failure in enumerate(outcome.failures, start=2):
         event = outcome.restored(attempt)

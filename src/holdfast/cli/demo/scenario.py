@@ -59,7 +59,7 @@ class Ending:
 
 
 @dataclass(slots=True)
-class Outcome:
+class DemoOutcome:
     """Observations during the scenario."""
 
     steps: int
@@ -102,7 +102,7 @@ class Scenario:
         self.failures: list[Failure] = []
         self.raw_writes: list[RawWrite] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> DemoOutcome:
         """Run the scenario.
 
         Raises:
@@ -228,14 +228,14 @@ class Scenario:
                 raise RetryLater(f"A keeper of {self.home} has not ended after {_KEEPERS_LIMIT_S:.0f} s.")
             time.sleep(0.01)
 
-    def _outcome(self, reference: Ending, survivor: Ending, damage: Damage) -> Outcome:
+    def _outcome(self, reference: Ending, survivor: Ending, damage: Damage) -> DemoOutcome:
         store = open_store(self.home)
         starts = [
             Start(tuple(child.output), child.first_step_s, child.optimizer_s)
             for child in self.children
             if child.name == "survivor"
         ]
-        outcome = Outcome(
+        outcome = DemoOutcome(
             steps=self.steps,
             every=self.every,
             reference=reference,

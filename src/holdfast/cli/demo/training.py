@@ -29,7 +29,7 @@ _BYTES_PER_WEIGHT = 12  # a float32 and AdamW's two averages of it
 _FIXED_WEIGHTS = BLOCKS * 12 * WIDTH**2 + (256 + CONTEXT) * WIDTH
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A transformer block: causal attention and a feed-forward layer."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.byte, self.place = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.pair = nn.Embedding(num_pairs, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(TransformerBlock() for _ in range(BLOCKS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
         self.head.weight = self.byte.weight
         for table in (self.byte, self.place, self.pair):

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from holdfast.errors import HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
-from holdfast.jobs.environment import Pipeline, create_task_id
+from holdfast.jobs.environment import JobPipeline, create_task_id
 from holdfast.jobs.local.claims import Claims, may_need_claim, read_claims
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.ports import fixed_ports, needs_port
@@ -72,7 +72,7 @@ class LocalEngine(RecordedEngine):
                 folders.append(job_folder(self._state, records.reserve()))  # noqa: PERF401 - each to be removed
             submissions = self._submissions(file, [int(folder.path.name) for folder in folders])
             first, task_ids = submissions[0].number, tuple(one.task_id for one in submissions)
-            pipeline = Pipeline(first, task_ids) if file.is_pipeline else None
+            pipeline = JobPipeline(first, task_ids) if file.is_pipeline else None
             for task, folder in zip(file.tasks, folders, strict=True):
                 self._prepare(task, folder, records, pipeline)
         except BaseException:
@@ -95,7 +95,7 @@ class LocalEngine(RecordedEngine):
             found.append(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
         return found
 
-    def _prepare(self, task: Task, folder: JobFolder, records: Records, pipeline: Pipeline | None) -> None:
+    def _prepare(self, task: Task, folder: JobFolder, records: Records, pipeline: JobPipeline | None) -> None:
         """Write all files that a job needs.
 
         Raises:

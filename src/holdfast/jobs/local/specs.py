@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict
 
-from holdfast.jobs.environment import Node, Pipeline, run_environment, setup_environment
+from holdfast.jobs.environment import JobPipeline, Node, run_environment, setup_environment
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.scripts import node_variables, write_scripts
 from holdfast.jobs.node.spec import Environment, NodeSpec, read_environment
@@ -31,7 +31,7 @@ def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
 
 
 def write_commands(
-    task: Task, folder: JobFolder, base: dict[str, str], pipeline: Pipeline | None = None
+    task: Task, folder: JobFolder, base: dict[str, str], pipeline: JobPipeline | None = None
 ) -> None:
     """Write the scripts of a job, and its user's environment.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast.documents import decode_dataclass
 from holdfast.errors import Corrupt, Internal
-from holdfast.jobs.environment import Pipeline
+from holdfast.jobs.environment import JobPipeline
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome
 from holdfast.linux.files import write_atomic
@@ -56,7 +56,7 @@ class Environment:
 
     base: Mapping[str, str]
     task: Mapping[str, str]
-    pipeline: Pipeline | None = None
+    pipeline: JobPipeline | None = None
 
 
 def read_environment(job: JobFolder) -> Environment:

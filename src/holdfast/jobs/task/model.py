@@ -55,7 +55,7 @@ class Repository:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class JobRecovery:
     """`resources.job_recovery` of a task file."""
 
     max_restarts: int = 0
@@ -76,7 +76,7 @@ class Task:
     cpus: float = 0.0  # per node; 0: not asked for
     memory_mib: int = 0  # per node; 0: not asked for
     priority: int = 0  # jobs with a greater one come first
-    recovery: Recovery = field(default_factory=Recovery)
+    recovery: JobRecovery = field(default_factory=JobRecovery)
     file_mounts: tuple[FileMount, ...] = ()
     envs: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from holdfast.jobs.task.edits import (
     set_resource,
     unfold_accelerators,
 )
-from holdfast.jobs.task.model import FileMount, MountMode, Recovery, Repository, Task, TaskFile
+from holdfast.jobs.task.model import FileMount, JobRecovery, MountMode, Repository, Task, TaskFile
 from holdfast.jobs.task.pipeline import split_documents
 from holdfast.jobs.task.problems import find_problems, format_problems
 from holdfast.jobs.task.sky_workdir import path_in_workdir
@@ -215,13 +215,13 @@ def _read(accelerators: Value | None) -> Accelerators:
     return read
 
 
-def _recovery(resources: Value) -> Recovery:
+def _recovery(resources: Value) -> JobRecovery:
     asked = resources.get("job_recovery")
     if asked is None or asked.kind != "map":
-        return Recovery()
+        return JobRecovery()
     codes = _plain(asked, "recover_on_exit_codes")
     listed = codes if isinstance(codes, list) else [] if codes is None else [codes]
-    return Recovery(_plain(asked, "max_restarts_on_errors") or 0, frozenset(listed))
+    return JobRecovery(_plain(asked, "max_restarts_on_errors") or 0, frozenset(listed))
 
 
 def _mounts(mounts: Value, variables: Mapping[str, str]) -> Iterator[FileMount]:

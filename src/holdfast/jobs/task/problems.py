@@ -9,7 +9,7 @@ from holdfast.jobs.task.accelerators import parse_accelerators
 from holdfast.jobs.task.document import Value
 from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts
 from holdfast.jobs.task.schema import ACCELERATORS, TASK
-from holdfast.jobs.task.shape import Problem
+from holdfast.jobs.task.shape import TaskProblem
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 from holdfast.jobs.task.variables import parse_variables, variable_problems
 
@@ -18,7 +18,7 @@ MAX_PRIORITY = 1000
 _MAX_LISTED = 10
 
 
-def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[Problem]:
+def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[TaskProblem]:
     """Yield the problems of a task whose aliases are replaced.
 
     Args:
@@ -30,20 +30,20 @@ def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, st
         return
     run = root.get("run")
     if root.get("pool") is None and root.get("service") is None and (run is None or not run.plain):
-        yield Problem(root.line, "run", "expected the commands of the job, found nothing")
+        yield TaskProblem(root.line, "run", "expected the commands of the job, found nothing")
     for key, option in (("envs", "--env"), ("secrets", "--secret")):
         chosen = envs if key == "envs" else secrets
         yield from variable_problems(root.get(key), chosen, where=key, option=option)
     for key, use in (("service", "sky serve up"), ("pool", "sky jobs pool apply")):
         if root.get(key) is not None:
             what = f"services and pools are not jobs; start this one with SkyPilot: `{use} FILE`"
-            yield Problem(root.key_lines[key], key, what)
+            yield TaskProblem(root.key_lines[key], key, what)
     yield from _resource_problems(root.get("resources"))
     mounts = root.get("file_mounts")
     for target, line in mounts.key_lines.items() if mounts is not None else ():
         if path_in_workdir(target) == "":
             what = "this is the workdir itself; give its files as workdir"
-            yield Problem(line, f"file_mounts.{target}", what)
+            yield TaskProblem(line, f"file_mounts.{target}", what)
 
 
 def _with_variables(root: Value, envs: Mapping[str, str]) -> Value:
@@ -52,25 +52,25 @@ def _with_variables(root: Value, envs: Mapping[str, str]) -> Value:
     return fill_in_mounts(root, parse_variables(root.get("envs"), envs))
 
 
-def _resource_problems(resources: Value | None) -> Iterator[Problem]:
+def _resource_problems(resources: Value | None) -> Iterator[TaskProblem]:
     if resources is None or resources.kind != "map":
         return
     for where, place in _places(resources):
         asked = place.get("accelerators")
         read = parse_accelerators(asked.plain) if asked is not None and ACCELERATORS.fits(asked) else None
         if asked is not None and isinstance(read, str):
-            yield Problem(asked.line, f"{where}.accelerators", read)
+            yield TaskProblem(asked.line, f"{where}.accelerators", read)
         priority = place.get("priority")
         if priority is not None and _is_beyond(priority.plain):
             what = f"expected {-MAX_PRIORITY} to {MAX_PRIORITY}, found {priority.plain}"
-            yield Problem(priority.line, f"{where}.priority", what)
+            yield TaskProblem(priority.line, f"{where}.priority", what)
         if place.get("gpus") is not None:
             what = "another name of accelerators, which is given too; remove one of them"
-            yield Problem(place.key_lines["gpus"], f"{where}.gpus", what)
+            yield TaskProblem(place.key_lines["gpus"], f"{where}.gpus", what)
     given = [key for key in ALTERNATIVES if resources.get(key) is not None]
     if len(given) > 1:
         what = f"expected one of {' and '.join(given)}, found both"
-        yield Problem(resources.key_lines[given[1]], f"resources.{given[1]}", what)
+        yield TaskProblem(resources.key_lines[given[1]], f"resources.{given[1]}", what)
 
 
 def _is_beyond(priority: Any) -> bool:
@@ -86,7 +86,7 @@ def _places(resources: Value) -> Iterator[tuple[str, Value]]:
             yield f"resources.{key}[{number}]", item
 
 
-def format_problems(problems: list[Problem], name: str) -> str:
+def format_problems(problems: list[TaskProblem], name: str) -> str:
     """Return the message for the problems of a file, in the order of their lines."""
     ordered = sorted(set(problems), key=lambda one: (one.line, one.where, one.what))
     lines = [f"{name}:{one.line}: {one.where}: {one.what}" for one in ordered[:_MAX_LISTED]]

@@ -13,7 +13,7 @@ from holdfast.jobs.task.document import Value
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class TaskProblem:
     """Problem in a task file."""
 
     line: int
@@ -25,7 +25,7 @@ class Shape(ABC):
     """Valid values in one place of a task file."""
 
     @abstractmethod
-    def problems(self, value: Value, where: str) -> Iterator[Problem]:
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
         """Yield all problems of a value."""
 
     @abstractmethod
@@ -36,9 +36,9 @@ class Shape(ABC):
         """Return True if a value has no problems."""
         return next(self.problems(value, ""), None) is None
 
-    def mismatch(self, value: Value, where: str) -> Problem:
+    def mismatch(self, value: Value, where: str) -> TaskProblem:
         """Return the problem of a value that has the wrong kind."""
-        return Problem(value.line, where, f"expected {self.describe()}, found {describe_value(value)}")
+        return TaskProblem(value.line, where, f"expected {self.describe()}, found {describe_value(value)}")
 
 
 def describe_value(value: Value) -> str:
@@ -56,7 +56,7 @@ class Anything(Shape):
     """Any value, which is not checked."""
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[Problem]:
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
         yield from ()
 
     @override
@@ -74,14 +74,14 @@ class Scalar(Shape):
     least: float | None = None
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[Problem]:
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
         if not self.is_of_type(value):
             yield self.mismatch(value, where)
         elif self.allowed and str(value.plain).lower() not in {one.lower() for one in self.allowed}:
-            yield Problem(value.line, where, self._not_allowed(str(value.plain)))
+            yield TaskProblem(value.line, where, self._not_allowed(str(value.plain)))
         elif self.least is not None and isinstance(value.plain, (int, float)) and value.plain < self.least:
             what = f"expected {self.describe()}, at least {self.least:g}, found {describe_value(value)}"
-            yield Problem(value.line, where, what)
+            yield TaskProblem(value.line, where, what)
 
     @override
     def describe(self) -> str:
@@ -112,7 +112,7 @@ class Either(Shape):
     shapes: tuple[Shape, ...]
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[Problem]:
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
         # Problems of the shape of the value's kind are more specific, if there is exactly one.
         if any(shape.fits(value) for shape in self.shapes):
             return
@@ -149,7 +149,7 @@ class ListOf(Shape):
     item: Shape
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[Problem]:
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
         if value.kind != "list":
             yield self.mismatch(value, where)
             return
@@ -168,7 +168,7 @@ class MapOf(Shape):
     member: Shape
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[Problem]:
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
         if value.kind != "map":
             yield self.mismatch(value, where)
             return
@@ -188,7 +188,7 @@ class Keys(Shape):
     name: str = "a map"
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[Problem]:
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
         if value.kind != "map":
             yield self.mismatch(value, where)
             return
@@ -197,7 +197,7 @@ class Keys(Shape):
             if key in self.shapes:
                 yield from self.shapes[key].problems(member, path)
             else:
-                yield Problem(value.key_lines[key], path, self._unknown(key, where))
+                yield TaskProblem(value.key_lines[key], path, self._unknown(key, where))
 
     @override
     def describe(self) -> str:

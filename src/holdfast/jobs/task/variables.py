@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.task.document import Value
-from holdfast.jobs.task.shape import Problem
+from holdfast.jobs.task.shape import TaskProblem
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}|\$([A-Za-z_][A-Za-z0-9_]*)\b")
@@ -27,7 +27,7 @@ def parse_variables(value: Value | None, given: Mapping[str, str]) -> dict[str, 
 
 def variable_problems(
     value: Value | None, given: Mapping[str, str], *, where: str, option: str
-) -> Iterator[Problem]:
+) -> Iterator[TaskProblem]:
     """Yield problems of names that shells do not accept, and of variables without a value."""
     if value is None:
         return
@@ -35,10 +35,10 @@ def variable_problems(
     named += [(str(item.plain), None, item.line) for item in value.items]
     for name, plain, line in named:
         if not _NAME.fullmatch(name):
-            yield Problem(line, f"{where}.{name}", f"expected the name of a variable, found {name!r}")
+            yield TaskProblem(line, f"{where}.{name}", f"expected the name of a variable, found {name!r}")
         elif plain is None and name not in given:
             what = f"{name} has no value: give it here, or with {option} {name}=VALUE"
-            yield Problem(line, f"{where}.{name}", what)
+            yield TaskProblem(line, f"{where}.{name}", what)
 
 
 def fill_in(plain: Any, variables: Mapping[str, str]) -> Any:

@@ -64,11 +64,11 @@ def download(
     done = to.with_name(f"{to.name}.done")
     if done.exists():
         return
-    Download(url, to, log, is_wanted).run()
+    BucketCopy(url, to, log, is_wanted).run()
     write_atomic(done, json.dumps({"url": url, "unix_s": time.time()}))
 
 
-class Download:
+class BucketCopy:
     """Download in progress; see `download`."""
 
     def __init__(self, url: str, to: Path, log: Callable[[str], None], is_wanted: Callable[[], bool]) -> None:

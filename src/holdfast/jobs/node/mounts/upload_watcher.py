@@ -34,7 +34,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Unsent:
+class UnsentFiles:
     """Files of a job's write-back directories that are not uploaded.
 
     `is_settled` is True if nothing more can be uploaded. `is_hopeless` is True if no uploader will continue.
@@ -63,7 +63,7 @@ def serve(path: Path) -> None:
 
     status_log = _StatusLog()
 
-    def notify(unsent: Unsent) -> None:
+    def notify(unsent: UnsentFiles) -> None:
         status_log.log(unsent)
         write_unsent(path / UNSENT, unsent)
         wake(folder.bell)
@@ -82,7 +82,7 @@ class _StatusLog:
         self._again_s = 0.0
         self._was_missing = False
 
-    def log(self, unsent: Unsent) -> None:
+    def log(self, unsent: UnsentFiles) -> None:
         if unsent.is_settled and self._was_missing:
             log_line(unsent.told or "all files of the job are in its bucket")
         elif not unsent.is_settled and time.monotonic() >= self._again_s:
@@ -111,24 +111,24 @@ class _UploadNeed:
         return True
 
 
-def write_unsent(path: Path, unsent: Unsent) -> None:
+def write_unsent(path: Path, unsent: UnsentFiles) -> None:
     """Write the status of uploads."""
     write_atomic(path, json.dumps(asdict(unsent)))
 
 
-def read_unsent(path: Path) -> Unsent | None:
+def read_unsent(path: Path) -> UnsentFiles | None:
     """Return the newest status of uploads, or None.
 
     Raises:
         Corrupt: the document is damaged.
     """
     try:
-        return decode_dataclass(Unsent, path.read_bytes(), str(path), any_text=True)
+        return decode_dataclass(UnsentFiles, path.read_bytes(), str(path), any_text=True)
     except FileNotFoundError:
         return None
 
 
-def upload_status(folder: JobFolder) -> Unsent:
+def upload_status(folder: JobFolder) -> UnsentFiles:
     """Return the status of a job's write-back directories, from a scan.
 
     Blocks: for a scan of all files.
@@ -145,12 +145,12 @@ class UploadWatcher:
     """
 
     def __init__(
-        self, folder: JobFolder, owner: str, attempt: int, on_status: Callable[[Unsent], None]
+        self, folder: JobFolder, owner: str, attempt: int, on_status: Callable[[UnsentFiles], None]
     ) -> None:
         self._caches = [_Cache(spec, owner, attempt) for spec in caches(folder)]
         self._on_status = on_status
 
-    def run(self, is_wanted: Callable[[float], bool]) -> Unsent:
+    def run(self, is_wanted: Callable[[float], bool]) -> UnsentFiles:
         """Upload until everything is uploaded, uploads cannot succeed, or the attempt is obsolete.
 
         Args:
@@ -159,7 +159,7 @@ class UploadWatcher:
         Blocks: until then.
         """
         pause_s = _CHECK_S
-        unsent = Unsent(is_settled=False, is_hopeless=False, told="")
+        unsent = UnsentFiles(is_settled=False, is_hopeless=False, told="")
         while is_wanted(pause_s if unsent.told else 0.0):
             began_s = time.monotonic()
             for cache in self._caches:
@@ -208,20 +208,20 @@ class _Cache:
         except HoldfastError as error:
             self._trouble, self._is_hopeless = str(error), True
 
-    def poll(self) -> Unsent:
+    def poll(self) -> UnsentFiles:
         """Return the status of the directory's uploads."""
         try:
             status = self._status()
         except (Denied, RetryLater) as error:
-            return Unsent(is_settled=False, is_hopeless=False, told=str(error))
+            return UnsentFiles(is_settled=False, is_hopeless=False, told=str(error))
         except HoldfastError as error:
-            return Unsent(is_settled=False, is_hopeless=True, told=str(error))
+            return UnsentFiles(is_settled=False, is_hopeless=True, told=str(error))
         if status is None or status.is_drained:
-            return Unsent(is_settled=True, is_hopeless=False, told="")
+            return UnsentFiles(is_settled=True, is_hopeless=False, told="")
         trouble = self._trouble or status.trouble
         told = f"{status.summary()}{f': {trouble}' if trouble else ''}"
         is_settled = _is_settled(status)
-        return Unsent(is_settled, self._is_hopeless and not is_settled, told)
+        return UnsentFiles(is_settled, self._is_hopeless and not is_settled, told)
 
     def close(self) -> None:
         """Release the directory."""
@@ -240,9 +240,9 @@ def _is_settled(status: DirectoryStatus) -> bool:
     return status.is_settled and status.uploader != STARTING
 
 
-def _sum(found: list[_Cache]) -> Unsent:
+def _sum(found: list[_Cache]) -> UnsentFiles:
     seen = [cache.poll() for cache in found]
-    return Unsent(
+    return UnsentFiles(
         is_settled=all(one.is_settled for one in seen),
         is_hopeless=any(one.is_hopeless for one in seen),
         told="; ".join(one.told for one in seen if one.told),

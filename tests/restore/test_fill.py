@@ -197,7 +197,7 @@ def test_parts_that_contradict_the_manifest_are_refused() -> None:
     tensor = made.tensors["t"]
     for fact, value, says in (
         ("partitioning", whole(1), "rank 1 did not save it"),
-        ("partitioning", EvenPartitioning(((0, 2),), (0, 1)), "of it on rank 0, which holds"),
+        ("partitioning", EvenPartitioning(((0, 2),), (0, 1)), "on this rank, found"),
         ("dtype", "I32", "I32"),
     ):
         other = made.tensors["t"] = dataclasses.replace(tensor, **{fact: value})

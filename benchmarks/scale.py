@@ -31,7 +31,7 @@ from holdfast.home.writer import WriterId
 from holdfast.restore.fill import plan_fill
 from holdfast.restore.parts import Parts
 from holdfast.stage import SavePlan
-from holdfast.state import CapturedState, Sharding, Target, catalog_of
+from holdfast.state import CapturedState, FillTarget, Sharding, catalog_of
 from holdfast.state.sharding import ShardLayout
 from holdfast.state.tensor_table import StateStructure
 from holdfast.store import open_store
@@ -163,7 +163,7 @@ def phase_restore(kind: str, world_size: int, home: Path, rank: int) -> dict[str
         for name, tensor in manifest.tensors.items():
             region: Region | None = Sharding(tensor.shape, wanted).region_of(mine)
             if name.startswith(stage) and region is not None and region.num_items:
-                targets[name] = Target(torch.empty(region.sizes, dtype=torch.bfloat16), region)
+                targets[name] = FillTarget(torch.empty(region.sizes, dtype=torch.bfloat16), region)
         jobs = plan_fill(manifest, targets, mine, Parts(store, manifest))
         return len(jobs), sum(len(job.wanted) for job in jobs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -32,6 +33,8 @@ _log = get_logger("jobs")
 LEAD_S = 30.0
 """Lead of a notice whose request has none."""
 _NUM_LAST_LINES = 10
+_FULL_BYTES = 64 << 10
+"""Free space of a disk that counts as full. Some file systems keep this little for themselves."""
 
 
 class Controller(ABC):
@@ -189,6 +192,8 @@ class Controller(ABC):
         status, is_new = state.status, state.status is not self.state.status
         reason = state.reason
         if is_new and status in (JobStatus.FAILED, JobStatus.FAILED_SETUP):
+            if _is_full(self._folder):
+                reason = f"{reason}; no space is left on the file system of {self._folder.path}"
             ranks = [rank for rank, one in sorted(state.outcomes.items()) if not one.is_success] or [0]
             lines = "\n".join(f"  {line}" for line in last_lines(self._folder.log(ranks[0]), _NUM_LAST_LINES))
             reason = f"{reason}\nThe last lines of node {ranks[0]}:\n{lines}" if lines else reason
@@ -248,6 +253,12 @@ class Controller(ABC):
         if step is None:
             return None
         return self._step_before is None or step > self._step_before
+
+
+def _is_full(folder: JobFolder) -> bool:
+    """Return True if the file system of a job's folder is full."""
+    found = os.statvfs(folder.path)
+    return found.f_bavail * found.f_frsize < _FULL_BYTES
 
 
 def event_of(request: JobRequest) -> JobEvent:

@@ -9,10 +9,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.linux.files import open_regular
+from holdfast.linux.files import open_regular, reserve_space
 
 _TAIL_BYTES = 4 << 20
 """Part of a journal that is searched for its last valid lines."""
+_RESERVED_BYTES = 16 << 10
+"""Space behind the last line that is kept for further ones, so that an end can be recorded on a full disk."""
 
 
 @contextlib.contextmanager
@@ -43,6 +45,8 @@ def append(fd: int, line: str, *, is_durable: bool = True) -> None:
     data = b"\n" * is_torn + line.encode() + b"\n"
     if os.write(fd, data) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with contextlib.suppress(OSError):  # then a full disk stops the next append, as it does elsewhere
+        reserve_space(fd, end + len(data), _RESERVED_BYTES)
     if is_durable:
         os.fsync(fd)
 

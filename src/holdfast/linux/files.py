@@ -1,13 +1,17 @@
-"""Files that appear whole or not at all, and reads that no FIFO can block."""
+"""Files that appear whole or not at all, reads that no FIFO can block, and reserved space."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
 import tempfile
 from pathlib import Path
 from typing import BinaryIO
+
+_KEEP_SIZE = 1  # of fallocate(2)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -53,3 +57,16 @@ def write_atomic(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def reserve_space(fd: int, offset: int, num_bytes: int) -> None:
+    """Reserve disk space for a part of a file, also beyond its end. Its size stays.
+
+    Raises:
+        OSError: the disk is full, or the file system cannot do that.
+
+    Source: fallocate(2), FALLOC_FL_KEEP_SIZE.
+    """
+    if _libc.fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

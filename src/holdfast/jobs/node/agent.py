@@ -16,7 +16,7 @@ from holdfast.jobs.node.mounts.lease import MountLease
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import start_controller
-from holdfast.jobs.node.spec import NodeSpec, write_outcome
+from holdfast.jobs.node.spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.output.log_limit import DEFAULT, LIMIT
 from holdfast.jobs.output.log_sampler import LogSampler
@@ -47,6 +47,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
         signal.signal(number, lambda *_: None)
     adopt_orphans()
     plan = NodeSpec.read(folder.plan)
+    reserve_outcome(folder.ended)
     me = processes.find(os.getpid())
     assert me is not None
     write_atomic(folder.pid, f"{me.pid} {me.start}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ from holdfast.linux.files import write_atomic
 
 MAX_OWN_BYTES = 64 << 20
 """Limit for a document that contains an environment."""
+
+
+_OUTCOME_BYTES = 256
+"""Size of the document with the outcome of a node, with spaces at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,27 @@ def read_environment(job: JobFolder) -> Environment:
     return decode_dataclass(Environment, text, what, max_bytes=MAX_OWN_BYTES, any_text=True)
 
 
+def reserve_outcome(path: Path) -> None:
+    """Reserve disk space for the outcome of a node, whose commands may fill the disk.
+
+    Raises:
+        OSError: the disk is full already.
+    """
+    write_atomic(_reserved(path), " " * _OUTCOME_BYTES)
+
+
 def write_outcome(path: Path, outcome: Outcome) -> None:
-    """Write the outcome of a node."""
-    write_atomic(path, json.dumps(asdict(outcome)))
+    """Write the outcome of a node, into the space that was reserved for it."""
+    reserved = _reserved(path)
+    with reserved.open("r+b") as file:
+        file.write(json.dumps(asdict(outcome)).ljust(_OUTCOME_BYTES).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    reserved.replace(path)
+
+
+def _reserved(path: Path) -> Path:
+    return path.with_name(f"{path.name}.reserved")
 
 
 def read_outcome(path: Path) -> Outcome | None:

@@ -1,0 +1,55 @@
+"""Jobs whose commands fill the disk of their folder: they end as what they are, and nothing is repeated."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.jobs.status import JobStatus
+from jobs.harness import JobHarness
+
+FILL = "echo ran >> $RAN; cat /dev/zero > $BALLAST"
+"""Command that notes its run on another disk, and fills that of the job."""
+
+
+@pytest.fixture
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
+    """Return a harness whose jobs are on a file system of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.getuid() != 0 or subprocess.call(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)]):
+        pytest.skip("mounting a small file system needs root")
+    monkeypatch.setenv("HOLDFAST_STATE", str(disk / "state"))
+    found = JobHarness(tmp_path)
+    yield found
+    (disk / "ballast").unlink(missing_ok=True)
+    found.leave()
+    subprocess.check_call(["umount", "-l", str(disk)])
+
+
+def files(harness: JobHarness) -> dict[str, str]:
+    """Return the variables of `FILL`."""
+    return {"RAN": str(harness.folder / "ran"), "BALLAST": str(harness.folder / "disk" / "ballast")}
+
+
+def test_work_that_has_succeeded_is_not_repeated(harness: JobHarness) -> None:
+    ended = harness.wait(harness.submit(f"{FILL}; true", **files(harness)))
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), harness.describe(ended)
+    assert (harness.folder / "ran").read_text() == "ran\n"
+    assert (harness.folder / "disk" / "ballast").exists(), "the disk is still full"
+
+
+def test_a_failure_names_the_full_disk(harness: JobHarness) -> None:
+    ended = harness.wait(harness.submit(FILL, **files(harness)))
+    assert (ended.status, ended.attempt) == (JobStatus.FAILED, 1), harness.describe(ended)
+    assert "node 0 failed in run with status 1; no space is left on the file system of " in ended.reason
+
+
+def test_every_node_of_a_job_ends_as_what_it_is(harness: JobHarness) -> None:
+    ended = harness.wait(harness.submit(f"{FILL}; true", head="num_nodes: 3", **files(harness)))
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), harness.describe(ended)
+    assert (harness.folder / "ran").read_text() == "ran\n" * 3

@@ -193,6 +193,14 @@ def test_gpus_are_known_without_the_journal_and_without_the_record(harness: JobH
     release(harness)
 
 
+def test_a_strange_folder_costs_no_other_job_its_start(harness: JobHarness) -> None:
+    release(harness)
+    job = hold(harness, 1)
+    (harness.state / "jobs" / "77").write_text("no folder")
+    assert harness.wait(hold(harness, 4)).status is JobStatus.SUCCEEDED
+    harness.wait(job)
+
+
 @pytest.mark.slow
 def test_launches_at_the_same_moment_never_get_the_same_gpu(harness: JobHarness) -> None:
     """Twelve jobs for four GPUs. Each holds a folder per GPU, which another one cannot create meanwhile."""

@@ -97,7 +97,8 @@ def read_claims(records: Records, state: Path) -> Claims:
         except NotFound:
             continue  # a launch that has not completed
         except (Corrupt, Conflict):
-            claims += _claims_of_nodes(number, job_folder(state, number))
+            with contextlib.suppress(OSError):  # a strange folder costs no other job
+                claims += _claims_of_nodes(number, job_folder(state, number))
             continue
         if record.engine == "local" and not record.life.status.is_final:
             found[number] = record

@@ -47,9 +47,3 @@ def test_a_failure_names_the_full_disk(harness: JobHarness) -> None:
     ended = harness.wait(harness.submit(FILL, **files(harness)))
     assert (ended.status, ended.attempt) == (JobStatus.FAILED, 1), harness.describe(ended)
     assert "node 0 failed in run with status 1; no space is left on the file system of " in ended.reason
-
-
-def test_every_node_of_a_job_ends_as_what_it_is(harness: JobHarness) -> None:
-    ended = harness.wait(harness.submit(f"{FILL}; true", head="num_nodes: 3", **files(harness)))
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), harness.describe(ended)
-    assert (harness.folder / "ran").read_text() == "ran\n" * 3

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, reads that no FIFO can block, and reserved space."""
+"""Files that appear whole or not at all; reads that cannot block; reserved space."""
 
 from __future__ import annotations
 

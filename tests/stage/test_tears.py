@@ -17,9 +17,18 @@ from campaigns import tears
 from campaigns.tears import KINDS, run_case
 from holdfast.cli import main
 from holdfast.errors import InvalidInput, SaveWarning
-from holdfast.stage import watch
+from holdfast.stage import stager, watch
 from holdfast.stage.repeats import Repeats
-from stage.training import CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
+from stage.training import (
+    WAIT_S,
+    CopyGate,
+    check_saved,
+    compute_gradients,
+    make_checkpointer,
+    make_model,
+    snapshot,
+    train,
+)
 
 QUICK = [
     "write data.clamp_ of one",
@@ -206,6 +215,74 @@ def test_save_from_another_thread_is_refused(tmp_path: Path) -> None:
         expected = snapshot(state)
         ckpt.save(3)
     check_saved(tmp_path / "home", 3, expected)
+
+
+class Stepper:
+    """A thread that steps an optimizer outside of the state, once, and ends only when it may."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._optimizer = SGD(model.parameters(), lr=0.1)
+        self._may_end = threading.Event()
+        self._has_stepped = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def step(self) -> None:
+        """Start the thread, and return after its step."""
+        self._thread.start()
+        assert self._has_stepped.wait(WAIT_S)
+
+    def end(self) -> None:
+        """End the thread."""
+        self._may_end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._optimizer.step()
+        self._has_stepped.set()
+        assert self._may_end.wait(WAIT_S)
+
+
+def test_save_beside_a_thread_that_steps_an_optimizer_outside_of_the_state_is_refused(tmp_path: Path) -> None:
+    model, other = make_model(16), make_model(16)  # too small for the kernel's record
+    state: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+    elsewhere, beside = Stepper(other), Stepper(model)
+    for one in (model, other):
+        compute_gradients(one, 16)
+    with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
+        elsewhere.step()
+        ckpt.save(1)
+        beside.step()
+        with pytest.raises(InvalidInput, match=r"Call save\(\) in the thread that trains"):
+            ckpt.save(2)
+        beside.end()
+        expected = snapshot(state)
+        ckpt.save(3)
+        elsewhere.end()
+    check_saved(tmp_path / "home", 3, expected)
+
+
+def test_a_thread_that_steps_and_ends_while_save_copies_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(16)
+    state: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+    stepper, copy_in_threads = Stepper(model), stager._copy_in_threads
+    compute_gradients(model, 16)
+
+    def step_and_copy(views: list[torch.Tensor], live: list[torch.Tensor]) -> None:
+        copy_in_threads(views[:1], live[:1])
+        stepper.step()
+        stepper.end()
+        copy_in_threads(views[1:], live[1:])
+
+    with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(stager, "_copy_in_threads", step_and_copy)
+            with pytest.raises(InvalidInput, match=r"Call save\(\) in the thread that trains"):
+                ckpt.save(1)
+        expected = snapshot(state)
+        ckpt.save(2)
+    check_saved(tmp_path / "home", 2, expected)
 
 
 def test_torn_tensors_are_copied_before_save_returns_for_more_and_more_saves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import os
 import threading
@@ -19,7 +20,7 @@ from holdfast.failpoint import failpoint
 from holdfast.stage.arena import Arena
 from holdfast.stage.plan import SavePlan
 from holdfast.stage.repeats import Repeats
-from holdfast.stage.step_hook import StepHook
+from holdfast.stage.step_hook import LastStep, StepHook
 from holdfast.stage.watch import Watch, Watcher
 
 _MANY = 1000  # tensors that one thread copies before another one pays
@@ -100,6 +101,7 @@ class Stager:
         self._current: Staging | None = None
         self._hook = StepHook(self._before_step)
         self._hook.add_known(optimizers)
+        self._steps_checked: Mapping[int, LastStep] = {}  # at the last `check_thread`
         self._thread: threading.Thread | None = None
         self._settling: threading.Thread | None = None
         self._closing = False
@@ -126,19 +128,33 @@ class Stager:
         self._hook.add_known(optimizers)
 
     def check_thread(self) -> None:
-        """Raise if another thread than the calling one steps the optimizers.
+        """Raise if another thread than the calling one steps the optimizers of the state.
+
+        `stage` raises if one has begun a step since, with any optimizer of the tensors that it copies.
 
         Raises:
             InvalidInput: it does, and may change the state at any moment.
         """
-        other = self._hook.other_thread()
-        if other is not None:
-            raise InvalidInput(
-                f"save() was called in the thread {threading.current_thread().name!r}, but the optimizers of "
-                f"the state step in the thread {other.name!r}, which may change the state at any moment. "
-                "Nothing was saved. Call save() in the thread that trains: it returns after a few "
-                "milliseconds, and the copy runs in the background."
-            )
+        self._steps_checked = self._hook.last_steps()
+        self._check_threads(())
+
+    def _check_threads(self, live: Iterable[torch.Tensor]) -> None:
+        """Raise if another thread may have changed the state, or one of `live`, since the check."""
+        others = self._hook.steps_of_other_threads(self._steps_checked)
+        if not others:
+            return
+        storages = _Storages.of(live)
+        for last in others:
+            optimizer = last.optimizer()
+            if optimizer is None:
+                continue
+            if self._hook.is_known(optimizer) or storages.contain_any(_addresses_of(optimizer)):
+                raise InvalidInput(
+                    f"save() was called in the thread {threading.current_thread().name!r}, but an optimizer "
+                    f"of the state's parameters steps in the thread {last.thread.name!r}, which may change "
+                    "the state at any moment. Nothing was saved. Call save() in the thread that trains: it "
+                    "returns after a few milliseconds, and the copy runs in the background."
+                )
 
     def _before_step(self, optimizer: Optimizer) -> None:
         is_known = self._hook.is_known(optimizer)
@@ -225,7 +241,7 @@ class Stager:
                 self._start_cuda(staging, blocking, later, live, views)
             else:
                 changed = self._copy_blocking(plan, blocking, live, views)
-            self.check_thread()  # another one may just have begun its first step
+            self._check_threads(live)  # another one may just have begun its first step
             failpoint("trainer.staging")
             work = _Background(self, staging, plan, later, live, views, watch, changed, then)
             thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
@@ -407,6 +423,26 @@ class _Background:
             self.stager.repeats.record_saved()
 
 
+@dataclass(frozen=True, slots=True)
+class _Storages:
+    """Memory of the storages of some tensors: sorted first addresses, and the ends of the same storages."""
+
+    starts: list[int]
+    stops: list[int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> _Storages:
+        """Return the storages of tensors."""
+        found = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors)}
+        starts = sorted(found)
+        return cls(starts, [start + found[start] for start in starts])
+
+    def contain_any(self, addresses: Iterable[int]) -> bool:
+        """Return True if one of the addresses is in a storage."""
+        places = ((bisect.bisect_right(self.starts, at) - 1, at) for at in addresses)
+        return any(i >= 0 and at < self.stops[i] for i, at in places)
+
+
 def _addresses_of(optimizer: Optimizer) -> set[int]:
     """Return the addresses of an optimizer's parameters and state tensors on this rank."""
     found = set()
@@ -414,7 +450,8 @@ def _addresses_of(optimizer: Optimizer) -> set[int]:
         found.update(map(_address_of, group["params"]))
     for slots in list(optimizer.state.values()):
         if isinstance(slots, dict):
-            found.update(_address_of(t) for t in slots.values() if isinstance(t, torch.Tensor))
+            # A list, as the optimizer may add slots in another thread.
+            found.update(_address_of(t) for t in list(slots.values()) if isinstance(t, torch.Tensor))
     return found
 
 

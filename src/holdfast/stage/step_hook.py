@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,14 @@ from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttribu
 
 _hooks: set[int] = set()
 """Ids of the hooks of all StepHooks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """Last step that an optimizer has begun."""
+
+    optimizer: weakref.ref[Optimizer]
+    thread: threading.Thread
 
 
 class StepHook:
@@ -30,7 +39,7 @@ class StepHook:
 
     def __init__(self, before: Callable[[Optimizer], None]) -> None:
         self._known: dict[int, weakref.ref[Optimizer]] = {}  # by id, which a new optimizer may reuse
-        self._last: threading.Thread | None = None  # the last thread that stepped a known optimizer
+        self._last_steps: dict[int, LastStep] = {}  # by id of an optimizer that exists
         method: Any = weakref.WeakMethod(before)  # pyright: ignore[reportArgumentType]
         this = weakref.ref(self)
 
@@ -38,8 +47,7 @@ class StepHook:
         def before_update(optimizer: Optimizer) -> None:
             owner, bound = this(), method()
             if owner is not None and bound is not None:
-                if owner.is_known(optimizer):
-                    owner._last = threading.current_thread()
+                owner._record(optimizer)
                 bound(optimizer)
 
         call: Any = torch.compiler.disable(before_update)
@@ -67,12 +75,31 @@ class StepHook:
         reference = self._known.get(id(optimizer))
         return reference is not None and reference() is optimizer
 
-    def other_thread(self) -> threading.Thread | None:
-        """Return the thread of the last registered step if it is alive and another one."""
-        last = self._last
-        if last is None or last is threading.current_thread() or not last.is_alive():
-            return None
-        return last
+    def last_steps(self) -> dict[int, LastStep]:
+        """Return the last step that each optimizer has begun, by id of the optimizer."""
+        return dict(self._last_steps)
+
+    def steps_of_other_threads(self, since: Mapping[int, LastStep]) -> list[LastStep]:
+        """Return the last steps that other threads have begun.
+
+        Args:
+            since: earlier last steps. Of these, only those of living threads are returned.
+        """
+        this, last_steps = threading.current_thread(), self.last_steps()
+        return [
+            last
+            for key, last in last_steps.items()
+            if last.thread is not this and (since.get(key) is not last or last.thread.is_alive())
+        ]
+
+    def _record(self, optimizer: Optimizer) -> None:
+        """Record the thread of a step until the optimizer's object is deleted."""
+        key, steps = id(optimizer), self._last_steps
+        before = steps.get(key)
+        reference = (
+            weakref.ref(optimizer, lambda _: steps.pop(key, None)) if before is None else before.optimizer
+        )
+        steps[key] = LastStep(reference, threading.current_thread())
 
     def remove(self) -> None:
         """Remove the hook."""

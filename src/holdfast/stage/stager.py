@@ -139,7 +139,7 @@ class Stager:
         self._check_threads(())
 
     def _check_threads(self, live: Iterable[torch.Tensor]) -> None:
-        """Raise if another thread may have changed the state, or one of `live`, since the check."""
+        """Raise if another thread may have changed the state, or one of `live`, since then."""
         others = self._hook.steps_of_other_threads(self._steps_checked)
         if not others:
             return

@@ -39,12 +39,12 @@ def check(found: list[Any], expected: list[Any]) -> None:
     ("saving", "loading"),
     [
         ((2, "fsdp"), (1, "fsdp")),
-        ((2, "fsdp"), (4, "fsdp")),
-        ((4, "fsdp"), (2, "ddp")),
         ((4, "hsdp"), (2, "fsdp")),
         ((2, "ddp"), (3, "fsdp")),
         ((4, "tp+fsdp"), (2, "tp")),
-        ((2, "tp"), (4, "tp+fsdp")),
+        pytest.param((2, "fsdp"), (4, "fsdp"), marks=pytest.mark.slow),
+        pytest.param((4, "fsdp"), (2, "ddp"), marks=pytest.mark.slow),
+        pytest.param((2, "tp"), (4, "tp+fsdp"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -65,7 +65,11 @@ def make(kind: str, folder: Path) -> Path:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("torch", "dcp"), ("dcp", "torch"), ("safetensors", "hf")],
+    [
+        ("torch", "dcp"),
+        pytest.param("dcp", "torch", marks=pytest.mark.slow),
+        pytest.param("safetensors", "hf", marks=pytest.mark.slow),
+    ],
 )
 def test_memory_does_not_grow_with_the_size(tmp_path: Path, source: str, target: str) -> None:
     path = make(source, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 from pathlib import Path
@@ -73,11 +72,16 @@ def test_one_rank_killed(playground: Playground, uninterrupted_ranks: str, victi
     assert playground.check_all_complete_verify() == 3
 
 
+PLACES = ("trainer.staged", "trainer.handed", "keeper.data", "keeper.part")
+"""Failpoints that every rank reaches."""
+
+
 @pytest.mark.parametrize(
     ("point", "victim"),
     [
-        *itertools.product(["trainer.staged", "trainer.handed", "keeper.data", "keeper.part"], [0, 1]),
+        *((point, number % 2) for number, point in enumerate(PLACES)),
         ("keeper.manifest", 0),  # rank 0 alone commits
+        *(pytest.param(point, 1 - number % 2, marks=pytest.mark.slow) for number, point in enumerate(PLACES)),
     ],
 )
 def test_a_rank_killed_between_two_effects(

@@ -36,7 +36,7 @@ def _zero(path: Path) -> None:
     path.write_bytes(b"\0" * path.stat().st_size)
 
 
-DAMAGES = pytest.mark.parametrize("damage", [_delete, _truncate, _zero])
+DAMAGES = pytest.mark.parametrize("damage", [_delete, pytest.param(_truncate, marks=pytest.mark.slow), _zero])
 CONTROLLERS = pytest.mark.parametrize("has_controller", [True, False], ids=["controlled", "alone"])
 
 
@@ -151,7 +151,16 @@ def test_a_cancelled_job_is_not_restarted_after_its_journal_was_lost(harness: Jo
     assert harness.log(job).count("begins") == 1
 
 
-@pytest.mark.parametrize("database", ["nonsense", "zeros", "empty", "old copy", "old copy, torn"])
+@pytest.mark.parametrize(
+    "database",
+    [
+        "nonsense",
+        pytest.param("zeros", marks=pytest.mark.slow),
+        pytest.param("empty", marks=pytest.mark.slow),
+        "old copy",
+        pytest.param("old copy, torn", marks=pytest.mark.slow),
+    ],
+)
 def test_whatever_is_found_as_a_database_no_job_is_touched(harness: JobHarness, database: str) -> None:
     job = start(harness)
     path = harness.state / "jobs.db"

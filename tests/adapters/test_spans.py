@@ -72,5 +72,5 @@ def test_columns_are_one_span_for_small_rows_and_several_for_large_rows() -> Non
 
 
 def test_a_target_of_another_shape_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"x has shape \[2\], but the tensor to load it into \[3\]"):
+    with pytest.raises(InvalidInput, match=r"x has shape \[2\], but the tensor to load it into has \[3\]"):
         next(make_sinks(Shard.whole("x", "F32", (4,)), (0,), (2,), torch.zeros(3), max_gap_bytes=0))

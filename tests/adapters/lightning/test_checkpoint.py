@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ pytestmark = [
 ]
 
 from holdfast.adapters.lightning import HoldfastCheckpoint, HoldfastCheckpointIO  # noqa: E402
+from holdfast.adapters.lightning.home_content import HomeContent  # noqa: E402
+from holdfast.errors import Corrupt  # noqa: E402
 
 
 def trainer(folder: Path, epochs: int, *callbacks: Any, **options: Any) -> Any:
@@ -228,3 +231,82 @@ def test_remote_files_have_their_home_here(tmp_path: Path, monkeypatch: pytest.M
     run.fit(model())
     assert fsspec.filesystem("memory").exists("/run/ckpt/last.ckpt")
     run.test(model(), ckpt_path=callback.last_model_path)
+
+
+FULL = {"state_dict": {}, "optimizer_states": [], "loops": {}}
+
+
+def make_home(home: Path, *paths: Path | str) -> None:
+    """Make the home of a stranger, which names these paths."""
+    saver = HoldfastCheckpointIO(home)
+    for path in paths:
+        saver.save_checkpoint(FULL, path)
+    saver.teardown()
+
+
+def test_a_home_cannot_have_a_file_of_the_user_replaced(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_home(tmp_path / "home", run / "notes.txt")
+    (run / "notes.txt").write_text("mine")
+    with pytest.warns(UserWarning, match="damaged, so an older one is used"):
+        assert HoldfastCheckpointIO(tmp_path / "home").newest(str(run)) is None
+    make_home(tmp_path / "home", run / "new.ckpt")
+    assert (run / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "path", ["{0}/profile", "{0}/own.ckpt", "{0}/run/../own.ckpt", "{0}/run/link/own.ckpt"]
+)
+def test_a_home_cannot_choose_a_path_outside_of_the_folder(tmp_path: Path, path: str) -> None:
+    """The checkpoint gets the same name in the folder, so that the newest one is not lost."""
+    run, other = tmp_path / "run", Path(path.format(tmp_path))
+    run.mkdir()
+    (run / "link").symlink_to(tmp_path)
+    make_home(tmp_path / "home", other)
+    other.unlink()
+    assert HoldfastCheckpointIO(tmp_path / "home").newest(str(run)) == str(run / other.name)
+    make_home(tmp_path / "home", run / "new.ckpt")
+    assert not other.exists()
+    assert (run / "new.ckpt").exists()
+
+
+def test_a_home_cannot_send_a_checkpoint_to_a_server(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    make_home(tmp_path / "home", "memory://else/last.ckpt")
+    fsspec.filesystem("memory").rm("/else/last.ckpt")
+    make_home(tmp_path / "home", tmp_path / "new.ckpt")
+    assert not fsspec.filesystem("memory").exists("/else/last.ckpt")
+
+
+def test_fifos_in_place_of_files_do_not_block(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    make_home(tmp_path / "home", run / "old.ckpt", run / "new.ckpt")
+    (run / "new.ckpt").unlink()
+    for name in ("new.ckpt", "z.ckpt"):
+        os.mkfifo(run / name)
+    with pytest.warns(UserWarning, match="damaged, so an older one is used"):
+        assert HoldfastCheckpointIO(tmp_path / "home").newest(str(run)) == str(run / "old.ckpt")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"path": 5},
+        {"path": "a\0b"},
+        {"names": [5]},
+        {"names": ["lost"]},
+        {"global_step": "x"},
+        {"epoch": -1},
+        {"is_full": None},
+    ],
+)
+def test_facts_of_other_types_are_left_out(tmp_path: Path, change: dict[str, Any]) -> None:
+    facts = {"format": 1, "names": [], "pickle": torch.zeros(3, dtype=torch.uint8), "path": "run/a.ckpt"}
+    facts |= {"global_step": 1, "epoch": None, "is_full": True}
+    with holdfast.Checkpointer(
+        tmp_path / "home", quiet=True, preemption=holdfast.Preemption("none", signals=False)
+    ) as ckpt:
+        ckpt.save(1, {"checkpoint": {}, "lightning": {**facts, **change}})
+    assert HoldfastCheckpointIO(tmp_path / "home").newest(str(tmp_path / "run")) is None
+    with pytest.raises(Corrupt, match="Lightning's part of"):
+        HomeContent.open(str(tmp_path / "home"))

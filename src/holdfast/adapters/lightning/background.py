@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
+from operator import itemgetter
+from pathlib import Path, PurePosixPath
 
-from holdfast.adapters.lightning.ckpt_file import FileId, read_id, verify_ckpt, write_ckpt
+from holdfast.adapters.lightning.ckpt_file import FileId, may_replace, read_id, verify_ckpt, write_ckpt
 from holdfast.adapters.lightning.home_content import Facts, HomeContent, make_state
 from holdfast.adapters.lightning.pickled import Pickled
-from holdfast.adapters.lightning.places import HomePlace, is_local
+from holdfast.adapters.lightning.places import HomePlace, folder_of, is_inside, is_local
 from holdfast.adapters.lightning.sole_rank import SoleRank
 from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
@@ -60,6 +62,8 @@ class BackgroundSaver:
         self._last = 0  # step of the newest save
         self._shared: tuple[object, tuple[object, ...], int] | None = None
         self._jobs: list[_Job] = []  # of the present Checkpointer
+        self._earlier: list[HomeContent] = []  # checkpoints of the home when it was opened, the newest first
+        self._folders: set[str] = set()  # folders of the files of this session
         self._written: set[int] = set()  # steps in the home whose files are written
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -82,6 +86,7 @@ class BackgroundSaver:
         Blocks: for the copy.
         """
         checkpointer = self._open()
+        self._sort_out(folder_of(path))
         self._warn_of_failures()
         step = self._shared_step(pickled, moment)
         save, own = None, pickled.data
@@ -180,26 +185,37 @@ class BackgroundSaver:
         base = self._base if self._base in steps else None
         self._last = checkpointer.continue_from(base) or 0
         self._checkpointer = checkpointer
-        self._sort_out()
+        self._earlier = self.contents()
         return checkpointer
 
-    def _sort_out(self) -> None:
-        """Queue the files that earlier starts did not write; note the checkpoints with files."""
-        for content in self.contents():
-            if content.step != self._last:
-                self._written.add(content.step)
-            path = self.place.absolute(content.facts.path)
-            if is_local(path):
-                remove_partial_files(Path(path).parent)
-        for path, content in self._lacking().items():
-            self._written.discard(content.step)
-            self._add(_Job(path, content.step))
+    def _sort_out(self, folder: str) -> None:
+        """Have a folder's missing files of earlier starts written, and note the checkpoints that are written.
 
-    def _lacking(self) -> dict[str, HomeContent]:
-        """Return the newest checkpoint per path without a current file, the oldest first."""
+        Only in folders that the user saves to: the home may come from somebody else, and name any path.
+        """
+        if folder in self._folders:
+            return
+        self._folders.add(folder)
+        lacking = self._lacking(folder)
+        for content in self._earlier:
+            path = self.place.absolute(content.facts.path)
+            is_known = folder_of(path) == folder or (is_local(path) and self._is_written(path, content))
+            if is_known and content.step != self._last:
+                self._written.add(content.step)
+        if is_local(folder):
+            remove_partial_files(Path(folder))
+        for path, content in lacking.items():
+            self._written.discard(content.step)
+            if not is_local(path) or may_replace(Path(path)):
+                self._add(_Job(path, content.step))
+
+    def _lacking(self, folder: str) -> dict[str, HomeContent]:
+        """Return the newest earlier checkpoint per path in a folder without a current file, oldest first."""
         found: dict[str, HomeContent] = {}
-        for content in self.contents():
-            found.setdefault(self.place.absolute(content.facts.path), content)
+        for content in self._earlier:
+            path = self.place.absolute(content.facts.path)
+            if folder_of(path) == folder:
+                found.setdefault(path, content)
         return {path: one for path, one in reversed(found.items()) if not self._is_written(path, one)}
 
     def _is_written(self, path: str, content: HomeContent) -> bool:
@@ -224,22 +240,36 @@ class BackgroundSaver:
     def newest(self, folder: Path) -> str | None:
         """Return the file of the newest checkpoint of the home or a folder that verifies.
 
-        Those from which training cannot resume are left out. A missing or damaged file is written again.
+        Those from which training cannot resume are left out. A missing or damaged file is written again. If
+        the home names a path outside of the folder, the file has the same name in the folder.
         """
-        found: dict[tuple[tuple[int, int], str], bool] = {}
+        found: dict[tuple[tuple[int, int], str], HomeContent | None] = {}
         for content in self.contents():
             if content.facts.is_full:
-                path = self.place.absolute(content.facts.path)
-                found[(content.attempt, content.step), path] = True
+                found[(content.attempt, content.step), str(self._path_in(folder, content))] = content
         for path in folder.glob("*.ckpt"):
             file = None if path.is_symlink() else read_id(path)
             if file is not None and file.is_full:
-                found.setdefault((file.age, str(path)), False)
-        for (age, path), is_in_home in sorted(found.items(), reverse=True):
-            if self._is_good(Path(path), age) or (is_in_home and self.write_again(path)):
+                found.setdefault((file.age, str(path)), None)
+        for (age, path), content in sorted(found.items(), key=itemgetter(0), reverse=True):
+            if self._is_good(Path(path), age) or (content and self._put_back(content, Path(path))):
                 return path
             warn(f"The checkpoint of {path} is damaged, so an older one is used.", SaveWarning)
         return None
+
+    def _path_in(self, folder: Path, content: HomeContent) -> Path:
+        path = self.place.absolute(content.facts.path)
+        return Path(path) if is_inside(path, folder) else folder / PurePosixPath(path).name
+
+    def _put_back(self, content: HomeContent, path: Path) -> bool:
+        """Write a missing or damaged file; return False if something else is there."""
+        is_own = self.place.absolute(content.facts.path) == str(path)
+        if not (may_replace(path) if is_own else not os.path.lexists(path)):
+            return False
+        with contextlib.suppress(Corrupt, NotFound):
+            write_ckpt(content, path)
+            return True
+        return False
 
     def _is_good(self, path: Path, age: tuple[int, int]) -> bool:
         """Return True if a file verifies and was written from the checkpoint of this age."""
@@ -309,5 +339,6 @@ class BackgroundSaver:
             self._thread.join()
             self._thread = None
         self._jobs, self._written = [], set()
+        self._earlier, self._folders = [], set()
         if checkpointer is not None:
             checkpointer.close()

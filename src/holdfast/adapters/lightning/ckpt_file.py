@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from holdfast.adapters.lightning.home_content import HomeContent
 from holdfast.documents import Fields, decode_object
 from holdfast.errors import Corrupt
 from holdfast.exchange.torch_archive import DAMAGED, Record, write_records
+from holdfast.linux.files import open_regular
 from holdfast.restore.atomic_output import atomic_file
 
 _HASHES = ".holdfast/hashes.json"
@@ -89,11 +91,23 @@ def _hashing(
 def read_id(path: Path) -> FileId | None:
     """Return the checkpoint that a file was written from; None if Holdfast did not write all of it."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             found = _facts(archive)
             return None if found is None else _id(found[1])
     except (OSError, Corrupt, *DAMAGED):
         return None
+
+
+def may_replace(path: Path) -> bool:
+    """Return True if a path is free, or has a checkpoint that may be replaced by another."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    is_file = stat.S_ISREG(mode) or stat.S_ISLNK(mode)  # a link is replaced, not the file that it names
+    return is_file and (path.suffix == ".ckpt" or read_id(path) is not None)
 
 
 def verify_ckpt(path: Path) -> FileId | None:
@@ -107,7 +121,7 @@ def verify_ckpt(path: Path) -> FileId | None:
         OSError: the file could not be read.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             found = _facts(archive)
             if found is None:
                 return None
@@ -133,6 +147,8 @@ def _damaged_record(file: IO[bytes], archive: zipfile.ZipFile, root: str, facts:
 def _facts(archive: zipfile.ZipFile) -> tuple[str, Fields] | None:
     for name in archive.namelist():
         if name.endswith(f"/{_HASHES}"):
+            if archive.getinfo(name).file_size > _MAX_HASHES_BYTES:
+                raise Corrupt(f"{name} has more than {_MAX_HASHES_BYTES} bytes.", key=name)
             return name.removesuffix(_HASHES), decode_object(
                 archive.read(name), name, max_bytes=_MAX_HASHES_BYTES
             )

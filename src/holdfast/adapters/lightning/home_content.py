@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from holdfast.adapters.lightning.pickled import Pickled
-from holdfast.errors import Unsupported
+from holdfast.documents import Fields, is_text, refuse
+from holdfast.errors import Corrupt, Unsupported
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
@@ -18,6 +19,7 @@ from holdfast.restore.checkpoint import open as open_checkpoint
 _TENSORS, _FACTS, _PICKLE = "checkpoint", "lightning", "pickle"
 _FORMAT = 1
 _NUM_THREADS = 2
+_MAX_PATH_CHARS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,14 @@ def make_state(pickled: Pickled, facts: Facts) -> dict[str, Any]:
     }
 
 
+def _read_facts(facts: Fields) -> Facts:
+    path = facts.text("path", max_chars=_MAX_PATH_CHARS)
+    if "\0" in path or not is_text(path):
+        refuse(facts.what, "path", "the path of a file", path)
+    counts = [facts.integer(name) if name in facts else None for name in ("global_step", "epoch")]
+    return Facts(path, *counts, facts.flag("is_full"))
+
+
 class HomeContent:
     """One of Lightning's checkpoints in a home, opened for reading. Every byte is verified."""
 
@@ -59,11 +69,15 @@ class HomeContent:
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise Unsupported(
                 f"{checkpoint!r} was not saved through Lightning, or by a newer version of Holdfast. It was "
-                "not changed. Use another home for this training, or upgrade.",
+                "left alone. Use another home for this training, or upgrade.",
                 step=checkpoint.step,
             )
-        self.facts = Facts(values["path"], values["global_step"], values["epoch"], values["is_full"])
-        self._names: list[str] = [f"{_TENSORS}.{name}" for name in values["names"]]
+        facts = Fields(values, f"Lightning's part of {checkpoint!r}")
+        self.facts = _read_facts(facts)
+        self._names = [f"{_TENSORS}.{name}" for name in facts.texts("names")]
+        for name in (*self._names, f"{_FACTS}.{_PICKLE}"):
+            if name not in checkpoint:
+                raise Corrupt(f"{facts.what} lacks the tensor {name!r}.", key=facts.what)
 
     @classmethod
     def open(cls, home: str, step: int | None = None, attempt: int | None = None) -> HomeContent:
@@ -71,7 +85,7 @@ class HomeContent:
 
         Raises:
             NotFound: it does not exist.
-            Corrupt: it is damaged.
+            Corrupt: it is damaged, or its facts are not of the expected types.
             Unsupported: it was not saved through Lightning.
             RetryLater: the store failed.
         """

@@ -33,6 +33,19 @@ def absolute(path: str | os.PathLike[str]) -> str:
     return str(Path(text.removeprefix("file://").removeprefix("local://")).absolute())
 
 
+def folder_of(path: str) -> str:
+    """Return the folder of an absolute path or URL."""
+    return path.rpartition("/")[0]
+
+
+def is_inside(path: str, folder: Path) -> bool:
+    """Return True if a path, with its links resolved, is in a folder or one of its subfolders."""
+    try:
+        return is_local(path) and Path(path).parent.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a loop of links, or a name that is too long
+        return False
+
+
 def home_beside(folder: str | os.PathLike[str]) -> str:
     """Return the default home of the checkpoints in a folder: its name with ".holdfast", beside it.
 

@@ -56,8 +56,9 @@ def _read_facts(facts: Fields) -> Facts:
     path = facts.text("path", max_chars=_MAX_PATH_CHARS)
     if "\0" in path or not is_text(path):
         refuse(facts.what, "path", "the path of a file", path)
-    counts = [facts.integer(name) if name in facts else None for name in ("global_step", "epoch")]
-    return Facts(path, *counts, facts.flag("is_full"))
+    global_step = facts.integer("global_step") if "global_step" in facts else None
+    epoch = facts.integer("epoch") if "epoch" in facts else None
+    return Facts(path, global_step, epoch, facts.flag("is_full"))
 
 
 class HomeContent:

@@ -15,16 +15,25 @@ _made: dict[Path, Path] = {}  # folders that this process made in place of taken
 
 def is_private(folder: Path) -> bool:
     """Return True for a folder, not a link, that only this user may enter."""
-    return is_own(folder) and not folder.lstat().st_mode & _OTHERS
+    return _is_own(folder, closed=_OTHERS)
 
 
 def is_own(folder: Path) -> bool:
     """Return True for a folder of this user. A link is not one."""
+    return _is_own(folder, closed=0)
+
+
+def is_unshared(folder: Path) -> bool:
+    """Return True for a folder of this user that no other user may write to."""
+    return _is_own(folder, closed=stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_own(folder: Path, *, closed: int) -> bool:
     try:
         found = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & closed
 
 
 def make_private(folder: Path) -> bool:

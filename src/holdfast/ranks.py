@@ -372,7 +372,16 @@ def raise_first(failed: Iterable[RankOutcome[Any]], rank: int, failure: str) -> 
 
 
 def _this_host() -> tuple[str, str]:
-    return socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
+    try:
+        return socket.gethostname(), _BOOT_ID.read_text()
+    except FileNotFoundError:
+        return socket.gethostname(), ""
+    except OSError as error:
+        raise RetryLater(
+            f"This machine could not be identified: {_BOOT_ID} cannot be read: {error.strerror}. Nothing was "
+            "saved or restored. Start again; if the error stays, look at the kernel's log of this machine.",
+            key=str(_BOOT_ID),
+        ) from error
 
 
 def _tensor(room: bytearray) -> torch.Tensor:

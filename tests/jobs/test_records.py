@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import sqlite3
@@ -139,6 +141,17 @@ def test_numbers_are_never_used_twice(tmp_path: Path) -> None:
     assert records.reserve() == number + 1
 
 
+@pytest.mark.parametrize("name", ["9" * 15, f".removing-{'9' * 15}"])
+def test_a_stray_folder_with_the_greatest_number_blocks_no_launch(tmp_path: Path, name: str) -> None:
+    records = Records(tmp_path)
+    submit(records)
+    (tmp_path / "jobs" / name).mkdir()
+    assert [submit(records), submit(records)] == [2, 3]
+    (tmp_path / "jobs" / "last-number").write_bytes(b"9" * 15)
+    assert submit(records) == 4
+    assert [one.id for one in records.all()] == [1, 2, 3, 4]
+
+
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     records = Records(tmp_path)
     submit(records)
@@ -197,6 +210,13 @@ def submission_of_1(path: Path) -> str:
     return (path.parent.parent / "1" / path.name).read_text()
 
 
+def submission_of(path: Path, **change: object) -> str:
+    """Return the submission of job 2 with a change."""
+    return json.dumps({**json.loads(submission_of_1(path)), "number": 2, **change})
+
+
+TOO_MANY = {**dataclasses.asdict(SPEC), "num_nodes": 10**12}
+
 STRANGE: dict[str, Callable[[JobFolder], object]] = {
     "a file as the folder": as_path(Path.touch),
     "a FIFO as the folder": as_path(os.mkfifo),
@@ -209,6 +229,12 @@ STRANGE: dict[str, Callable[[JobFolder], object]] = {
     "a number below 0": in_place(
         lambda path: path.write_text(submission_of_1(path).replace(": 1,", ": -1,"))
     ),
+    "an unknown engine": in_place(lambda path: path.write_text(submission_of(path, engine="../x"))),
+    "a time before 1970": in_place(lambda path: path.write_text(submission_of(path, submitted_unix_s=-1e18))),
+    "a time beyond all calendars": in_place(
+        lambda path: path.write_text(submission_of(path, submitted_unix_s=1e300))
+    ),
+    "too many nodes": in_place(lambda path: path.write_text(submission_of(path, spec=TOO_MANY))),
     "a copy of job 1": in_place(lambda path: path.write_text(submission_of_1(path))),
     "a file as the attempts": lambda folder: (folder.path / "attempts").touch(),
     "a folder as the states": lambda folder: [folder.states.unlink(), folder.states.mkdir()],

@@ -12,6 +12,10 @@ _LAST = "last-number"
 """File with the greatest number so far. If it is lost, the folders that exist still count."""
 _REMOVED = ".removing-"
 _MAX_DIGITS = 15
+_MAX_FOLDER = 10**12
+"""Number from which on a folder is a stray one, which new numbers do not follow."""
+_MAX_WRITTEN = 10**14
+"""Number from which on the file with the greatest number is damaged."""
 
 
 def reserve_number(jobs: Path) -> int:
@@ -74,8 +78,9 @@ def _locked(jobs: Path) -> Iterator[int]:
 
 def _last_number(jobs: Path, fd: int) -> int:
     text = os.pread(fd, 64, 0).decode("ascii", "replace").strip()
-    written = int(text) if _is_number(text) else 0
-    return max(written, *job_numbers(jobs)[-1:], *numbers_set_aside(jobs)[-1:], 0)
+    written = int(text) if _is_number(text) and int(text) < _MAX_WRITTEN else 0
+    folders = (*job_numbers(jobs), *numbers_set_aside(jobs))
+    return max(written, *(number for number in folders if number < _MAX_FOLDER), 0)
 
 
 def _write(fd: int, number: int) -> None:

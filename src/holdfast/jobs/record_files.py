@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from holdfast.documents import MAX_BYTES, decode_dataclass
+from holdfast.documents import MAX_BYTES, decode_dataclass, refuse
 from holdfast.errors import Conflict, Corrupt
 from holdfast.jobs import journal
 from holdfast.jobs.job_clock import ClockReading
@@ -18,6 +18,10 @@ from holdfast.jobs.timers import Timers
 from holdfast.linux.files import open_regular, write_atomic
 
 VERSION = 1
+ENGINE_NAMES = ("local", "slurm", "sky", "k8s", "kubeflow")
+"""Names of engines, as in `--on`."""
+_MAX_NODES = 1_000_000
+_MAX_UNIX_S = 253_402_300_799.0  # end of the year 9999
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ def read_submission(folder: JobFolder) -> Submission | None:
             with open_regular(path) as file:
                 text = file.read(MAX_BYTES + 1)  # the decoder refuses more
             _check_version(path, text)
-            return _check_number(path, decode_dataclass(Submission, text, str(path), any_text=True))
+            return _check_submission(path, decode_dataclass(Submission, text, str(path), any_text=True))
         except FileNotFoundError:
             continue
         except Corrupt as error:
@@ -138,10 +142,18 @@ def _check_version(path: Path, text: bytes) -> None:
         )
 
 
-def _check_number(path: Path, submission: Submission) -> Submission:
+def _check_submission(path: Path, submission: Submission) -> Submission:
     """Return a submission that belongs to its folder. A copied folder would be a second job of its number."""
     if str(submission.number) != path.parent.name:
         raise Corrupt(f"{path} is of job {submission.number}.")
+    if submission.engine not in ENGINE_NAMES:
+        refuse(str(path), "engine", f"one of {', '.join(ENGINE_NAMES)}", submission.engine)
+    if not 1 <= submission.spec.num_nodes <= _MAX_NODES:
+        refuse(str(path), "num_nodes", f"an integer from 1 to {_MAX_NODES}", submission.spec.num_nodes)
+    if not 0 <= submission.submitted_unix_s <= _MAX_UNIX_S:
+        refuse(
+            str(path), "submitted_unix_s", f"seconds from 0 to {_MAX_UNIX_S:.0f}", submission.submitted_unix_s
+        )
     return submission
 
 

@@ -6,16 +6,18 @@ from importlib import import_module
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.engine import Engine, Job
+from holdfast.jobs.record_files import ENGINE_NAMES
 from holdfast.jobs.records import Records
 from holdfast.jobs.state_folder import state_dir
 
-ENGINES = {
-    "local": "holdfast.jobs.local.engine:LocalEngine",
-    "slurm": "holdfast.jobs.slurm.engine:SlurmEngine",
-    "sky": "holdfast.jobs.sky.engine:SkyEngine",
-    "k8s": "holdfast.jobs.k8s.engine:K8sEngine",
-    "kubeflow": "holdfast.jobs.k8s.engine:KubeflowEngine",
-}
+_CLASSES = (
+    "holdfast.jobs.local.engine:LocalEngine",
+    "holdfast.jobs.slurm.engine:SlurmEngine",
+    "holdfast.jobs.sky.engine:SkyEngine",
+    "holdfast.jobs.k8s.engine:K8sEngine",
+    "holdfast.jobs.k8s.engine:KubeflowEngine",
+)
+ENGINES = dict(zip(ENGINE_NAMES, _CLASSES, strict=True))
 """Names of engines, as in `--on`, with their classes, which are imported when they are used."""
 
 

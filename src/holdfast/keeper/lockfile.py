@@ -122,9 +122,21 @@ def _read(fd: int) -> KeeperInfo:
 
 
 def running_keepers(home: str) -> Iterator[tuple[Path, KeeperInfo]]:
-    """Yield the lock files of all keepers of a home that run on this host. Deletes those of dead keepers."""
-    paths = [path for folder in runtime_dirs(home) for path in folder.glob(f"*{SUFFIX}")]
-    for path in paths:
+    """Yield the lock files of all keepers of a home that run on this host. Deletes those of dead keepers.
+
+    Raises:
+        Denied: a lock file cannot be opened.
+        RetryLater: the file system failed.
+    """
+    for folder in runtime_dirs(home):
+        with runtime_dir_errors(folder):
+            yield from _running_in(folder)
+
+
+def _running_in(folder: Path) -> Iterator[tuple[Path, KeeperInfo]]:
+    for path in folder.iterdir():
+        if not path.name.endswith(SUFFIX):
+            continue
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -6,12 +6,11 @@ import contextlib
 import errno
 import hashlib
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.errors import Denied, RetryLater, Unsupported
-from holdfast.privacy import is_own, is_private, make_private
+from holdfast.privacy import is_own, is_private, is_unshared, make_private
 
 _VARIABLE = "HOLDFAST_RUNTIME_DIR"
 
@@ -88,7 +87,7 @@ def _is_usable(place: Path) -> bool:
     """Create a folder if necessary. Return True if it is this user's, and no other user can write to it."""
     with contextlib.suppress(OSError):
         place.mkdir(mode=0o700, parents=_VARIABLE in os.environ, exist_ok=True)
-    return is_own(place) and not place.lstat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return is_unshared(place)
 
 
 def _folder_name(home: str) -> str:

@@ -189,7 +189,7 @@ class BackgroundSaver:
         return checkpointer
 
     def _sort_out(self, folder: str) -> None:
-        """Have a folder's missing files of earlier starts written, and note the checkpoints that are written.
+        """Have a folder's missing files written, and note the checkpoints that have files.
 
         Only in folders that the user saves to: the home may come from somebody else, and name any path.
         """
@@ -210,7 +210,7 @@ class BackgroundSaver:
                 self._add(_Job(path, content.step))
 
     def _lacking(self, folder: str) -> dict[str, HomeContent]:
-        """Return the newest earlier checkpoint per path in a folder without a current file, oldest first."""
+        """Return a folder's newest earlier checkpoints per path without a current file, oldest first."""
         found: dict[str, HomeContent] = {}
         for content in self._earlier:
             path = self.place.absolute(content.facts.path)
@@ -262,7 +262,7 @@ class BackgroundSaver:
         return Path(path) if is_inside(path, folder) else folder / PurePosixPath(path).name
 
     def _put_back(self, content: HomeContent, path: Path) -> bool:
-        """Write a missing or damaged file; return False if something else is there."""
+        """Write a missing or damaged file; return False if that is not possible."""
         is_own = self.place.absolute(content.facts.path) == str(path)
         if not (may_replace(path) if is_own else not os.path.lexists(path)):
             return False

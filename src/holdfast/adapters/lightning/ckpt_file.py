@@ -99,7 +99,7 @@ def read_id(path: Path) -> FileId | None:
 
 
 def may_replace(path: Path) -> bool:
-    """Return True if a path is free, or has a checkpoint that may be replaced by another."""
+    """Return True if a path is free or has a checkpoint."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -39,7 +39,7 @@ def folder_of(path: str) -> str:
 
 
 def is_inside(path: str, folder: Path) -> bool:
-    """Return True if a path, with its links resolved, is in a folder or one of its subfolders."""
+    """Return True if a path is below a folder once links are resolved."""
     try:
         return is_local(path) and Path(path).parent.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):  # a loop of links, or a name that is too long

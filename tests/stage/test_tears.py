@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import threading
@@ -259,6 +260,37 @@ def test_save_beside_a_thread_that_steps_an_optimizer_outside_of_the_state_is_re
         ckpt.save(3)
         elsewhere.end()
     check_saved(tmp_path / "home", 3, expected)
+
+
+def test_an_optimizer_that_steps_in_a_thread_of_autograd_is_saved(tmp_path: Path) -> None:
+    """On CUDA, `backward` runs hooks of gradients in a thread that Python has not started."""
+    model = make_model(16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    compute_gradients(model, 16)
+    with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
+        call_in_foreign_thread(optimizer.step)
+        expected = snapshot(state)
+        ckpt.save(1)
+    check_saved(tmp_path / "home", 1, expected)
+
+
+def call_in_foreign_thread(function: Callable[[], object]) -> None:
+    """Call a function in a thread that the C library starts."""
+    libc = ctypes.CDLL(None)
+    started, kind = ctypes.c_ulong(), ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    errors: list[BaseException] = []
+
+    def call(_: object) -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - the C library cannot raise it
+            errors.append(error)
+
+    body = kind(call)
+    assert libc.pthread_create(ctypes.byref(started), None, body, None) == 0
+    assert libc.pthread_join(started, None) == 0
+    assert not errors
 
 
 def test_a_thread_that_steps_and_ends_while_save_copies_is_noticed(

@@ -25,6 +25,11 @@ class LastStep:
     thread: threading.Thread
 
 
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Return True if Python did not start a thread."""
+    return isinstance(thread, threading._DummyThread)  # pyright: ignore[reportPrivateUsage] - the only sign
+
+
 class StepHook:
     """Calls a method before every optimizer of this process changes its parameters.
 
@@ -82,6 +87,9 @@ class StepHook:
     def steps_of_other_threads(self, since: Mapping[int, LastStep]) -> list[LastStep]:
         """Return the last steps that other threads have begun.
 
+        Threads that Python did not start are left out. On CUDA, hooks of gradients that step an optimizer run
+        in a thread of autograd, which works only while its caller waits in `backward`, and never ends.
+
         Args:
             since: earlier last steps. Of these, only those of living threads are returned.
         """
@@ -89,7 +97,9 @@ class StepHook:
         return [
             last
             for key, last in last_steps.items()
-            if last.thread is not this and (since.get(key) is not last or last.thread.is_alive())
+            if last.thread is not this
+            and not _is_foreign(last.thread)
+            and (since.get(key) is not last or last.thread.is_alive())
         ]
 
     def _record(self, optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ import pytest
 import holdfast
 from holdfast.entry import command
 from holdfast.jobs.status import JobStatus
-from jobs.harness import JobHarness
+from jobs.harness import JobHarness, started_harness
 
 PACKAGE = Path(holdfast.__file__).parent
 NAMES = ("xxhash", "logging", "json", "sqlite3", "yaml", "obstore", "numpy", "ctypes", "subprocess", "queue")
@@ -44,11 +44,9 @@ def hostile(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
-    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    found = JobHarness(tmp_path)
-    yield found
-    found.leave()
+def desk(tmp_path: Path) -> Iterator[JobHarness]:
+    with started_harness(tmp_path) as found:
+        yield found
 
 
 def _run(words: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

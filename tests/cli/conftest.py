@@ -14,7 +14,7 @@ import torch
 
 from holdfast.cli import main
 from holdfast.store import open_store
-from jobs.harness import JobHarness
+from jobs.harness import JobHarness, started_harness
 from making import CREATED_UNIX_S, make_checkpoint, make_home
 
 
@@ -36,12 +36,10 @@ Command = Callable[..., Result]
 
 
 @pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
+def jobs(tmp_path: Path) -> Iterator[JobHarness]:
     """Jobs in a state folder of their own, which the command line uses too."""
-    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    found = JobHarness(tmp_path)
-    yield found
-    found.leave()
+    with started_harness(tmp_path) as found:
+        yield found
 
 
 @pytest.fixture

@@ -16,17 +16,14 @@ import pytest
 import holdfast
 from faults.playground import Playground
 from holdfast.errors import PREEMPTED_STATUS
+from small_disk import small_disk
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(name="small_disk")
+def small_disk_fixture(tmp_path: Path) -> Iterator[Path]:
     """A file system of 600 kB, mounted."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if os.getuid() != 0 or subprocess.call(["mount", "-t", "tmpfs", "-o", "size=600k", "none", str(place)]):
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.check_call(["umount", "-l", str(place)])
+    with small_disk(tmp_path, "600k") as disk:
+        yield disk
 
 
 def fill_up(ballast: Path) -> None:

@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.harness import JobHarness
+from jobs.harness import JobHarness, started_harness
 
 
 @pytest.fixture
-def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
+def harness(tmp_path: Path) -> Iterator[JobHarness]:
     """Return a harness with its own folder."""
-    state = tmp_path / "state"
-    monkeypatch.setenv("HOLDFAST_STATE", str(state))
-    monkeypatch.setenv("HOLDFAST_PREEMPTION", "none")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # this machine may have fewer GPUs than a test asks for
-    found = JobHarness(tmp_path)
-    yield found
-    found.leave()
+    with started_harness(tmp_path) as found:
+        yield found

@@ -6,8 +6,10 @@ import contextlib
 import os
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import tag
@@ -155,3 +157,20 @@ def _bury() -> None:
             pass
     except ChildProcessError:
         pass
+
+
+@contextlib.contextmanager
+def started_harness(folder: Path, state: Path | None = None) -> Iterator[JobHarness]:
+    """Set the environment of jobs for the block, and check at its end that no process is left.
+
+    Args:
+        folder: folder of the test.
+        state: state folder of the jobs. Default: one in `folder`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDFAST_STATE", str(state or folder / "state"))
+        patch.setenv("HOLDFAST_PREEMPTION", "none")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # this machine may have fewer GPUs than a test asks for
+        found = JobHarness(folder)
+        yield found
+        found.leave()

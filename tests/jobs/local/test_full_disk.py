@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.jobs.status import JobStatus
-from jobs.harness import JobHarness
+from jobs.harness import JobHarness, started_harness
+from small_disk import small_disk
 
 FILL = "echo ran >> $RAN; cat /dev/zero > $BALLAST"
 """Command that notes its run on another disk, and fills that of the job."""
 
 
 @pytest.fixture
-def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobHarness]:
+def harness(tmp_path: Path) -> Iterator[JobHarness]:
     """Return a harness whose jobs are on a file system of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.getuid() != 0 or subprocess.call(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)]):
-        pytest.skip("mounting a small file system needs root")
-    monkeypatch.setenv("HOLDFAST_STATE", str(disk / "state"))
-    found = JobHarness(tmp_path)
-    yield found
-    (disk / "ballast").unlink(missing_ok=True)
-    found.leave()
-    subprocess.check_call(["umount", "-l", str(disk)])
+    with small_disk(tmp_path, "2m") as disk, started_harness(tmp_path, disk / "state") as found:
+        yield found
+        (disk / "ballast").unlink(missing_ok=True)
 
 
 def files(harness: JobHarness) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -12,16 +13,15 @@ from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 
 MEET = """
-import os, pathlib, sys, time
+import os, pathlib, sys
 import torch, torch.distributed as dist
-folder, mine, other = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+folder, mine, other = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo")
 total = torch.tensor([mine])
 dist.all_reduce(total)
 if dist.get_rank() == 0:
-    (folder / f"together-{mine}").touch()
-    while not (folder / f"together-{other}").exists():  # both groups exist at the same time
-        time.sleep(0.02)
+    # Blocks until the other job opens the pipe too: both groups exist at the same time.
+    (folder / "together").open("w" if mine < other else "r").close()
 dist.all_reduce(total)
 print("sum", total.item(), flush=True)
 dist.barrier()
@@ -40,6 +40,7 @@ def test_two_trainings_with_two_nodes_run_at_the_same_time(harness: JobHarness) 
     """One names its port as the guide does. The other leaves it to torchrun, with one default for all."""
     script = harness.folder / "meet.py"
     script.write_text(MEET)
+    os.mkfifo(harness.folder / "together")
     ports = {1: "--master_port ${MASTER_PORT:-29500}", 10: ""}
     jobs = {
         mine: harness.submit(

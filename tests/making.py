@@ -32,7 +32,7 @@ def make_home(store: Store, *, run_id: str = RUN_ID, attempts: Sequence[int] = (
     """Make `holdfast.json` and the claims of some attempts."""
     store.put(names.RUN, run.document(run.Run(run_id, CREATED_UNIX_S)))
     for number in attempts:
-        claim = run.Attempt(number, run_id, 1, "host", 1000 + number, CREATED_UNIX_S + number)
+        claim = run.AttemptClaim(number, run_id, 1, "host", 1000 + number, CREATED_UNIX_S + number)
         store.put(names.attempt(number), run.document(claim))
 
 

@@ -7,7 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -71,6 +71,8 @@ PUBLIC = [
     "shard",
     "tune",
 ]
+# Each adapter has one of these, for its framework; `Checkpoint` is Nebula's own name.
+ADAPTER_ROLES = {"DataPosition", "Facts", "Folders", "PositionedLoader", "Session", "Settings", "Checkpoint"}
 GRAB_BAG = re.compile(r"(^|_)(utils?|helpers?|misc|common|managers?|base|core|tools?|stuff)$")
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
@@ -177,6 +179,49 @@ def test_a_file_name_does_not_repeat_its_folder(path: Path) -> None:
 def test_name_is_not_one_of_the_standard_library(path: Path) -> None:
     taken = sys.stdlib_module_names - {"__main__"}
     assert path.stem not in taken, f"reads like the standard library's {path.stem}"
+
+
+def public_classes(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Files that define each public class, by its name."""
+    found: dict[str, list[Path]] = {}
+    for path in paths:
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(path)
+    return found
+
+
+def names_with_two_meanings(paths: Iterable[Path]) -> list[str]:
+    """Names of classes that differ in their job, and not only in the framework of their adapter."""
+    return [
+        f"{name}: {', '.join(str(path.relative_to(PACKAGE)) for path in found)}"
+        for name, found in public_classes(paths).items()
+        if len(
+            {path for path in found if name not in ADAPTER_ROLES or PACKAGE / "adapters" not in path.parents}
+        )
+        > 1
+        or len({path.parent for path in found}) < len(found)
+    ]
+
+
+def test_a_class_name_means_one_thing() -> None:
+    assert names_with_two_meanings(FILES) == []
+
+
+def test_a_class_name_with_two_meanings_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    texts = {
+        "jobs/a.py": "class Plan: ...\nclass Session: ...\nclass _Own: ...",
+        "store/b.py": "class Plan: ...\nclass _Own: ...",
+        "adapters/one/c.py": "class Session: ...",
+        "adapters/two/c.py": "class Session: ...",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    paths = [tmp_path / name for name in texts]
+    assert names_with_two_meanings(paths) == ["Plan: jobs/a.py, store/b.py"]
+    assert names_with_two_meanings(paths[2:]) == []
 
 
 @each_file

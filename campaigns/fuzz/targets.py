@@ -279,7 +279,7 @@ def _run_documents() -> list[bytes]:
 
     return [
         run.document(run.Run("run-one", 1.5)),
-        run.document(run.Attempt(3, "run-one", 2, "host", 77, 2.5)),
+        run.document(run.AttemptClaim(3, "run-one", 2, "host", 77, 2.5)),
         run.document(run.Done("run-one", 3, 40, 2.5)),
         run.document(run.Refusal("run-one", 3, 40, "why", 1, "model.w")),
         run.document(run.SkippedNote("run-one", 3, 40, "why", 2.5)),
@@ -289,7 +289,7 @@ def _run_documents() -> list[bytes]:
 def _run_run(data: bytes) -> None:
     from holdfast.format import run
 
-    for cls in (run.Run, run.Attempt, run.Done, run.Refusal, run.SkippedNote):
+    for cls in (run.Run, run.AttemptClaim, run.Done, run.Refusal, run.SkippedNote):
         with contextlib.suppress(Corrupt):
             run.parse(cast("type[Any]", cls), data, "document")
 
@@ -672,12 +672,12 @@ def _run_progress(data: bytes) -> None:
 
 
 def _run_marker(data: bytes) -> None:
-    from holdfast.adapters.nebula.marker import _FIRST_LINE, Marker
+    from holdfast.adapters.nebula.marker import _FIRST_LINE, PartitionMarker
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(_FIRST_LINE.encode() + data)
         out.flush()
-        Marker.read(out.name)
+        PartitionMarker.read(out.name)
 
 
 def _rank_messages() -> list[bytes]:

@@ -93,7 +93,7 @@ def example() -> dict[str, bytes]:
     )
     return {
         names.RUN: run.document(run.Run(RUN_ID, 1790000000.0)),
-        names.attempt(2): run.document(run.Attempt(2, RUN_ID, 2, "kelp", 4242, 1790000001.0)),
+        names.attempt(2): run.document(run.AttemptClaim(2, RUN_ID, 2, "kelp", 4242, 1790000001.0)),
         **by_rank[0],
         **by_rank[1],
         names.manifest(3, 2): manifest.document(merged),

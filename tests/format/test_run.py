@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from format.drawing import run_ids
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format.limits import MAX_ATTEMPT, MAX_RANKS, MAX_STEP
-from holdfast.format.run import Attempt, Done, Metrics, Run, document, parse
+from holdfast.format.run import AttemptClaim, Done, Metrics, Run, document, parse
 from holdfast.format.sealed import dumps, seal
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
@@ -22,24 +22,24 @@ sizes = st.integers(1, MAX_RANKS)
 steps = st.integers(0, MAX_STEP)
 values = (
     st.builds(Run, runs, times)
-    | st.builds(Attempt, counts, runs, sizes, text, counts, times)
+    | st.builds(AttemptClaim, counts, runs, sizes, text, counts, times)
     | st.builds(Done, runs, counts, steps, times)
 )
 
 
-def parse_as(like: Run | Attempt | Done, text: bytes) -> Run | Attempt | Done:
+def parse_as(like: Run | AttemptClaim | Done, text: bytes) -> Run | AttemptClaim | Done:
     if isinstance(like, Run):
         return parse(Run, text, "doc")
-    return parse(Attempt, text, "doc") if isinstance(like, Attempt) else parse(Done, text, "doc")
+    return parse(AttemptClaim, text, "doc") if isinstance(like, AttemptClaim) else parse(Done, text, "doc")
 
 
 @given(values)
-def test_documents_round_trip(value: Run | Attempt | Done) -> None:
+def test_documents_round_trip(value: Run | AttemptClaim | Done) -> None:
     assert parse_as(value, document(value)) == value
 
 
 @given(values, st.data())
-def test_a_changed_byte_is_detected(value: Run | Attempt | Done, data: st.DataObject) -> None:
+def test_a_changed_byte_is_detected(value: Run | AttemptClaim | Done, data: st.DataObject) -> None:
     damaged = bytearray(document(value))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(Corrupt):

@@ -84,8 +84,8 @@ def test_the_facts_of_one_rank() -> None:
     assert read_run(store) == run.Run("golden-one", 1_700_000_000.0)
     done = run.parse(run.Done, store.get(names.DONE), names.DONE)
     assert done == run.Done("golden-one", 1, 7, 1_700_000_060.0)
-    claim = run.parse(run.Attempt, store.get(names.attempt(1)), "claim")
-    assert claim == run.Attempt(1, "golden-one", 1, "host", 1001, 1_700_000_001.0)
+    claim = run.parse(run.AttemptClaim, store.get(names.attempt(1)), "claim")
+    assert claim == run.AttemptClaim(1, "golden-one", 1, "host", 1001, 1_700_000_001.0)
 
 
 def test_the_metrics_of_one_rank() -> None:

@@ -395,7 +395,7 @@ def test_taking_over_fences_the_writer_that_lives(tmp_path: Path) -> None:
 
 def test_the_claim_names_this_process(tmp_path: Path) -> None:
     save_steps(tmp_path / "home", range(1, 2))
-    claim = run.parse(run.Attempt, (tmp_path / "home" / names.attempt(1)).read_bytes(), "claim")
+    claim = run.parse(run.AttemptClaim, (tmp_path / "home" / names.attempt(1)).read_bytes(), "claim")
     assert (claim.host, claim.pid, claim.world_size) == (socket.gethostname(), os.getpid(), 1)
 
 

@@ -91,7 +91,7 @@ def test_a_lost_or_damaged_run_document_makes_no_checkpoint_a_strangers() -> Non
     assert found is not None
     assert found.id == RUN_ID
     store.delete(names.RUN)
-    claim = run.Attempt(9, RUN_ID, 2, "host", 17, 1_600_000_000.0)
+    claim = run.AttemptClaim(9, RUN_ID, 2, "host", 17, 1_600_000_000.0)
     store.put(names.attempt(9), run.document(claim))
     assert read_run(store) == run.Run(RUN_ID, 1_600_000_000.0)
 

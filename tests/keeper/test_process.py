@@ -251,6 +251,7 @@ def test_a_stopped_keeper_stops_no_training_and_is_replaced(
         ckpt.save(1).wait_durable()
         stopped = psutil.Process(pid_of(ckpt))
         stopped.suspend()
+        wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
         for step in range(2, 12):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -16,12 +16,12 @@ class MadeUpRun:
     """Events and claims of a run, in seconds since its start."""
 
     events: list[HistoryEvent] = field(default_factory=list)
-    claims: dict[int, run.Attempt] = field(default_factory=dict)
+    claims: dict[int, run.AttemptClaim] = field(default_factory=dict)
 
     def claim(self, number: int, at_s: float, *, pid: int | None = None, host: str = "kelp") -> None:
         """Add an attempt's claim."""
         pid = 100 + number if pid is None else pid
-        self.claims[number] = run.Attempt(number, "run", 1, host, pid, START + at_s)
+        self.claims[number] = run.AttemptClaim(number, "run", 1, host, pid, START + at_s)
 
     def add(
         self,

@@ -110,7 +110,9 @@ class Attempt:
         self._restoration.end_claim(keeper)
         return keeper
 
-    def _config(self, claim: runs.Attempt, *, all_here: bool, local_ranks: tuple[int, ...]) -> KeeperConfig:
+    def _config(
+        self, claim: runs.AttemptClaim, *, all_here: bool, local_ranks: tuple[int, ...]
+    ) -> KeeperConfig:
         options = self._components.options
         return KeeperConfig(
             run=claim.run,

@@ -19,7 +19,7 @@ def claim_together(
     base: Base | None,
     is_fresh: bool,
     take_over: bool,
-) -> runs.Attempt:
+) -> runs.AttemptClaim:
     """Claim the next attempt for all ranks.
 
     Args:
@@ -52,7 +52,7 @@ def claim_together(
         )
         return runs.document(claimed)
 
-    claimed = runs.parse(runs.Attempt, ranks.of_rank_0(claim), "the claim")
+    claimed = runs.parse(runs.AttemptClaim, ranks.of_rank_0(claim), "the claim")
     if base is not None:  # once more: after the claim no older attempt commits
         ranks.of_rank_0(lambda: tiers.check_fresh(base))
     if tiers.local is not None:

@@ -10,7 +10,7 @@ from typing import TypedDict
 from holdfast.checkpointer.options import Home, Local
 from holdfast.environment import sandboxed
 from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
-from holdfast.format.run import Attempt
+from holdfast.format.run import AttemptClaim
 from holdfast.home.attempts import newest_number
 from holdfast.home.claim import (
     check_no_writer,
@@ -143,7 +143,7 @@ class Tiers:
         base: Base | None,
         above: int = 0,
         writers: Sequence[tuple[str, LiveTrainer]] = (),
-    ) -> Attempt:
+    ) -> AttemptClaim:
         """Claim the next attempt of the run, which is created if it is new. Rank 0 only.
 
         Args:
@@ -229,7 +229,7 @@ class Tiers:
                     finished.append((step, attempt, tier.url))
         return finished
 
-    def join(self, claim: Attempt, *, fresh: bool) -> None:
+    def join(self, claim: AttemptClaim, *, fresh: bool) -> None:
         """Add the local folder of another host to the run and the attempt.
 
         Raises:

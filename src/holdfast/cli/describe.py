@@ -10,7 +10,7 @@ from holdfast.cli.jobs import add_which, format_span, job_row
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import format_time, print_fields, print_json, print_table
 from holdfast.jobs.description import JobDescription
-from holdfast.jobs.history import Attempt
+from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
 from holdfast.units import plural
 
@@ -102,7 +102,7 @@ def _print_attempts(found: JobDescription) -> None:
     )
 
 
-def _cells(one: Attempt, found: JobDescription, *, has_machines: bool) -> tuple[str, ...]:
+def _cells(one: JobAttempt, found: JobDescription, *, has_machines: bool) -> tuple[str, ...]:
     ended_s = one.ended_unix_s
     span_s = None if ended_s is None else ended_s - one.started_unix_s
     return (
@@ -117,7 +117,7 @@ def _cells(one: Attempt, found: JobDescription, *, has_machines: bool) -> tuple[
     )
 
 
-def _exits(one: Attempt, num_nodes: int) -> str:
+def _exits(one: JobAttempt, num_nodes: int) -> str:
     """Return the exit statuses of the nodes, by rank: a number, a signal, or `lost`."""
     if one.ended_unix_s is None and not one.outcomes:
         return "-"

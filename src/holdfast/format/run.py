@@ -12,7 +12,7 @@ from holdfast.format.limits import MAX_ATTEMPT, MAX_NAME_CHARS, MAX_RANKS, MAX_S
 from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.format.versions import Versions
 
-_T = TypeVar("_T", "Run", "Attempt", "Saved", "Emptied", "Done", "Refusal", "SkippedNote", "Metrics")
+_T = TypeVar("_T", "Run", "AttemptClaim", "Saved", "Emptied", "Done", "Refusal", "SkippedNote", "Metrics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptClaim:
     """`attempts/aNNNN.json`: the claim of an attempt. Only the highest number may commit."""
 
     number: int
@@ -108,7 +108,7 @@ def encode_metric(value: float) -> float | str:
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
-def document(value: Run | Attempt | Saved | Emptied | Done | Refusal | SkippedNote | Metrics) -> bytes:
+def document(value: Run | AttemptClaim | Saved | Emptied | Done | Refusal | SkippedNote | Metrics) -> bytes:
     """Return the sealed document of a value."""
     members = value.members() if isinstance(value, Metrics) else asdict(value)
     return seal(dumps({**VERSIONS[type(value)].header, **members}))
@@ -193,7 +193,7 @@ def _metric(values: Fields, name: str) -> float:
 
 VERSIONS: dict[type, Versions[Callable[[Fields], dict[str, Any]]]] = {
     Run: Versions("holdfast-run", written=1, parsers={1: _run}),
-    Attempt: Versions("holdfast-attempt", written=1, parsers={1: _attempt}),
+    AttemptClaim: Versions("holdfast-attempt", written=1, parsers={1: _attempt}),
     Saved: Versions("holdfast-saved", written=1, parsers={1: _saved}),
     Emptied: Versions("holdfast-emptied", written=1, parsers={1: _emptied}),
     Done: Versions("holdfast-done", written=1, parsers={1: _done}),

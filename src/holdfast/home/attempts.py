@@ -7,7 +7,7 @@ import time
 
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater, Unsupported
 from holdfast.format import names
-from holdfast.format.run import Attempt, Emptied, Saved, document, parse
+from holdfast.format.run import AttemptClaim, Emptied, Saved, document, parse
 from holdfast.home.listing import scan
 from holdfast.store import Store
 
@@ -63,7 +63,7 @@ def check_claim(store: Store, attempt: int, claim: str) -> None:
     if found == claim.encode():
         return
     try:
-        other = parse(Attempt, found, name)
+        other = parse(AttemptClaim, found, name)
     except (Corrupt, Unsupported):
         return  # damaged, and still in the way of any other start that would take the number
     raise Conflict(
@@ -73,7 +73,7 @@ def check_claim(store: Store, attempt: int, claim: str) -> None:
     )
 
 
-def read_claim(store: Store, attempt: int) -> Attempt:
+def read_claim(store: Store, attempt: int) -> AttemptClaim:
     """Return the claim of an attempt.
 
     Raises:
@@ -83,7 +83,7 @@ def read_claim(store: Store, attempt: int) -> Attempt:
         RetryLater: the store failed.
     """
     name = names.attempt(attempt)
-    return parse(Attempt, store.get(name), name)
+    return parse(AttemptClaim, store.get(name), name)
 
 
 def note_saved(store: Store, run: str, attempt: int, step: int) -> None:

@@ -65,7 +65,7 @@ def _repair_run(store: Store, found: run.Run) -> None:
 
 def claim_attempt(
     store: Store, run_id: str, *, world_size: int, trainer: int | None = None, above: int = 0
-) -> run.Attempt:
+) -> run.AttemptClaim:
     """Claim the next attempt's number: every attempt before it is fenced.
 
     Args:
@@ -81,7 +81,7 @@ def claim_attempt(
     number = 1 + max(newest_number(store), above)
     host, pid = socket.gethostname(), os.getpid() if trainer is None else trainer
     while True:
-        attempt = run.Attempt(number, run_id, world_size, host, pid, started_unix_s=time.time())
+        attempt = run.AttemptClaim(number, run_id, world_size, host, pid, started_unix_s=time.time())
         try:
             store.put(names.attempt(number), run.document(attempt), if_absent=True)
         except Conflict:
@@ -165,7 +165,7 @@ def _of_another_run(store: Store, expected: str, found: run.Run) -> InvalidInput
     )
 
 
-def copy_claim(store: Store, claim: run.Attempt) -> None:
+def copy_claim(store: Store, claim: run.AttemptClaim) -> None:
     """Copy a claim into a nearer tier, to fence writers that do not list home.
 
     Raises:

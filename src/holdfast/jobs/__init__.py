@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.jobs.description import JobDescription
     from holdfast.jobs.engine import Job, Line
-    from holdfast.jobs.history import Attempt, Durations
+    from holdfast.jobs.history import Durations, JobAttempt
     from holdfast.jobs.interface import (
         cancel,
         describe,
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from holdfast.jobs.status import JobStatus
 
 _PLACES = {
-    "Attempt": "history",
     "Durations": "history",
     "Job": "engine",
+    "JobAttempt": "history",
     "JobDescription": "description",
     "JobStatus": "status",
     "Line": "engine",
@@ -43,9 +43,9 @@ _PLACES = {
 }
 
 __all__ = [
-    "Attempt",
     "Durations",
     "Job",
+    "JobAttempt",
     "JobDescription",
     "JobStatus",
     "Line",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.environment import read_progress
 from holdfast.jobs.engine import Job
-from holdfast.jobs.history import Attempt, Durations, list_attempts, measure, read_changes
+from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.tail import last_lines
@@ -33,7 +33,7 @@ class JobDescription:
 
     job: Job
     durations: Durations
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[JobAttempt, ...]
     lost_s: float
     checkpoints: dict[str, int]
     last_lines: dict[int, list[str]]

@@ -34,7 +34,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class JobAttempt:
     """Attempt of a job.
 
     Attributes:
@@ -112,7 +112,7 @@ def read_changes(folder: JobFolder) -> list[Change]:
     return found
 
 
-def list_attempts(changes: Sequence[Change]) -> list[Attempt]:
+def list_attempts(changes: Sequence[Change]) -> list[JobAttempt]:
     """Return the attempts that changes make up; pure."""
     by_number: dict[int, list[Change]] = {}
     for change in changes:
@@ -139,12 +139,12 @@ def measure(
     return Durations(max(0.0, until_s - submitted_unix_s), running_s, down_s)
 
 
-def _attempt(number: int, changes: Sequence[Change]) -> Attempt:
+def _attempt(number: int, changes: Sequence[Change]) -> JobAttempt:
     first = changes[0]
     running = next((one for one in changes if one.status in _RUNS and one.is_active), None)
     ended = next((one for one in changes[1:] if not one.is_active or one.status.is_final), None)
     last = ended or changes[-1]
-    return Attempt(
+    return JobAttempt(
         number=number,
         started_unix_s=first.unix_s,
         running_unix_s=None if running is None else running.unix_s,

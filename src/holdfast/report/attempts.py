@@ -33,7 +33,9 @@ class AttemptSpan:
     remark: str = ""  # of its restore: skipped checkpoints and reasons
 
 
-def attempt_spans(events: Iterable[HistoryEvent], claims: Mapping[int, run.Attempt]) -> list[AttemptSpan]:
+def attempt_spans(
+    events: Iterable[HistoryEvent], claims: Mapping[int, run.AttemptClaim]
+) -> list[AttemptSpan]:
     """Return every attempt with a claim or an event, by number, except imports.
 
     Args:
@@ -57,7 +59,7 @@ def _without_source(event: HistoryEvent) -> HistoryEvent:
     return replace(event, detail=re.sub(r"^attempt \d+(; )?", "", event.detail))
 
 
-def _attempt_span(number: int, events: list[HistoryEvent], claim: run.Attempt | None) -> AttemptSpan:
+def _attempt_span(number: int, events: list[HistoryEvent], claim: run.AttemptClaim | None) -> AttemptSpan:
     # Without a keeper, a save has only the event "persisted"; an import has only a commit.
     trainers = [event for event in events if event.kind in _TRAINERS] or [
         event for event in events if event.kind == "persisted"

@@ -140,9 +140,9 @@ def read_summary(store: Store) -> RunSummary:
     """
     lines, num_torn = read_lines(store)
     home = list_home(store)
-    claims: dict[int, run.Attempt] = {}
+    claims: dict[int, run.AttemptClaim] = {}
     for number in home.attempts:
-        claim = _read(store, run.Attempt, names.attempt(number))
+        claim = _read(store, run.AttemptClaim, names.attempt(number))
         if claim is not None:
             claims[number] = claim
     whole = [saved for saved in home.saved.values() if saved.is_committed]
@@ -168,7 +168,7 @@ def _read(store: Store, cls: type[Any], name: str) -> Any:
 
 def summarize(
     events: Sequence[HistoryEvent],
-    claims: Mapping[int, run.Attempt],
+    claims: Mapping[int, run.AttemptClaim],
     *,
     finished: run.Done | None = None,
     home_contents: HomeContents | None = None,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.jobs.local.allocation import Capacity, Claim, Demand, allocate
+from holdfast.jobs.local.allocation import Capacity, Demand, ResourceClaim, allocate
 
 CAPACITY = Capacity(8.0, 64 << 10)
 GPUS = ("0", "1", "2", "3", "4", "5", "GPU-x", "GPU-y")
@@ -28,13 +28,13 @@ QUEUES = st.lists(DEMANDS, max_size=8).map(
 )
 
 
-def claim_of(demand: Demand, gpus: Iterable[Iterable[str]]) -> Claim:
+def claim_of(demand: Demand, gpus: Iterable[Iterable[str]]) -> ResourceClaim:
     """Return the claim of a job that may start."""
     cpus, memory_mib = min(demand.cpus, CAPACITY.cpus), min(demand.memory_mib, CAPACITY.memory_mib)
-    return Claim(demand.job, tuple(gpu for of_node in gpus for gpu in of_node), cpus, memory_mib)
+    return ResourceClaim(demand.job, tuple(gpu for of_node in gpus for gpu in of_node), cpus, memory_mib)
 
 
-def check_claims(claims: list[Claim]) -> None:
+def check_claims(claims: list[ResourceClaim]) -> None:
     """Check that nothing is given twice, and no more than the machine has."""
     gpus = [gpu for one in claims for gpu in one.gpus]
     assert len(gpus) == len(set(gpus))
@@ -43,8 +43,8 @@ def check_claims(claims: list[Claim]) -> None:
 
 
 def start_all(
-    claims: list[Claim], waiting: list[Demand], order: st.DataObject | None = None
-) -> tuple[list[Claim], list[Demand]]:
+    claims: list[ResourceClaim], waiting: list[Demand], order: st.DataObject | None = None
+) -> tuple[list[ResourceClaim], list[Demand]]:
     """Start the jobs that may start, each after a new look, in any order."""
     claims, waiting = list(claims), list(waiting)
     while ready := list(allocate(CAPACITY, claims, waiting).given):
@@ -84,7 +84,7 @@ def test_jobs_that_start_one_by_one_in_any_order_start_as_if_at_once(
 @given(QUEUES, st.data())
 def test_a_job_never_waits_for_one_that_comes_after_it(queue: list[Demand], data: st.DataObject) -> None:
     """Jobs arrive and end in any order. A waiting one fits once those before it have ended."""
-    claims: list[Claim] = []
+    claims: list[ResourceClaim] = []
     waiting: list[Demand] = []
     arriving = [dataclasses.replace(one, priority=0) for one in queue]
     while arriving or waiting:
@@ -108,7 +108,7 @@ def test_the_reason_names_what_is_missing_and_who_has_it() -> None:
         Demand(5, priority=1, cpus=1.0),
         Demand(6),
     ]
-    found = allocate(CAPACITY, [Claim(1, ("0",), 2.0)], queue)
+    found = allocate(CAPACITY, [ResourceClaim(1, ("0",), 2.0)], queue)
     assert found.given == {5: ((),), 6: ((),)}
     assert list(found.shortages.items()) == [
         (2, "waits for 4 GPUs (3 free); job 1 has the rest"),
@@ -120,6 +120,6 @@ def test_the_reason_names_what_is_missing_and_who_has_it() -> None:
 def test_needs_beyond_the_machine_mean_all_of_it() -> None:
     all_of_it = Demand(2, cpus=1000.0, memory_mib=1 << 40)
     assert 2 in allocate(CAPACITY, (), [all_of_it]).given
-    assert allocate(CAPACITY, [Claim(1, (), 0.5, 1)], [all_of_it]).shortages == {
+    assert allocate(CAPACITY, [ResourceClaim(1, (), 0.5, 1)], [all_of_it]).shortages == {
         2: "waits for 8 CPUs (7.5 free) and 64 GiB of memory (63.9 GiB free); job 1 has the rest"
     }

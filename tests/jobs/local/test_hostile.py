@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.adapters.nebula import lightning
-from holdfast.adapters.nebula.marker import Marker
+from holdfast.adapters.nebula.marker import PartitionMarker
 from holdfast.entry import command
 from holdfast.errors import InvalidInput
 from holdfast.jobs.node.skyignore import ignored_paths
@@ -91,8 +91,8 @@ def test_credentials_are_not_sent_to_an_endpoint_that_only_a_marker_names(
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     home = f"s3://bucket/run?endpoint_url={_endpoint(stranger)}"
-    Marker(home, "global_step1", "checkpoint").write(tmp_path / "last.ckpt")
-    marker = Marker.read(tmp_path / "last.ckpt")
+    PartitionMarker(home, "global_step1", "checkpoint").write(tmp_path / "last.ckpt")
+    marker = PartitionMarker.read(tmp_path / "last.ckpt")
     assert marker is not None
     with pytest.raises(InvalidInput, match="would send your keys to the endpoint"):
         lightning._load(marker, str(tmp_path / "last.ckpt"), None)

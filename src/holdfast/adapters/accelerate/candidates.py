@@ -26,7 +26,7 @@ class Candidate:
     home: str | None = None
 
 
-class Candidates:
+class LoadCandidates:
     """Candidates of one load.
 
     Args:

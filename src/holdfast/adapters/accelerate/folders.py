@@ -20,7 +20,7 @@ _MOVED = "interrupted-"
 
 
 @dataclass(frozen=True, slots=True)
-class Marker:
+class FolderMarker:
     """Content of the file that names a folder's checkpoint.
 
     Attributes:
@@ -34,7 +34,7 @@ class Marker:
     is_new: bool
 
 
-def read_marker(folder: Path) -> Marker | None:
+def read_marker(folder: Path) -> FolderMarker | None:
     """Return the marker of a folder; None if it does not have one."""
     content = read_json(folder / _MARKER)
     if not isinstance(content, dict):
@@ -43,7 +43,7 @@ def read_marker(folder: Path) -> Marker | None:
     if not (isinstance(home, str) and isinstance(steps, list) and all(isinstance(one, int) for one in steps)):
         return None
     place = home if "://" in home else os.path.normpath(folder.absolute() / home)
-    return Marker(place, tuple(steps), content.get("is_new") is True)
+    return FolderMarker(place, tuple(steps), content.get("is_new") is True)
 
 
 class Folders:
@@ -94,7 +94,7 @@ class Folders:
         }
         _write(folder, json.dumps(content) + "\n")
 
-    def is_ours(self, marker: Marker) -> bool:
+    def is_ours(self, marker: FolderMarker) -> bool:
         """Return True if a marker names the home of this run."""
         return os.path.realpath(marker.home) == os.path.realpath(self._home) or marker.home == self._home
 

@@ -11,7 +11,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.adapters.accelerate.candidates import Candidate, Candidates
+from holdfast.adapters.accelerate.candidates import Candidate, LoadCandidates
 from holdfast.adapters.accelerate.folders import Folders
 from holdfast.adapters.accelerate.live_state import (
     FOLDERS,
@@ -273,7 +273,7 @@ class Session:
         """
         self._finish_saves()
         own: Any = self._accelerator
-        candidates = Candidates(
+        candidates = LoadCandidates(
             self._folders,
             self._names,
             self._complete,
@@ -291,7 +291,7 @@ class Session:
         self._chosen = chosen
         return chosen.folder if chosen.step is None else None
 
-    def _newest(self, candidates: Candidates) -> Candidate:
+    def _newest(self, candidates: LoadCandidates) -> Candidate:
         """Return the newest candidate that verifies."""
         rows = self._ranks.of_rank_0(lambda: [list(astuple(one)) for one in candidates.newest_first()])
         found = [Candidate(*row) for row in rows]

@@ -15,7 +15,7 @@ import torch
 from holdfast.adapters.nebula.checkpoint import Checkpoint
 from holdfast.adapters.nebula.default_session import init
 from holdfast.adapters.nebula.interface import get_checkpoint, get_latest_checkpoint
-from holdfast.adapters.nebula.marker import Marker
+from holdfast.adapters.nebula.marker import PartitionMarker
 from holdfast.adapters.nebula.settings import parse_location
 from holdfast.adapters.nebula.tags import EXPLICIT
 from holdfast.errors import InvalidInput, NotFound, Unsupported
@@ -141,7 +141,7 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
             torch.save(state_dict, path)
             return
         checkpoint.save(file.name, state_dict)
-        Marker(self._home, checkpoint.tag, file.name).write(file)
+        PartitionMarker(self._home, checkpoint.tag, file.name).write(file)
 
     def commit(self, info: Any) -> bool:
         """Complete the current checkpoint."""
@@ -159,7 +159,7 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
         file = Path(path)
         tag = file.parent.name
         is_first = self._first_tag in (None, tag)
-        if file.is_file() and Marker.read(file) is None and (not self._reads_here and is_first):
+        if file.is_file() and PartitionMarker.read(file) is None and (not self._reads_here and is_first):
             self._first_tag = tag
             return load(file, map_location=map_location, mmap=False)
         checkpoint = self._find(tag)

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.adapters.nebula.default_session import has_session, init, session, session_for
 from holdfast.adapters.nebula.interface import get_checkpoint
-from holdfast.adapters.nebula.marker import Marker
+from holdfast.adapters.nebula.marker import PartitionMarker
 from holdfast.adapters.nebula.tags import named_step
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.store.endpoints import check_endpoint
@@ -77,7 +77,7 @@ class NebulaCheckpointIO(_TorchCheckpointIO):
         tag = _tag_of(checkpoint, target)
         current.save(tag, PARTITION, checkpoint, 1, label=str(target))
         target.parent.mkdir(parents=True, exist_ok=True)
-        Marker(current.home, tag, PARTITION).write(target)
+        PartitionMarker(current.home, tag, PARTITION).write(target)
         if options.get("is_best"):
             current.flush(tag)
         if (persist_path := options.get("persist_path")) is not None:
@@ -91,7 +91,7 @@ class NebulaCheckpointIO(_TorchCheckpointIO):
             NotFound: the checkpoint or file does not exist.
             Corrupt: the checkpoint is damaged.
         """
-        marker = Marker.read(path)
+        marker = PartitionMarker.read(path)
         if marker is None:
             return super().load_checkpoint(path, *args, **kwargs)
         map_location = args[0] if args else kwargs.get("map_location", lambda storage, _: storage)
@@ -99,7 +99,7 @@ class NebulaCheckpointIO(_TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the file at a path. The checkpoint is kept; `holdfast rm` deletes it."""
-        if Marker.read(path) is not None:
+        if PartitionMarker.read(path) is not None:
             Path(path).unlink(missing_ok=True)
         else:
             super().remove_checkpoint(path)
@@ -145,7 +145,7 @@ def _tag_of(checkpoint: dict[str, Any], target: Path) -> str:
     return tag if named_step(tag) is not None else target.stem
 
 
-def _load(marker: Marker, label: str, map_location: Any) -> Any:
+def _load(marker: PartitionMarker, label: str, map_location: Any) -> Any:
     """Load the newest checkpoint of a path. If the file was moved, load the newest of its tag."""
     if not has_session() or session().home != marker.home:
         check_endpoint(marker.home, f"The file {label}")

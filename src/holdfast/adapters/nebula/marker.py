@@ -15,7 +15,7 @@ _LIMIT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Marker:
+class PartitionMarker:
     """Reference to a partition of a checkpoint, in a file."""
 
     home: str
@@ -33,7 +33,7 @@ class Marker:
             partial.write_text(_FIRST_LINE + json.dumps(asdict(self)) + "\n")
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Marker | None:
+    def read(cls, path: str | os.PathLike[str]) -> PartitionMarker | None:
         """Read the marker at a path. Returns None if the file is missing or not a marker.
 
         Raises:

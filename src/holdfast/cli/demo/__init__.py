@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.demo.claims import Claim, check_claims
+from holdfast.cli.demo.claims import DemoClaim, check_claims
 from holdfast.cli.demo.figures import Figures, compute_figures
 from holdfast.cli.demo.scenario import Scenario
 from holdfast.cli.options import Commands, add_json, command
@@ -140,7 +140,7 @@ def _delete_objects(home: str | None) -> None:
 
 
 def _document(
-    checked: list[Claim], figures: Figures, *, proven: bool, seconds: float, place: str | None
+    checked: list[DemoClaim], figures: Figures, *, proven: bool, seconds: float, place: str | None
 ) -> dict[str, Any]:
     return {
         "proven": proven,

@@ -10,7 +10,7 @@ from holdfast.errors import PREEMPTED_STATUS
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class DemoClaim:
     """One claim, whether it holds, and the evidence."""
 
     text: str
@@ -18,7 +18,7 @@ class Claim:
     evidence: str
 
 
-def check_claims(outcome: DemoOutcome) -> list[Claim]:
+def check_claims(outcome: DemoOutcome) -> list[DemoClaim]:
     """Check every claim of the demo."""
     return [
         _killed_while_saving(outcome),
@@ -38,27 +38,27 @@ def restored_step(outcome: DemoOutcome, attempt: int) -> int | None:
     return None if event is None else event["step"]
 
 
-def _killed_while_saving(outcome: DemoOutcome) -> Claim:
+def _killed_while_saving(outcome: DemoOutcome) -> DemoClaim:
     failure = outcome.failures[0]
-    return Claim(
+    return DemoClaim(
         "killed with SIGKILL while a save was being written",
         failure.status == -signal.SIGKILL and failure.saving is not None,
         f"exit status {failure.status}; step {failure.saving} had no manifest when the signal was sent",
     )
 
 
-def _staged_save_survived(outcome: DemoOutcome) -> Claim:
+def _staged_save_survived(outcome: DemoOutcome) -> DemoClaim:
     saving, found = outcome.failures[0].saving, restored_step(outcome, 2)
-    return Claim(
+    return DemoClaim(
         "that save was not lost: its keeper finished it",
         saving is not None and found == saving,
         f"attempt 2 restored step {found}",
     )
 
 
-def _killed_between_saves(outcome: DemoOutcome) -> Claim:
+def _killed_between_saves(outcome: DemoOutcome) -> DemoClaim:
     failure, began = outcome.failures[1], restored_step(outcome, 2)
-    return Claim(
+    return DemoClaim(
         "killed with SIGKILL again, between two saves",
         failure.status == -signal.SIGKILL
         and began is not None
@@ -67,7 +67,7 @@ def _killed_between_saves(outcome: DemoOutcome) -> Claim:
     )
 
 
-def _damage_passed_over(outcome: DemoOutcome) -> Claim:
+def _damage_passed_over(outcome: DemoOutcome) -> DemoClaim:
     damage, event, found = outcome.damage, outcome.restored(3), restored_step(outcome, 3)
     message = f"skipped step {damage.step} of attempt {damage.attempt}"
     in_history = event is not None and message in event.get("detail", "")
@@ -75,7 +75,7 @@ def _damage_passed_over(outcome: DemoOutcome) -> Claim:
         any(message in line for line in outcome.starts[2].output) if len(outcome.starts) > 2 else False
     )
     older = found is not None and found < damage.step
-    return Claim(
+    return DemoClaim(
         "a flipped byte in the newest checkpoint was found and reported, and the one before restored",
         damage.after != damage.before and in_history and on_stderr and older,
         f"byte {damage.offset:,} of {damage.name}: {damage.before} became {damage.after}; "
@@ -83,38 +83,38 @@ def _damage_passed_over(outcome: DemoOutcome) -> Claim:
     )
 
 
-def _preempted(outcome: DemoOutcome) -> Claim:
+def _preempted(outcome: DemoOutcome) -> DemoClaim:
     failure, found = outcome.failures[2], restored_step(outcome, 4)
     right_status = failure.status == PREEMPTED_STATUS and failure.saving is not None
-    return Claim(
+    return DemoClaim(
         "preempted with SIGTERM while saving: it saved, and ended with the status for a restart",
         right_status and found == failure.at_step,
         f"exit status {failure.status} after step {failure.at_step}; attempt 4 restored step {found}",
     )
 
 
-def _finished(outcome: DemoOutcome) -> Claim:
+def _finished(outcome: DemoOutcome) -> DemoClaim:
     ending = outcome.survivor
-    return Claim(
+    return DemoClaim(
         "finished, and wrote its done marker",
         ending.status == 0 and ending.step == outcome.steps == outcome.done_step,
         f"exit status {ending.status} after step {ending.step}; done marker of step {outcome.done_step}",
     )
 
 
-def _last_verifies(outcome: DemoOutcome) -> Claim:
+def _last_verifies(outcome: DemoOutcome) -> DemoClaim:
     evidence = (
         "the checkpoint is missing"
         if outcome.problems is None
         else "; ".join(outcome.problems) or "every byte was hashed again"
     )
-    return Claim("its last checkpoint verifies", outcome.problems == (), evidence)
+    return DemoClaim("its last checkpoint verifies", outcome.problems == (), evidence)
 
 
-def _equal(outcome: DemoOutcome) -> Claim:
+def _equal(outcome: DemoOutcome) -> DemoClaim:
     one, other = outcome.reference, outcome.survivor
     whole = one.status == 0 and one.step == other.step == outcome.steps
-    return Claim(
+    return DemoClaim(
         "weights and optimizer state equal those of the uninterrupted run, bit for bit",
         whole and one.sha256 is not None and one.sha256 == other.sha256,
         f"sha256 {one.sha256}"

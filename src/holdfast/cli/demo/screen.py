@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.demo.claims import Claim
+from holdfast.cli.demo.claims import DemoClaim
 from holdfast.cli.demo.figures import Figures, Recovery
 from holdfast.cli.tables import terminal_width
 from holdfast.units import format_bytes, format_duration
@@ -89,7 +89,7 @@ class Screen:
         row.add_row(margin, text)
         self.console.print(row)
 
-    def show_results(self, claims: list[Claim], figures: Figures) -> None:
+    def show_results(self, claims: list[DemoClaim], figures: Figures) -> None:
         """Print the tables, and every claim with its evidence."""
         self.console.print()
         self.console.print(_recovery_table(figures.recoveries))

@@ -22,7 +22,7 @@ _FIRST = (_NAMESPACE, TAG)
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class PodNodes:
     """Nodes of a job, as its pods see them."""
 
     addresses: tuple[str, ...]  # by rank
@@ -36,7 +36,7 @@ def secret_name(task: Task) -> str:
     return f"{object_name(task)}-secrets"
 
 
-def environment(task: Task, nodes: Nodes) -> list[dict[str, Any]]:
+def environment(task: Task, nodes: PodNodes) -> list[dict[str, Any]]:
     """Return the `env` of the container.
 
     Holdfast's variables override those of the task. A variable may refer to those before it.

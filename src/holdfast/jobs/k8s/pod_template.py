@@ -11,7 +11,7 @@ from holdfast.jobs.k8s import pod_resources
 from holdfast.jobs.k8s.escaping import escape
 from holdfast.jobs.k8s.names import is_subdomain, labels
 from holdfast.jobs.k8s.pod_config import grace_s, merge_pod_config, pod_config
-from holdfast.jobs.k8s.pod_environment import Nodes, environment
+from holdfast.jobs.k8s.pod_environment import PodNodes, environment
 from holdfast.jobs.k8s.pod_script import RestartRule, clone_command, pod_command
 from holdfast.jobs.k8s.refusal import invalid
 from holdfast.jobs.k8s.volumes import WORKDIR, volumes
@@ -28,7 +28,7 @@ class Container:
 
     name: str
     addresses: tuple[str, ...]  # of all nodes, by rank
-    rank: Mapping[str, Any] | None  # see `Nodes`
+    rank: Mapping[str, Any] | None  # see `PodNodes`
     rule: RestartRule
 
 
@@ -41,7 +41,7 @@ def pod_template(task: Task, container: Container) -> dict[str, Any]:
     """
     time_s = grace_s(task)
     _, num_gpus = pod_resources.gpu_choice(task)
-    env = environment(task, Nodes(container.addresses, container.rank, num_gpus, time_s))
+    env = environment(task, PodNodes(container.addresses, container.rank, num_gpus, time_s))
     found = volumes(task)
     mounts = [volume.as_mount() for volume in found]
     image = _image(task)

@@ -24,7 +24,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ResourceClaim:
     """Resources of a job that has started and not ended."""
 
     job: int
@@ -67,7 +67,7 @@ class Allocation:
     shortages: Mapping[int, str] = field(default_factory=dict)  # why a job waits, by job, first come first
 
 
-def allocate(capacity: Capacity, claims: Iterable[Claim], demands: Iterable[Demand]) -> Allocation:
+def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Iterable[Demand]) -> Allocation:
     """Return which jobs may start beside those that have started.
 
     Jobs are served by priority, then by number. One that does not fit keeps what is free of its needs, so
@@ -95,7 +95,7 @@ def _by_node(gpus: Sequence[str], demand: Demand) -> Devices:
 class _Machine:
     """Resources of a machine while they are divided."""
 
-    def __init__(self, capacity: Capacity, claims: Iterable[Claim]) -> None:
+    def __init__(self, capacity: Capacity, claims: Iterable[ResourceClaim]) -> None:
         self._capacity = capacity
         self._taken = list(claims)
         self._waiting: set[int] = set()  # jobs that wait, and keep what they have taken
@@ -128,7 +128,7 @@ class _Machine:
         gpus = self._free_gpus(demand)[: demand.num_gpus]
         cpus, memory_mib = self._needs(demand)
         cpus, memory_mib = min(cpus, self._free_cpus()), min(memory_mib, self._free_memory_mib())
-        self._taken.append(Claim(demand.job, tuple(gpus), cpus, memory_mib, demand.ports))
+        self._taken.append(ResourceClaim(demand.job, tuple(gpus), cpus, memory_mib, demand.ports))
         if is_waiting:
             self._waiting.add(demand.job)
         return gpus

@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import journal
 from holdfast.jobs.job_numbers import job_numbers
-from holdfast.jobs.local.allocation import Allocation, Claim, Demand, allocate
+from holdfast.jobs.local.allocation import Allocation, Demand, ResourceClaim, allocate
 from holdfast.jobs.local.capacity import read_capacity
 from holdfast.jobs.node.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.node.spawn import start_controller
@@ -90,7 +90,7 @@ def may_need_claim(record: JobRecord) -> bool:
 def read_claims(records: Records, state: Path) -> Claims:
     """Return the claims of all jobs that have not ended, from their records."""
     found: dict[int, JobRecord] = {}
-    claims: list[Claim] = []
+    claims: list[ResourceClaim] = []
     for number in job_numbers(jobs_folder(state)):
         try:
             record = records.get(number)
@@ -125,11 +125,11 @@ def lead_on(records: Records, state: Path, *, besides: int | None = None) -> Non
             wake(folder.bell)
 
 
-def _claim(record: JobRecord) -> Claim:
+def _claim(record: JobRecord) -> ResourceClaim:
     needs = demand(record.id, record.spec)
     gpus = tuple(gpu for of_node in record.gpus for gpu in of_node)
     ports = needs.ports if record.port is None else (*needs.ports, record.port)
-    return Claim(record.id, gpus, needs.cpus, needs.memory_mib, ports)
+    return ResourceClaim(record.id, gpus, needs.cpus, needs.memory_mib, ports)
 
 
 def _is_waiting(record: JobRecord, found: Mapping[int, JobRecord], records: Records) -> bool:
@@ -147,7 +147,7 @@ def _is_waiting(record: JobRecord, found: Mapping[int, JobRecord], records: Reco
         return False
 
 
-def _claims_of_nodes(number: int, folder: JobFolder) -> Iterator[Claim]:
+def _claims_of_nodes(number: int, folder: JobFolder) -> Iterator[ResourceClaim]:
     """Yield the claims of a job's running nodes, whose record cannot be read."""
     attempt = folder.attempt(folder.last_attempt())
     for path in sorted(attempt.glob("[0-9]*")) if attempt.exists() else ():
@@ -156,4 +156,4 @@ def _claims_of_nodes(number: int, folder: JobFolder) -> Iterator[Claim]:
             with contextlib.suppress(Corrupt, FileNotFoundError):
                 plan = NodeSpec.read(node.plan)
                 gpus = tuple(gpu for of_node in plan.gpus for gpu in of_node)
-                yield Claim(number, gpus, ports=() if plan.port is None else (plan.port,))
+                yield ResourceClaim(number, gpus, ports=() if plan.port is None else (plan.port,))

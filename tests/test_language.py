@@ -1,4 +1,4 @@
-"""The language of docstrings: imperatives for functions, noun phrases for the rest, everyday words."""
+"""The language of docstrings and documents: imperatives for functions, noun phrases, everyday words."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "holdfast"
 FILES = sorted(PACKAGE.rglob("*.py"))
+DOCUMENTS = sorted(
+    {
+        *ROOT.glob("*.md"),
+        *(path for folder in ("docs", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.md")),
+    }
+)
 MAX_WORDS = 15
 
 RULES = {
@@ -36,6 +42,9 @@ RULES = {
 }
 
 
+CLAUSE = next(iter(RULES))
+
+
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:
     """Yield where each docstring of a file begins, and its first paragraph on one line."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -51,6 +60,28 @@ def faults(text: str) -> list[str]:
     first = re.split(r"(?<=[.:;?])\s", text)[0]
     num_words = len(re.sub(r"`[^`]*`", "x", first).split())
     return found + [f"has {num_words} words, more than {MAX_WORDS}"] * (num_words > MAX_WORDS)
+
+
+def openings(text: str) -> Iterator[str]:
+    """Yield the headings of a document, and the first sentence after each."""
+    text = re.sub(
+        r"^```.*?^```", "", re.sub(r"<!-- api.*?<!-- /api -->", "", text, flags=re.S), flags=re.M | re.S
+    )
+    for found in re.finditer(r"^#+ +(.+?) *\n+(?:(?![#|<>])(.+?(?:[.:?!](?=\s)|\n\n)))?", text, re.M | re.S):
+        yield from (re.sub(r"\s+", " ", one).strip() for one in found.groups() if one)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_headings_and_first_sentences_do_not_open_with_a_clause(path: Path) -> None:
+    broken = [text for text in openings(path.read_text()) if RULES[CLAUSE].search(text)]
+    assert not broken, "\n".join(broken)
+
+
+def test_a_heading_and_a_sentence_that_open_with_a_clause_are_found() -> None:
+    text = "# What it is\n\nA store\nfor files. More.\n\n## Use\n\n```sh\n# a\n```\n\nHow to use it:\n\n## End\n"
+    found = list(openings(text))
+    assert found == ["What it is", "A store for files.", "Use", "How to use it:", "End"]
+    assert [one for one in found if RULES[CLAUSE].search(one)] == ["What it is", "How to use it:"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -78,8 +78,12 @@ def test_headings_and_first_sentences_do_not_open_with_a_clause(path: Path) -> N
 
 
 def test_a_heading_and_a_sentence_that_open_with_a_clause_are_found() -> None:
-    text = "# What it is\n\nA store\nfor files. More.\n\n## Use\n\n```sh\n# a\n```\n\nHow to use it:\n\n## End\n"
-    found = list(openings(text))
+    sections = [
+        "# What it is\n\nA store\nfor files. More.\n",
+        "# Use\n\n```sh\n# a\n```\n\nHow to use it:\n",
+        "# End\n",
+    ]
+    found = list(openings("\n".join(sections)))
     assert found == ["What it is", "A store for files.", "Use", "How to use it:", "End"]
     assert [one for one in found if RULES[CLAUSE].search(one)] == ["What it is", "How to use it:"]
 

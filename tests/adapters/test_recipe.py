@@ -267,6 +267,46 @@ def test_damage_of_the_newest_falls_back_to_the_next(functions: Functions, damag
     assert functions.load(0) == (3, 33)
 
 
+@pytest.mark.parametrize("kind", ["relative", "absolute", "below a link", "not a name"])
+def test_metadata_that_names_files_elsewhere_moves_and_deletes_none(
+    functions: Functions, tmp_path: Path, kind: str
+):
+    """The folder may come from a stranger who knows the content of a file outside, and so its hash."""
+    for step in (1, 2):
+        functions.save(step, step * 10)
+    outside = tmp_path / "outside_2"
+    outside.write_bytes((functions.folder / "model_2.pt").read_bytes())
+    (functions.folder / "link").symlink_to(tmp_path)
+    metadata = functions.folder / "checkpoint_step_2_metadata.json"
+    content = json.loads(metadata.read_text())
+    name = {
+        "relative": "../outside_2",
+        "absolute": str(outside),
+        "below a link": "link/outside_2",
+        "not a name": "a\0b",
+    }[kind]
+    content["files"][name] = content["files"]["model_2.pt"]
+    metadata.write_text(json.dumps(content))
+    assert functions.load(0) == (1, 10)
+    functions.save(2, 21)
+    assert functions.load(0) == (2, 21)
+    metadata.write_text(json.dumps(content))
+    pruning = Functions(functions.folder, max_checkpoints=1)
+    pruning.save(3, 30)
+    assert pruning.load(0) == (3, 30)
+    assert outside.exists()
+    assert names(tmp_path) == {"checkpoints", "outside_2"}
+
+
+def test_a_fifo_in_the_place_of_a_file_is_damage(functions: Functions):
+    for step in (1, 2):
+        functions.save(step, step * 10)
+    path = functions.folder / "model_2.pt"
+    path.unlink()
+    os.mkfifo(path)
+    assert functions.load(0) == (1, 10)
+
+
 def test_an_error_is_raised_if_all_steps_are_damaged(functions: Functions):
     """A run must not silently start from scratch."""
     for step in (1, 2):

@@ -18,6 +18,7 @@ from holdfast.documents import decode_object
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
+from holdfast.store.endpoints import check_endpoint
 
 _NAME = "holdfast-checkpoint.json"
 _MAX_BYTES = 64 << 10
@@ -69,7 +70,8 @@ def open(checkpoint: ray.train.Checkpoint) -> Checkpoint:
     """Return the checkpoint in home that a checkpoint of Ray Train names, such as `result.checkpoint`.
 
     Raises:
-        InvalidInput: another program made the checkpoint.
+        InvalidInput: another program made the checkpoint, or its home would send your keys to a server that
+            neither this process reported to nor an environment variable names.
         NotFound: home does not contain it any more; see `keep=` of the Checkpointer.
         Corrupt: the file in Ray's checkpoint is damaged.
     """
@@ -83,4 +85,7 @@ def open(checkpoint: ray.train.Checkpoint) -> Checkpoint:
         if path.stat().st_size > _MAX_BYTES:
             raise Corrupt(f"{path} has {path.stat().st_size} bytes; expected at most {_MAX_BYTES}.")
         fields = decode_object(path.read_bytes(), f"{_NAME} of {checkpoint.path}")
-    return holdfast.open(fields.text("home"), fields.integer("step"))
+    home = fields.text("home")
+    if home not in _reported:
+        check_endpoint(home, f"{_NAME} of {checkpoint.path}")
+    return holdfast.open(home, fields.integer("step"))

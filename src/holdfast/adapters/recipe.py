@@ -16,11 +16,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
+from holdfast.adapters.saved_files import NO_FILE
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
 from holdfast.home.patience import LIMIT_S, Patience
+from holdfast.linux.files import open_regular
 from holdfast.log import get_logger
 from holdfast.store.local import LocalStore
+from holdfast.store.object_names import check_name
 
 logger = get_logger("adapters")
 _P = ParamSpec("_P")
@@ -339,14 +342,22 @@ class _Series:
             files = None
             if "files" in fields:
                 found = fields.fields("files")
-                rows = {key: found.fields(key) for key in found.members}
+                rows = {self._own_name(key): found.fields(key) for key in found.members}
                 files = {
                     key: _File(one.integer("num_bytes"), one.text("xxh3", max_chars=64))
                     for key, one in rows.items()
                 }
             return _Metadata(step, str(fields.value("timestamp")), str(fields.value("model_type")), files)
-        except Corrupt as error:
+        except (Corrupt, InvalidInput) as error:
             raise Corrupt(f"{self._folder / name} cannot be read: {error}", step=step) from error
+
+    def _own_name(self, name: str) -> str:
+        """Return a name in the metadata, whose file may be moved and deleted, if it is below the folder."""
+        check_name(name)
+        folder = (self._folder / name).parent.resolve()
+        if not folder.is_relative_to(self._folder.resolve()):
+            raise InvalidInput(f"{name} is in {folder}, outside of {self._folder}.", key=name)
+        return name
 
     def _names(self, step: int) -> list[str]:
         with suppress(Corrupt, NotFound):
@@ -378,13 +389,15 @@ class _Series:
 def _hash_if_present(path: Path) -> _File | None:
     try:
         return _hash_file(path)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return None
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return None
+        raise
 
 
 def _hash_file(path: Path) -> _File:
     hashed, num_bytes = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(_BLOCK_BYTES):
             hashed.update(block)
             num_bytes += len(block)

@@ -6,17 +6,41 @@ length in its header, so files that were cut off or not written at all are found
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 import zipfile
 from pathlib import Path
 from typing import Any
 
+from holdfast.errors import Denied, HoldfastError, RetryLater
+from holdfast.linux.files import open_regular
+
+NO_FILE = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL),
+    *(errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG),
+}
+"""Numbers of the errors of `open_regular` if a path is not a regular file's."""
 _MAX_HEADER_BYTES = 100 << 20
+_MAX_JSON_BYTES = 64 << 20  # the state of a long training logs many lines
 
 
 def file_fault(path: Path) -> str | None:
-    """Return the damage of a file; None if none is found, or if the kind of file cannot be checked."""
+    """Return the damage of a file; None if none is found, or if the kind of file cannot be checked.
+
+    Raises:
+        RetryLater, Denied: it could not be read, so it may be intact.
+    """
+    try:
+        return _find_fault(path)
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return f"{path.name} is damaged: {error.strerror}"
+        raise _unreadable(path, error) from error
+
+
+def _find_fault(path: Path) -> str | None:
     if path.suffix == ".safetensors":
         return _safetensors_fault(path)
     if path.name.endswith(".index.json"):
@@ -34,31 +58,55 @@ def folder_fault(folder: Path) -> str | None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it cannot be read."""
+    """Return the content of a JSON file; None if there is no such file, or it is damaged.
+
+    Raises:
+        RetryLater, Denied: it could not be read, so it may be intact.
+    """
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        with open_regular(path) as file:
+            text = file.read(_MAX_JSON_BYTES + 1)
+        return json.loads(text) if len(text) <= _MAX_JSON_BYTES else None
+    except (ValueError, RecursionError):
         return None
+    except OSError as error:
+        if error.errno in NO_FILE:
+            return None
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> HoldfastError:
+    kind = Denied if isinstance(error, PermissionError) else RetryLater
+    return kind(f"{path} could not be read: {error.strerror}. It may be intact. Nothing was loaded.")
 
 
 def _archive_fault(path: Path) -> str | None:
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (OSError, EOFError, zipfile.BadZipFile, NotImplementedError, struct.error) as error:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            damaged = _excess(archive, os.fstat(file.fileno()).st_size) or archive.testzip()
+    except (EOFError, ValueError, RuntimeError, zipfile.BadZipFile, struct.error) as error:
         return f"{path.name} is damaged: {error}"
     return None if damaged is None else f"{path.name} is damaged at {damaged}"
 
 
+def _excess(archive: zipfile.ZipFile, num_bytes: int) -> str | None:
+    """Return the first member beyond the length of the file. Torch compresses nothing."""
+    for member in archive.infolist():
+        num_bytes -= member.file_size
+        if num_bytes < 0 or member.compress_type != zipfile.ZIP_STORED:
+            return member.filename
+    return None
+
+
 def _safetensors_fault(path: Path) -> str | None:
-    found = path.stat().st_size
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            found = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
         ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
         expected = 8 + length + max(ends, default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{path.name} is damaged: {error}"
     return None if found == expected else f"{path.name} has {found} bytes, and should have {expected}"
 
@@ -68,5 +116,5 @@ def _index_fault(path: Path) -> str | None:
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict):
         return f"{path.name} is damaged"
-    missing = sorted({str(name) for name in shards.values() if not (path.parent / str(name)).exists()})
+    missing = sorted({str(name) for name in shards.values() if not os.path.exists(path.parent / str(name))})  # noqa: PTH110 - any name
     return f"{missing[0]} is missing" if missing else None

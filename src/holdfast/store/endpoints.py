@@ -21,7 +21,7 @@ NAMED_BY = {
 _PORTS = {"http": 80, "https": 443}
 
 
-def check_endpoint(url: str, document: str) -> None:
+def check_endpoint(url: str, document: str, *, own: str = "") -> None:
     """Raise if a document's URL would send keys to an endpoint unknown to the user.
 
     A URL in the training script or on the command line comes from the user and is not checked. A task file or
@@ -30,18 +30,18 @@ def check_endpoint(url: str, document: str) -> None:
     Args:
         url: location named by the document; paths and URLs of the clouds themselves always pass.
         document: name of the document, for the error.
+        own: location that the user has named, whose endpoint therefore gets the keys anyway.
 
     Raises:
-        InvalidInput: the URL has an `endpoint_url` that no environment variable names.
+        InvalidInput: the URL has an `endpoint_url` that neither `own` nor an environment variable names.
     """
-    scheme, mark, _ = url.partition("://")
-    if not mark or scheme.lower() not in SCHEMES:
+    address = _address(url)
+    endpoint = None if address is None else address.option("endpoint_url")
+    if address is None or endpoint is None or address.is_on("anonymous"):
         return
-    address = parse_address(url)
-    endpoint = address.option("endpoint_url")
-    if endpoint is None or address.is_on("anonymous"):
-        return
-    named = [os.environ.get(name, "") for name in NAMED_BY[address.protocol]]
+    used = _address(own)
+    named = [] if used is None or used.is_on("anonymous") else [used.option("endpoint_url") or ""]
+    named += [os.environ.get(name, "") for name in NAMED_BY[address.protocol]]
     named += os.environ.get(VARIABLE, "").split(",")
     if _server(endpoint) in {_server(one.strip()) for one in named if one.strip()}:
         return
@@ -51,6 +51,11 @@ def check_endpoint(url: str, document: str) -> None:
         "keys, add anonymous=yes to the URL.",
         key=endpoint,
     )
+
+
+def _address(url: str) -> Address | None:
+    scheme, mark, _ = url.partition("://")
+    return parse_address(url) if mark and scheme.lower() in SCHEMES else None
 
 
 def with_environment(address: Address) -> Address:

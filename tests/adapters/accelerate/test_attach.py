@@ -250,6 +250,38 @@ def test_a_state_of_another_run_starts_a_new_run(make: Make, tmp_path: Path) -> 
     assert "checkpoint_1" in names(tmp_path / "second" / "checkpoints")
 
 
+@pytest.mark.parametrize(
+    "marker",
+    [
+        "[" * 100_000,
+        '{"home": 5, "steps": [1]}',
+        '{"home": "holdfast", "steps": []}',
+        '{"home": "holdfast", "steps": [true]}',
+        '{"home": "\\u0000", "steps": [1]}',
+        '{"home": "\\udcff", "steps": [1]}',
+    ],
+)
+def test_a_folder_with_a_strange_marker_is_refused(make: Make, tmp_path: Path, marker: str) -> None:
+    folder = tmp_path / "other" / "checkpoint_0"
+    folder.mkdir(parents=True)
+    (folder / MARKER).write_text(marker)
+    with pytest.raises(InvalidInput, match="Nothing was loaded"):
+        make().accelerator.load_state(str(folder))
+
+
+def test_keys_are_not_sent_to_an_endpoint_that_only_a_folder_names(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "other" / "checkpoint_0"
+    folder.mkdir(parents=True)
+    home = "s3://bucket/run?endpoint_url=http://127.0.0.1:9"
+    (folder / MARKER).write_text(json.dumps({"home": home, "steps": [1]}))
+    with pytest.raises(InvalidInput, match="would send your keys to the endpoint http://127"):
+        make().accelerator.load_state(str(folder))
+
+
 def test_hooks_see_the_folder_and_may_save_and_load_models_themselves(make: Make, tmp_path: Path) -> None:
     def write(models: list[Any], weights: list[Any], folder: str) -> None:
         torch.save(weights.pop(), Path(folder) / "own.pt")

@@ -16,6 +16,8 @@ pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
 import torch
 
 import holdfast
+from holdfast.adapters.deepspeed.folders import stock_tag
+from holdfast.errors import Corrupt
 from nursery import shared
 from servers import reserve_port
 
@@ -152,3 +154,17 @@ def run(module: str, *args: Any) -> None:
         command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "bytes", "long", "nul"])
+def test_a_strange_file_latest_is_refused(tmp_path: Path, kind: str) -> None:
+    """Whether there is a checkpoint of DeepSpeed's own is not known, so training may not begin from zero."""
+    path = tmp_path / "latest"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes({"bytes": b"\xff\xfe", "long": b"a" * 100_000, "nul": b"a\0b"}[kind])
+    with pytest.raises(Corrupt, match="does not contain the tag of a checkpoint"):
+        stock_tag(str(tmp_path), None)

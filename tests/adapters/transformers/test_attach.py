@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +120,19 @@ def test_a_path_of_another_run_begins_a_new_home_from_it(tmp_path: Path) -> None
     second.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
     assert second.state.global_step == 8
     assert holdfast.open(tmp_path / "second" / "holdfast").step == 8
+
+
+def test_keys_are_not_sent_to_an_endpoint_that_only_a_folder_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "first" / "checkpoint-4"
+    folder.mkdir(parents=True)
+    home = "s3://bucket/run?endpoint_url=http://127.0.0.1:9"
+    (folder / "holdfast.json").write_text(json.dumps({"home": home}))
+    with pytest.raises(holdfast.InvalidInput, match="would send your keys to the endpoint http://127"):
+        attach(make(tmp_path / "second")).train(resume_from_checkpoint=str(folder))
 
 
 @pytest.mark.slow

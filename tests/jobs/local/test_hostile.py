@@ -131,6 +131,28 @@ def test_an_endpoint_must_be_trusted_by_the_user(
             check_endpoint(url, "It")
 
 
+@pytest.mark.parametrize(
+    ("url", "own", "is_fine"),
+    [
+        ("s3://b/p?endpoint_url=https://h:9", "s3://other?endpoint_url=https://h:9", True),
+        ("s3://b/p?endpoint_url=https://h:9", "s3://other?endpoint_url=https://evil", False),
+        ("s3://b/p?endpoint_url=https://h:9", "s3://other?endpoint_url=https://h:9&anonymous=yes", False),
+        ("s3://b/p?endpoint_url=https://h:9", "s3://other", False),
+        ("s3://b/p?endpoint_url=https://h:9", "/a/folder", False),
+    ],
+)
+def test_the_endpoint_of_a_location_that_the_user_has_named_is_trusted(
+    url: str, own: str, is_fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    if is_fine:
+        check_endpoint(url, "It", own=own)
+    else:
+        with pytest.raises(InvalidInput, match="would send your keys to the endpoint"):
+            check_endpoint(url, "It", own=own)
+
+
 def test_listing_ignored_files_runs_no_program_of_the_folder(tmp_path: Path) -> None:
     """An untrusted `.git/config` can name programs that git runs when it reads files."""
     work, module = tmp_path / "work", tmp_path / "module"

@@ -9,6 +9,7 @@ from pathlib import Path
 from holdfast.adapters.accelerate.folders import Folders, read_marker
 from holdfast.adapters.accelerate.stock_folder import automatic_number, find_fault, is_stock
 from holdfast.errors import InvalidInput
+from holdfast.store.endpoints import check_endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class LoadCandidates:
             home: path or URL of the run's home.
 
         Raises:
-            InvalidInput: the folder does not exist, or its state is not complete.
+            InvalidInput: the folder does not exist, its state is not complete, or its home would send your
+                keys to an unknown server.
         """
         if not path.is_dir():
             raise InvalidInput(f"Tried to find {path} but folder does not exist. Nothing was loaded.")
@@ -88,6 +90,7 @@ class LoadCandidates:
             self.check_stock(path)
             return Candidate(str(path), None)
         if not self._folders.is_ours(marker):
+            check_endpoint(marker.home, f"The folder {path}", own=home)
             return Candidate(str(path), marker.steps[-1], marker.home)
         steps = [step for step in marker.steps if step in self._complete]
         if not steps:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from holdfast.adapters.accelerate.settings import HOME
 from holdfast.adapters.saved_files import read_json
+from holdfast.documents import is_text
 from holdfast.linux.files import write_atomic
 from holdfast.log import get_logger
 
@@ -40,7 +41,9 @@ def read_marker(folder: Path) -> FolderMarker | None:
     if not isinstance(content, dict):
         return None
     home, steps = content.get("home"), content.get("steps")
-    if not (isinstance(home, str) and isinstance(steps, list) and all(isinstance(one, int) for one in steps)):
+    if not (isinstance(home, str) and is_text(home) and "\0" not in home):
+        return None
+    if not (isinstance(steps, list) and steps and all(type(one) is int and one >= 0 for one in steps)):
         return None
     place = home if "://" in home else os.path.normpath(folder.absolute() / home)
     return FolderMarker(place, tuple(steps), content.get("is_new") is True)

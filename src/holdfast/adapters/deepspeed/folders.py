@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from holdfast.errors import Corrupt, Denied
+from holdfast.linux.files import open_regular
 from holdfast.restore.atomic_output import atomic_file
 
 NOTE = "HOLDFAST.txt"
 _PATTERN = "*_states.pt"
+_MAX_TAG_BYTES = 4096
 
 
 def stock_tag(folder: str, tag: str | None) -> str | None:
@@ -16,6 +19,10 @@ def stock_tag(folder: str, tag: str | None) -> str | None:
     Args:
         folder: folder of checkpoints.
         tag: tag of the checkpoint; None for that in the file `latest`.
+
+    Raises:
+        Corrupt: `latest` is not a file with a tag.
+        Denied: it may not be read.
     """
     wanted = _latest(folder) if tag is None else str(tag)
     if wanted is None or next((Path(folder) / wanted).glob(_PATTERN), None) is None:
@@ -24,10 +31,26 @@ def stock_tag(folder: str, tag: str | None) -> str | None:
 
 
 def _latest(folder: str) -> str | None:
+    path = Path(folder) / "latest"
     try:
-        return (Path(folder) / "latest").read_text().strip() or None
+        with open_regular(path) as file:
+            tag = file.read(_MAX_TAG_BYTES + 1).decode().strip()
     except FileNotFoundError:
         return None
+    except PermissionError as error:
+        raise Denied(f"{path} cannot be read: {error}. Nothing was loaded.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise Corrupt(_not_a_tag(path, str(error))) from error
+    if len(tag) > _MAX_TAG_BYTES or "\0" in tag:
+        raise Corrupt(_not_a_tag(path, f"it has {len(tag)} characters, or a NUL"))
+    return tag or None
+
+
+def _not_a_tag(path: Path, why: str) -> str:
+    return (
+        f"{path} does not contain the tag of a checkpoint: {why}. Nothing was loaded. Write the tag into it, "
+        "name the tag as you load, or remove that file if no checkpoint of DeepSpeed's own is there."
+    )
 
 
 def write_note(folder: str, tag: str, home: str, step: int) -> None:

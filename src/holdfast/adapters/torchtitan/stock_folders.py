@@ -53,7 +53,7 @@ def is_resumable(folder: str, step: int, names: Collection[str]) -> bool:
         return True
     try:
         keys = FileSystemReader(path).read_metadata().state_dict_metadata
-    except (EOFError, pickle.UnpicklingError) as error:
+    except (EOFError, LookupError, AttributeError, ImportError, ValueError, pickle.UnpicklingError) as error:
         raise Corrupt(
             f"{path}/.metadata, which torchtitan's own manager wrote, is damaged: {error}. Nothing was "
             "loaded. Move that folder away to resume from an older checkpoint.",

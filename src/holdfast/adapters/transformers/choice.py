@@ -11,6 +11,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import InvalidInput
 from holdfast.log import get_logger
 from holdfast.ranks import RankGroup
+from holdfast.store.endpoints import check_endpoint
 
 _log = get_logger("adapters")
 
@@ -122,6 +123,7 @@ class Chooser:
             self._go_back(step, steps, path)
             return Choice(step, path)
         if home is not None and home != self._home:
+            self._group.of_rank_0(lambda: check_endpoint(home, f"The folder {path}", own=self._home))
             self._go_back(step, steps, path)
             return Choice(step, path, home)
         if (

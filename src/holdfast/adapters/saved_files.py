@@ -58,7 +58,7 @@ def folder_fault(folder: Path) -> str | None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if there is no such file, or it is damaged.
+    """Return the content of a JSON file; None if it is missing or damaged.
 
     Raises:
         RetryLater, Denied: it could not be read, so it may be intact.

@@ -78,6 +78,8 @@ def test_the_environment_gives_the_default_of_keep_for(monkeypatch: pytest.Monke
     monkeypatch.setenv("HOLDFAST_KEEP_IN_MEMORY", "5m")
     assert holdfast.Memory().keep_for_s == 300
     assert holdfast.Memory(keep_for="1m").keep_for_s == 60
+    monkeypatch.setenv("HOLDFAST_KEEP_IN_MEMORY", " ")  # as if unset
+    assert holdfast.Memory().keep_for_s == 120
     monkeypatch.setenv("HOLDFAST_KEEP_IN_MEMORY", "forever")
     with pytest.raises(InvalidInput, match="HOLDFAST_KEEP_IN_MEMORY"):
         _ = holdfast.Memory().keep_for_s

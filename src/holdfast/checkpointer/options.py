@@ -127,7 +127,7 @@ class Memory:
     def keep_for_s(self) -> float:
         """Seconds that the last save stays in memory after the death of its process."""
         if self.keep_for is None:
-            return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "2m"), KEEP_IN_MEMORY)
+            return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "").strip() or "2m", KEEP_IN_MEMORY)
         return _duration_or_zero(self.keep_for, "Memory(keep_for=)")
 
 

@@ -352,7 +352,7 @@ class _Series:
             raise Corrupt(f"{self._folder / name} cannot be read: {error}", step=step) from error
 
     def _own_name(self, name: str) -> str:
-        """Return a name in the metadata. Its file may be moved and deleted, so it must be below the folder."""
+        """Return a name in the metadata. Its file may be moved or deleted: it must be below the folder."""
         check_name(name)
         folder = (self._folder / name).parent.resolve()
         if not folder.is_relative_to(self._folder.resolve()):

@@ -272,17 +272,17 @@ def test_the_recipe_loads_no_older_step_for_an_error_that_passes(
             path = folder / f"checkpoint_step_{step}_metadata.json"
             path.write_text(f'{{"step": {step}, "timestamp": "now", "model_type": "Linear"}}')
     left = times
-    real = Path.open
+    real = recipe.open_regular
 
-    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+    def refuse(path: Path) -> Any:
         nonlocal left
         if path.name == f"model_{NEWEST}.pt" and left > 0:
             left -= 1
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return real(path, *args, **options)
+        return real(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)
+        patch.setattr(recipe, "open_regular", refuse)
         if times == 1:
             assert load(0) == NEWEST
         else:

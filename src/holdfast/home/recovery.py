@@ -9,7 +9,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.home.attempts import note_saved
 from holdfast.home.commit import make_manifest, put_manifest
 from holdfast.home.documents import read_draft
-from holdfast.home.listing import ListedSave, list_home
+from holdfast.home.listing import CheckpointId, ListedSave, candidates, list_home
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 
@@ -48,6 +48,20 @@ def merge_saved(store: Store, saved: ListedSave, run_id: str | None) -> Manifest
     except (Corrupt, NotFound, Unsupported, InvalidInput):
         return None
     return merged if run_id in (None, merged.run) else None
+
+
+def find_loadable(store: Store, run_id: str | None) -> list[CheckpointId]:
+    """Return all checkpoints that can be loaded, newest first: also saves that lack only their manifest.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    listing = list_home(store)
+    found = set(candidates(listing))
+    for saved in listing.saved.values():
+        if merge_saved(store, saved, run_id) is not None:
+            found.add((saved.attempt, saved.step))
+    return sorted(found, reverse=True)
 
 
 def merge_in_memory(store: Store, step: int, attempt: int, run_id: str | None) -> Store | None:

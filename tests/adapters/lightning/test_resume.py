@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,9 @@ import pytest
 
 import nursery
 from holdfast.errors import PREEMPTED_STATUS
+from holdfast.home.listing import list_home
+from holdfast.store import open_store
+from stage.training import wait_until
 
 pytest.importorskip("lightning", reason="lightning is not installed: pip install 'torch-holdfast[lightning]'")
 pytestmark = pytest.mark.slow
@@ -41,12 +45,19 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def start(folder: Path, *options: str, ranks: int = 1) -> Ran:
-    """Run the training; if a rank is killed, the others are too, as a launcher does."""
+def start(folder: Path, *options: str, ranks: int = 1, killer: Mapping[str, str] | None = None) -> Ran:
+    """Run the training; if a rank is killed, the others are too, as a launcher does.
+
+    Args:
+        folder: folder of the run.
+        options: of the script.
+        ranks: number of ranks.
+        killer: environment variables that have a process killed at a failpoint.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     port, children = free_port(), []
     for rank in range(ranks):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(killer or {})}
         if ranks > 1:
             env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
@@ -116,6 +127,27 @@ def test_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     kills = [(chance.randrange(1, 7), chance.choice(["start", "end"])) for _ in range(3)]
     check(tmp_path, ["--every=1", "--top-k=2"], kills)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_save_whose_keeper_was_killed_before_its_manifest_is_resumed_from(
+    tmp_path: Path, number: int
+) -> None:
+    options, mark = ["--every=2"], tmp_path / "mark"
+    digests, losses = reference(tmp_path / "reference", tuple(options), 1)
+    step = 2 * number
+    killer = {"HOLDFAST_KILL_AT": f"keeper.part:{number}", "HOLDFAST_KILL_MARK": str(mark)}
+    ran = start(tmp_path / "run", *options, f"--kill-at={step + 1}", killer=killer)
+    assert ran.statuses == [-signal.SIGKILL], ran.output
+    wait_until(mark.exists)  # the keeper may reach the place after the trainer's end
+    saved = list_home(open_store(str(tmp_path / "run" / "ckpt.holdfast"))).saved
+    assert not saved[step, 1].is_committed
+    before = len((tmp_path / "run" / "log0").read_text().splitlines())
+    ran = start(tmp_path / "run", *options)
+    assert ran.statuses == [0], ran.output
+    first = (tmp_path / "run" / "log0").read_text().splitlines()[before]
+    assert first.startswith(f"(0, 0, {step}, {step}) ")
+    assert ([batches(tmp_path / "run", 0)], ran.digests) == (losses, digests)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

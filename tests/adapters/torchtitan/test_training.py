@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import holdfast
 import nursery
 from holdfast.errors import PREEMPTED_STATUS
+from holdfast.home.listing import list_home
+from holdfast.store import open_store
 from servers import reserve_port
+from stage.training import wait_until
 
 pytest.importorskip(
     "torchtitan.components.checkpointer", reason="torchtitan is not installed: pip install torchtitan"
@@ -27,8 +31,18 @@ PROGRAM = Path(__file__).with_name("training.py")
 KILLED = -signal.SIGKILL
 
 
-def start(folder: Path, total: int, ranks: int, **options: Any) -> list[subprocess.CompletedProcess[str]]:
-    """Run the training on some ranks to its end."""
+def start(
+    folder: Path, total: int, ranks: int, *, killer: Mapping[str, str] | None = None, **options: Any
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run the training on some ranks to its end.
+
+    Args:
+        folder: folder of the run.
+        total: number of steps.
+        ranks: number of ranks.
+        killer: environment variables of rank 0 that have it or its keeper killed at a failpoint.
+        options: of the script and of the manager.
+    """
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "WORLD_SIZE": str(ranks)}
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     children = [
@@ -36,7 +50,13 @@ def start(folder: Path, total: int, ranks: int, **options: Any) -> list[subproce
             ["-W", "ignore", str(PROGRAM), str(folder), str(total), *given],
             folder.with_name(f"{folder.name}.out.{rank}"),
             errors=folder.with_name(f"{folder.name}.err.{rank}"),
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                **((killer or {}) if rank == 0 else {}),
+            },
         )
         for rank in range(ranks)
     ]
@@ -73,6 +93,23 @@ def test_a_training_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         found = train(tmp_path / "run", 4, ranks, interval=2, load_only=True)
         assert found["first"] == 4
         assert found["whole"] == saved["whole"]
+
+
+def test_a_save_whose_keeper_was_killed_before_its_manifest_is_resumed_from(tmp_path: Path) -> None:
+    """By its step too, and on another number of ranks, before anything has written the manifest."""
+    whole = train(tmp_path / "whole", 6, interval=2)
+    mark = tmp_path / "mark"
+    killer = {"HOLDFAST_KILL_AT": "keeper.part", "HOLDFAST_KILL_MARK": str(mark)}
+    killed = start(tmp_path / "killed", 6, 2, interval=2, kill_after=3, waits=False, killer=killer)
+    assert [one.returncode for one in killed] == [KILLED] * 2
+    wait_until(mark.exists)  # keepers may reach the place after the trainers' end
+    home = open_store(str(tmp_path / "killed" / "checkpoint"))
+    wait_until(lambda: list_home(home).saved[2, 1].parts.keys() == {0, 1})
+    assert not list_home(home).saved[2, 1].is_committed
+    assert train(tmp_path / "killed", 2, 3, interval=9, load_only=True)["first"] == 2
+    assert train(tmp_path / "killed", 2, interval=9, load_step=2, load_only=True)["first"] == 2
+    resumed = train(tmp_path / "killed", 6, interval=2)
+    assert (resumed["first"], resumed["digest"]) == (2, whole["digest"])
 
 
 def test_a_newer_checkpoint_of_torchtitan_is_resumed_from(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def _digest(state: dict[str, Any], *others: object) -> str:
 def main(folder: str, total: int, options: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     kill_after, signal_after = options.pop("kill_after", 0), options.pop("signal_after", 0)
+    waits = options.pop("waits", True)
     load_step = options.get("load_step", -1)
     training = Training(folder, options)
     loaded = training.checkpointer.load(step=load_step)
@@ -136,7 +137,8 @@ def main(folder: str, total: int, options: dict[str, Any]) -> None:
         if training.checkpointer.save(training.step, last_step=training.step == total):
             saved.append(training.step)
         if training.step == kill_after:
-            training.checkpointer.maybe_wait_for_saving()
+            if waits:
+                training.checkpointer.maybe_wait_for_saving()
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
     found = {

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 import holdfast
-from holdfast.adapters.deepspeed.loaded_checkpoint import open_loaded
 from holdfast.adapters.deepspeed.saved_files import META, Facts, SavedFiles, file_names, make_state
+from holdfast.adapters.loaded_checkpoint import open_loaded
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.options import Home, Limits
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput

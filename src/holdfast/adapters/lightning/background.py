@@ -20,7 +20,8 @@ from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.options import Memory, Preemption
 from holdfast.errors import Corrupt, HoldfastError, NotFound, ResumeWarning, SaveWarning
-from holdfast.home.listing import candidates, list_home
+from holdfast.home.documents import read_run
+from holdfast.home.recovery import find_loadable
 from holdfast.keeper import Save, wait_for_orphans
 from holdfast.log import get_logger
 from holdfast.restore.atomic_output import remove_partial_files
@@ -185,7 +186,7 @@ class BackgroundSaver:
         base = self._base if self._base in steps else None
         self._last = checkpointer.continue_from(base) or 0
         self._checkpointer = checkpointer
-        self._earlier = self.contents()
+        self._earlier = [one for one in self.contents() if one.step in steps]
         return checkpointer
 
     def _sort_out(self, folder: str) -> None:
@@ -285,8 +286,9 @@ class BackgroundSaver:
         Blocks: while the keeper of a dead process completes its checkpoints.
         """
         wait_for_orphans(self.place.home, timeout_s=_ORPHANS_S, notify=_log.info)
-        found = []
-        for attempt, step in candidates(list_home(open_store(self.place.home))):
+        store, found = open_store(self.place.home), []
+        run = read_run(store)
+        for attempt, step in find_loadable(store, run.id if run else None):
             with contextlib.suppress(Corrupt, NotFound):
                 found.append(HomeContent.open(self.place.home, step, attempt))
         return found

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.adapters.lightning.pickled import Pickled
+from holdfast.adapters.loaded_checkpoint import open_loaded
 from holdfast.documents import Fields, is_text, refuse
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.exchange.export_selection import ExportSelection
@@ -84,13 +85,15 @@ class HomeContent:
     def open(cls, home: str, step: int | None = None, attempt: int | None = None) -> HomeContent:
         """Open a checkpoint of a home, by default the newest.
 
+        With its attempt, it may lack its manifest: its keeper was killed before it was written.
+
         Raises:
             NotFound: it does not exist.
             Corrupt: it is damaged, or its facts are not of the expected types.
             Unsupported: it was not saved through Lightning.
             RetryLater: the store failed.
         """
-        return cls(open_checkpoint(home, step, attempt))
+        return cls(open_checkpoint(home) if step is None else open_loaded(home, step, attempt))
 
     @property
     def run(self) -> str:

@@ -21,7 +21,7 @@ import holdfast
 from holdfast import Checkpointer
 from holdfast.adapters.torchtitan import stock_folders
 from holdfast.adapters.torchtitan.live_state import Counters, DataPosition, keys_of, live_objects
-from holdfast.errors import Corrupt, InvalidInput
+from holdfast.errors import Corrupt, InvalidInput, NotFound
 
 _STEP_FOLDER = re.compile(r"(.*)/step-([0-9]+)/*", re.DOTALL)
 _RUN = "holdfast.json"
@@ -122,20 +122,38 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        checkpointer = self._own()
-        stock, own = self._from_rank_0(step)
+        stock, own, exported = self._from_rank_0(step)
         if stock is not None and (own is None or stock > own):
             found = super()._load(stock)
             self._continue_home(stock)
             return found
         self._check_excluded()
+        restored = self._restore(step, is_listed=own is not None)
+        if restored is None and exported is not None:
+            raise InvalidInput(
+                f"{self.folder} has step-{exported}, which contains only a model, and no checkpoint to "
+                "resume from. Nothing was loaded. To begin a new training with that model, set "
+                f"initial_load_path={filesystem.join(self.folder, f'step-{exported}')} and another folder."
+            )
+        if restored is None:
+            return self._load_elsewhere(step)
+        self._set_position(restored, attempt=self._own().restored_attempt)
+        return True
+
+    def _restore(self, step: int, *, is_listed: bool) -> int | None:
+        """Restore a step, or the newest one for -1. Return None if the home does not have it.
+
+        The Checkpointer finds more than a listing: also a save whose keeper was killed before the manifest.
+        """
         only = self._keys_to_load()
-        if step == -1 or own is not None:
-            restored = checkpointer.restore(None if step == -1 else step, only=only)
-            if restored is not None:
-                self._set_position(restored)
-                return True
-        return self._load_elsewhere(step)
+        if step == -1:
+            return self._own().restore(only=only)
+        try:
+            return self._own().restore(step, only=only)
+        except NotFound:
+            if is_listed:
+                raise
+            return None
 
     def _load_elsewhere(self, step: int) -> bool:
         """Load the initial checkpoint that the options name, for a folder without checkpoints."""
@@ -154,8 +172,8 @@ class HoldfastCheckpointManager(CheckpointManager):
         self._set_position(opened.step, home[0])
         return True
 
-    def _from_rank_0(self, step: int) -> tuple[int | None, int | None]:
-        """Return the steps that rank 0 found: of torchtitan's own checkpoint and of Holdfast's."""
+    def _from_rank_0(self, step: int) -> tuple[int | None, int | None, int | None]:
+        """Return the steps that rank 0 found: of torchtitan's own checkpoint, of Holdfast's, of a model."""
         found: list[Any] = [None]
         if not dist.is_initialized() or dist.get_rank() == 0:
             try:
@@ -168,22 +186,17 @@ class HoldfastCheckpointManager(CheckpointManager):
             raise found[0]
         return found[0]
 
-    def _choices(self, step: int) -> tuple[int | None, int | None]:
+    def _choices(self, step: int) -> tuple[int | None, int | None, int | None]:
         own = self._own().all_steps() if step != -1 else [self._own().latest_step()]
         stock = stock_folders.steps(self.folder)
         if step != -1:
-            return (step if step in stock and step not in own else None), (step if step in own else None)
+            is_own = step in own
+            return (step if step in stock and not is_own else None), (step if is_own else None), None
         names = [name for name in self.states if name != MODEL]
         whole = (one for one in stock if stock_folders.is_resumable(self.folder, one, names))
         newest = next(whole, None)
         exported = max([*stock, *stock_folders.exported_steps(self.folder)], default=None)
-        if newest is None and own[0] is None and exported is not None:
-            raise InvalidInput(
-                f"{self.folder} has step-{exported}, which contains only a model, and no checkpoint to "
-                "resume from. Nothing was loaded. To begin a new training with that model, set "
-                f"initial_load_path={filesystem.join(self.folder, f'step-{exported}')} and another folder."
-            )
-        return newest, own[0]
+        return newest, own[0], exported if newest is None and own[0] is None else None
 
     def _find_load_step(self, folder: str = "") -> int:
         """Return -1 for this run's folder, because `_load` searches it itself."""
@@ -219,10 +232,10 @@ class HoldfastCheckpointManager(CheckpointManager):
         excluded = keys_of(self.exclude_from_loading, self._live)
         return [key for key in self._live if key not in excluded] if excluded else None
 
-    def _set_position(self, step: int, home: str | None = None) -> None:
+    def _set_position(self, step: int, home: str | None = None, *, attempt: int | None = None) -> None:
         for value in self._live.values():
             if isinstance(value, DataPosition):
-                value.set(home or self.folder, step)
+                value.set(home or self.folder, step, attempt)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

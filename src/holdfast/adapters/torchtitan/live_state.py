@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER
 
-import holdfast
+from holdfast.adapters.loaded_checkpoint import open_loaded
 
 
 class Stateful(Protocol):
@@ -71,18 +70,19 @@ class DataPosition:
         """Keep a saved position until `set`."""
         self._saved = state_dict
 
-    def set(self, home: str | os.PathLike[str], step: int | None) -> None:
+    def set(self, home: str, step: int, attempt: int | None) -> None:
         """Set the position that was loaded, if any.
 
         Args:
             home: home of the checkpoint.
             step: step that was restored.
+            attempt: attempt that saved it; None for the newest that has committed it.
         """
         saved, self._saved = self._saved, None
         if saved is None:
             return
         if not saved.keys() >= self._dataloader.state_dict().keys():
-            opened = holdfast.open(home, step)
+            opened = open_loaded(home, step, attempt)
             ranks = (opened.values(rank).get(DATALOADER, {}) for rank in range(opened.world_size))
             saved = {key: value for found in ranks for key, value in found.items()}
         self._dataloader.load_state_dict(saved)

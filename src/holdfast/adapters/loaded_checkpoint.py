@@ -1,4 +1,4 @@
-"""Checkpoint that a Checkpointer has just loaded, opened for the files of other ranks."""
+"""Checkpoint that a Checkpointer may load, opened for reading, also if it lacks its manifest."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def _become(command: dict[str, Any]) -> None:
     tempfile.tempdir = None  # as does tempfile, which a preloaded module may have used
     os.chdir(command["cwd"])
     given = command["env"].get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [path for path in given if path and path not in sys.path]
+    sys.path[1:1] = [path for path in given if path and path not in sys.path[1:]]
     kind, *rest = command["arguments"]
     if kind == "-W":
         warnings.simplefilter(rest[0])  # pyright: ignore[reportArgumentType] - an action

@@ -43,6 +43,8 @@ def _train(training: Training, blocked: Blocked, *, is_attached: bool) -> None:
         engine.step()
         if step % training.every == 0:
             save(str(training.folder))
+    if is_attached:
+        blocked.waits_s.append(engine.holdfast_session.waited_for_copy_s)
     engine.destroy()
     torch.distributed.destroy_process_group()
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from holdfast.adapters.deepspeed.session import SaveArguments, Session
 from holdfast.adapters.deepspeed.whole_weights import returning_weights
-
-if TYPE_CHECKING:
-    from holdfast.adapters.deepspeed.session import Session
 
 
 class HoldfastEngine(DeepSpeedEngine):
@@ -45,11 +43,13 @@ class HoldfastEngine(DeepSpeedEngine):
             HoldfastError: this save failed, or an earlier one.
 
         Ranks: collective.
-        Blocks: for a copy of the state.
+        Blocks: for a copy of the module's weights. The optimizer's memory is copied beside the next forward
+            and backward pass, and its next step waits for the copy.
         """
         session = self.holdfast_session
         if save_dir:
-            session.begin_save(save_dir, has_client_state=bool(client_state))
+            request = SaveArguments(save_dir, tag, save_latest, exclude_frozen_parameters)
+            session.begin_save(request, has_client_state=bool(client_state))
         with session.files.collecting(session.commit):
             done = super().save_checkpoint(
                 save_dir,

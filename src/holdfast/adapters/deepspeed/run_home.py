@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import atexit
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 import holdfast
 from holdfast.adapters.deepspeed.saved_files import META, Facts, SavedFiles, file_names, make_state
@@ -14,6 +17,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.options import Home, Limits
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
 from holdfast.exchange.packed_value import Packed
+from holdfast.keeper import Save
 from holdfast.log import get_logger
 from holdfast.ranks import Ranks
 from holdfast.restore.checkpoint import Checkpoint
@@ -44,6 +48,7 @@ class RunHome:
         self.url = self._checkpointer.home
         self._may_save = False  # the home is empty, or the run was continued
         self._last = 0  # step of the newest save or load
+        self._save: Save | None = None  # the newest save
         self._step_of: dict[str, int] = {}  # by tag
 
     @classmethod
@@ -69,24 +74,34 @@ class RunHome:
         return self._checkpointer.preempted
 
     @property
+    def waited_for_copy_s(self) -> float:
+        """Total time that optimizers have waited for copies of this process."""
+        return self._checkpointer.waited_for_copy_s
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self._ranks.world_size
 
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def save(self, facts: Facts, files: Mapping[str, Packed]) -> int:
+    def save(self, facts: Facts, files: Mapping[str, Packed], private: Iterable[Optimizer]) -> int:
         """Save the files of this rank under a tag. Returns the step of the checkpoint.
+
+        Args:
+            facts: facts about the save.
+            files: content of this rank's files.
+            private: memory that is copied beside the next forward and backward passes.
 
         Raises:
             InvalidInput: the home holds checkpoints, and none was loaded.
             HoldfastError: this save failed, or an earlier one.
 
-        Blocks: for a copy of the tensors.
+        Blocks: for a copy of the tensors that are not in `private`.
         """
         self._check_may_save()
         step = max(facts.global_steps, self._last + 1)
-        self._checkpointer.save(step, make_state(facts, files))
+        self._save = self._checkpointer.save(step, make_state(facts, files), optimizers=private)
         self._last = step
         replaced = self._step_of.get(facts.tag)
         self._step_of[facts.tag] = step
@@ -105,6 +120,23 @@ class RunHome:
                 f"folder, or delete this run: `holdfast rm {self.url}`."
             )
         self._may_save = True
+
+    def wait_copied(self) -> None:
+        """Wait until training can no longer change what the last save contains.
+
+        Ranks: not collective.
+        """
+        if self._save is not None and self._save.state == "staging":
+            with contextlib.suppress(InvalidInput):  # it was dropped; see `was_dropped`
+                self._save.wait_staged()
+
+    def was_dropped(self) -> bool:
+        """Return True if a rank has dropped the last save: its memory was written meanwhile.
+
+        Blocks: until the copies of all ranks are complete.
+        """
+        self.wait_copied()
+        return any(self._ranks.gather(self._save is not None and isinstance(self._save.failed, InvalidInput)))
 
     def end_step(self, step: int) -> None:
         """Check for a preemption notice after an optimizer step."""
@@ -216,3 +248,12 @@ class RunHome:
 def _read_owners(checkpoint: Checkpoint) -> dict[str, int]:
     every = ((rank, checkpoint.values(rank)) for rank in reversed(range(checkpoint.world_size)))
     return {name: rank for rank, values in every for name in values[META]["partitions"]}
+
+
+def _wait_copied() -> None:
+    """Wait for copies under way before the process ends."""
+    for home in _homes.values():
+        home.wait_copied()
+
+
+atexit.register(_wait_copied)

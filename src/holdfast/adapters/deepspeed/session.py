@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ import torch.distributed as dist
 from holdfast.adapters.deepspeed import folders
 from holdfast.adapters.deepspeed.file_engine import FileEngine
 from holdfast.adapters.deepspeed.other_ranks import ReshardedFiles
+from holdfast.adapters.deepspeed.private_memory import private_memory
 from holdfast.adapters.deepspeed.run_home import RunHome
 from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
+from holdfast.callsite import warn
 from holdfast.checkpointer.options import Home, parse_home
-from holdfast.errors import NotFound
+from holdfast.errors import NotFound, SaveWarning
 from holdfast.exchange.packed_value import Packed
 from holdfast.log import get_logger
 
@@ -36,6 +38,16 @@ class Settings:
     home: Home | None
     client_state: Callable[[], Mapping[str, Any]] | None
     options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveArguments:
+    """Arguments of a call of `save_checkpoint`, without the client state."""
+
+    save_dir: str
+    tag: str | None
+    save_latest: bool
+    exclude_frozen_parameters: bool
 
 
 class Session:
@@ -53,26 +65,39 @@ class Session:
         self._current: RunHome | None = None  # home of the last save or load
         self._folder: str | None = None  # folder of the last save or load
         self._needs_client_state = False  # the last save or load has one
+        self._request: SaveArguments | None = None  # of the last save, while it may still be dropped
+        self._is_repeat = False  # the save under way replaces a dropped one
 
     @property
     def preempted(self) -> str | None:
         """Reason why the run has to stop, agreed by all ranks; None while it need not."""
         return None if self._current is None else self._current.preempted
 
+    @property
+    def waited_for_copy_s(self) -> float:
+        """Total time that optimizers have waited for copies of this process."""
+        return 0.0 if self._current is None else self._current.waited_for_copy_s
+
     def wait(self) -> None:
         """Wait until everything saved so far is durable."""
         if self._current is not None:
             self._current.wait()
 
+    def wait_copied(self) -> None:
+        """Wait until the last save is copied, so that any memory may be written to."""
+        if self._current is not None:
+            self._current.wait_copied()
+
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def begin_save(self, folder: str, *, has_client_state: bool) -> None:
+    def begin_save(self, request: SaveArguments, *, has_client_state: bool) -> None:
         """Open the home of a folder that is saved to.
 
         Ranks: collective.
         """
-        self._open(folder)
-        self._needs_client_state = has_client_state
+        self._replace_dropped()
+        self._open(request.save_dir)
+        self._request, self._needs_client_state = request, has_client_state
 
     def commit(self, info: Any, files: dict[str, Packed]) -> None:
         """Save the files of this rank, and write a note into their folder.
@@ -82,9 +107,44 @@ class Session:
         assert self._current is not None
         steps = int(self._engine.global_steps)
         facts = Facts(info.tag, bool(info.save_latest), steps, self._needs_client_state)
-        step = self._current.save(facts, files)
+        private = [] if self._is_repeat else private_memory(self._engine)
+        step = self._current.save(facts, files, private)
         if _is_first():
             folders.write_note(info.save_dir, info.tag, self._current.url, step)
+
+    def _replace_dropped(self) -> None:
+        """Save the present state with the same arguments if the last save was dropped.
+
+        Ranks: collective.
+        """
+        request, self._request = self._request, None
+        if request is None or self._current is None or not self._current.was_dropped():
+            return
+        lost = (
+            f"The checkpoint {request.tag or 'of the last save'} was dropped: the optimizer was written "
+            "to while it was copied, and not by engine.step()."
+        )
+        client_state = self._present_client_state()
+        if client_state is None:
+            warn(
+                f"{lost} Its client state is that of an earlier step, so nothing was saved in its place. "
+                "Call save_checkpoint() again, or attach(engine, client_state=lambda: ...). To write to that "
+                "memory after a save, call engine.holdfast_session.wait_copied() first.",
+                SaveWarning,
+            )
+            return
+        self._is_repeat = True
+        try:
+            self._engine.save_checkpoint(client_state=client_state, **asdict(request))
+        finally:
+            self._is_repeat, self._request = False, None
+        warn(f"{lost} The state after step {self._engine.global_steps} was saved in its place.", SaveWarning)
+
+    def _present_client_state(self) -> dict[str, Any] | None:
+        """Return the present client state; None if only the script has it."""
+        if self._settings.client_state is not None:
+            return dict(self._settings.client_state())
+        return None if self._needs_client_state else {}
 
     # -- loads -----------------------------------------------------------------------------------------------
 
@@ -98,6 +158,7 @@ class Session:
 
         Ranks: collective.
         """
+        self.wait_copied()
         home = self._open(folder)
         if self._engine.load_universal_checkpoint() or self._is_stock(home, folder, tag):
             return None
@@ -153,14 +214,13 @@ class Session:
         """
         if self._current is None:
             return
+        self._replace_dropped()
         self._current.end_step(int(self._engine.global_steps))
         if self._current.preempted is None or self._folder is None:
             return
-        client_state = self._settings.client_state
+        client_state = self._present_client_state()
         if client_state is not None:
-            self._engine.save_checkpoint(self._folder, client_state=dict(client_state()))
-        elif not self._needs_client_state:
-            self._engine.save_checkpoint(self._folder)
+            self._engine.save_checkpoint(self._folder, client_state=client_state)
 
     def end_save(self) -> None:
         """End the process after a save, if a preemption notice has arrived.

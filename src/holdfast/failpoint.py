@@ -31,6 +31,8 @@ POINTS = (
     "writeback.noted",  # the upload is in the journal
     "writeback.sent",  # the bucket has it, not in the journal yet
     "writeback.done",  # uploaded in the journal, the kept version still exists
+    "jobs.ended",  # the end of a job is recorded, its secrets are still in its folder
+    "jobs.plans",  # the secrets of its nodes are removed, its own are not
 )
 """All failpoints; a crash test runs each."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -106,11 +107,8 @@ class Records:
         return [record for record in self.all() if record.spec.after == number]
 
     def withdraw(self, number: int) -> None:
-        """Hide a job that its engine did not accept. Its other files stay."""
-        folder = self._folder(number)
-        with self._translate_errors():
-            for path in (folder.states, *folder.submissions):
-                path.unlink(missing_ok=True)
+        """Remove a job that its engine did not accept. The next `forget` removes what is left of it."""
+        shutil.rmtree(self.set_aside(number), ignore_errors=True)
 
     def set_engine_job_id(self, number: int, engine_job_id: str) -> None:
         """Record the engine's own id of a job."""

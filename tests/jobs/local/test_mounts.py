@@ -264,6 +264,9 @@ def test_a_cancelled_job_ends_at_once_and_still_uploads_its_files(
     ended = harness.wait(job)
     assert ended.status is JobStatus.CANCELLED
     assert "not all of" in ended.reason
+    files = harness.files(job)
+    harness.wait_for(job, files.without_secrets.exists, "the removal of the secrets")
+    assert not files.environment.exists(), "the uploader has the keys of the bucket in its process"
     gate.opened.set()
     harness.wait_for(job, lambda: place.names() == {"data-1", "marker-1"}, "the rest")
 

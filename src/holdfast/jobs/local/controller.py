@@ -20,6 +20,7 @@ from holdfast.jobs.local.ports import choose_port
 from holdfast.jobs.local.specs import make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.job_secrets import remove_secrets
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
 from holdfast.jobs.node.mounts.teardown import Teardown
 from holdfast.jobs.node.spawn import start_controller
@@ -97,9 +98,18 @@ def _supervise(records: Records, folder: JobFolder, number: int) -> bool:
         controller.close()
     if controller.has_ended:
         remove_links(folder)
+        _remove_secrets(folder)
         _wake_successors(records, folder, number)
         lead_on(records, folder.path.parents[1])
     return controller.is_idle
+
+
+def _remove_secrets(folder: JobFolder) -> None:
+    """Remove the secrets of an ended job. After an error, the next command tries again."""
+    try:
+        remove_secrets(folder)
+    except OSError as error:
+        _log.error("cannot remove the secrets of the job from %s: %s", folder.path, error)
 
 
 def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:

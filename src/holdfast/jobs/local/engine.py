@@ -19,6 +19,7 @@ from holdfast.jobs.local.ports import fixed_ports, needs_port
 from holdfast.jobs.local.specs import write_commands
 from holdfast.jobs.local.unsupported_keys import unsupported_keys
 from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.spawn import start_controller
@@ -133,15 +134,18 @@ class LocalEngine(RecordedEngine):
         return record
 
     def _ensure_controller(self, record: JobRecord, claims: Claims) -> None:
-        """Start or wake the controller of a job that has not ended.
+        """Start or wake the controller of a job that has not ended, and complete the end of one that has.
 
         One that waits behind another job needs none yet: in a pipeline, or for a claim.
         """
+        if record.life.status.is_final:
+            remove_secrets_of_ended(job_folder(self._state, record.id))
+            return
         is_behind = claims.shortage(record.id) and record.id not in claims.leading
         if is_behind or self._is_far_from_start(record):
             return
         folder = job_folder(self._state, record.id)
-        if not record.life.status.is_final and not start_controller(folder):
+        if not start_controller(folder):
             wake(folder.bell)
 
     def _is_far_from_start(self, record: JobRecord) -> bool:

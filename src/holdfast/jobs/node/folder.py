@@ -33,6 +33,7 @@ class JobFolder:
         self.changed = path / "changed"  # log of status changes, for followers
         self.history = path / "history.jsonl"  # the same changes with all details
         self.environment = path / "environment.json"  # of the user who launched the job, with secrets
+        self.without_secrets = path / "without-secrets"  # exists once those files were removed
         self.progress = path / "progress"  # steps recorded by the training
         self.logs = path / "logs"  # folder of the nodes' output
         self.copies = path / "mounts"  # folder for copies made by `file_mounts`

@@ -11,6 +11,7 @@ from holdfast.jobs.node.mounts.mount_plan import left_out
 from holdfast.jobs.node.repository import check_git, clone
 from holdfast.jobs.node.skyignore import ignored_paths
 from holdfast.jobs.task.model import Task
+from holdfast.redaction import redact
 
 
 def check_workdir(task: Task) -> None:
@@ -43,7 +44,7 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
         if task.repository is not None and rank == 0:
             commit = clone(task.repository, to)
             with folder.log(0).open("a") as log:
-                log.write(f"holdfast: workdir is {task.repository.url} at commit {commit}\n")
+                log.write(f"holdfast: workdir is {redact(task.repository.url)} at commit {commit}\n")
         elif task.repository is not None:
             shutil.copytree(folder.workdir(0), to, symlinks=True)
         elif source is not None:

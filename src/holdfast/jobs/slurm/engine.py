@@ -16,7 +16,7 @@ from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
-from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used
+from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
 from holdfast.jobs.node.mounts.validation import validate
 from holdfast.jobs.node.scripts import write_scripts
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
@@ -114,10 +114,14 @@ class SlurmEngine(RecordedEngine):
         # Before Slurm has it: a running job must be recorded, even if this process dies.
         records.complete(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
         try:
-            records.set_engine_job_id(number, commands.submit(files.script))
+            slurm_id = commands.submit(files.script)
         except HoldfastError:
-            records.withdraw(number)
-            raise
+            slurm_id = files.read_state().slurm_id
+            if not slurm_id:  # else Slurm has it, and has started it, but sbatch did not answer
+                remove_links(files.job)
+                records.withdraw(number)
+                raise
+        records.set_engine_job_id(number, slurm_id)
         return self.job(number)
 
     def _put_together(
@@ -182,6 +186,7 @@ class SlurmEngine(RecordedEngine):
         self, record: JobRecord, story: SlurmJobState | None, queued: Queued | None, trouble: str
     ) -> Job:
         if story is None:  # the job had ended when it was last queried
+            self._files(record.id).remove_secrets()
             return Job.of(record, step=self._newest_step(record))
         life = self._life(record, story, queued, trouble)
         if life.status.is_final:
@@ -194,6 +199,7 @@ class SlurmEngine(RecordedEngine):
                 step_before=None,
                 started_unix_s=story.started_unix_s,
             )
+            self._files(record.id).remove_secrets()
         record = dataclasses.replace(
             record,
             started_unix_s=story.started_unix_s,
@@ -210,6 +216,9 @@ class SlurmEngine(RecordedEngine):
         files = self._files(record.id)
         slurm_id = story.slurm_id or record.engine_job_id
         if not slurm_id:
+            if any(one.kind == "cancel" for one in files.requests()):
+                # If Slurm has it after all, its controller ends it when it starts.
+                return dataclasses.replace(life, status=JobStatus.CANCELLED, reason="cancelled")
             return dataclasses.replace(life, reason="not in Slurm's queue yet, or sbatch was interrupted")
         if queued is None:
             story = files.read_state()  # the job may have ended between the two queries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -10,10 +11,14 @@ from dataclasses import asdict, dataclass, field
 from holdfast.documents import decode_dataclass, decode_object
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.job_secrets import has_secrets, remove_secrets
 from holdfast.jobs.node.spec import MAX_OWN_BYTES
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.linux.files import write_atomic
+from holdfast.log import get_logger
+
+_log = get_logger("jobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class JobFiles:
 
     def write_job(self, job: SubmittedJob) -> None:
         """Write the submitted job, readable only by its owner, as it contains secrets."""
-        write_atomic(self._facts, json.dumps(asdict(job), default=sorted))  # sets become lists
+        self._write_facts(job)
         # Created early: another node's file system may cache for long that a file does not exist.
         self._asked.touch(mode=0o600)
         self.job.changed.touch()
@@ -68,6 +73,29 @@ class JobFiles:
         """Return the submitted job."""
         text, what = self._facts.read_bytes(), str(self._facts)
         return decode_dataclass(SubmittedJob, text, what, max_bytes=MAX_OWN_BYTES, any_text=True)
+
+    def remove_secrets(self) -> None:
+        """Remove the secrets of a job that has ended, unless they are gone. After an error, call again."""
+        if not has_secrets(self.job):
+            return
+        try:
+            self._remove_task_environment()
+            remove_secrets(self.job)
+        except FileNotFoundError:
+            return  # the job is being removed
+        except OSError as error:
+            _log.warning("cannot remove the secrets of an ended job from %s: %s", self.job.path, error)
+
+    def _remove_task_environment(self) -> None:
+        try:
+            job = self.read_job()
+        except Corrupt:
+            self._facts.unlink(missing_ok=True)
+        else:
+            self._write_facts(dataclasses.replace(job, task_environment={}))
+
+    def _write_facts(self, job: SubmittedJob) -> None:
+        write_atomic(self._facts, json.dumps(asdict(job), default=sorted))  # sets become lists
 
     def write_state(self, state: SlurmJobState) -> None:
         """Write the state of the job."""

@@ -87,9 +87,13 @@ class MountLease:
     def _start(self) -> bool:
         """Start a mounter, unless one is running. Return True if it was started."""
         lock = self._folder / LOCK
-        return not locks.is_held(lock) and spawn_once(
-            "mounter", self._folder, log=self._log, lock=lock, environment=job_environment(self._job)
-        )
+        if locks.is_held(lock):
+            return False
+        try:
+            environment = job_environment(self._job)
+        except FileNotFoundError:
+            return False  # the job has ended, and this node is being killed
+        return spawn_once("mounter", self._folder, log=self._log, lock=lock, environment=environment)
 
 
 def job_environment(job: JobFolder) -> dict[str, str]:

@@ -1,0 +1,104 @@
+"""Secrets of a job in its folder, which are there only until the job ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.errors import Corrupt
+from holdfast.failpoint import failpoint
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.spec import NodeSpec
+from holdfast.linux import locks
+from holdfast.linux.files import write_atomic
+from holdfast.log import get_logger
+
+_log = get_logger("jobs")
+
+_CREDENTIALS = re.compile(rb"(?i)(https?://)[^\s/]+@")
+"""User and password, or a token, in the URL of a repository."""
+
+
+def has_secrets(folder: JobFolder) -> bool:
+    """Return True if the secrets of a job may still be in its folder."""
+    return not folder.without_secrets.exists()
+
+
+def remove_secrets(folder: JobFolder) -> None:
+    """Remove the secrets of a job that has ended from its folder.
+
+    Nothing reads them any more: uploads that continue after the end have them in their processes. If this
+    call is killed, the next one completes it.
+
+    Raises:
+        OSError: a file cannot be removed or changed.
+    """
+    failpoint("jobs.ended")
+    for plan in folder.path.glob("attempts/*/*/plan.json"):
+        _remove_environment(plan)
+    failpoint("jobs.plans")
+    for path in _left_by_kills(folder):
+        path.unlink(missing_ok=True)
+    for config in _settings_of_git(folder):
+        _remove_credentials(config)
+    folder.environment.unlink(missing_ok=True)
+    folder.without_secrets.touch(mode=0o600)
+
+
+def remove_secrets_of_ended(folder: JobFolder) -> None:
+    """Remove the secrets of an ended job whose controller was killed before it did so.
+
+    A controller that is running does it itself. After an error, the next call tries again.
+    """
+    if not has_secrets(folder):
+        return
+    try:
+        lock = locks.acquire(folder.lock)
+        if lock is not None:
+            try:
+                remove_secrets(folder)
+            finally:
+                os.close(lock)
+    except FileNotFoundError:
+        return  # the job is being removed
+    except OSError as error:
+        _log.warning("cannot remove the secrets of a job that has ended from %s: %s", folder.path, error)
+
+
+def _remove_environment(path: Path) -> None:
+    """Remove the environments from the specification of a node. The rest describes the attempt."""
+    try:
+        plan = NodeSpec.read(path)
+        if plan.environment or plan.setup_environment:
+            dataclasses.replace(plan, environment={}, setup_environment={}).write(path)
+    except FileNotFoundError:
+        return
+    except (Corrupt, OSError):  # damaged, or the disk is full
+        path.unlink(missing_ok=True)
+
+
+def _left_by_kills(folder: JobFolder) -> Iterator[Path]:
+    """Yield files that a process was writing when it was killed."""
+    yield from folder.path.glob(".*.json.*")
+    yield from folder.path.glob("attempts/*/*/.plan.json.*")
+    yield from folder.path.glob("attempts/*/.*/plan.json")
+    yield from folder.path.glob("attempts/*/.*/.plan.json.*")
+
+
+def _settings_of_git(folder: JobFolder) -> Iterator[Path]:
+    """Yield git's settings in workdirs, also those of submodules. Nothing outside of the job's folder."""
+    own = folder.path.resolve()
+    for repository in folder.path.glob("nodes/*/workdir/.git"):
+        for path in (repository / "config", *repository.glob("modules/**/config")):
+            if path.resolve().is_relative_to(own) and path.is_file():
+                yield path
+
+
+def _remove_credentials(settings: Path) -> None:
+    """Remove the credentials with which a repository was cloned from its settings."""
+    text = settings.read_bytes()
+    if (without := _CREDENTIALS.sub(rb"\1", text)) != text:
+        write_atomic(settings, without)

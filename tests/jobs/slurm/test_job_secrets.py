@@ -1,0 +1,151 @@
+"""Secrets and folders of Slurm jobs after their end, with a stand-in for Slurm and real controllers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import NotFound, RetryLater
+from holdfast.jobs.description import describe_job
+from holdfast.jobs.engine import Job
+from holdfast.jobs.output.block import OutputSelection
+from holdfast.jobs.slurm import controller
+from holdfast.jobs.status import JobStatus
+from jobs.slurm.harness import SlurmHarness
+from jobs.slurm.stand_in import StandIn
+
+SECRET = "s3cret-7f1c"
+SUBMIT = """
+from holdfast.jobs.slurm.engine import SlurmEngine
+from holdfast.jobs.task.parser import Overrides, parse_task
+
+SlurmEngine().submit(parse_task("run: x", "task.yaml", Overrides(secrets={"TOKEN": "s3cret-7f1c"})))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Return a stand-in for Slurm that is first on the PATH."""
+    found = StandIn(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{found.folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("HOLDFAST_PREEMPTION", "none")
+    return found
+
+
+@pytest.fixture
+def slurm(stand_in: StandIn, tmp_path: Path) -> SlurmHarness:
+    """Return a harness for the stand-in."""
+    return SlurmHarness(tmp_path)
+
+
+def holders(folder: Path) -> list[str]:
+    """Return the files below a folder that contain the secret."""
+    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    return [path.name for path in found if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def folder_of(slurm: SlurmHarness, job: Job) -> Path:
+    return slurm.files(job).job.path
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"), [("true", JobStatus.SUCCEEDED), ("exit 7", JobStatus.FAILED)], ids=["0", "7"]
+)
+def test_a_job_that_has_ended_has_no_secrets(slurm: SlurmHarness, run: str, expected: JobStatus) -> None:
+    gate = slurm.folder / "go"
+    job = slurm.submit(
+        f"[ ${{#TOKEN}} = {len(SECRET)} ] && echo up; until [ -e {gate} ]; do sleep 0.02; done; {run}",
+        TOKEN=SECRET,
+    )
+    slurm.wait_for_output(job, "up")
+    assert sorted(holders(folder_of(slurm, job))) == ["facts.json", "plan.json"], "while it runs"
+    gate.touch()
+    slurm.wait_for(job, lambda: not holders(folder_of(slurm, job)), "the removal, without a command")
+    ended = slurm.wait(job)
+    assert ended.status is expected
+    assert len(describe_job(ended).attempts) == 1
+    assert "up" in [line.text for line in slurm.engine.lines(job.id, OutputSelection())]
+    slurm.engine.forget(job.id)
+    assert not folder_of(slurm, job).exists()
+
+
+def test_the_next_command_removes_secrets_that_a_killed_controller_has_left(
+    slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_KILL_AT", "jobs.ended")
+    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(slurm.folder / "killed"))
+    job = slurm.submit("true", TOKEN=SECRET)
+    monkeypatch.delenv("HOLDFAST_KILL_AT")
+    slurm.wait_for(job, (slurm.folder / "killed").exists, "the kill")
+    assert slurm.wait(job).status is JobStatus.SUCCEEDED
+    assert not holders(folder_of(slurm, job))
+
+
+def test_a_job_without_its_secrets_is_not_started_again(
+    slurm: SlurmHarness, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An administrator may requeue a job that was cancelled in Slurm, and found to be ended."""
+    stand_in.will("wait")
+    job = slurm.submit("echo ran", TOKEN=SECRET)
+    (stand_in.folder / "running").unlink()  # Slurm has forgotten it
+    assert slurm.wait(job).status is JobStatus.FAILED_CONTROLLER
+    assert not holders(folder_of(slurm, job))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert controller.supervise(slurm.files(job).job) == controller.FAILED
+    found = slurm.files(job).read_state().life
+    assert found.status is JobStatus.FAILED_CONTROLLER
+    assert "its variables and secrets were removed" in found.reason
+    assert "ran" not in slurm.log(job)
+
+
+def test_a_submission_that_slurm_refuses_leaves_nothing(slurm: SlurmHarness, stand_in: StandIn) -> None:
+    stand_in.will("refuse")
+    with pytest.raises(RetryLater, match="invalid partition"):
+        slurm.submit("true", TOKEN=SECRET)
+    jobs = slurm.folder / "state" / "jobs"
+    assert [path.name for path in jobs.iterdir() if path.is_dir()] == []
+    assert not holders(slurm.folder / "state")
+    with pytest.raises(NotFound):
+        slurm.engine.job(1)
+    (stand_in.folder / "refuse").unlink()
+    second = slurm.submit("true")
+    assert second.id == 2, "a number is never used again"
+    slurm.wait(second)
+
+
+def test_forget_completes_the_removal_of_a_refused_submission(
+    slurm: SlurmHarness, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = slurm.submit("true")
+    slurm.wait(ended)
+    stand_in.will("refuse")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda folder, ignore_errors: None)
+        with pytest.raises(RetryLater, match="invalid partition"):
+            slurm.submit("true", TOKEN=SECRET)
+    jobs = slurm.folder / "state" / "jobs"
+    assert (jobs / ".removing-2").is_dir()
+    slurm.engine.forget(ended.id)
+    assert [path.name for path in jobs.iterdir() if path.is_dir()] == []
+
+
+def test_a_submission_whose_launch_was_killed_can_be_cancelled_and_removed(
+    slurm: SlurmHarness, stand_in: StandIn
+) -> None:
+    stand_in.will("kill")
+    done = subprocess.run([sys.executable, "-c", SUBMIT], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (job,) = slurm.engine.jobs()
+    assert (job.status, job.engine_job_id) == (JobStatus.PENDING, None)
+    assert holders(folder_of(slurm, job))
+    assert slurm.engine.cancel(job.id).status is JobStatus.CANCELLED
+    assert not holders(folder_of(slurm, job))
+    slurm.engine.forget(job.id)
+    assert not folder_of(slurm, job).exists()

@@ -134,9 +134,10 @@ class LocalEngine(RecordedEngine):
         return record
 
     def _ensure_controller(self, record: JobRecord, claims: Claims) -> None:
-        """Start or wake the controller of a job that has not ended, and complete the end of one that has.
+        """Start or wake the controller of a job that has not ended.
 
-        One that waits behind another job needs none yet: in a pipeline, or for a claim.
+        One that waits behind another job needs none yet: in a pipeline, or for a claim. The end of a job that
+        has ended is completed.
         """
         if record.life.status.is_final:
             remove_secrets_of_ended(job_folder(self._state, record.id))

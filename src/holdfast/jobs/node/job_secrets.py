@@ -1,4 +1,4 @@
-"""Secrets of a job in its folder, which are there only until the job ends."""
+"""Secrets of a job in its folder, and their removal after its end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _settings_of_git(folder: JobFolder) -> Iterator[Path]:
 
 
 def _remove_credentials(settings: Path) -> None:
-    """Remove the credentials with which a repository was cloned from its settings."""
+    """Remove the credentials of a repository's URLs from its settings."""
     text = settings.read_bytes()
     if (without := _CREDENTIALS.sub(rb"\1", text)) != text:
         write_atomic(settings, without)

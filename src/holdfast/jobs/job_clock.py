@@ -28,6 +28,11 @@ def read_machine_clock() -> ClockReading:
     return ClockReading(time.time(), boot_s, _BOOT_ID.read_text().strip())
 
 
+def is_of_earlier_boot(reading: ClockReading | None) -> bool:
+    """Return True if the machine was restarted after a reading of a job's clock."""
+    return reading is not None and reading.boot_id != read_machine_clock().boot_id
+
+
 class JobClock:
     """Clock that begins with Unix time, and then counts seconds.
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 from holdfast.errors import HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import JobPipeline, create_task_id
+from holdfast.jobs.job_clock import is_of_earlier_boot
 from holdfast.jobs.local.claims import Claims, may_need_claim, read_claims
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.ports import fixed_ports, needs_port
@@ -33,6 +34,9 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.linux.wakeup_pipe import wake
 from holdfast.units import plural
+
+_HAS_NODES = frozenset({JobStatus.STARTING, JobStatus.RUNNING})
+_RESTARTED = "this machine was restarted"
 
 
 class LocalEngine(RecordedEngine):
@@ -163,6 +167,8 @@ class LocalEngine(RecordedEngine):
     def _job(self, record: JobRecord, claims: Claims) -> Job:
         shortage = claims.shortage(record.id)  # now, not when its controller last looked
         life = dataclasses.replace(record.life, reason=shortage) if shortage else record.life
+        if life.status in _HAS_NODES and is_of_earlier_boot(record.clock):  # so none of its processes exists
+            life = dataclasses.replace(life, status=JobStatus.RECOVERING, reason=_RESTARTED)
         return Job.of(record, step=self._newest_step(record), life=life)
 
     # -- requests --------------------------------------------------------------------------------------------

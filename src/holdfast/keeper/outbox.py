@@ -44,7 +44,8 @@ class Outbox:
         self.num_dropped = 0  # events for the history
         self._end = end
         self._queue: deque[_Queued] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # an interrupt in Condition.__enter__ leaves it locked
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -63,7 +64,7 @@ class Outbox:
 
         Blocks: no.
         """
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             if self._queue or not self._try_send(message, fds):
@@ -97,7 +98,7 @@ class Outbox:
     def _run(self) -> None:
         poll = select.poll()
         while True:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._queue or self._is_closed)
                 if self._is_closed:
                     return
@@ -108,7 +109,7 @@ class Outbox:
 
     def _send_queued(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if self._is_closed or not self._queue:
                     return
                 first = self._queue[0]
@@ -123,7 +124,7 @@ class Outbox:
 
     def close(self) -> None:
         """Drop all queued messages, and send no others."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             for queued in self._queue:
                 _close(queued.fds)

@@ -282,7 +282,8 @@ class _Ahead:
         self._store = store
         self._reads = reads
         self._ready: deque[tuple[torch.Tensor, HoldfastError | None]] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # an interrupt in Condition.__enter__ leaves it locked
+        self._changed = threading.Condition(self._lock)
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="holdfast-read-ahead", daemon=True)
         self._thread.start()
@@ -292,7 +293,7 @@ class _Ahead:
 
         Blocks: until it is read.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._ready)
             block = self._ready.popleft()
             self._changed.notify_all()
@@ -304,7 +305,7 @@ class _Ahead:
 
     def close(self) -> None:
         """Stop the thread, and wait for its end."""
-        with self._changed:
+        with self._lock:
             self._is_over = True
             self._ready.clear()
             self._reads = []
@@ -314,7 +315,7 @@ class _Ahead:
     def _run(self) -> None:
         for one in self._reads:
             block = self._read(one)
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: len(self._ready) < _MAX_AHEAD or not self._reads)
                 self._ready.append(block)
                 self._changed.notify_all()

@@ -107,16 +107,17 @@ class Arenas:
         self._preparing: Arena | None = None
         self._closed = False
         self._refused: RetryLater | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # an interrupt in Condition.__enter__ leaves it locked
+        self._changed = threading.Condition(self._lock)
 
     def numbers(self) -> list[int]:
         """Return the numbers of all existing arenas."""
-        with self._changed:
+        with self._lock:
             return list(self._all)
 
     def prepare(self, num_bytes: int, *, then: Callable[[Arena], object]) -> None:
         """Prepare one arena in the background if none exists; then call `then` with it."""
-        with self._changed:
+        with self._lock:
             if self._all or num_bytes > self.cap_bytes:
                 return
             arena = self._preparing = self._new(num_bytes)
@@ -131,7 +132,7 @@ class Arenas:
         except RetryLater as error:
             self._refused = error  # raised by the next acquire
         finally:
-            with self._changed:
+            with self._lock:
                 self._preparing = None
                 self._free.append(arena)
                 if self._closed:
@@ -144,7 +145,7 @@ class Arenas:
         Raises:
             RetryLater: the machine does not have that much memory.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._preparing)
             self._raise_refused()
 
@@ -168,7 +169,7 @@ class Arenas:
 
     def has_room(self, num_bytes: int) -> bool:
         """Return True if `acquire` would not wait for an earlier save."""
-        with self._changed:
+        with self._lock:
             if num_bytes + mmap.PAGESIZE > self.cap_bytes:
                 return True  # waiting would not help; acquire raises
             soon = self._preparing is not None and self._preparing.num_bytes >= num_bytes
@@ -196,7 +197,7 @@ class Arenas:
                 f"{format_bytes(self.cap_bytes)} in all. Nothing was saved. Raise memory=."
             )
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             while not self._available(num_bytes):
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -219,14 +220,14 @@ class Arenas:
 
     def release(self, arena: Arena) -> None:
         """Return an arena for the next save."""
-        with self._changed:
+        with self._lock:
             if arena.number in self._all:
                 self._free.append(arena)
             self._changed.notify_all()
 
     def close(self) -> None:
         """Release all memory. No copy may be running; one arena may still be in preparation."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             if self._preparing is None:
                 self._give_back()

@@ -51,7 +51,8 @@ class AppendLogs:
         self._load = load
         self._save = save
         self._logs: dict[str, _Log] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # an interrupt in Condition.__enter__ leaves it locked
+        self._changed = threading.Condition(self._lock)
         self._writing = threading.Lock()  # one write at a time: an older text must never replace a newer one
         self._thread: threading.Thread | None = None
         self._trouble: HoldfastError | None = None
@@ -64,7 +65,7 @@ class AppendLogs:
             RetryLater: the last write failed (the data is kept and will be retried), or the log is full (it
                 is not kept).
         """
-        with self._changed:
+        with self._lock:
             log = self._logs.setdefault(name, _Log())
             if len(log.base or b"") + len(log.tail) + len(data) > MAX_BYTES:
                 raise RetryLater(
@@ -96,11 +97,11 @@ class AppendLogs:
     def forget(self, name: str) -> None:
         """Discard a log that was deleted or replaced."""
         if name in self._logs:
-            with self._writing, self._changed:
+            with self._writing, self._lock:
                 self._logs.pop(name, None)
 
     def _dirty(self, prefix: str = "", before_s: float | None = None) -> list[str]:
-        with self._changed:
+        with self._lock:
             return [
                 name
                 for name, log in self._logs.items()
@@ -114,10 +115,10 @@ class AppendLogs:
                 return
             if log.base is None:
                 log.base = self._load(name, limit_s) or b""
-            with self._changed:
+            with self._lock:
                 text, length = log.base + bytes(log.tail), len(log.tail)
             self._save(name, text, limit_s)
-            with self._changed:
+            with self._lock:
                 log.saved = length
 
     def _start(self) -> None:
@@ -128,7 +129,7 @@ class AppendLogs:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 due = [log.due_s for log in self._logs.values() if log.is_dirty]
                 self._changed.wait(max(0.0, min(due) - time.monotonic()) if due else None)
             for name in self._dirty(before_s=time.monotonic()):
@@ -138,7 +139,7 @@ class AppendLogs:
         try:
             self._write(name, LIMIT_S)
         except HoldfastError as error:
-            with self._changed:
+            with self._lock:
                 self._trouble = error
                 if name in self._logs:
                     self._logs[name].due_s = time.monotonic() + PAUSE_S

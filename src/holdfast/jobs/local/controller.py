@@ -20,7 +20,7 @@ from holdfast.jobs.local.ports import choose_port
 from holdfast.jobs.local.specs import make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
-from holdfast.jobs.node.job_secrets import remove_secrets
+from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
 from holdfast.jobs.node.mounts.teardown import Teardown
 from holdfast.jobs.node.spawn import start_controller
@@ -254,7 +254,10 @@ class LocalController(Controller):
     @override
     def _start_nodes(self) -> None:
         if not self._folder.attempt(self.state.attempt).exists():
+            check_has_secrets(self._folder)
             self._nodes.end_earlier()
+        elif not has_secrets(self._folder):
+            return  # the job had ended, and its state was lost: the outcomes of its nodes are read again
         create_links(
             self._folder,
             is_in_use=lambda target: is_link_used(self._records, self._folder, target),

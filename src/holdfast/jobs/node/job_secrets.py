@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.errors import Corrupt
+from holdfast.errors import Conflict, Corrupt
 from holdfast.failpoint import failpoint
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.spec import NodeSpec
@@ -25,6 +25,19 @@ _CREDENTIALS = re.compile(rb"(?i)(https?://)[^\s/]+@")
 def has_secrets(folder: JobFolder) -> bool:
     """Return True if the secrets of a job may still be in its folder."""
     return not folder.without_secrets.exists()
+
+
+def check_has_secrets(folder: JobFolder) -> None:
+    """Check that a job can be started: its secrets are removed when it has ended.
+
+    Raises:
+        Conflict: they were removed.
+    """
+    if not has_secrets(folder):
+        raise Conflict(
+            f"The job in {folder.path} had ended, so its variables and secrets were removed, and it cannot "
+            "be started again. Launch it as a new job."
+        )
 
 
 def remove_secrets(folder: JobFolder) -> None:

@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from holdfast.entry import command
 from holdfast.environment import read_integer
-from holdfast.errors import Conflict, HoldfastError, RetryLater
+from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.job_secrets import has_secrets
+from holdfast.jobs.node.job_secrets import check_has_secrets
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.slurm import commands, messages
@@ -153,7 +153,7 @@ class SlurmController(Controller):
 
     @override
     def _start_nodes(self) -> None:
-        _check_has_secrets(self._files.job)
+        check_has_secrets(self._files.job)
         self._step = _Step(self._files.job, self.state.attempt, self._job.num_nodes)
 
     @override
@@ -334,19 +334,6 @@ class _Step:
         """Close the pipes to srun."""
         self._in.close()
         self._out.close()
-
-
-def _check_has_secrets(folder: JobFolder) -> None:
-    """Check that no command has found the job to be ended, and removed its secrets.
-
-    Raises:
-        Conflict: that is so, but Slurm has started the job again.
-    """
-    if not has_secrets(folder):
-        raise Conflict(
-            f"The job in {folder.path} had ended, so its variables and secrets were removed, and it cannot "
-            "be started again. Launch it as a new job."
-        )
 
 
 def _is_running(slurm_id: str) -> bool:

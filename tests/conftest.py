@@ -6,12 +6,14 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from holdfast.store import endpoints
 from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, ministack
 
@@ -73,6 +75,13 @@ def own_runtime_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytes
 def unbounded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Print tables as wide as they are: pytest-xdist tells its workers the width of its own terminal."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def no_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No environment variable names the endpoint of a cloud."""
+    for name in (endpoints.VARIABLE, *chain.from_iterable(endpoints.NAMED_BY.values())):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="needs signals")
 def test_an_interrupt_at_any_place_leaves_no_lock_taken() -> None:
     """Ctrl+C raises KeyboardInterrupt anywhere in the main thread; the copying thread still has to send."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -16,11 +16,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
-from holdfast.adapters.saved_files import NO_FILE
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
 from holdfast.home.patience import LIMIT_S, Patience
-from holdfast.linux.files import open_regular
+from holdfast.linux.files import NOT_A_FILE, open_regular
 from holdfast.log import get_logger
 from holdfast.store.local import LocalStore
 from holdfast.store.object_names import check_name
@@ -390,7 +389,7 @@ def _hash_if_present(path: Path) -> _File | None:
     try:
         return _hash_file(path)
     except OSError as error:
-        if error.errno in NO_FILE:
+        if error.errno in NOT_A_FILE:
             return None
         raise
 

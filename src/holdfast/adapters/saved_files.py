@@ -6,7 +6,6 @@ length in its header, so files that were cut off or not written at all are found
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
@@ -15,13 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import Denied, HoldfastError, RetryLater
-from holdfast.linux.files import open_regular
+from holdfast.linux.files import NOT_A_FILE, open_regular
 
-NO_FILE = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL),
-    *(errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG),
-}
-"""Numbers of the errors of `open_regular` if a path is not a regular file's."""
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_JSON_BYTES = 64 << 20  # the state of a long training logs many lines
 
@@ -35,7 +29,7 @@ def file_fault(path: Path) -> str | None:
     try:
         return _find_fault(path)
     except OSError as error:
-        if error.errno in NO_FILE:
+        if error.errno in NOT_A_FILE:
             return f"{path.name} is damaged: {error.strerror}"
         raise _unreadable(path, error) from error
 
@@ -70,7 +64,7 @@ def read_json(path: Path) -> Any:
     except (ValueError, RecursionError):
         return None
     except OSError as error:
-        if error.errno in NO_FILE:
+        if error.errno in NOT_A_FILE:
             return None
         raise _unreadable(path, error) from error
 

@@ -44,7 +44,7 @@ class Outbox:
         self.num_dropped = 0  # events for the history
         self._end = end
         self._queue: deque[_Queued] = deque()
-        self._lock = threading.RLock()  # an interrupt in Condition.__enter__ leaves it locked
+        self._lock = threading.RLock()  # taken directly: Ctrl+C in Condition.__enter__ leaves it locked
         self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._is_closed = False

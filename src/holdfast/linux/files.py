@@ -10,6 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
+NOT_A_FILE = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL),
+        *(errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG),
+    }
+)
+"""Error numbers of `open_regular` for a path without a regular file. Others are failures to read it."""
 _KEEP_SIZE = 1  # of fallocate(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -282,7 +282,7 @@ class _Ahead:
         self._store = store
         self._reads = reads
         self._ready: deque[tuple[torch.Tensor, HoldfastError | None]] = deque()
-        self._lock = threading.RLock()  # an interrupt in Condition.__enter__ leaves it locked
+        self._lock = threading.RLock()  # taken directly: Ctrl+C in Condition.__enter__ leaves it locked
         self._changed = threading.Condition(self._lock)
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="holdfast-read-ahead", daemon=True)

@@ -107,7 +107,7 @@ class Arenas:
         self._preparing: Arena | None = None
         self._closed = False
         self._refused: RetryLater | None = None
-        self._lock = threading.RLock()  # an interrupt in Condition.__enter__ leaves it locked
+        self._lock = threading.RLock()  # taken directly: Ctrl+C in Condition.__enter__ leaves it locked
         self._changed = threading.Condition(self._lock)
 
     def numbers(self) -> list[int]:

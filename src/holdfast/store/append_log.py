@@ -51,7 +51,7 @@ class AppendLogs:
         self._load = load
         self._save = save
         self._logs: dict[str, _Log] = {}
-        self._lock = threading.RLock()  # an interrupt in Condition.__enter__ leaves it locked
+        self._lock = threading.RLock()  # taken directly: Ctrl+C in Condition.__enter__ leaves it locked
         self._changed = threading.Condition(self._lock)
         self._writing = threading.Lock()  # one write at a time: an older text must never replace a newer one
         self._thread: threading.Thread | None = None

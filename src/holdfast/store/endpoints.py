@@ -36,11 +36,10 @@ def check_endpoint(url: str, document: str, *, own: str = "") -> None:
         InvalidInput: the URL has an `endpoint_url` that neither `own` nor an environment variable names.
     """
     address = _address(url)
-    endpoint = None if address is None else address.option("endpoint_url")
-    if address is None or endpoint is None or address.is_on("anonymous"):
+    endpoint = _endpoint_with_keys(address)
+    if address is None or endpoint is None:
         return
-    used = _address(own)
-    named = [] if used is None or used.is_on("anonymous") else [used.option("endpoint_url") or ""]
+    named = [_endpoint_with_keys(_address(own)) or ""]
     named += [os.environ.get(name, "") for name in NAMED_BY[address.protocol]]
     named += os.environ.get(VARIABLE, "").split(",")
     if _server(endpoint) in {_server(one.strip()) for one in named if one.strip()}:
@@ -56,6 +55,11 @@ def check_endpoint(url: str, document: str, *, own: str = "") -> None:
 def _address(url: str) -> Address | None:
     scheme, mark, _ = url.partition("://")
     return parse_address(url) if mark and scheme.lower() in SCHEMES else None
+
+
+def _endpoint_with_keys(address: Address | None) -> str | None:
+    """Return the endpoint in a URL if keys would be sent to it."""
+    return None if address is None or address.is_on("anonymous") else address.option("endpoint_url")
 
 
 def with_environment(address: Address) -> Address:

@@ -269,11 +269,8 @@ def test_a_folder_with_a_strange_marker_is_refused(make: Make, tmp_path: Path, m
         make().accelerator.load_state(str(folder))
 
 
-def test_keys_are_not_sent_to_an_endpoint_that_only_a_folder_names(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("no_endpoints")
+def test_keys_are_not_sent_to_an_endpoint_that_only_a_folder_names(make: Make, tmp_path: Path) -> None:
     folder = tmp_path / "other" / "checkpoint_0"
     folder.mkdir(parents=True)
     home = "s3://bucket/run?endpoint_url=http://127.0.0.1:9"

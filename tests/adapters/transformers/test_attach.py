@@ -122,11 +122,8 @@ def test_a_path_of_another_run_begins_a_new_home_from_it(tmp_path: Path) -> None
     assert holdfast.open(tmp_path / "second" / "holdfast").step == 8
 
 
-def test_keys_are_not_sent_to_an_endpoint_that_only_a_folder_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("no_endpoints")
+def test_keys_are_not_sent_to_an_endpoint_that_only_a_folder_names(tmp_path: Path) -> None:
     folder = tmp_path / "first" / "checkpoint-4"
     folder.mkdir(parents=True)
     home = "s3://bucket/run?endpoint_url=http://127.0.0.1:9"

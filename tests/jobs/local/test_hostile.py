@@ -117,11 +117,10 @@ def test_credentials_are_not_sent_to_an_endpoint_that_only_a_marker_names(
         ("/a/folder", {}, True),
     ],
 )
+@pytest.mark.usefixtures("no_endpoints")
 def test_an_endpoint_must_be_trusted_by_the_user(
     url: str, environment: dict[str, str], is_fine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if is_fine:
@@ -141,11 +140,10 @@ def test_an_endpoint_must_be_trusted_by_the_user(
         ("s3://b/p?endpoint_url=https://h:9", "/a/folder", False),
     ],
 )
+@pytest.mark.usefixtures("no_endpoints")
 def test_the_endpoint_of_a_location_that_the_user_has_named_is_trusted(
-    url: str, own: str, is_fine: bool, monkeypatch: pytest.MonkeyPatch
+    url: str, own: str, is_fine: bool
 ) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
     if is_fine:
         check_endpoint(url, "It", own=own)
     else:

@@ -12,18 +12,22 @@ STATE = "HOLDFAST_STATE"
 _MAX_SHOWN = 200
 
 
+def state_path() -> Path:
+    """Return the path of the folder, which may not exist yet."""
+    named = os.environ.get(STATE)
+    if named:
+        return Path(named).absolute()
+    parent = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(parent).expanduser().absolute() / "holdfast"
+
+
 def state_dir() -> Path:
     """Return the folder, creating it if needed.
 
     Raises:
         InvalidInput: it cannot be made.
     """
-    named = os.environ.get(STATE)
-    if named:
-        folder = Path(named).absolute()
-    else:
-        parent = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        folder = Path(parent).expanduser().absolute() / "holdfast"
+    folder = state_path()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -1,0 +1,78 @@
+"""The real crontab and cron daemon, in a mount namespace with another spool and boot id."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from holdfast.entry import command
+from holdfast.jobs.node import processes
+from holdfast.jobs.status import JobStatus
+from jobs.harness import LIMIT_S, JobHarness
+
+WAITS = "echo attempt $HOLDFAST_ATTEMPT is up; until [ -e go ]; do sleep 0.02; done"
+MINE = "# mine\n5 4 * * * echo 'a%b'\n"
+_IN_NAMESPACE = """
+set -e
+holdfast() { "$PYTHON" "$ENTRY" holdfast.cli service "$@"; }
+mount -t tmpfs -o mode=1730 tmpfs /var/spool/cron/crontabs
+chgrp crontab /var/spool/cron/crontabs
+mount -t tmpfs tmpfs /run
+mount -t tmpfs tmpfs /etc/cron.d
+mount --bind /dev/null /etc/crontab
+mount --bind "$FOLDER/boot_id" /proc/sys/kernel/random/boot_id
+crontab "$FOLDER/mine"
+holdfast install --with cron >&2
+holdfast install --with cron >&2
+crontab -l > "$FOLDER/installed"
+cron -f & daemon=$!
+trap 'kill $daemon' EXIT
+for i in $(seq 3000); do grep -q RECOVERING "$HOLDFAST_STATE/service.log" && break; sleep 0.1; done
+holdfast uninstall >&2
+crontab -l > "$FOLDER/left"
+"""
+
+
+def missing() -> str:
+    """Return why the real programs cannot be tried here, or an empty text."""
+    absent = [name for name in ("cron", "crontab", "unshare") if shutil.which(name) is None]
+    if absent:
+        return f"{' and '.join(absent)} is not installed"
+    if os.getuid() != 0:
+        return "only root can have a mount namespace with another spool of cron"
+    works = subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+    return "" if works else "mount namespaces are forbidden here"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing() or "cron is installed")
+def test_cron_continues_a_job_after_a_restart(
+    harness: JobHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "50% it's \\%"
+    monkeypatch.setenv("HOLDFAST_STATE", str(state))
+    harness = JobHarness(tmp_path)
+    job = harness.submit(WAITS)
+    harness.wait_for_output(job, "attempt 1 is up")
+    harness.wait(job, JobStatus.RUNNING)
+    processes.kill([*harness.roles(job, "controller"), *harness.roles(job, "agent")])
+    processes.kill(harness.of_job(job))
+    (tmp_path / "boot_id").write_text("another-boot\n")
+    (tmp_path / "mine").write_text(MINE)
+    python, entry, *_ = command("holdfast.cli")
+    environment = {**os.environ, "PYTHON": python, "ENTRY": entry, "FOLDER": str(tmp_path)}
+    subprocess.run(
+        ["unshare", "-m", "bash", "-c", _IN_NAMESPACE], env=environment, timeout=LIMIT_S, check=True
+    )
+    installed = (tmp_path / "installed").read_text()
+    assert installed.startswith(MINE)
+    assert installed.count("\n") == MINE.count("\n") + 1
+    assert (tmp_path / "left").read_text() == MINE
+    harness.wait_for_output(job, "attempt 2 is up")
+    (harness.files(job).workdir(0) / "go").touch()
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.leave()

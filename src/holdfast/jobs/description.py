@@ -9,6 +9,7 @@ from holdfast.environment import read_progress
 from holdfast.jobs.engine import Job
 from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.mounts.job_links import outside_path, read_links
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.tail import last_lines
 
@@ -24,7 +25,7 @@ class JobDescription:
         durations: its times in total, running and down.
         attempts: its attempts, oldest first. Empty for jobs on SkyPilot.
         lost_s: running time that was repeated, because it came after the newest checkpoint of an attempt.
-        checkpoints: newest step that training has reported, by home.
+        checkpoints: newest step that training has reported, by home, as its path is outside of the job.
         last_lines: last lines of each node's output, by node.
         folder: path of the job's folder.
         workdirs: path of each node's working directory.
@@ -45,7 +46,7 @@ class JobDescription:
 def describe_job(job: Job) -> JobDescription:
     """Return the description of a job."""
     folder = _folder(job)
-    changes = read_changes(folder)
+    changes, links = read_changes(folder), read_links(folder)
     attempts = tuple(list_attempts(changes))
     ranks = range(job.num_nodes)
     lines = {rank: last_lines(folder.log(rank), _NUM_LINES) for rank in ranks}
@@ -54,7 +55,9 @@ def describe_job(job: Job) -> JobDescription:
         durations=durations_of(job),
         attempts=attempts,
         lost_s=sum(one.lost_s for one in attempts),
-        checkpoints=read_progress(folder.progress),
+        checkpoints={
+            outside_path(home, links): step for home, step in read_progress(folder.progress).items()
+        },
         last_lines={rank: texts for rank, texts in lines.items() if texts},
         folder=str(folder.path),
         workdirs=[str(path) for path in map(folder.workdir, ranks) if path.exists()],

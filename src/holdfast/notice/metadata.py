@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +34,9 @@ def request(
     Raises:
         Unreachable: the service did not answer, or not in HTTP.
     """
+    # Here, because it also imports TLS, and most runs never send a request.
+    import http.client
+
     url = urllib.parse.urlsplit(base)
     connection = http.client.HTTPConnection(url.hostname or "", url.port or 80, timeout=timeout_s)
     try:

@@ -14,6 +14,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.lease import MountLease
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
+from holdfast.jobs.node.mounts.private_links import enter_private_links
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.node.spec import NodeSpec, reserve_outcome, write_outcome
@@ -74,7 +75,7 @@ class PeerWatch:
     """
 
     def __init__(self, job: JobFolder, *, replaces_controller: bool) -> None:
-        self._job = job
+        self.job = job
         self._replaces_controller = replaces_controller
         self.lease: MountLease | None = None
         self.sampler: LogSampler | None = None
@@ -89,8 +90,8 @@ class PeerWatch:
 
     def replace_controller(self) -> None:
         """Replace a dead controller."""
-        if self._replaces_controller and not locks.is_held(self._job.lock):
-            start_controller(self._job)
+        if self._replaces_controller and not locks.is_held(self.job.lock):
+            start_controller(self.job)
 
 
 def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Outcome:
@@ -114,7 +115,7 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     begin = progress.stat().st_size if progress.exists() else 0
     pid = os.fork()
     if pid == 0:
-        _become_shell(plan, phase, log)
+        _become_shell(plan, phase, log, watch.job)
     outcome = _outcome(phase, _wait_for(pid, watch))
     if outcome.is_failed_command and was_preempted(progress, after=begin):
         outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
@@ -124,7 +125,7 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     return outcome
 
 
-def _become_shell(plan: NodeSpec, phase: Phase, log: int) -> None:
+def _become_shell(plan: NodeSpec, phase: Phase, log: int, job: JobFolder) -> None:
     """Replace this new process with bash. Never returns."""
     try:
         # Without the agent, the outcome would be lost.
@@ -133,6 +134,7 @@ def _become_shell(plan: NodeSpec, phase: Phase, log: int) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        enter_private_links(job)
         os.chdir(plan.workdir)
         script = plan.setup if phase is Phase.SETUP else plan.run
         environment = plan.setup_environment if phase is Phase.SETUP else plan.environment

@@ -37,6 +37,7 @@ class JobFolder:
         self.progress = path / "progress"  # steps recorded by the training
         self.logs = path / "logs"  # folder of the nodes' output
         self.copies = path / "mounts"  # folder for copies made by `file_mounts`
+        self.staging = path / "staging"  # empty folder, where directories with private links are assembled
 
     def script(self, name: str, rank: int) -> Path:
         """Return the path of the script `setup` or `run` of a node."""

@@ -16,6 +16,7 @@ from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
+from holdfast.jobs.node.mounts.private_targets import is_private_target
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
 from holdfast.jobs.node.mounts.validation import validate
 from holdfast.jobs.node.scripts import write_scripts
@@ -81,7 +82,8 @@ class SlurmEngine(RecordedEngine):
                     "training as its home, with local= for a fast disk. Nothing was started."
                 )
             target = Path(mount.target).expanduser()
-            if target.is_absolute() and not target.is_relative_to(Path.home()):
+            is_shared = not target.is_absolute() or target.is_relative_to(Path.home())
+            if not is_shared and not is_private_target(target):
                 raise Unsupported(
                     f"{where}: on Slurm, only paths below ~ or relative to the workdir are visible on "
                     "all nodes. Choose such a path. Nothing was started."

@@ -12,11 +12,12 @@ from holdfast import backoff
 from holdfast.documents import decode_object
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.mounts.mounter import HOLDERS, LOCK, READY
 from holdfast.jobs.node.spawn import spawn_once
 from holdfast.jobs.node.spec import read_environment
 from holdfast.linux import locks
 
+HOLDERS, LOCK, READY = "holders", "lock", "there"
+"""Files of the mounter: a FIFO whose writers keep it alive, its lock, and its result for waiting nodes."""
 STOPPED = "stopped"
 """File in the folder of an attempt that is being killed."""
 _POLL_S = 0.05

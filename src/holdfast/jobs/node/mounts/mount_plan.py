@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.job_links import Link, write_links
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs
-from holdfast.jobs.node.mounts.symlinks import Link, write_links
+from holdfast.jobs.node.mounts.private_targets import private_mounts
 from holdfast.jobs.node.mounts.validation import local_place
 from holdfast.jobs.task.model import FileMount, MountMode, Task
 
@@ -29,7 +30,7 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
 
     Blocks: while files are copied.
     """
-    links, specs = list(further), []
+    links, specs, private = list(further), [], list(private_mounts(task))
     for number, mount in enumerate(task.file_mounts):
         if mount.is_in_place:
             continue
@@ -42,8 +43,10 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
             source.mkdir(parents=True, exist_ok=True)
         if not mount.is_remote and mount.mode is MountMode.COPY:
             source = _copied(source, _own_path(folder, number), folder)
+        is_private = mount in private
         links += [
-            Link(target, str(source), mount.target) for target in _targets(mount, task.num_nodes, folder)
+            Link(target, str(source), mount.target, is_private)
+            for target in _targets(mount, task.num_nodes, folder)
         ]
     write_links(folder, links)
     write_mount_specs(folder, specs)

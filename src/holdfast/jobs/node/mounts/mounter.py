@@ -15,6 +15,7 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.download import download
+from holdfast.jobs.node.mounts.lease import HOLDERS, READY
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.records import Records
@@ -24,8 +25,6 @@ from holdfast.units import format_duration
 from holdfast.writeback import Mount, mount
 from holdfast.writeback.status import has_uploader
 
-HOLDERS, LOCK, READY = "holders", "lock", "there"
-"""Files in its folder: a FIFO whose writers keep it alive, its lock, and its result for waiting nodes."""
 _CHECK_S = 1.0  # between two checks of the mounts
 _SLICE_S = 0.2  # interval for checking whether a mount in progress is still wanted
 _PATIENCE_S = 300.0  # time limit for retrying a failing store, in addition to the store's own retries

@@ -1,46 +1,20 @@
-"""Symbolic links from a job's mount points to their files."""
+"""Symbolic links of a job: created, removed, and used by one job at a time."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.documents import decode, read_as
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.mounts.job_links import Link, read_links
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
-from holdfast.linux.files import write_atomic
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Symbolic link at a path of the job."""
-
-    target: str  # absolute
-    source: str  # absolute
-    key: str  # key in the task file, for messages
-
-
-def write_links(folder: JobFolder, links: list[Link]) -> None:
-    """Write the links of a job."""
-    write_atomic(_document(folder), json.dumps([asdict(link) for link in links]))
-
-
-def read_links(folder: JobFolder) -> list[Link]:
-    """Return the links of a job."""
-    try:
-        document = decode(_document(folder).read_bytes(), "the links of a job", any_text=True)
-    except FileNotFoundError:
-        return []
-    return list(read_as(tuple[Link, ...], document, "the links of a job"))
 
 
 def create_links(folder: JobFolder, *, is_in_use: Callable[[str], bool], state: Path) -> None:
-    """Create all links of a job that do not exist yet.
+    """Create all links of a job that do not exist yet, except private ones.
 
     Args:
         is_in_use: returns True if another running job needs the link at a path.
@@ -50,7 +24,7 @@ def create_links(folder: JobFolder, *, is_in_use: Callable[[str], bool], state: 
         Conflict: another file is at a mount point.
         InvalidInput: a link cannot be created.
     """
-    for link in read_links(folder):
+    for link in _visible(folder):
         target = Path(link.target)
         if target.is_symlink() and str(target.readlink()) == link.source:
             continue
@@ -73,7 +47,7 @@ def create_links(folder: JobFolder, *, is_in_use: Callable[[str], bool], state: 
 
 def remove_links(folder: JobFolder) -> None:
     """Remove links to files in the job's own folder. Other links stay."""
-    for link in read_links(folder):
+    for link in _visible(folder):
         target = Path(link.target)
         if Path(link.source).is_relative_to(folder.path) and target.is_symlink():
             with contextlib.suppress(OSError):
@@ -95,10 +69,14 @@ def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
         (
             number
             for number, place in places.items()
-            if place.path != folder.path and any(link.target == target for link in read_links(place))
+            if place.path != folder.path and any(link.target == target for link in _visible(place))
         ),
         None,
     )
+
+
+def _visible(folder: JobFolder) -> list[Link]:
+    return [link for link in read_links(folder) if not link.is_private]
 
 
 def _may_have_links(record: JobRecord) -> bool:
@@ -106,7 +84,3 @@ def _may_have_links(record: JobRecord) -> bool:
     status = record.life.status
     is_waiting = record.spec.after is not None and status is JobStatus.PENDING
     return not status.is_final and not is_waiting
-
-
-def _document(folder: JobFolder) -> Path:
-    return folder.path / "mounts.json"

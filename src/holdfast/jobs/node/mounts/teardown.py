@@ -9,10 +9,9 @@ from holdfast.errors import Conflict
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.lease import job_environment
+from holdfast.jobs.node.mounts.lease import LOCK, job_environment
 from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
-from holdfast.jobs.node.mounts.mounter import LOCK
-from holdfast.jobs.node.mounts.upload_watcher import UNSENT, read_unsent, upload_status
+from holdfast.jobs.node.mounts.unsent_files import UNSENT, read_unsent
 from holdfast.jobs.node.spawn import spawn_once
 from holdfast.linux import locks
 
@@ -69,6 +68,9 @@ class Teardown:
         """
         if not self._caches:
             return ""
+        # Here, because it takes as long to import as all else, and most jobs do not need it.
+        from holdfast.jobs.node.mounts.upload_watcher import upload_status
+
         unsent = upload_status(self._folder)
         if not unsent.is_settled:
             self._start_upload_watcher()

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast import backoff
-from holdfast.documents import decode_dataclass
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
 from holdfast.jobs.node.mounts.mounter import log_line, mount_write_back
+from holdfast.jobs.node.mounts.unsent_files import UNSENT, UnsentFiles, write_unsent
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.records import Records
 from holdfast.linux import locks
-from holdfast.linux.files import write_atomic
 from holdfast.linux.wakeup_pipe import wake
 from holdfast.writeback import DirectoryStatus, Mount, status_of
 from holdfast.writeback.status import STARTING
 
-UNSENT = "unsent.json"
-"""File in the folder of the attempt, with the newest status."""
 _CHECK_S, _LONGEST_CHECK_S = 0.1, 2.0
 _TALK_S = 5.0
 _ALONE_LIMIT_S = 3600.0
 """Time limit for a job that has ended. After it, a person must act."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class UnsentFiles:
-    """Files of a job's write-back directories that are not uploaded.
-
-    `is_settled` is True if nothing more can be uploaded. `is_hopeless` is True if no uploader will continue.
-    `told` has a sentence for each directory with missing files.
-    """
-
-    is_settled: bool
-    is_hopeless: bool
-    told: str
 
 
 def serve(path: Path) -> None:
@@ -109,23 +91,6 @@ class _UploadNeed:
             return time.monotonic() < self._give_up_s
         start_controller(self._folder)
         return True
-
-
-def write_unsent(path: Path, unsent: UnsentFiles) -> None:
-    """Write the status of uploads."""
-    write_atomic(path, json.dumps(asdict(unsent)))
-
-
-def read_unsent(path: Path) -> UnsentFiles | None:
-    """Return the newest status of uploads, or None.
-
-    Raises:
-        Corrupt: the document is damaged.
-    """
-    try:
-        return decode_dataclass(UnsentFiles, path.read_bytes(), str(path), any_text=True)
-    except FileNotFoundError:
-        return None
 
 
 def upload_status(folder: JobFolder) -> UnsentFiles:

@@ -11,12 +11,14 @@ from pathlib import Path
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.node.folder import bucket_folder
 from holdfast.jobs.node.mounts.download import exists
+from holdfast.jobs.node.mounts.private_targets import is_coverable, is_private_target, why_unavailable
 from holdfast.jobs.task.model import FileMount, MountMode, Task
 from holdfast.store import open_store
 from holdfast.store.address import hide_secrets
 from holdfast.store.endpoints import check_endpoint
 
 _FUSE = Path("/dev/fuse")
+_OF_KERNEL = frozenset({"dev", "proc", "sys"})
 
 
 def validate(task: Task, state: Path) -> None:
@@ -43,10 +45,27 @@ def validate(task: Task, state: Path) -> None:
             _check_there(local_path(mount.source), where)
         if mount.mode is MountMode.MOUNT_CACHED and not mount.is_remote:
             _check_folder(local_place(mount, state), where)
-        target = Path(mount.target).expanduser()
-        is_taken = target.is_absolute() and target.exists() and not target.is_symlink()
-        if is_taken and not mount.is_in_place:
-            raise Conflict(f"{where}: {target} already exists, and was not changed. Choose another path.")
+        target = Path(os.path.normpath(Path(mount.target).expanduser()))
+        if target.is_absolute() and not mount.is_in_place:
+            _check_target(target, where, state)
+
+
+def _check_target(target: Path, where: str, state: Path) -> None:
+    """Check that a link can be created, or is possible as a private one."""
+    if target.parts[1:2] and target.parts[1] in _OF_KERNEL:
+        raise InvalidInput(f"{where}: /{target.parts[1]} is of the kernel. Choose another path.")
+    if not is_private_target(target):
+        is_free = not target.exists() or target.is_symlink()
+    elif why := why_unavailable():
+        raise Unsupported(
+            f"{where}: you have no permission to create {target}, and a mount namespace, in which the job "
+            f"could have it, is not possible on this machine: {why}. Choose a path below ~ or relative to "
+            "the workdir, or ask the administrator to allow user namespaces. Nothing was started."
+        )
+    else:
+        is_free = is_coverable(target, state)
+    if not is_free:
+        raise Conflict(f"{where}: {target} already exists, and was not changed. Choose another path.")
 
 
 def validate_sources(task: Task) -> None:

@@ -1,0 +1,74 @@
+"""Choice of the mounts of a task whose links are private; see `private_links`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.entry import command
+from holdfast.jobs.node.mounts.private_links import ROOT, existing_parent
+from holdfast.jobs.task.model import FileMount, Task
+
+WARNING = (
+    "seen by the processes of the job only, for which programs that change their user, such as sudo, fail"
+)
+"""Note at the launch of a job with private links."""
+
+
+def private_mounts(task: Task) -> Iterator[FileMount]:
+    """Yield the mounts of a task whose links are private."""
+    for mount in task.file_mounts:
+        target = Path(mount.target).expanduser()
+        if target.is_absolute() and not mount.is_in_place and is_private_target(target):
+            yield mount
+
+
+def is_private_target(target: Path) -> bool:
+    """Return True if a link at an absolute path has to be private, or is better so.
+
+    Below /, jobs would meet at short paths. Elsewhere, links that all programs can see are preferred.
+    """
+    parent = existing_parent(target)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return True
+    return parent == ROOT and why_unavailable() is None
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """Return why this user cannot have private links on this machine, or None if they can.
+
+    Blocks: while a process tries it.
+    """
+    trial = subprocess.run(
+        command("holdfast.linux.mount_namespace"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if trial.returncode == 0:
+        return None
+    return (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
+
+
+def is_coverable(target: Path, state: Path) -> bool:
+    """Return True if a private link may cover what is at a path.
+
+    That is nothing, an empty folder, or a link of a job.
+
+    Args:
+        state: folder of all jobs.
+    """
+    if target.is_symlink():
+        return target.readlink().is_relative_to(state)
+    try:
+        return not list(target.iterdir())
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False

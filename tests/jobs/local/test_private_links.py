@@ -1,0 +1,148 @@
+"""Mounts at paths such as /checkpoints, which each job sees alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import Conflict, InvalidInput, Unsupported
+from holdfast.jobs import describe
+from holdfast.jobs.node.mounts import validation
+from holdfast.jobs.node.mounts.private_targets import WARNING, why_unavailable
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.parser import Overrides, parse_task
+from jobs.harness import JobHarness
+
+TARGET = f"/holdfast-test-{os.getpid()}"
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=f"no namespaces: {why_unavailable()}")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = set(Path("/").iterdir())
+    yield
+    assert set(Path("/").iterdir()) == before
+
+
+def copy_of(folder: Path) -> str:
+    return f'file_mounts: {{{TARGET}: "{folder}"}}'
+
+
+def test_two_jobs_have_their_own_at_the_same_time(harness: JobHarness) -> None:
+    jobs = []
+    for name in ("first", "second"):
+        source = harness.folder / name
+        source.mkdir()
+        (source / "name").write_text(name)
+        jobs.append(
+            harness.submit(
+                f"""
+                cat {TARGET}/name; echo " is here"; touch {harness.folder}/{name}-looks
+                until [ $(ls {harness.folder} | grep -c looks) = 2 ]; do sleep 0.1; done
+                cat {TARGET}/name; echo " is still here"; echo changed > {TARGET}/name
+                """,
+                head=copy_of(source),
+            )
+        )
+    for job, name in zip(jobs, ("first", "second"), strict=True):
+        assert harness.wait(job).status is JobStatus.SUCCEEDED
+        assert f"{name} is here" in harness.log(job)
+        assert f"{name} is still here" in harness.log(job)
+        assert (harness.folder / name / "name").read_text() == name, "the copy was changed, not the source"
+
+
+def test_a_bucket_of_this_machine_is_shared_and_outlives_the_jobs(harness: JobHarness) -> None:
+    head = f"file_mounts: {{{TARGET}: {{name: a-bucket, mode: MOUNT}}}}"
+    harness.wait(harness.submit(f"echo saved > {TARGET}/checkpoint", head=head))
+    job = harness.wait(harness.submit(f"cat {TARGET}/checkpoint", head=head))
+    assert job.status is JobStatus.SUCCEEDED
+    assert "saved" in harness.log(job)
+    assert (harness.state / "buckets" / "a-bucket" / "checkpoint").read_text() == "saved\n"
+
+
+def test_setup_and_every_node_and_attempt_see_it(harness: JobHarness) -> None:
+    job = harness.submit(
+        f"""
+        echo $SKYPILOT_NODE_RANK-$HOLDFAST_ATTEMPT >> {TARGET}/deep/attempts-$SKYPILOT_NODE_RANK
+        [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
+        """,
+        setup=f"echo set up >> {TARGET}/deep/setup-$SKYPILOT_SETUP_NODE_RANK",
+        head=f"num_nodes: 2\nfile_mounts: {{{TARGET}/deep: {{name: nodes, mode: MOUNT}}}}",
+    )
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+    bucket = harness.state / "buckets" / "nodes"
+    for rank in range(2):
+        assert (bucket / f"setup-{rank}").read_text() == "set up\n"
+        assert (bucket / f"attempts-{rank}").read_text() == f"{rank}-1\n{rank}-2\n"
+
+
+def test_files_of_a_killed_node_reach_the_next_attempt_and_the_place(harness: JobHarness) -> None:
+    place = harness.folder / "place"
+    job = harness.submit(
+        f"""
+        echo $HOLDFAST_ATTEMPT >> {TARGET}/attempts
+        if [ $HOLDFAST_ATTEMPT = 1 ]; then echo written; while true; do sleep 0.1; done; fi
+        """,
+        head=f'file_mounts: {{{TARGET}: {{source: "{place}", mode: MOUNT_CACHED}}}}',
+    )
+    harness.wait_for_output(job, "written")
+    harness.kill_node(job, 0)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+    assert (place / "attempts").read_text() == "1\n2\n"
+
+
+def test_the_commands_die_with_their_agent(harness: JobHarness) -> None:
+    job = harness.submit(
+        "[ $HOLDFAST_ATTEMPT = 2 ] && exit 0; echo begun; while true; do sleep 0.1; done",
+        head=f"file_mounts: {{{TARGET}: {{name: agent, mode: MOUNT}}}}",
+    )
+    harness.wait_for_output(job, "begun")
+    shells = harness.named(job, "run.sh")
+    (agent,) = harness.roles(job, "agent")
+    os.kill(agent.pid, 9)
+    assert shells
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert not {one.pid for one in shells} & {one.pid for one in harness.named(job, "run.sh")}
+
+
+def test_paths_of_checkpoints_are_described_as_they_are_outside(harness: JobHarness) -> None:
+    job = harness.submit(
+        f"""echo '{{"home": "{TARGET}/run", "step": 7}}' >> $HOLDFAST_PROGRESS""",
+        head=f"file_mounts: {{{TARGET}: {{name: progress, mode: MOUNT}}}}",
+    )
+    harness.wait(job)
+    assert describe(job.id).checkpoints == {str(harness.state / "buckets" / "progress" / "run"): 7}
+
+
+def test_a_launch_notes_what_the_job_alone_sees(harness: JobHarness) -> None:
+    mounts = f"{TARGET}: {{name: noted, mode: MOUNT}}, ~/other: {{name: noted, mode: MOUNT}}"
+    task = parse_task(f"file_mounts: {{{mounts}}}\nrun: 'true'", "task.yaml", Overrides())
+    noted = [one.key for one in harness.engine.unsupported_keys(task) if one.what == WARNING]
+    assert noted == [f"file_mounts.{TARGET}"]
+
+
+def refused(harness: JobHarness, target: str) -> None:
+    harness.submit("true", head=f"file_mounts: {{{target}: {{name: refused, mode: MOUNT}}}}")
+
+
+def test_a_folder_with_files_is_not_covered(harness: JobHarness) -> None:
+    with pytest.raises(Conflict, match=r"/etc already exists, and was not changed"):
+        refused(harness, "/etc")
+
+
+@pytest.mark.parametrize("target", ["/proc/checkpoints", "/sys/x/y", "/dev/checkpoints"])
+def test_paths_of_the_kernel_are_refused(harness: JobHarness, target: str) -> None:
+    with pytest.raises(InvalidInput, match="is of the kernel"):
+        refused(harness, target)
+
+
+def test_without_namespaces_it_is_refused_at_the_launch(
+    harness: JobHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "why_unavailable", lambda: "[Errno 1] Operation not permitted")
+    with pytest.raises(Unsupported, match=r"not possible on this machine.*Choose a path below ~"):
+        refused(harness, TARGET)
+    assert not harness.engine.jobs()

@@ -84,7 +84,7 @@ class JobHarness:
     def describe(self, job: Job) -> str:
         """Return all details of a job, for a failure's message."""
         files = self.files(job)
-        logs = [*files.logs.glob("*"), files.controller_log, files.changed]
+        logs = [*files.logs.glob("*.log"), files.controller_log, files.changed]
         told = "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs if path.exists())
         return f"{self.engine.job(job.id)}\n{told}"
 

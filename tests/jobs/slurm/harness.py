@@ -87,7 +87,7 @@ class SlurmHarness:
     def describe(self, job: Job) -> str:
         """Return all details of a job, for a failure's message."""
         files = self.files(job)
-        paths = [*files.job.logs.glob("*"), files.output, files.job.changed]
+        paths = [*files.job.logs.glob("*.log"), files.output, files.job.changed]
         told = "\n".join(f"--- {path.name}\n{path.read_text()}" for path in paths if path.exists())
         queue = subprocess.run(["squeue", "--states=all"], capture_output=True, text=True, check=False).stdout
         return f"{self.engine.job(job.id)}\n{told}\n{queue}"

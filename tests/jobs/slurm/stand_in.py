@@ -8,7 +8,9 @@ _SBATCH = """\
 [ -e {folder}/refuse ] && {{ echo "sbatch: error: invalid partition specified: none" >&2; exit 1; }}
 [ -e {folder}/kill ] && kill -KILL $PPID
 export SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1 SLURM_RESTART_COUNT=0 SLURM_NODEID=0
-[ -e {folder}/wait ] || setsid bash "$2" </dev/null >{folder}/output 2>&1 &
+if [ ! -e {folder}/wait ]; then
+  setsid bash "$2" </dev/null >{folder}/output 2>&1 &
+fi
 echo $! > {folder}/running
 echo 7
 """

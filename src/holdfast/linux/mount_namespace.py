@@ -43,7 +43,7 @@ def enter() -> None:
 
 
 def add_links(directory: Path, links: Mapping[str, str], staging: Path) -> None:
-    """Cover a directory with one that has the same entries and further links, in this namespace.
+    """Cover a directory with one that has further links, in this namespace.
 
     Entries are shared with the directory. None can be added, and those that others add later do not appear.
 
@@ -121,7 +121,7 @@ def _check(result: int, path: str | None = None) -> None:
 
 
 def main() -> None:
-    """Try everything once, in this process, and exit with status 1 and the reason if it fails."""
+    """Try everything once, and exit with status 1 and the reason if it fails."""
     staging = Path(tempfile.mkdtemp(prefix="holdfast-"))
     child = os.fork()
     if child == 0:

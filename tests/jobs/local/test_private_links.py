@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs import describe
 from holdfast.jobs.node.mounts import validation
-from holdfast.jobs.node.mounts.private_targets import WARNING, why_unavailable
+from holdfast.jobs.node.mounts.private_targets import private_note, why_unavailable
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 from jobs.harness import JobHarness
@@ -120,7 +120,7 @@ def test_paths_of_checkpoints_are_described_as_they_are_outside(harness: JobHarn
 def test_a_launch_notes_what_the_job_alone_sees(harness: JobHarness) -> None:
     mounts = f"{TARGET}: {{name: noted, mode: MOUNT}}, ~/other: {{name: noted, mode: MOUNT}}"
     task = parse_task(f"file_mounts: {{{mounts}}}\nrun: 'true'", "task.yaml", Overrides())
-    noted = [one.key for one in harness.engine.unsupported_keys(task) if one.what == WARNING]
+    noted = [one.key for one in harness.engine.unsupported_keys(task) if one.what == private_note()]
     assert noted == [f"file_mounts.{TARGET}"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from holdfast.jobs.engine import UnsupportedKey
-from holdfast.jobs.node.mounts.private_targets import WARNING, private_mounts
+from holdfast.jobs.node.mounts.private_targets import private_mounts, private_note
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.unsupported_keys import (
     CHOICE_KEYS,
@@ -41,7 +41,9 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
     found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task), *find_mounts_in_place(task)]
-    found += [UnsupportedKey(f"file_mounts.{one.target}", one.line, WARNING) for one in private_mounts(task)]
+    found += [
+        UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
+    ]
     return sorted(found, key=lambda found_key: found_key.line)
 
 

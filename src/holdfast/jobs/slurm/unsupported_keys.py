@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.engine import UnsupportedKey
-from holdfast.jobs.node.mounts.private_targets import WARNING, private_mounts
+from holdfast.jobs.node.mounts.private_targets import private_mounts, private_note
 from holdfast.jobs.slurm.options import FURTHER
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import Task
@@ -38,7 +38,9 @@ def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
     found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_sizes(task), *_choices(task), *_infra(task)]
     found += [*_config(task), *_buckets(task), *find_mounts_in_place(task)]
-    found += [UnsupportedKey(f"file_mounts.{one.target}", one.line, WARNING) for one in private_mounts(task)]
+    found += [
+        UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
+    ]
     return sorted(found, key=lambda found_key: found_key.line)
 
 

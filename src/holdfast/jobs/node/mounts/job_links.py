@@ -1,4 +1,4 @@
-"""Links of a job, from its mount points to their files, as they are recorded in its folder."""
+"""Record of the links of a job, from its mount points to their files."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ ROOT = Path("/")
 
 
 def enter_private_links(folder: JobFolder) -> None:
-    """Move this process, of one thread, to where the private links of its job are, if it has any.
+    """Move this process, of one thread, to where its job's private links are.
+
+    Does nothing if the job has none.
 
     Raises:
         OSError: the kernel forbids that, or a directory cannot be covered.

@@ -12,11 +12,6 @@ from holdfast.entry import command
 from holdfast.jobs.node.mounts.private_links import ROOT, existing_parent
 from holdfast.jobs.task.model import FileMount, Task
 
-WARNING = (
-    "seen by the processes of the job only, for which programs that change their user, such as sudo, fail"
-)
-"""Note at the launch of a job with private links."""
-
 
 def private_mounts(task: Task) -> Iterator[FileMount]:
     """Yield the mounts of a task whose links are private."""
@@ -26,10 +21,16 @@ def private_mounts(task: Task) -> Iterator[FileMount]:
             yield mount
 
 
-def is_private_target(target: Path) -> bool:
-    """Return True if a link at an absolute path has to be private, or is better so.
+def private_note() -> str:
+    """Return a note for the launch of a job with private links."""
+    return "private to the job" if os.geteuid() == 0 else "private to the job, in which sudo fails"
 
-    Below /, jobs would meet at short paths. Elsewhere, links that all programs can see are preferred.
+
+def is_private_target(target: Path) -> bool:
+    """Return True if a link at an absolute path is to be private.
+
+    It has to be where this user cannot create one, and it is below /, where jobs would meet at short paths.
+    Elsewhere, links that all programs can see are preferred.
     """
     parent = existing_parent(target)
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -39,7 +40,7 @@ def is_private_target(target: Path) -> bool:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Return why this user cannot have private links on this machine, or None if they can.
+    """Return why this user cannot have private links here, or None if they can.
 
     Blocks: while a process tries it.
     """

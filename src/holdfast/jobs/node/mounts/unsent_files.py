@@ -1,4 +1,4 @@
-"""Record of the files of a job that are not uploaded, written by its upload watcher."""
+"""Record of the files of a job that are not uploaded, by its upload watcher."""
 
 from __future__ import annotations
 

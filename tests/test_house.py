@@ -29,7 +29,8 @@ LAYERS = """
     | documents units privacy | policy format environment | store
     | home state stage notice process_exit ranks
     | keeper restore | writeback compiled
-    | checkpointer exchange jobs train | report | adapters cli testing
+    | checkpointer exchange jobs train | report | dash
+    | adapters cli testing
 """
 RANK = {part: i for i, layer in enumerate(LAYERS.split("|")) for part in layer.split()}
 

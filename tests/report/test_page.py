@@ -81,11 +81,11 @@ def page_of() -> Callable[[RunSummary], str]:
     """Function that makes a page. The library is bundled once, since that takes seconds."""
     from holdfast.report import page as module
 
-    library = module._library()
+    library = module.chart_library()
     patch = pytest.MonkeyPatch()
 
     def make(summary: RunSummary) -> str:
-        patch.setattr(module, "_library", lambda: library)
+        patch.setattr(module, "chart_library", lambda: library)
         try:
             return module.make_page(summary, name="a <run>", made_unix_s=START)
         finally:

@@ -23,6 +23,7 @@ COMMANDS = {
     "queue": "List jobs and their status.",
     "describe": "Show everything that is recorded about a job.",
     "logs": "Print the output of a job.",
+    "dash": "Show jobs and runs in a browser: attempts, live output, curves and reports.",
     "wait": "Wait until jobs have ended.",
     "cancel": "Cancel jobs.",
     "preempt": "Simulate a preemption of a job.",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import html
 import json
-from functools import cache
 from importlib import resources
 
-from holdfast.errors import Unsupported
+from holdfast.report.chart_library import chart_library
 from holdfast.report.figures import make_figures
 from holdfast.report.headline import HeadlineNumber, headline, headline_numbers, tear_check
 from holdfast.report.style import Figure, format_time
@@ -15,10 +14,6 @@ from holdfast.report.summary import RunSummary
 from holdfast.units import plural
 
 _LONG = 60  # characters; more are broken into lines
-_NOT_THERE = (
-    "The report page needs a chart library: pip install 'torch-holdfast[report]'. "
-    "`holdfast report HOME --json` does not need it."
-)
 
 
 def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
@@ -39,7 +34,7 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
         "numbers": "\n".join(map(_number, headline_numbers(summary))),
         "figures": "\n".join(map(_section, figures)),
         "style": _asset("page.css"),
-        "library": _script(_library()),
+        "library": _script(chart_library()),
         "draw": _asset("page.js"),
         # A script element ends at the first "</script", even inside a string.
         "specs": json.dumps(specs, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
@@ -56,26 +51,6 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
 
 def _asset(name: str) -> str:
     return (resources.files("holdfast.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _library() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script.
-
-    Raises:
-        Unsupported: they are not installed.
-    """
-    try:
-        import vl_convert  # noqa: F401 - needed for the page only
-    except ImportError as error:
-        raise Unsupported(_NOT_THERE) from error
-    return _bundled()
-
-
-@cache
-def _bundled() -> str:
-    import vl_convert
-
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # takes a second
 
 
 def _script(text: str) -> str:

@@ -17,7 +17,7 @@ Kind: TypeAlias = Literal["words", "paths", "files"]
 
 HOMES, SIDES, STEPS, FILES = "homes", "sides", "steps", "files"
 VALUES = {
-    "home": HOMES,
+    **dict.fromkeys(("home", "homes"), HOMES),
     **dict.fromkeys(("a", "b"), SIDES),
     **dict.fromkeys(("step", "before"), STEPS),
     **dict.fromkeys(

@@ -22,14 +22,29 @@ class LogReader:
         path: the log. It may not exist yet.
         tail: number of lines at the end to begin with. Default: all lines.
         is_timed: separate lines that were written at different times.
+        begin: offset of the first byte to read, without `tail`.
+        end: offset to stop at, even if the log is longer.
     """
 
-    def __init__(self, path: Path, *, tail: int | None = None, is_timed: bool = False) -> None:
-        self._path, self._tail = path, tail
-        self._times = LogTimes(path) if is_timed else None
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tail: int | None = None,
+        is_timed: bool = False,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> None:
+        self._path, self._tail, self._end = path, tail, end
+        self._times = LogTimes(path, begin=begin) if is_timed else None
         self._fd: int | None = None
-        self._pos = 0
+        self._pos = begin
         self._rest = b""  # of an incomplete line
+
+    @property
+    def offset(self) -> int:
+        """Offset of the first byte that was not returned. Valid after `blocks` is exhausted."""
+        return self._pos - len(self._rest)
 
     @property
     def progress(self) -> bytes:
@@ -52,7 +67,8 @@ class LogReader:
             self._times.refresh()
         while True:
             yield from self._skip_removed()
-            chunk = os.pread(self._fd, _CHUNK_BYTES, self._pos)
+            left = _CHUNK_BYTES if self._end is None else max(0, self._end - self._pos)
+            chunk = os.pread(self._fd, min(_CHUNK_BYTES, left), self._pos)
             if not chunk:
                 break
             if self._next_data() > self._pos:

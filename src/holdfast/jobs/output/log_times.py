@@ -49,12 +49,31 @@ def _read(path: Path, begin: int) -> Iterator[tuple[int, float]]:
     yield from _SAMPLE.iter_unpack(data[: len(data) // _SAMPLE.size * _SAMPLE.size])
 
 
-class LogTimes:
-    """Times of one log, read again while it grows."""
+def _first_sample(path: Path, begin: int) -> int:
+    """Return the offset of the first sample with a size of more than `begin`."""
+    try:
+        with path.open("rb") as file:
+            low, high = 0, os.fstat(file.fileno()).st_size // _SAMPLE.size
+            while low < high:
+                middle = (low + high) // 2
+                size, _ = _SAMPLE.unpack(os.pread(file.fileno(), _SAMPLE.size, middle * _SAMPLE.size))
+                low, high = (middle + 1, high) if size <= begin else (low, middle)
+    except FileNotFoundError:
+        return 0
+    return low * _SAMPLE.size
 
-    def __init__(self, log: Path) -> None:
+
+class LogTimes:
+    """Times of one log, read again while it grows.
+
+    Args:
+        log: path of the log.
+        begin: offset from which times are needed. Earlier samples are not read.
+    """
+
+    def __init__(self, log: Path, *, begin: int = 0) -> None:
         self._path = times_path(log)
-        self._num_bytes = 0
+        self._num_bytes = _first_sample(self._path, begin) if begin else 0
         self._sizes: list[int] = []
         self._unix_s: list[float] = []
 

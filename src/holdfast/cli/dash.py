@@ -1,0 +1,71 @@
+"""`holdfast dash`: shows jobs and runs in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+
+from holdfast.cli.options import Commands, add_json, add_patience, command, step_number
+from holdfast.cli.tables import print_json
+from holdfast.store.factory import absolute_place, open_store
+
+_EXAMPLES = """
+holdfast dash
+holdfast dash --port 8321 --no-browser runs/gpt s3://bucket/runs/bert
+ssh -t -L 8321:127.0.0.1:8321 HOST holdfast dash --port 8321
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    details = (
+        "It prints a URL for a browser of this machine, and runs until Ctrl-C. The page shows jobs, their "
+        "attempts, live output, curves of metrics and reports, and changes nothing. The server listens on "
+        "127.0.0.1, and only answers to browsers that have opened the URL, which contains a token. For a "
+        "browser on another machine, forward the same port by ssh, as in the last example. "
+        "Needs torch-holdfast[dash]."
+    )
+    parser = command(commands, "dash", run, details=details, examples=_EXAMPLES)
+    parser.add_argument(
+        "homes", nargs="*", metavar="HOME", help="run to show besides the jobs: its folder or URL"
+    )
+    parser.add_argument(
+        "--port", type=step_number, default=0, metavar="N", help="port to listen on (default: any free one)"
+    )
+    parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
+    add_patience(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C."""
+    from holdfast.dash.access import AccessKeys
+    from holdfast.dash.application import Application
+    from holdfast.dash.browser import has_desktop, opened
+    from holdfast.dash.server import DashServer
+
+    homes = [absolute_place(place) for place in args.homes]
+    for place in homes:
+        open_store(place)  # checks the URL
+    keys = AccessKeys()
+    server = DashServer(Application(keys, homes), args.port)
+    url = keys.url(server.port)
+    try:
+        if args.json:
+            print_json({"url": url, "port": server.port})
+        else:
+            print(url)
+        sys.stdout.flush()
+        print(
+            "Ctrl-C ends it. The URL is a key to your jobs: do not pass it on.", file=sys.stderr, flush=True
+        )
+        wants_browser = not args.no_browser and sys.stdout.isatty() and has_desktop(os.environ)
+        with opened(url) if wants_browser else contextlib.nullcontext():
+            server.run()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # before the server ran
+    finally:
+        server.close()
+    return 0

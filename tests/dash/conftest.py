@@ -1,0 +1,35 @@
+"""Fixtures of the dash: jobs in a state folder of their own, and a browser that has opened the URL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dash.client import Client
+from holdfast.dash import job_board, run_view
+from jobs.harness import JobHarness, started_harness
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[JobHarness]:
+    """Jobs in a state folder of their own, which the application reads."""
+    with started_harness(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Client]:
+    """Start an application with homes, which reads jobs and runs again for every request."""
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    for module in (job_board, run_view):
+        monkeypatch.setattr(module, "_MIN_AGE_S", 0.0)
+        monkeypatch.setattr(module, "_REST", 0.0)
+    return Client
+
+
+@pytest.fixture
+def client(connect: Callable[..., Client]) -> Client:
+    """An application without homes."""
+    return connect()

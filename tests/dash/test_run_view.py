@@ -1,0 +1,96 @@
+"""Runs in the page: curves as in the report, and the report itself, of listed homes only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dash.client import Client
+from holdfast.dash.run_view import RunPlace, find_place
+from holdfast.errors import NotFound
+from holdfast.report.figures.curves import curves
+from holdfast.report.summary import read_summary
+from holdfast.store import open_store
+from jobs.harness import JobHarness
+from making import make_home
+
+METRIC = "<img src=x onerror=alert(3)>"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home with a history of two metrics."""
+    place = tmp_path / "a <run>"
+    store = open_store(place)
+    make_home(store, attempts=(1,))
+    line = {"event": "metrics", "t": 1.0, "attempt": 1, "rank": 0, "steps": [1, 2, 3]}
+    line["values"] = {"loss": [3.0, 2.0, 1.0], METRIC: [1.0, 2.0, 3.0]}
+    store.put("history/attempt-000001-rank-00000.jsonl", f"{json.dumps(line)}\n".encode())
+    return place
+
+
+def test_curves_are_those_of_the_report(connect: Callable[..., Client], home: Path) -> None:
+    client = connect(str(home))
+    (listed,) = client.get("api/jobs").json["homes"]
+    assert (listed["place"], listed["is_remote"]) == (str(home), False)
+    answer = client.get(f"api/homes/{listed['id']}/curves")
+    drawn = curves(read_summary(open_store(home)))
+    assert [(one["title"], one["spec"]) for one in answer.json["figures"]] == [
+        (one.title, one.spec) for one in drawn
+    ]
+    assert answer.json["figures"][1]["title"] == f"{METRIC}, step by step"
+    assert client.get(f"api/homes/{listed['id']}/curves", tag=answer.headers["ETag"]).status == 304
+
+
+def test_a_report_is_a_page_of_an_origin_of_its_own(connect: Callable[..., Client], home: Path) -> None:
+    pytest.importorskip("vl_convert", reason="needs the extra `report`")
+    client = connect(str(home))
+    answer = client.get(f"api/homes/{RunPlace(str(home)).id}/report")
+    assert answer.status == 200
+    assert "<h1>a &lt;run&gt;</h1>" in answer.text
+    assert METRIC not in answer.text.partition("<main>")[2].partition("</main>")[0]
+    rules = answer.headers["Content-Security-Policy"].split("; ")
+    assert "sandbox allow-scripts" in rules
+    assert "default-src 'none'" in rules
+    assert not any("allow-same-origin" in rule or "connect-src" in rule for rule in rules)
+
+
+def test_a_home_of_a_job_is_shown_and_no_other(
+    jobs: JobHarness, connect: Callable[..., Client], home: Path, tmp_path: Path
+) -> None:
+    script = f"cat >> $HOLDFAST_PROGRESS <<'END'\n{json.dumps({'home': str(home), 'step': 3})}\nEND"
+    job, other = (jobs.wait(jobs.submit(run)) for run in (script, "true"))
+    client = connect(str(tmp_path / "not yet"))
+    place = RunPlace(str(home))
+    assert client.get(f"api/jobs/{job.id}/homes/{place.id}/curves").status == 200
+    for path in (
+        f"api/jobs/{other.id}/homes/{place.id}",
+        f"api/homes/{place.id}",
+        f"api/jobs/9/homes/{place.id}",
+    ):
+        for what in ("curves", "report"):
+            assert client.get(f"{path}/{what}").status == 404, path
+    missing = client.get(f"api/homes/{RunPlace(str(tmp_path / 'not yet')).id}/curves")
+    assert missing.status == 404
+    assert "does not hold a run yet" in missing.json["error"]
+
+
+def test_a_home_of_another_kind_is_an_error_of_its_own(connect: Callable[..., Client]) -> None:
+    places = ["ftp://host/run", "\0", ""]
+    client = connect(*places)
+    for place in places:
+        answer = client.get(f"api/homes/{RunPlace(place).id}/curves")
+        assert answer.status == 400, place
+    assert client.get("api/jobs").status == 200
+
+
+def test_buckets_are_marked_and_their_secrets_hidden() -> None:
+    place = RunPlace("s3://bucket/run?secret_access_key=abcdefgh")
+    assert place.is_remote
+    assert "abcdefgh" not in json.dumps(place.as_json())
+    assert not RunPlace("file:///runs/a").is_remote
+    with pytest.raises(NotFound):
+        find_place(["/a"], RunPlace("/b").id)

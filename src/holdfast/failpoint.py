@@ -31,6 +31,8 @@ POINTS = (
     "writeback.noted",  # the upload is in the journal
     "writeback.sent",  # the bucket has it, not in the journal yet
     "writeback.done",  # uploaded in the journal, the kept version still exists
+    "jobs.recorded",  # a new status is recorded, its notification is not
+    "jobs.notified",  # a notification was sent, which is not recorded
     "jobs.ended",  # the end of a job is recorded, its secrets are still in its folder
     "jobs.plans",  # the secrets of its nodes are removed, its own are not
 )

@@ -127,9 +127,9 @@ def test_each_state_folder_has_its_own_line(
         monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / name))
         for _ in range(2):
             assert holdfast("service", "install").status == 0
-    assert programs.table is not None
-    assert programs.table.startswith(MINE)
-    lines = programs.table.removeprefix(MINE).splitlines()
+    table = (programs.folder / "crontab.table").read_bytes()
+    assert table.startswith(MINE)
+    lines = table.removeprefix(MINE).splitlines()
     names = [service_name(tmp_path / name) for name in ("one % 'q'", "two")]
     assert [line.split()[-1].decode() for line in lines] == names
     assert holdfast("service", "uninstall").status == 0

@@ -77,10 +77,22 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
         lost = format_span(found.lost_s)
         yield "cost", f"{recoveries}: {down} down, and {lost} of work since the newest checkpoints"
     yield "folder", found.folder
+    if found.notifications:
+        yield "notifications", _notifications(found)
     for rank, path in enumerate(found.workdirs):
         yield "workdir" if job.num_nodes == 1 else f"workdir {rank}", path
     for rank, path in enumerate(found.logs):
         yield "log" if job.num_nodes == 1 else f"log {rank}", path
+
+
+def _notifications(found: JobDescription) -> str:
+    sent = [one for one in found.notifications if not one.error]
+    failed = [
+        f"{one.status.value} not sent to {one.target} ({one.error})"
+        for one in found.notifications
+        if one.error
+    ]
+    return "; ".join([f"{len(sent)} sent", *failed])
 
 
 def _gpus(rank: int, gpus: tuple[str, ...], num_nodes: int) -> str:

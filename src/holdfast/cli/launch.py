@@ -12,6 +12,7 @@ from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
 from holdfast.jobs.engine import Engine, Job
+from holdfast.jobs.notifications.launching import with_subscription
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
@@ -22,6 +23,7 @@ holdfast launch task.yaml
 holdfast launch task.yaml --name try-2 --env LR=3e-4 --attach
 holdfast launch task.yaml --env-file .env --gpus A100:8 --num-nodes 2
 holdfast launch --name sweep-1 -- python train.py --lr 3e-4
+holdfast launch task.yaml --notify ~/bin/on-status --notify-on ended,recovering,running
 holdfast launch task.yaml --dry-run
 holdfast launch task.yaml --on k8s --dry-run -o job.yaml
 """
@@ -33,6 +35,19 @@ def add_parser(commands: Commands) -> None:
     parser = command(commands, "launch", run, examples=_EXAMPLES)
     add_task(parser)
     add_engine(parser, default="local", shown="local, this machine")
+    parser.add_argument(
+        "--notify",
+        action="append",
+        metavar="COMMAND|URL",
+        help="shell command or http(s) URL that is notified of new statuses; can be repeated (default: the "
+        "lines of HOLDFAST_NOTIFY, which keeps a secret URL out of the list of processes)",
+    )
+    parser.add_argument(
+        "--notify-on",
+        metavar="S,...",
+        help="statuses to notify of, such as running; ended means all final ones, failed all failures "
+        "(default: HOLDFAST_NOTIFY_ON, or ended,recovering)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="show the plan without starting anything")
     parser.add_argument(
         "-o",
@@ -51,7 +66,8 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Submit the job, or show its plan."""
     engine = get_engine(args.on)
-    file = read_tasks(args)
+    statuses = None if args.notify_on is None else [args.notify_on]
+    file = with_subscription(read_tasks(args), engine, args.notify, statuses)
     if args.output is not None and not args.dry_run:
         raise InvalidInput("-o is for --dry-run: it writes what would be submitted. Nothing was started.")
     if args.dry_run:

@@ -95,6 +95,9 @@ def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
         yield "envs", ", ".join(f"{name}={value}" for name, value in task.envs.items())
     if task.secrets:
         yield "secrets", ", ".join(task.secrets)
+    if task.subscription.targets:
+        statuses = ", ".join(sorted(one.value for one in task.subscription.statuses))
+        yield "notifications", f"{plural(len(task.subscription.targets), 'target')}, of {statuses}"
     codes = ", ".join(map(str, sorted(task.recovery.free_codes)))
     free = f" and exit status {codes}" if codes else ""
     errors = f"{plural(task.recovery.max_restarts, 'restart')} after other errors"

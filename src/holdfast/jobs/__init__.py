@@ -21,9 +21,11 @@ if TYPE_CHECKING:
         queue,
         wait,
     )
+    from holdfast.jobs.notifications.outbox import Delivery
     from holdfast.jobs.status import JobStatus
 
 _PLACES = {
+    "Delivery": "notifications.outbox",
     "Durations": "history",
     "Job": "engine",
     "JobAttempt": "history",
@@ -43,6 +45,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "Delivery",
     "Durations",
     "Job",
     "JobAttempt",

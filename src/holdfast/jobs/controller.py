@@ -7,11 +7,14 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 
 from holdfast.environment import read_progress
+from holdfast.failpoint import failpoint
 from holdfast.jobs.history import add_change
 from holdfast.jobs.job_clock import JobClock
 from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.notifications.notifier import announce
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
     BackoffElapsed,
@@ -77,6 +80,7 @@ class Controller(ABC):
 
         Blocks: until then.
         """
+        self._announce()  # another controller may have been killed before it did so
         self._begin()
         while not (self.has_ended or self._is_leaving()):
             self._act()
@@ -155,6 +159,10 @@ class Controller(ABC):
     def _start_if_due(self) -> None:  # noqa: B027 - only jobs of some engines wait
         """Start the first attempt, if the job waits and nothing is in its way."""
 
+    def _notifier_log(self) -> Path:
+        """Return the file for the messages of the notifier."""
+        return self._folder.controller_log
+
     def _missing_uploads(self) -> str:
         """Return which files of a job that has just ended are not uploaded."""
         return ""
@@ -181,11 +189,18 @@ class Controller(ABC):
         if timers.tell_until_unix_s != self._timers.tell_until_unix_s:
             self._is_notified = timers.tell_until_unix_s is None
         self.state, self._timers = state, timers
+        if is_change:
+            failpoint("jobs.recorded")
+            self._announce()
         if state.attempt != before.attempt:
             self._is_started = False
             self._prepare_attempt()
         if is_change and not state.status.is_final:
             self._log_change(state)
+
+    def _announce(self) -> None:
+        """Have the present status sent to the user's commands and webhooks, by another process."""
+        announce(self._folder, self.state, log=self._notifier_log())
 
     def _with_details(self, state: JobState) -> JobState:
         """Return the state with details of the job's end, if it has just ended."""

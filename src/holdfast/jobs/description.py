@@ -10,6 +10,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.job_links import outside_path, read_links
+from holdfast.jobs.notifications.outbox import Delivery, read_deliveries
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.tail import last_lines
 
@@ -30,6 +31,7 @@ class JobDescription:
         folder: path of the job's folder.
         workdirs: path of each node's working directory.
         logs: path of each node's output.
+        notifications: results of sending notifications, oldest first.
     """
 
     job: Job
@@ -41,6 +43,7 @@ class JobDescription:
     folder: str
     workdirs: list[str]
     logs: list[str]
+    notifications: tuple[Delivery, ...] = ()
 
 
 def describe_job(job: Job) -> JobDescription:
@@ -62,6 +65,7 @@ def describe_job(job: Job) -> JobDescription:
         folder=str(folder.path),
         workdirs=[str(path) for path in map(folder.workdir, ranks) if path.exists()],
         logs=[str(path) for path in map(folder.log, ranks) if path.exists()],
+        notifications=tuple(read_deliveries(folder)),
     )
 
 

@@ -117,6 +117,8 @@ class Engine(ABC):
 
     name: str
     """Name of the engine, as in `--on`."""
+    can_notify = False
+    """True if the jobs of the engine send notifications."""
     no_pipelines: str = ""
     """Why the engine does not run pipelines, and what to use instead. Empty if it does."""
     poll_s = 5.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import InvalidInput, NotFound, TimedOut
@@ -26,6 +26,8 @@ def launch(
     secrets: Mapping[str, str] | None = None,
     on: str = "local",
     priority: int | None = None,
+    notify: str | Sequence[str] | None = None,
+    notify_on: str | Sequence[str] | None = None,
 ) -> Job:
     """Submit a task file as a job, which continues without this process.
 
@@ -37,16 +39,24 @@ def launch(
         on: engine: "local", "slurm" or "sky".
         priority: of jobs that wait on this machine, a greater one comes first, from -1000 to 1000. Default:
             from the file, or 0.
+        notify: shell commands and http or https URLs that are notified of new statuses. Default: those in
+            `HOLDFAST_NOTIFY`.
+        notify_on: statuses to notify of, such as "running"; "ended" means all final ones, and "failed" all
+            failures. Default: those in `HOLDFAST_NOTIFY_ON`, or "ended" and "recovering".
 
     Raises:
         HoldfastError: the file is invalid, or the job cannot run there. Nothing was started.
 
     Blocks: while the workdir is copied.
     """
+    from holdfast.jobs.notifications.launching import with_subscription
+    from holdfast.jobs.task.model import TaskFile
     from holdfast.jobs.task.parser import Overrides, load_task
 
     overrides = Overrides(name, dict(envs or {}), dict(secrets or {}), priority=priority)
-    return get_engine(on).submit(load_task(str(task), overrides))
+    engine, one = get_engine(on), load_task(str(task), overrides)
+    file = with_subscription(TaskFile(one.name, (one,), one.path), engine, notify, notify_on)
+    return engine.submit(file.tasks[0])
 
 
 def queue(*, on: str | None = None, statuses: Collection[JobStatus | str] = ()) -> list[Job]:

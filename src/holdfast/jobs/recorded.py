@@ -15,11 +15,13 @@ from holdfast.errors import Conflict, NotFound
 from holdfast.jobs.engine import Engine, Job
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.removal import remove
+from holdfast.jobs.notifications.notifier import announce
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
 from holdfast.jobs.output.interleaving import interleaved
 from holdfast.jobs.output.log_reader import LogReader
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_folder import state_dir
+from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.tail import FolderWatch
 from holdfast.units import plural
 
@@ -106,6 +108,11 @@ class RecordedEngine(Engine):
 
     def _record(self, number: int) -> JobRecord:
         return self._records().get(number)
+
+    def _announce(self, record: JobRecord, life: JobState) -> None:
+        """Send the notification of a status, if the controller was killed before it did so."""
+        folder = job_folder(self._state, record.id)
+        announce(folder, life, log=folder.controller_log)
 
     def _newest_step(self, record: JobRecord) -> int | None:
         """Return the newest step that a job has reported, or None."""

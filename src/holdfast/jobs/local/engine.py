@@ -10,6 +10,7 @@ import time
 
 from typing_extensions import override
 
+from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.errors import HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import JobPipeline, create_task_id
@@ -26,6 +27,7 @@ from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
 from holdfast.jobs.node.workdir_link import workdir_links
+from holdfast.jobs.notifications.outbox import write_plan
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord, Records
@@ -43,6 +45,7 @@ class LocalEngine(RecordedEngine):
     """Engine that runs jobs on this machine. See `RecordedEngine` for its arguments."""
 
     name = "local"
+    can_notify = True
 
     # -- submission ------------------------------------------------------------------------------------------
 
@@ -78,8 +81,9 @@ class LocalEngine(RecordedEngine):
             submissions = self._submissions(file, [int(folder.path.name) for folder in folders])
             first, task_ids = submissions[0].number, tuple(one.task_id for one in submissions)
             pipeline = JobPipeline(first, task_ids) if file.is_pipeline else None
-            for task, folder in zip(file.tasks, folders, strict=True):
+            for task, folder, one in zip(file.tasks, folders, submissions, strict=True):
                 self._prepare(task, folder, records, pipeline)
+                write_plan(folder, task.subscription, one)
         except BaseException:
             for folder in folders:
                 shutil.rmtree(folder.path, ignore_errors=True)
@@ -143,6 +147,7 @@ class LocalEngine(RecordedEngine):
         One that waits behind another job needs none yet: in a pipeline, or for a claim. The end of a job that
         has ended is completed.
         """
+        self._announce(record, record.life)
         if record.life.status.is_final:
             remove_secrets_of_ended(job_folder(self._state, record.id))
             return
@@ -234,7 +239,7 @@ def _check_gpus(task: Task, devices: list[str]) -> None:
 
 def _base_environment() -> dict[str, str]:
     """Return the user's environment, without variables of an outer job."""
-    ours = ("HOLDFAST_NODE", "HOLDFAST_JOB", "HOLDFAST_ATTEMPT", "HOLDFAST_PROGRESS")
+    ours = ("HOLDFAST_NODE", "HOLDFAST_JOB", "HOLDFAST_ATTEMPT", "HOLDFAST_PROGRESS", NOTIFY, NOTIFY_ON)
     return {
         name: value
         for name, value in os.environ.items()

@@ -34,6 +34,10 @@ class JobFolder:
         self.history = path / "history.jsonl"  # the same changes with all details
         self.environment = path / "environment.json"  # of the user who launched the job, with secrets
         self.without_secrets = path / "without-secrets"  # exists once those files were removed
+        self.notify_plan = path / "notify.json"  # targets of notifications, with secrets
+        self.notifications = path / "notifications.jsonl"  # statuses to send
+        self.deliveries = path / "deliveries.jsonl"  # results of sending them
+        self.notifier_lock = path / "notifier.lock"  # lock of the running notifier
         self.progress = path / "progress"  # steps recorded by the training
         self.logs = path / "logs"  # folder of the nodes' output
         self.copies = path / "mounts"  # folder for copies made by `file_mounts`

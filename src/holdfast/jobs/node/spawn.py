@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.entry import command
+from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.state_folder import STATE
@@ -89,6 +90,6 @@ def own_environment(environment: Mapping[str, str] | None = None) -> dict[str, s
         environment: environment to start from. Default: that of this process.
     """
     given = os.environ if environment is None else environment
-    kept = {name: value for name, value in given.items() if name not in (TAG, _PATH)}
+    kept = {name: value for name, value in given.items() if name not in (TAG, NOTIFY, NOTIFY_ON, _PATH)}
     # Not the job's PYTHONPATH, which may contain other versions of the modules imported here.
     return {**kept, _PATH: os.environ[_PATH]} if _PATH in os.environ else kept

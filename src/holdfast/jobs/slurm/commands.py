@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.entry import command
+from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.errors import RetryLater, Unsupported
 
 _TIMEOUT_S = 60.0
@@ -48,6 +49,8 @@ def submit(script: Path) -> str:
         # The job runs in another folder, where relative paths would not work.
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
     inherited = [name for name in environment if name.startswith("SLURM_") and name != "SLURM_CONF"]
+    for name in (NOTIFY, NOTIFY_ON):  # the job has no use for these secrets
+        environment.pop(name, None)
     for name in inherited:  # launched from within a job, whose nodes and limits do not apply
         del environment[name]
     output = _run(["sbatch", "--parsable", str(script)], environment)

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from typing_extensions import override
@@ -22,6 +23,7 @@ from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets
+from holdfast.jobs.notifications.notifier import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.slurm import commands, messages
@@ -49,6 +51,8 @@ _POLL_S = 1.0
 """Interval for checking requests: a file on a shared file system wakes no process."""
 _STUBBORN_S = 30.0
 """Time limit for nodes to kill their processes, before Slurm does it."""
+_NOTIFIER_S = 60.0
+"""Time limit for sending the notification of the job's end while the job has its nodes."""
 _MAX_SILENT = 3
 _RETRY_S = 5.0
 _MAX_RETRIES = 60
@@ -71,6 +75,8 @@ def supervise(folder: JobFolder) -> int:
         controller.give_up(why)
     if controller.has_ended:
         files.remove_secrets()
+        # Slurm ends the processes of the job with this script. The next command sends the rest.
+        wait_for_notifier(folder, limit_s=_NOTIFIER_S)
     return 0 if controller.state.status is JobStatus.SUCCEEDED else FAILED
 
 
@@ -175,6 +181,10 @@ class SlurmController(Controller):
     def _machines(self) -> tuple[str, ...]:
         nodelist = os.environ.get("SLURM_JOB_NODELIST")
         return (nodelist,) if nodelist else ()
+
+    @override
+    def _notifier_log(self) -> Path:
+        return self._files.output
 
     @override
     def _abandon(self) -> None:

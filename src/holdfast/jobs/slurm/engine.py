@@ -22,6 +22,7 @@ from holdfast.jobs.node.mounts.validation import validate
 from holdfast.jobs.node.scripts import write_scripts
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
 from holdfast.jobs.node.workdir_link import workdir_links
+from holdfast.jobs.notifications.outbox import write_plan
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord
@@ -52,6 +53,7 @@ class SlurmEngine(RecordedEngine):
     """
 
     name = "slurm"
+    can_notify = True
     no_pipelines = (
         "on Slurm, each task needs a file of its own. Launch them one after the other, with `dependency: "
         "afterok:ID` in config.slurm.sbatch_options, where ID is Slurm's id of the job before."
@@ -103,8 +105,10 @@ class SlurmEngine(RecordedEngine):
         number = records.reserve()
         task_id = create_task_id(task.name, number, now_s)
         files = self._files(number)  # in a folder created just now, so it may be removed
+        submission = Submission(number, task.name, task_id, self.name, spec, policy, now_s)
         try:
             self._put_together(task, number, task_id, spec, policy)
+            write_plan(files.job, task.subscription, submission)
         except HoldfastError:
             shutil.rmtree(files.job.path, ignore_errors=True)
             raise
@@ -114,7 +118,7 @@ class SlurmEngine(RecordedEngine):
                 f"Cannot prepare the job in {files.job.path}: {error}. Nothing was started."
             ) from error
         # Before Slurm has it: a running job must be recorded, even if this process dies.
-        records.complete(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
+        records.complete(submission)
         try:
             slurm_id = commands.submit(files.script)
         except HoldfastError:
@@ -188,6 +192,7 @@ class SlurmEngine(RecordedEngine):
         self, record: JobRecord, story: SlurmJobState | None, queued: Queued | None, trouble: str
     ) -> Job:
         if story is None:  # the job had ended when it was last queried
+            self._announce(record, record.life)
             self._files(record.id).remove_secrets()
             return Job.of(record, step=self._newest_step(record))
         life = self._life(record, story, queued, trouble)
@@ -201,6 +206,7 @@ class SlurmEngine(RecordedEngine):
                 step_before=None,
                 started_unix_s=story.started_unix_s,
             )
+            self._announce(record, life)
             self._files(record.id).remove_secrets()
         record = dataclasses.replace(
             record,

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from holdfast.jobs.notifications.subscription import Subscription
 from holdfast.jobs.task.accelerators import Accelerators
 
 
@@ -84,6 +85,7 @@ class Task:
     lines: Mapping[str, int] = field(default_factory=dict)  # line of each key in the file, by path
     notes: tuple[str, ...] = ()  # interpretations that may surprise
     path: str = ""  # path of the file
+    subscription: Subscription = field(default_factory=Subscription)  # from the launch, never from a file
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,273 @@
+"""Notifications of local jobs, received by real commands and a real HTTP server, with killed processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast import jobs
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.jobs.engine import Job
+from holdfast.jobs.node import processes
+from holdfast.jobs.notifications import notifier, webhook
+from holdfast.jobs.status import JobStatus
+from holdfast.linux import locks
+from jobs.harness import JobHarness
+from jobs.notifications.receiver import SECRET, Receiver
+
+WAITS = "echo attempt $HOLDFAST_ATTEMPT is up; until [ -e go ]; do sleep 0.02; done"
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    found = Receiver()
+    with found.running():
+        yield found
+
+
+def launch(harness: JobHarness, run: str, *targets: str, on: list[str] | None = None, head: str = "") -> Job:
+    task = harness.folder / "task.yaml"
+    task.write_text(f"name: t\n{head}\nrun: |\n  {run}\n")
+    return jobs.launch(task, notify=targets, notify_on=on)
+
+
+def recorder(folder: Path) -> tuple[str, Path]:
+    """Return a command that appends what it receives to a file, and the file."""
+    out = folder / "received"
+    return f"printf '%s ' \"$HOLDFAST_JOB_STATUS\" >> {shlex.quote(str(out))}", out
+
+
+def wait_for_end(harness: JobHarness, job: Job) -> Job:
+    """Wait until a job has ended, and its notifications were sent."""
+    ended = harness.wait(job)
+    files = harness.files(job)
+    harness.wait_for(job, lambda: not files.notify_plan.exists(), "the last notification")
+    return ended
+
+
+def holders(harness: JobHarness, job: Job) -> list[str]:
+    """Return the files below a job's folder that contain the secret."""
+    folder = harness.files(job).path
+    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    return [path.name for path in found if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def release(harness: JobHarness, job: Job) -> None:
+    (harness.files(job).workdir(0) / "go").touch()
+
+
+def test_a_command_receives_the_facts(harness: JobHarness, tmp_path: Path) -> None:
+    (tmp_path / "hook").write_text(f'#!/bin/sh\nenv > "{tmp_path}/env"; cat > "{tmp_path}/in"\n')
+    (tmp_path / "hook").chmod(0o755)
+    job = launch(harness, "exit 7", str(tmp_path / "hook"), on=["failed"])
+    assert wait_for_end(harness, job).status is JobStatus.FAILED
+    variables = dict(
+        line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line
+    )
+    facts = json.loads((tmp_path / "in").read_text())
+    assert variables["HOLDFAST_JOB"] == str(job.id) == str(facts["job"])
+    assert variables["HOLDFAST_JOB_NAME"] == "t" == facts["name"]
+    assert variables["HOLDFAST_JOB_STATUS"] == "FAILED" == facts["status"]
+    assert variables["HOLDFAST_JOB_EXIT_STATUS"] == "7" == str(facts["exit_status"])
+    assert variables["HOLDFAST_ATTEMPT"] == "1"
+    assert facts["reason"] == variables["HOLDFAST_JOB_REASON"] != ""
+    assert facts["text"] == variables["HOLDFAST_JOB_TEXT"]
+    assert "\n" not in facts["text"]
+    assert [one.error for one in jobs.describe(job.id).notifications] == [""]
+
+
+def test_a_webhook_receives_each_chosen_status_once(harness: JobHarness, receiver: Receiver) -> None:
+    job = launch(
+        harness, "[ $HOLDFAST_ATTEMPT = 2 ] || exit 75", receiver.url, on=["ended,recovering,running"]
+    )
+    assert wait_for_end(harness, job).status is JobStatus.SUCCEEDED
+    assert receiver.statuses == ["RUNNING", "RECOVERING", "RUNNING", "SUCCEEDED"]
+    assert [body["attempt"] for body in receiver.bodies] == [1, 1, 2, 2]
+    assert all(body["text"].startswith(f"job {job.id} (t) on ") for body in receiver.bodies)
+    assert set(receiver.paths) == {f"/hooks/{SECRET}?token={SECRET}"}
+    assert not holders(harness, job)
+
+
+def test_a_job_that_is_not_notified_of_removes_its_targets_too(
+    harness: JobHarness, receiver: Receiver
+) -> None:
+    job = launch(harness, "true", receiver.url, on=["failed"])
+    wait_for_end(harness, job)
+    assert receiver.bodies == []
+    assert not holders(harness, job)
+
+
+def test_the_url_is_private_while_the_job_runs(
+    harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_NOTIFY", receiver.url)
+    task = harness.folder / "task.yaml"
+    task.write_text(f"run: |\n  env; {WAITS}\n")
+    receiver.gate.clear()
+    job = jobs.launch(task, notify_on=["running", "ended"])
+    monkeypatch.delenv("HOLDFAST_NOTIFY")
+    harness.wait_for_output(job, "attempt 1 is up")
+    harness.wait_for(job, lambda: receiver.bodies, "the request")
+    assert holders(harness, job) == ["notify.json"]
+    assert harness.files(job).notify_plan.stat().st_mode & 0o077 == 0
+    for one in processes.snapshot().values():
+        if one.pid == os.getpid():
+            continue
+        try:
+            shown = Path(f"/proc/{one.pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        assert SECRET.encode() not in shown
+    for role in ("controller", "agent"):
+        for one in harness.roles(job, role):
+            assert SECRET.encode() not in Path(f"/proc/{one.pid}/environ").read_bytes()
+    assert SECRET not in str(jobs.describe(job.id))
+    receiver.gate.set()
+    release(harness, job)
+    wait_for_end(harness, job)
+    assert receiver.statuses == ["RUNNING", "SUCCEEDED"]
+    assert not holders(harness, job)
+
+
+def test_a_webhook_that_does_not_answer_does_not_delay_the_job(
+    harness: JobHarness, receiver: Receiver
+) -> None:
+    """Neither its end, nor that of a job after it in a pipeline, nor its removal."""
+    receiver.gate.clear()
+    job = launch(harness, "true", receiver.url, on=["running", "ended"])
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.wait_for(job, lambda: not locks.is_held(harness.files(job).lock), "the end of the controller")
+    assert receiver.statuses in ([], ["RUNNING"]), "the first request has no answer yet"
+    jobs.forget(job.id)
+    assert not harness.files(job).path.exists()
+
+
+def test_failures_are_in_the_log_and_the_description(
+    harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.answers = [404, 307]
+    job = launch(harness, "true", receiver.url, "exit 3", receiver.url, f"kill -9 $$ # {SECRET}")
+    assert wait_for_end(harness, job).status is JobStatus.SUCCEEDED
+    found = {one.target: one.error for one in jobs.describe(job.id).notifications}
+    assert found == {
+        "webhook 1": "the server answered with status 404",
+        "command 2": "exit status 3",
+        "webhook 3": "the server answered with status 307",
+        "command 4": "killed by signal 9",
+    }
+    assert len(receiver.bodies) == 2, "neither repeated nor redirected"
+    log = harness.files(job).controller_log.read_text()
+    for target, error in found.items():
+        assert f"the notification SUCCEEDED was not sent to {target}: {error}" in log
+    assert not holders(harness, job)
+
+
+def test_a_server_that_fails_is_asked_again(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifier, "_FIRST_PAUSE_S", 0.0)
+    receiver.answers = [503, 429]
+    assert notifier._post(receiver.url, b'{"status": "x"}') == ("", 3)
+    receiver.answers = [500] * 9
+    assert notifier._post(receiver.url, b'{"status": "x"}') == ("the server answered with status 500", 4)
+    assert len(receiver.bodies) == 7
+
+
+def test_messages_of_failures_have_neither_url_nor_host(receiver: Receiver) -> None:
+    url = receiver.url.replace("http://", "https://")
+    for bad in (url, f"http://{SECRET}.invalid/", "http://127.0.0.1:1/"):
+        error, may_pass = webhook.post(bad, b"{}")
+        assert error
+        assert may_pass
+        assert SECRET not in error
+        assert "127.0.0.1" not in error
+
+
+def test_a_server_that_never_ends_its_answer_is_given_up(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "_TOTAL_S", 0.3)
+    receiver.gate.clear()
+    assert webhook.post(receiver.url, b'{"status": "x"}') == ("the server did not answer in time", True)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_status_is_sent_although_the_controller_is_killed_before(
+    harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The kill is after the status was recorded: STARTING, RUNNING or the end."""
+    monkeypatch.setenv("HOLDFAST_KILL_AT", f"jobs.recorded:{number}")
+    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(harness.folder / "killed"))
+    job = launch(harness, "true", receiver.url, on=["starting,running,ended"])
+    monkeypatch.delenv("HOLDFAST_KILL_AT")
+    harness.wait_for(job, (harness.folder / "killed").exists, "the kill")
+    wait_for_end(harness, job)
+    assert receiver.statuses == ["STARTING", "RUNNING", "SUCCEEDED"]
+
+
+def test_a_killed_notifier_is_replaced_and_sends_again(
+    harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The webhook has the message, and nothing recorded that: it is sent twice rather than never."""
+    command, out = recorder(tmp_path)
+    monkeypatch.setenv("HOLDFAST_KILL_AT", "jobs.notified:2")
+    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(harness.folder / "killed"))
+    job = launch(harness, WAITS, command, receiver.url, on=["running,ended"])
+    monkeypatch.delenv("HOLDFAST_KILL_AT")
+    harness.wait_for(job, (harness.folder / "killed").exists, "the kill")
+    release(harness, job)
+    wait_for_end(harness, job)
+    assert out.read_text() == "RUNNING SUCCEEDED "
+    assert receiver.statuses == ["RUNNING", "RUNNING", "SUCCEEDED"]
+
+
+def test_a_killed_job_recovers_and_a_new_controller_notifies(harness: JobHarness, tmp_path: Path) -> None:
+    command, out = recorder(tmp_path)
+    job = launch(harness, WAITS, command, on=["running,recovering,ended"])
+    harness.wait_for_output(job, "attempt 1 is up")
+    harness.wait(job, JobStatus.RUNNING)
+    processes.kill([*harness.roles(job, "controller"), *harness.roles(job, "agent")])
+    processes.kill(harness.of_job(job))
+    harness.engine.jobs()
+    harness.wait_for_output(job, "attempt 2 is up")
+    release(harness, job)
+    wait_for_end(harness, job)
+    assert out.read_text() == "RUNNING RECOVERING RUNNING SUCCEEDED "
+
+
+def test_a_cancelled_job_that_waits_is_notified_of(
+    harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    gpu = "resources: {accelerators: A100:1}"
+    running = launch(harness, WAITS, receiver.url, head=gpu)
+    waiting = launch(harness, WAITS, receiver.url, head=gpu)
+    jobs.cancel(waiting.id)
+    wait_for_end(harness, waiting)
+    assert [(body["job"], body["status"]) for body in receiver.bodies] == [(waiting.id, "CANCELLED")]
+    harness.wait_for_output(running, "is up")
+    release(harness, running)
+    wait_for_end(harness, running)
+
+
+def test_a_task_file_cannot_name_a_target(harness: JobHarness, receiver: Receiver) -> None:
+    task = harness.folder / "task.yaml"
+    task.write_text(f"envs: {{HOLDFAST_NOTIFY: '{receiver.url}'}}\nrun: 'true'\n")
+    job = jobs.launch(task)
+    harness.wait(job)
+    assert not harness.files(job).notify_plan.exists()
+    task.write_text(f"notify: '{receiver.url}'\nrun: 'true'\n")
+    with pytest.raises(InvalidInput, match="notify"):
+        jobs.launch(task)
+    assert receiver.bodies == []
+
+
+def test_engines_without_a_controller_refuse(harness: JobHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = harness.folder / "task.yaml"
+    task.write_text("run: 'true'\n")
+    for engine in ("sky", "k8s", "kubeflow"):
+        with pytest.raises(Unsupported, match="do not send notifications"):
+            jobs.launch(task, on=engine, notify=["true"])

@@ -1,0 +1,111 @@
+"""Notifications of Slurm jobs, sent by their controllers, and by the next command after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast import jobs
+from holdfast.jobs.engine import Job
+from holdfast.jobs.status import JobStatus
+from jobs.notifications.receiver import SECRET, Receiver
+from jobs.slurm.harness import SlurmHarness
+from jobs.slurm.stand_in import StandIn
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    found = Receiver()
+    with found.running():
+        yield found
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmHarness:
+    """Return a harness with a stand-in for Slurm that is first on the PATH."""
+    stand_in = StandIn(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{stand_in.folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("HOLDFAST_PREEMPTION", "none")
+    return SlurmHarness(tmp_path)
+
+
+def launch(slurm: SlurmHarness, run: str, *targets: str, on: str = "running,recovering,ended") -> Job:
+    task = slurm.folder / "task.yaml"
+    task.write_text(f"name: t\nrun: |\n  {run}\n")
+    return jobs.launch(task, on="slurm", notify=targets, notify_on=[on])
+
+
+def wait_for_end(slurm: SlurmHarness, job: Job) -> Job:
+    plan = slurm.files(job).job.notify_plan
+    slurm.wait_for(job, lambda: not plan.exists(), "the last notification, without a command")
+    return slurm.wait(job)
+
+
+def holders(slurm: SlurmHarness, job: Job) -> list[str]:
+    """Return the files below a job's folder that contain the secret."""
+    folder = slurm.files(job).job.path
+    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    return [path.name for path in found if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_the_controller_sends_each_status(
+    desk: SlurmHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.answers = [200, 404]
+    job = launch(desk, "env", receiver.url)
+    assert wait_for_end(desk, job).status is JobStatus.SUCCEEDED
+    assert receiver.statuses == ["RUNNING", "SUCCEEDED"]
+    assert {body["engine"] for body in receiver.bodies} == {"slurm"}
+    errors = [one.error for one in jobs.describe(job.id).notifications]
+    assert errors == ["", "the server answered with status 404"]
+    assert "was not sent to webhook 1" in desk.files(job).output.read_text()
+    assert not holders(desk, job)
+
+
+def test_variables_with_targets_do_not_reach_the_job(
+    desk: SlurmHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_NOTIFY", receiver.url)
+    task = desk.folder / "task.yaml"
+    task.write_text("run: env\n")
+    job = jobs.launch(task, on="slurm", notify_on=["ended"])
+    monkeypatch.delenv("HOLDFAST_NOTIFY")
+    wait_for_end(desk, job)
+    assert receiver.statuses == ["SUCCEEDED"]
+    assert "HOLDFAST_NOTIFY" not in desk.log(job)
+    assert not holders(desk, job)
+
+
+@pytest.mark.parametrize("point", ["jobs.recorded:3", "jobs.notified:1"])
+def test_the_next_command_sends_what_killed_processes_have_left(
+    desk: SlurmHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    monkeypatch.setenv("HOLDFAST_KILL_AT", point)
+    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(desk.folder / "killed"))
+    job = launch(desk, "true", receiver.url, on="ended")
+    monkeypatch.delenv("HOLDFAST_KILL_AT")
+    desk.wait_for(job, (desk.folder / "killed").exists, "the kill")
+    assert desk.wait(job).status is JobStatus.SUCCEEDED
+    desk.engine.jobs()
+    wait_for_end(desk, job)
+    assert set(receiver.statuses) == {"SUCCEEDED"}
+    assert len(receiver.bodies) == (1 if point == "jobs.recorded:3" else 2)
+
+
+@pytest.mark.slow
+def test_a_real_cluster_sends_before_it_ends_the_job(slurm: SlurmHarness, receiver: Receiver) -> None:
+    run = f"[ $HOLDFAST_ATTEMPT = 2 ] || exit 75; cat > {slurm.folder}/nothing < /dev/null"
+    job = launch(slurm, run, f"cat >> {slurm.folder}/received", receiver.url)
+    assert wait_for_end(slurm, job).status is JobStatus.SUCCEEDED
+    expected = [("RUNNING", 1), ("RECOVERING", 1), ("RUNNING", 2), ("SUCCEEDED", 2)]
+    received = [json.loads(line) for line in (slurm.folder / "received").read_text().splitlines()]
+    for bodies in (received, receiver.bodies):
+        found = [(body["status"], body["attempt"]) for body in bodies]
+        # Slurm kills the controller's node between the attempts, so one may be sent twice.
+        assert list(dict.fromkeys(found)) == expected
+    assert not holders(slurm, job)

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
-import os
 import re
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import webbrowser
-from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from dash.serving import serving
 from holdfast.cli import main
 from holdfast.dash import browser
 
 pytest.importorskip("waitress", reason="needs the extra `dash`")
-
-
-@contextlib.contextmanager
-def serving(state: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Start the command for the block; yield its URL and its process."""
-    command = [sys.executable, "-m", "holdfast.cli", "dash", "--no-browser", *words]
-    env = os.environ | {"HOLDFAST_STATE": str(state)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip(), process
-        finally:
-            process.kill()
 
 
 def fetch(url: str, cookie: str = "", **headers: str) -> tuple[int, Message, bytes]:

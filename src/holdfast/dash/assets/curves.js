@@ -64,7 +64,9 @@ export class Curves {
     const text = JSON.stringify(figure.spec);
     let chart = this.drawn.get(figure.title);
     if (chart === undefined) {
-      const place = make("div", { class: "chart" });
+      // The library gives the elements that it draws in other names and roles.
+      const label = `${figure.title}. The report has its numbers as a table.`;
+      const place = make("div", { class: "chart", role: "img", "aria-label": label });
       const element = make("figure", {}, make("figcaption", {}, figure.title), place,
         make("details", {}, make("summary", {}, "About this curve"), make("p", {}, figure.text)));
       chart = { element, place, text: null, view: null };
@@ -74,7 +76,7 @@ export class Curves {
     if (chart.text === text) return;
     chart.text = text;
     setText(chart.element.querySelector("p"), figure.text);
-    const fresh = make("div", { class: "drawing", role: "img", "aria-label": `${figure.title}. The report has its numbers as a table.` });
+    const fresh = make("div", { class: "drawing" });
     chart.place.append(fresh);
     try {
       const embed = await loadLibrary();

@@ -68,5 +68,5 @@ export function makeTable(label, headings) {
   const body = make("tbody");
   const cells = headings.map(([text, kind]) => make("th", { scope: "col", class: kind ?? null }, text));
   const table = make("table", { "aria-label": label }, make("thead", {}, make("tr", {}, ...cells)), body);
-  return [make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, table), body];
+  return [make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${label}, table` }, table), body];
 }

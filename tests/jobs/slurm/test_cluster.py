@@ -13,6 +13,7 @@ import pytest
 from cli.conftest import Command, holdfast
 from holdfast.errors import Conflict
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.mounts.private_targets import why_unavailable
 from holdfast.jobs.status import JobStatus
 from jobs.slurm.harness import SlurmHarness, command
 from jobs.test_training import TOTAL, steps, uninterrupted
@@ -188,13 +189,26 @@ def test_a_pending_job_can_be_cancelled(slurm: SlurmHarness) -> None:
     slurm.wait(blocker, JobStatus.RUNNING)
     job = slurm.submit("echo never", head=ONE)
     assert slurm.engine.job(job.id).status is JobStatus.PENDING
-    assert "waits in Slurm" in slurm.engine.job(job.id).reason
+    assert "waiting in Slurm" in slurm.engine.job(job.id).reason
     with pytest.raises(Conflict, match="no process"):
         slurm.engine.preempt(job.id, lead_s=1)
     slurm.engine.cancel(job.id)
     assert slurm.wait(job).status is JobStatus.CANCELLED
     slurm.engine.cancel(blocker.id)
     assert slurm.wait(blocker).status is JobStatus.CANCELLED
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=f"no namespaces: {why_unavailable()}")
+def test_every_node_has_the_private_mounts_of_its_job(slurm: SlurmHarness) -> None:
+    target = f"/holdfast-test-{os.getpid()}"
+    job = slurm.submit(
+        f"echo $SKYPILOT_NODE_RANK > {target}/deep/$SKYPILOT_NODE_RANK",
+        head=f"{TWO}\nfile_mounts: {{{target}/deep: {{name: private, mode: MOUNT}}}}",
+    )
+    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.describe(job)
+    bucket = slurm.folder / "state" / "buckets" / "private"
+    assert {path.name: path.read_text() for path in bucket.iterdir()} == {"0": "0\n", "1": "1\n"}
+    assert not Path(target).exists()
 
 
 def test_a_cancellation_in_slurm_is_reported_as_such(slurm: SlurmHarness) -> None:

@@ -236,7 +236,7 @@ def test_mounts_that_other_nodes_would_not_see_are_rejected(
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
     engine = SlurmEngine()
     for mount, error in (
-        ("/data: {name: b, mode: MOUNT}", Unsupported),
+        (f"{tmp_path}/data: {{name: b, mode: MOUNT}}", Unsupported),
         ("~/data: {name: b, mode: MOUNT_CACHED}", Unsupported),
         ("~/data: {source: 's3://b', mode: MOUNT}", Unsupported),
         ("data: /nowhere/at/all", NotFound),

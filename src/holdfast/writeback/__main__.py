@@ -12,6 +12,7 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.log import get_logger, write_times
+from holdfast.units import parse_bytes
 from holdfast.writeback.config import UploaderConfig, parse_config
 from holdfast.writeback.mount import create_folder, resolve_place
 from holdfast.writeback.uploader import Uploader, ignore_signals
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("directory", nargs="?", metavar="DIRECTORY", help="directory, created if needed")
     parser.add_argument("place", nargs="?", metavar="PLACE", help="path or URL")
     parser.add_argument("--no-fetch", action="store_true", help="do not download what the place holds")
+    parser.add_argument("--max-fetch", metavar="SIZE", help="download at most this much, such as 10GiB")
     parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument("--ready", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -63,7 +65,8 @@ def _config(args: argparse.Namespace) -> UploaderConfig:
     root = Path(args.directory).absolute()
     url = resolve_place(root, args.place)
     create_folder(root)
-    return UploaderConfig(str(root), url, fetch=not args.no_fetch, until_signal=True)
+    limit = None if args.max_fetch is None else parse_bytes(args.max_fetch, "--max-fetch")
+    return UploaderConfig(str(root), url, fetch=not args.no_fetch, fetch_bytes=limit, until_signal=True)
 
 
 def _install_signals(uploader: Uploader, *, is_foreground: bool) -> None:

@@ -23,6 +23,7 @@ class UploaderConfig:
         directory: absolute path of the write-back directory.
         place: URL or path that its files are uploaded to.
         fetch: True to download the place's files at the start.
+        fetch_bytes: limit for the download. None: as much as the disk has room for.
         exclude: globs. A file is not uploaded if any part of its path matches.
         owner: owner of the mount, such as a job. Without one, other mounts cannot take over.
         attempt: attempt of the owner, from 1. A newer one takes over, the same one writes side by side.
@@ -37,6 +38,7 @@ class UploaderConfig:
     directory: str
     place: str
     fetch: bool = True
+    fetch_bytes: int | None = None
     exclude: tuple[str, ...] = EXCLUDED
     owner: str = ""
     attempt: int = 0

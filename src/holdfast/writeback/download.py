@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from holdfast.errors import NotFound, RetryLater
+from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.format.hashes import digest
 from holdfast.store import ObjectInfo, Store
@@ -48,13 +48,20 @@ class Download:
         """Return the objects that belong in the directory."""
         return [entry for entry in self._store.list() if not is_excluded(entry.name)]
 
-    def check_room(self, entries: list[ObjectInfo]) -> None:
-        """Raise if the disk is too small, before anything is downloaded.
+    def check_size(self, entries: list[ObjectInfo], max_bytes: int | None) -> None:
+        """Raise if objects are too large together, before anything is downloaded.
 
         Raises:
+            InvalidInput: they have more than `max_bytes`.
             RetryLater: the disk does not have enough space.
         """
         wanted, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(self._folder).free
+        if max_bytes is not None and wanted > max_bytes:
+            raise InvalidInput(
+                f"{self._store.url} holds {format_bytes(wanted)} that are not in {self._directory}, which is "
+                f"more than its limit of {format_bytes(max_bytes)}. Nothing was downloaded. Mount a smaller "
+                "prefix, or raise the limit."
+            )
         if wanted > free:
             raise RetryLater(
                 f"{self._store.url} holds {format_bytes(wanted)} that are not in {self._directory}, but only "

@@ -93,6 +93,7 @@ def mount(
     place: str | os.PathLike[str],
     *,
     fetch: bool = True,
+    fetch_bytes: int | None = None,
     exclude: Sequence[str] = EXCLUDED,
     owner: str = "",
     attempt: int = 0,
@@ -110,6 +111,7 @@ def mount(
             seen.
         place: path or URL, as accepted by `open_store`.
         fetch: download all that the place holds into the directory first.
+        fetch_bytes: limit for that download. None: as much as the disk has room for.
         exclude: globs for names of files or directories that stay local.
         owner: owner of the mount, such as the id of a job. Mounts of other owners, or without one, do not
             affect each other.
@@ -122,7 +124,8 @@ def mount(
         timeout_s: limit for the whole call. None: as long as the download takes.
 
     Raises:
-        InvalidInput: `directory` is a file, or `place` is invalid or inside `directory`.
+        InvalidInput: `directory` is a file, `place` is invalid or inside `directory`, or more than
+            `fetch_bytes` would be downloaded.
         Conflict: the uploader sends to another place, or a newer attempt has mounted the place.
         RetryLater: the place or the disk failed, or the time ran out. Mount again to continue.
         Unsupported: the system lacks a required feature.
@@ -132,13 +135,21 @@ def mount(
     root = Path(directory).absolute()
     url = resolve_place(root, place)
     folder = create_folder(root)
-    with _lifecycle_lock(folder):
+    with lifecycle_lock(folder):
         fd = os.open(folder / HOLDERS_FIFO, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         held = Mount(root, fd)
         try:
             if not _join(root, url, timeout_s):
                 config = UploaderConfig(
-                    str(root), url, fetch, tuple(exclude), owner, attempt, copy_bytes, kept_bytes
+                    str(root),
+                    url,
+                    fetch,
+                    fetch_bytes,
+                    tuple(exclude),
+                    owner,
+                    attempt,
+                    copy_bytes,
+                    kept_bytes,
                 )
                 _start(folder, config, timeout_s)
         except BaseException:
@@ -184,7 +195,7 @@ def create_folder(root: Path) -> Path:
 
 
 @contextmanager
-def _lifecycle_lock(folder: Path) -> Iterator[None]:
+def lifecycle_lock(folder: Path) -> Iterator[None]:
     """Hold the lock under which uploaders start and exit."""
     fd = os.open(folder / LIFECYCLE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

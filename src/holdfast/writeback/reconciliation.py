@@ -36,6 +36,7 @@ def reconcile(
     are moved to `ASIDE`, not deleted.
 
     Raises:
+        InvalidInput: the bucket holds more than the limit for downloads.
         RetryLater: the bucket failed, or the disk is full. The next mount continues.
         Conflict: a newer attempt has already mounted the place.
     """
@@ -52,7 +53,11 @@ def reconcile(
             versions.drop(number)
     _set_aside(root, aside)
     if config.fetch:
-        _fetch(download, queue, objects, [one for one in found if one.name not in aside], is_behind=is_behind)
+        present = {one.name: one for one in found if one.name not in aside}
+        wanted, replaced = _wanted(queue.order, objects, present, download, is_behind=is_behind)
+        download.check_size(wanted, config.fetch_bytes)
+        for one in download.fetch(wanted, replaced):
+            queue.do(lambda order, one=one: order.mark_downloaded(one.name, one.sent))
     queue.journal.set(owner=config.owner, attempt=str(config.attempt))
 
 
@@ -61,21 +66,6 @@ def _is_behind(store: Store, config: UploaderConfig, queue: JournaledQueue) -> b
     if not config.owner or queue.journal.get("owner") != config.owner:
         return False
     return newest_attempt(store, config.owner) > int(queue.journal.get("attempt", "0"))
-
-
-def _fetch(
-    download: Download,
-    queue: JournaledQueue,
-    objects: dict[str, ObjectInfo],
-    found: list[ScannedFile],
-    *,
-    is_behind: bool,
-) -> None:
-    present = {one.name: one for one in found}
-    wanted, replaced = _wanted(queue.order, objects, present, download, is_behind=is_behind)
-    download.check_room(wanted)
-    for one in download.fetch(wanted, replaced):
-        queue.do(lambda order, one=one: order.mark_downloaded(one.name, one.sent))
 
 
 def _files_to_set_aside(

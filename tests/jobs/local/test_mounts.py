@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import NotFound
+from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_spec import caches
@@ -343,3 +343,66 @@ def test_copying_a_missing_source_is_rejected(harness: JobHarness, place: Place)
     with pytest.raises(NotFound, match="nothing exists at"):
         harness.submit("true", head=f'file_mounts: {{in: "{place.url}"}}')
     assert harness.engine.jobs() == []
+
+
+def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarness, place: Place) -> None:
+    """Three jobs at once on one bucket, of which nothing stays on this machine."""
+    place.store.put("corpus", b"x" * 2_000_000)
+    jobs = [
+        harness.submit(f"wc -c < out/corpus; echo {number} > out/result-{number}", head=cached(place))
+        for number in range(3)
+    ]
+    for job in jobs:
+        assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+        (spec,) = caches(harness.files(job))
+        harness.wait_for(job, lambda path=Path(spec.path): not path.exists(), "the removal of the copies")
+        assert "2000000" in harness.log(job)
+        assert harness.engine.job(job.id).reason == ""
+    assert place.names() == {"corpus", "result-0", "result-1", "result-2"}
+
+
+@pytest.mark.parametrize(
+    "left", ["ln -s corpus out/link", "echo x > out/unfinished.tmp"], ids=["link", "unfinished"]
+)
+def test_a_directory_with_files_that_are_not_uploaded_stays(
+    harness: JobHarness, place: Place, left: str
+) -> None:
+    job = harness.wait(harness.submit(f"echo 1 > out/corpus; {left}; exit 1", head=cached(place)))
+    assert job.status is JobStatus.FAILED
+    harness.wait_for(job, lambda: not harness.roles(job, "upload_watcher"), "the end of the watcher")
+    harness.wait_for(job, lambda: not harness.roles(job, "controller"), "the end of the controller")
+    (spec,) = caches(harness.files(job))
+    assert len({"link", "unfinished.tmp"} & {path.name for path in Path(spec.path).iterdir()}) == 1
+    assert (Path(spec.path) / "corpus").exists()
+
+
+def test_a_bucket_above_the_limit_is_not_downloaded(harness: JobHarness, place: Place) -> None:
+    def head(limit: str) -> str:
+        config = f"config: {{mount_cached: {{vfs_cache_max_size: {limit}}}}}"
+        return f'file_mounts: {{out: {{source: "{place.url}", mode: MOUNT_CACHED, {config}}}}}'
+
+    place.store.put("corpus", b"x" * 2_000_000)
+    with pytest.raises(InvalidInput, match=r"holds at least 2.0 MB.*the limit is 1.0 MB.*vfs_cache_max_size"):
+        harness.submit("true", head=head("1M"))
+    with pytest.raises(InvalidInput, match=r"expected a size, such as 50G, or off, found 'much'"):
+        harness.submit("true", head=head("much"))
+    assert not harness.engine.jobs()
+    for limit in ("2M", "'off'"):
+        job = harness.wait(harness.submit("cat out/corpus | wc -c", head=head(limit)))
+        assert job.status is JobStatus.SUCCEEDED, harness.describe(job)
+
+
+def test_a_bucket_that_grows_above_the_limit_ends_the_job(harness: JobHarness, place: Place) -> None:
+    place.store.put("corpus", b"x" * 900_000)
+    gate = harness.folder / "go"
+    job = harness.submit(
+        f"[ $HOLDFAST_ATTEMPT = 1 ] || exit 0; echo up; until [ -e {gate} ]; do sleep 0.05; done; exit 75",
+        head=f'file_mounts: {{out: {{source: "{place.url}", mode: MOUNT_CACHED, '
+        "config: {mount_cached: {vfs_cache_max_size: 1M}}}}",
+    )
+    harness.wait_for_output(job, "up")
+    place.store.put("more", b"x" * 2_000_000)
+    gate.touch()
+    ended = harness.wait(job)
+    assert ended.status in (JobStatus.FAILED, JobStatus.FAILED_SETUP), harness.describe(job)
+    assert "more than its limit of 1.0 MB" in harness.log(job)

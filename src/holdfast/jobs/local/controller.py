@@ -21,6 +21,7 @@ from holdfast.jobs.local.specs import make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
+from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
 from holdfast.jobs.node.mounts.teardown import Teardown
 from holdfast.jobs.node.spawn import start_controller
@@ -101,7 +102,17 @@ def _supervise(records: Records, folder: JobFolder, number: int) -> bool:
         _remove_secrets(folder)
         _wake_successors(records, folder, number)
         lead_on(records, folder.path.parents[1])
+        _remove_copies(folder)
     return controller.is_idle
+
+
+def _remove_copies(folder: JobFolder) -> None:
+    """Remove the write-back directories of an ended job, if it has any."""
+    if caches(folder):
+        # Here, because it takes as long to import as all else, and most jobs do not need it.
+        from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
+
+        remove_copies(folder)
 
 
 def _remove_secrets(folder: JobFolder) -> None:

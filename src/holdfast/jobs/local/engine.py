@@ -72,7 +72,7 @@ class LocalEngine(RecordedEngine):
     def submit_file(self, file: TaskFile) -> list[Job]:
         self.check_file(file)
         for task in file.tasks:
-            validate_sources(task)
+            validate_sources(task, self._state)
         records = self._records()
         folders: list[JobFolder] = []  # created just now, so they may be removed
         try:

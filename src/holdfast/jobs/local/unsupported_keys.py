@@ -51,7 +51,7 @@ def _buckets(task: Task) -> Iterator[UnsupportedKey]:
     for mount in task.file_mounts:
         if (mount.spec.get("config") or {}).get("mount_cached"):
             key = f"file_mounts.{mount.target}.config.mount_cached"
-            what = "settings of rclone; files are uploaded through a write-back directory instead"
+            what = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
             yield UnsupportedKey(key, task.lines.get(key, mount.line), what)
         if mount.source is None and mount.bucket:
             what = f"a folder of this machine replaces the bucket {mount.bucket!r}"

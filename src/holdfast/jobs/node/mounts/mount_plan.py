@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.fetch_limit import fetch_limit
 from holdfast.jobs.node.mounts.job_links import Link, write_links
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs
 from holdfast.jobs.node.mounts.private_targets import private_mounts
@@ -90,6 +91,7 @@ def _spec(mount: FileMount, number: int, folder: JobFolder, state: Path) -> Moun
         str(_own_path(folder, number)),
         mount.target,
         is_read_only=_is_read_only(mount.spec),
+        fetch_bytes=fetch_limit(mount),
     )
 
 

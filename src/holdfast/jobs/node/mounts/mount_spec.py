@@ -29,6 +29,7 @@ class MountSpec:
     path: str  # absolute, in the job's folder
     key: str  # key in the task file, for messages
     is_read_only: bool = False
+    fetch_bytes: int | None = None  # limit for the download into a write-back directory
 
 
 def write_mount_specs(folder: JobFolder, specs: list[MountSpec]) -> None:

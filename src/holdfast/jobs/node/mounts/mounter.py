@@ -177,7 +177,15 @@ def mount_write_back(
     def make() -> None:
         try:
             held.append(
-                mount(spec.path, spec.place, fetch=fetch, owner=owner, attempt=attempt, timeout_s=None)
+                mount(
+                    spec.path,
+                    spec.place,
+                    fetch=fetch,
+                    fetch_bytes=spec.fetch_bytes,
+                    owner=owner,
+                    attempt=attempt,
+                    timeout_s=None,
+                )
             )
         except HoldfastError as error:
             held.append(error)

@@ -14,6 +14,7 @@ from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
 from holdfast.jobs.node.mounts.mounter import log_line, mount_write_back
 from holdfast.jobs.node.mounts.unsent_files import UNSENT, UnsentFiles, write_unsent
+from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.records import Records
 from holdfast.linux import locks
@@ -55,6 +56,8 @@ def serve(path: Path) -> None:
         upload_watcher.run(_UploadNeed(folder, int(path.name)).is_needed)
     finally:
         upload_watcher.close()
+    if Records(folder.path.parents[1]).get(int(folder.path.name)).life.status.is_final:
+        remove_copies(folder)
 
 
 class _StatusLog:

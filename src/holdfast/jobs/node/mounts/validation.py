@@ -11,6 +11,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.node.folder import bucket_folder
 from holdfast.jobs.node.mounts.download import exists
+from holdfast.jobs.node.mounts.fetch_limit import check_fetch, fetch_limit
 from holdfast.jobs.node.mounts.private_targets import is_coverable, is_private_target, why_unavailable
 from holdfast.jobs.task.model import FileMount, MountMode, Task
 from holdfast.store import open_store
@@ -43,8 +44,11 @@ def validate(task: Task, state: Path) -> None:
             _check_remote(mount, where)
         elif mount.source is not None and mount.mode is not MountMode.MOUNT_CACHED:
             _check_there(local_path(mount.source), where)
-        if mount.mode is MountMode.MOUNT_CACHED and not mount.is_remote:
-            _check_folder(local_place(mount, state), where)
+        if mount.mode is MountMode.MOUNT_CACHED:
+            with _located(where):
+                fetch_limit(mount)
+            if not mount.is_remote:
+                _check_folder(local_place(mount, state), where)
         target = Path(os.path.normpath(Path(mount.target).expanduser()))
         if target.is_absolute() and not mount.is_in_place:
             _check_target(target, where, state)
@@ -68,15 +72,20 @@ def _check_target(target: Path, where: str, state: Path) -> None:
         raise Conflict(f"{where}: {target} already exists, and was not changed. Choose another path.")
 
 
-def validate_sources(task: Task) -> None:
-    """Check that the sources of copies exist in their stores.
+def validate_sources(task: Task, state: Path) -> None:
+    """Check that the sources of copies exist, and that those of caches are not too large.
 
     Raises:
         NotFound: nothing exists at a URL.
+        InvalidInput: a bucket holds more than is to be downloaded.
 
     Blocks: while stores respond, or for some seconds if they do not.
     """
     for mount in task.file_mounts:
+        if mount.mode is MountMode.MOUNT_CACHED:
+            with _located(f"{task.path}:{mount.line}: file_mounts.{mount.target}"):
+                place = mount.source if mount.is_remote else None
+                check_fetch(place or str(local_place(mount, state)), fetch_limit(mount))
         if mount.is_remote and mount.source is not None and mount.mode is MountMode.COPY:
             where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
             with _located(where):

@@ -19,7 +19,7 @@ _POLL_S = 0.05
 
 
 def remove_copies(folder: JobFolder) -> None:
-    """Remove the write-back directories of an ended job of which everything is in the bucket.
+    """Remove an ended job's write-back directories that are uploaded completely.
 
     Others stay until the job is removed. After an error too: it costs space, and nothing else.
 

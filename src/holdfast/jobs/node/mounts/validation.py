@@ -73,7 +73,7 @@ def _check_target(target: Path, where: str, state: Path) -> None:
 
 
 def validate_sources(task: Task, state: Path) -> None:
-    """Check that the sources of copies exist, and that those of caches are not too large.
+    """Check that sources of copies exist, and those of caches are not too large.
 
     Raises:
         NotFound: nothing exists at a URL.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -15,7 +17,10 @@ SECRET = "T0k3n-5ecret"
 
 
 class Receiver:
-    """Server on 127.0.0.1, whose URL contains a secret.
+    """Server on this machine, whose URL contains a secret.
+
+    Args:
+        certificate: file with a certificate of `localhost` and its key. None: http.
 
     Attributes:
         bodies: messages so far.
@@ -23,7 +28,7 @@ class Receiver:
         gate: an event that each response waits for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Path | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.answers: list[int] = []
@@ -31,11 +36,17 @@ class Receiver:
         self.gate.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
+        self._scheme = "http"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            self._scheme = "https"
 
     @property
     def url(self) -> str:
         """The URL of the webhook."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/hooks/{SECRET}?token={SECRET}"
+        return f"{self._scheme}://localhost:{self._server.server_address[1]}/hooks/{SECRET}?token={SECRET}"
 
     @property
     def statuses(self) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,6 +186,43 @@ def test_messages_of_failures_have_neither_url_nor_host(receiver: Receiver) -> N
         assert may_pass
         assert SECRET not in error
         assert "127.0.0.1" not in error
+        assert "localhost" not in error
+
+
+def test_https_and_the_proxy_of_the_users_environment_are_used(
+    harness: JobHarness, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    certificate = tmp_path / "certificate.pem"
+    words = [
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "9",
+    ]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(certificate)]
+    subprocess.run(["openssl", *words, *names, *files], check=True, capture_output=True)
+    certificate.write_text(certificate.read_text() + (tmp_path / "key.pem").read_text())
+    secure = Receiver(certificate)
+    with secure.running(), monkeypatch.context() as patch:
+        error, _ = webhook.post(secure.url, b"{}")
+        assert error == "TLS failed (SSLCertVerificationError)", "its certificate is not trusted yet"
+        patch.setenv("SSL_CERT_FILE", str(certificate))
+        patch.setenv("no_proxy", "localhost")
+        patch.setenv("http_proxy", receiver.url.partition("/hooks")[0])
+        job = launch(harness, "true", secure.url, "http://hooks.invalid/x")
+        patch.undo()
+        wait_for_end(harness, job)
+    assert secure.statuses == ["SUCCEEDED"]
+    assert receiver.statuses == ["SUCCEEDED"]
+    assert receiver.paths == ["http://hooks.invalid/x"]
 
 
 def test_a_server_that_never_ends_its_answer_is_given_up(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class FakePrograms:
         self.folder = folder
         folder.mkdir()
         for name in ("cat", "ln", "mkdir", "rm", "sh", "touch", "env", "bash"):
-            (folder / name).symlink_to(f"/bin/{name}")
+            (folder / name).symlink_to(shutil.which(name) or name)
         (folder / "python3").symlink_to(sys.executable)
         patch.setenv("PATH", str(folder))
         patch.setenv("XDG_CONFIG_HOME", str(folder.parent / "config"))

@@ -97,6 +97,19 @@ def test_the_next_command_sends_what_killed_processes_have_left(
     assert len(receiver.bodies) == (1 if point == "jobs.recorded:3" else 2)
 
 
+def test_a_job_that_slurm_has_removed_before_its_start_is_notified_of(
+    desk: SlurmHarness, receiver: Receiver
+) -> None:
+    stand_in = desk.folder / "bin"
+    (stand_in / "wait").touch()
+    job = launch(desk, "true", receiver.url)
+    (stand_in / "running").unlink()
+    assert desk.wait(job).status is JobStatus.FAILED_CONTROLLER
+    wait_for_end(desk, job)
+    assert receiver.statuses == ["FAILED_CONTROLLER"]
+    assert not holders(desk, job)
+
+
 @pytest.mark.slow
 def test_a_real_cluster_sends_before_it_ends_the_job(slurm: SlurmHarness, receiver: Receiver) -> None:
     run = f"[ $HOLDFAST_ATTEMPT = 2 ] || exit 75; cat > {slurm.folder}/nothing < /dev/null"

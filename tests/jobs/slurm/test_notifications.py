@@ -12,6 +12,7 @@ import pytest
 from holdfast import jobs
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
+from holdfast.linux.processes import start_time
 from jobs.notifications.receiver import SECRET, Receiver
 from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.stand_in import StandIn
@@ -108,6 +109,21 @@ def test_a_job_that_slurm_has_removed_before_its_start_is_notified_of(
     wait_for_end(desk, job)
     assert receiver.statuses == ["FAILED_CONTROLLER"]
     assert not holders(desk, job)
+
+
+def test_the_batch_script_waits_for_the_last_notification(desk: SlurmHarness, receiver: Receiver) -> None:
+    """Slurm kills all processes of a job when its batch script has ended."""
+    receiver.gate.clear()
+    job = launch(desk, "true", receiver.url, on="ended")
+    files = desk.files(job)
+    desk.wait_for(job, lambda: receiver.bodies and files.job.without_secrets.exists(), "the end")
+    script = int((desk.folder / "bin" / "running").read_text())
+    for _ in range(20):
+        assert start_time(script) is not None
+        desk.engine.jobs()  # asks the stand-in, which takes a while
+    receiver.gate.set()
+    wait_for_end(desk, job)
+    desk.wait_for(job, lambda: start_time(script) is None, "the end of the batch script")
 
 
 @pytest.mark.slow

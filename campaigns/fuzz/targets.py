@@ -728,7 +728,7 @@ def _run_committed(data: bytes) -> None:
 
 
 def _run_unsent(data: bytes) -> None:
-    from holdfast.jobs.node.mounts.upload_watcher import read_unsent
+    from holdfast.jobs.node.mounts.unsent_files import read_unsent
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)

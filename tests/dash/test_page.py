@@ -282,3 +282,26 @@ def test_many_jobs_are_filtered(story: Story) -> None:
     ]
     page.run(TYPE, "nothing")
     assert page.text(".note") == "No job matches."
+
+
+def test_a_home_of_the_command_line_is_shown_and_a_bucket_on_request(
+    jobs: JobHarness, tmp_path: Path
+) -> None:
+    home = tmp_path / "a run"
+    train = f"{sys.executable} {TRAINING} '{home}' 10 --every 5"
+    jobs.wait(jobs.submit(train))
+    words = (str(home), "s3://bucket/runs/other")
+    with serving(jobs.state, *words) as (url, _), browsing(tmp_path / "profile") as page:
+        page.open(url)
+        page.wait("return document.querySelectorAll('.homes a').length === 2")
+        page.run("location.hash = document.querySelectorAll('.homes a')[0].hash")
+        page.wait("return document.querySelector('[data-drawn]')")
+        assert (page.text("h1"), page.text("h2.place")) == ("a run", str(home))
+        page.run("location.hash = '#/'")
+        page.wait("return document.querySelectorAll('.homes a').length === 2")
+        page.run("location.hash = document.querySelectorAll('.homes a')[1].hash")
+        page.wait("return document.querySelector('.runs button')")
+        asked = page.run("return performance.getEntriesByType('resource').map((one) => one.name)")
+        assert len({name for name in asked if name.endswith("/curves")}) == 1, "of the first home"
+        assert page.text("h1") == "other"
+        assert page.console() == []

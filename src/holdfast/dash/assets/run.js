@@ -15,8 +15,9 @@ export function showRun(main, id) {
     const home = homes.find((one) => one.id === id);
     note.hidden = home !== undefined;
     if (home === undefined || curves !== null) return;
-    setText(title, home.place);
-    document.title = `${home.place} - Holdfast`;
+    const name = home.place.replace(/\/+$/, "").split("/").at(-1) || home.place;
+    setText(title, name);
+    document.title = `${name} - Holdfast`;
     curves = new Curves(`api/homes/${id}`, home);
     place.append(curves.element);
   });

@@ -11,6 +11,7 @@ import pytest
 from holdfast.errors import Unsupported
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts import fuse, validation
+from holdfast.jobs.node.mounts.private_targets import why_unavailable
 from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
 from holdfast.jobs.status import JobStatus
 from holdfast.store import open_store
@@ -20,6 +21,13 @@ from servers import Server
 
 HAS_FUSE = bool(shutil.which("rclone") and shutil.which("fusermount3") and os.access("/dev/fuse", os.W_OK))
 needs_fuse = pytest.mark.skipif(not HAS_FUSE, reason="needs rclone, fusermount3 and /dev/fuse")
+
+
+@pytest.fixture
+def trusted(s3: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """Return a server that the user trusts, as task files name it."""
+    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", s3.endpoint_url)
+    return s3
 
 
 def rclones(path: Path) -> list[processes.Process]:
@@ -40,8 +48,8 @@ def words(pid: int) -> list[bytes]:
 
 @pytest.mark.slow
 @needs_fuse
-def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarness, s3: Server) -> None:
-    url = s3.home("fuse-plain")
+def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarness, trusted: Server) -> None:
+    url = trusted.home("fuse-plain")
     store = open_store(url)
     store.put("in/x", b"seen")
     job = harness.submit(
@@ -63,9 +71,25 @@ def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarn
 
 @pytest.mark.slow
 @needs_fuse
+@pytest.mark.skipif(why_unavailable() is not None, reason=f"no namespaces: {why_unavailable()}")
+def test_a_bucket_is_mounted_where_only_the_job_sees_it(harness: JobHarness, trusted: Server) -> None:
+    url, target = trusted.home("fuse-private"), f"/holdfast-test-{os.getpid()}"
+    open_store(url).put("in/x", b"seen")
+    job = harness.submit(
+        f"cat {target}/in/x; echo result > {target}/out",
+        head=f'file_mounts: {{{target}: {{source: "{url}", mode: MOUNT}}}}',
+    )
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+    assert "seen" in harness.log(job)
+    assert open_store(url).get("out") == b"result\n"
+    assert not Path(target).exists()
+
+
+@pytest.mark.slow
+@needs_fuse
 @pytest.mark.parametrize("what", ["rclone", "mounter", "node", "all"])
-def test_no_kill_leaves_a_stale_mount(harness: JobHarness, s3: Server, what: str) -> None:
-    url = s3.home(f"fuse-{what}")
+def test_no_kill_leaves_a_stale_mount(harness: JobHarness, trusted: Server, what: str) -> None:
+    url = trusted.home(f"fuse-{what}")
     open_store(url).put("x", b"seen")
     job = harness.submit(
         "echo begun $HOLDFAST_ATTEMPT; until [ -e go ] && cat b/x; do sleep 0.05; done",

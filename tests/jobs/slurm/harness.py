@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import textwrap
@@ -124,6 +125,15 @@ class SlurmHarness:
     def of_job(self, job: Job) -> list[Process]:
         """Return the processes of the job's commands."""
         return processes.tagged(tag(job.task_id), processes.snapshot())
+
+    def named(self, job: Job, word: str) -> list[Process]:
+        """Return the processes of the job's commands with a text in their command line."""
+        found = []
+        for process in self.of_job(job):
+            with contextlib.suppress(OSError):
+                if word.encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                    found.append(process)
+        return found
 
     def leave(self) -> None:
         """Kill what is left, and check that ended jobs left nothing."""

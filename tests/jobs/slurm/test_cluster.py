@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,9 +28,9 @@ TWO = "num_nodes: 2\nresources: {cpus: 1}"
 READY = "echo ready; while true; do sleep 0.1; done"
 
 
-def training(folder: Path, *, step_s: float = 0.05) -> str:
+def training(folder: Path, *, total: int = TOTAL, step_s: float = 0.05) -> str:
     """Return a command that trains with a Checkpointer."""
-    return f"{sys.executable} {TRAINING} {folder / 'home'} {TOTAL} --every 5 --step-s {step_s}"
+    return f"{sys.executable} {TRAINING} {folder / 'home'} {total} --every 5 --step-s {step_s}"
 
 
 def wait_for_steps(slurm: SlurmHarness, job: object, number: int) -> None:
@@ -265,3 +267,30 @@ def test_commands_find_a_job_by_its_id_alone(slurm: SlurmHarness, holdfast: Comm
     assert holdfast("forget", 2, "--yes").status == 0
     assert [row["id"] for row in holdfast("queue", "--json").json] == [1]
     assert not slurm.files(job).job.path.exists()
+
+
+def test_random_kills_do_not_change_the_result(
+    slurm: SlurmHarness, uninterrupted: Callable[[int], str]
+) -> None:
+    """Of trainer, keeper, controller, runner and agent. CHAOS_KILLS sets their number."""
+    chance = random.Random(20261124)
+    num_kills = int(os.environ.get("CHAOS_KILLS", "20"))
+    total = 30 * num_kills
+    head = "resources: {cpus: 1, job_recovery: {max_restarts_on_errors: 1000}}"
+    job = slurm.submit(training(slurm.folder, total=total, step_s=0.01), head=head)
+    killed: Counter[str] = Counter()
+    while sum(killed.values()) < num_kills:
+        before = len(steps(slurm.folder))
+        # Most kills come once an attempt has trained for a while, some while it still starts.
+        if chance.random() < 0.8:
+            wait_for_steps(slurm, job, before + chance.randrange(5, 15))
+        assert not slurm.engine.job(job.id).status.is_final, slurm.describe(job)
+        what = chance.choice(["training.py", "holdfast.keeper", "controller", "runner", "agent"])
+        is_role = what in ("controller", "runner", "agent")
+        if found := slurm.roles(job, what) if is_role else slurm.named(job, what):
+            processes.kill(found)
+            killed[what] += 1
+    ended = slurm.wait(job)
+    assert ended.status is JobStatus.SUCCEEDED, slurm.describe(job)
+    assert len(killed) == 5, killed
+    assert (slurm.folder / "final.txt").read_text() == uninterrupted(total)

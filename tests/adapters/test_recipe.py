@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from holdfast.adapters.recipe import load_checkpoint, save_checkpoint
+from holdfast.environment import read_progress
 from holdfast.errors import Corrupt, InvalidInput
 from nursery import shared
 
@@ -474,3 +475,20 @@ def test_arguments_are_checked():
         save_checkpoint("checkpoints", max_checkpoints=0)
     with pytest.raises(InvalidInput, match="has no arguments"):
         load_checkpoint("checkpoints")(lambda: None)()
+
+
+def test_steps_are_reported_to_the_job(
+    functions: Functions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a job with progress is restarted after any number of preemptions."""
+    progress = tmp_path / "progress"
+    monkeypatch.setenv("HOLDFAST_PROGRESS", str(progress))
+    functions.save(3, torch.ones(1))
+    place = str(functions.folder / "checkpoint")
+    assert read_progress(progress) == {place: 3}
+    progress.unlink()
+    with pytest.raises(InvalidInput):
+        functions.save(-1, torch.ones(1))
+    assert read_progress(progress) == {}
+    assert functions.load(0)[0] == 3
+    assert read_progress(progress) == {place: 3}, "of the restored step, with which later ones are compared"

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import xxhash
 
 from holdfast.documents import decode_object
+from holdfast.environment import report_progress
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
 from holdfast.home.patience import LIMIT_S, Patience
 from holdfast.linux.files import NOT_A_FILE, open_regular
@@ -74,6 +75,7 @@ def save_checkpoint(
             series = _Series(Path(save_dir), checkpoint_prefix)
             result = series.save(_check_step(step), lambda: func(*args, **kwargs), _model_type(arguments))
             series.prune(max_checkpoints, step)
+            series.report(step)
             return result
 
         return save
@@ -181,6 +183,10 @@ class _Series:
         logger.info("Saved checkpoint at step %d", step)
         return result
 
+    def report(self, step: int) -> None:
+        """Report a step to the job, if any, which restarts as long as there is progress."""
+        report_progress(str(self._folder.absolute() / self._prefix), step)
+
     def prune(self, max_checkpoints: int, newest: int) -> None:
         """Delete the oldest steps beyond the limit, but never `newest`, which was just saved."""
         older = [step for step in sorted(self._steps()) if step != newest]
@@ -265,6 +271,7 @@ class _Series:
             if metadata is not None and not fault:
                 result, fault = self._try(metadata, call)
             if not fault:
+                self.report(step)
                 logger.info("Loaded checkpoint from step %d", step)
                 return result
             logger.warning("Step %d was skipped: %s", step, fault)

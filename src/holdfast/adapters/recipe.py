@@ -184,7 +184,7 @@ class _Series:
         return result
 
     def report(self, step: int) -> None:
-        """Report a step to the job, if any, which restarts as long as there is progress."""
+        """Report a step to the job, if any. A job with progress is restarted."""
         report_progress(str(self._folder.absolute() / self._prefix), step)
 
     def prune(self, max_checkpoints: int, newest: int) -> None:

@@ -20,11 +20,9 @@ from holdfast.dash.response import (
     text_response,
 )
 from holdfast.dash.run_view import RunPlace, RunView, find_place
-from holdfast.environment import read_progress
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
+from holdfast.jobs.description import checkpoints_of
 from holdfast.jobs.engine import Job
-from holdfast.jobs.node.folder import job_folder
-from holdfast.jobs.state_folder import state_dir
 from holdfast.report.chart_library import chart_library
 
 _JOB = r"api/jobs/(?P<job>[0-9]{1,9})"
@@ -127,8 +125,7 @@ class Application:
 
 def _homes_of(job: Job) -> dict[str, int]:
     """Return the newest reported step of each home of a job, at most `_MAX_HOMES`."""
-    found = read_progress(job_folder(state_dir(), job.id).progress)
-    return dict(list(found.items())[:_MAX_HOMES])
+    return dict(list(checkpoints_of(job).items())[:_MAX_HOMES])
 
 
 def _translated(respond: Callable[..., PageResponse], request: PageRequest, **parts: str) -> PageResponse:

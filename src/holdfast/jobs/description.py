@@ -49,7 +49,7 @@ class JobDescription:
 def describe_job(job: Job) -> JobDescription:
     """Return the description of a job."""
     folder = _folder(job)
-    changes, links = read_changes(folder), read_links(folder)
+    changes = read_changes(folder)
     attempts = tuple(list_attempts(changes))
     ranks = range(job.num_nodes)
     lines = {rank: last_lines(folder.log(rank), _NUM_LINES) for rank in ranks}
@@ -58,15 +58,23 @@ def describe_job(job: Job) -> JobDescription:
         durations=durations_of(job),
         attempts=attempts,
         lost_s=sum(one.lost_s for one in attempts),
-        checkpoints={
-            outside_path(home, links): step for home, step in read_progress(folder.progress).items()
-        },
+        checkpoints=checkpoints_of(job),
         last_lines={rank: texts for rank, texts in lines.items() if texts},
         folder=str(folder.path),
         workdirs=[str(path) for path in map(folder.workdir, ranks) if path.exists()],
         logs=[str(path) for path in map(folder.log, ranks) if path.exists()],
         notifications=tuple(read_deliveries(folder)),
     )
+
+
+def checkpoints_of(job: Job) -> dict[str, int]:
+    """Return the newest step that training has reported, by home.
+
+    Paths of homes are those outside of the job.
+    """
+    folder = _folder(job)
+    links = read_links(folder)
+    return {outside_path(home, links): step for home, step in read_progress(folder.progress).items()}
 
 
 def durations_of(job: Job) -> Durations:

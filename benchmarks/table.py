@@ -108,12 +108,23 @@ def render_sharding(documents: list[dict[str, Any]]) -> str:
 
 
 def render_trainers(documents: list[dict[str, Any]]) -> str:
-    """The Markdown of the newest result of the trainers: a line for each method."""
-    document = documents[0]
-    facts = f"_{columns.facts(document['machine'], rounds=None)}_"
+    """The Markdown of the newest result of each trainer: a line for each method."""
+    source: dict[str, dict[str, Any]] = {}
+    for document in documents:  # the newest first
+        for run in document["runs"]:
+            source.setdefault(run["trainer"], document)
+    used = [document for document in documents if document in source.values()]
+    runs = [run for document in used for run in document["runs"] if source[run["trainer"]] is document]
+    facts = "\n\n".join(_trainer_facts(one, [name for name in source if source[name] is one]) for one in used)
+    return f"{facts}\n\n" + _table([*trainers.HEADINGS], trainers.rows(runs))
+
+
+def _trainer_facts(document: dict[str, Any], names: list[str]) -> str:
     packages = document["machine"]["packages"]
-    versions = ", ".join(f"{module} {packages[module]}" for module in trainers.MODULES if packages[module])
-    return f"{facts}\n\n{versions}\n\n" + _table([*trainers.HEADINGS], trainers.rows(document["runs"]))
+    modules = [trainers.FRAMEWORKS[name] for name in names]
+    versions = [f"{one} {packages[one]}" for one in trainers.MODULES if one in modules and packages.get(one)]
+    facts = columns.facts(document["machine"], rounds=None)
+    return f"_{', '.join(names)}: {facts}_" + (f"\n\n{', '.join(versions)}" if versions else "")
 
 
 def render_saving(documents: list[dict[str, Any]]) -> str:

@@ -139,6 +139,20 @@ def test_paths_of_the_kernel_are_refused(harness: JobHarness, target: str) -> No
         refused(harness, target)
 
 
+@pytest.mark.parametrize("further", [f"{TARGET}/deeper", f"{TARGET}/", f"/nowhere/..{TARGET}"])
+def test_targets_at_or_below_one_another_are_refused(harness: JobHarness, further: str) -> None:
+    mounts = f"{TARGET}: {{name: outer, mode: MOUNT}}, {further}: {{name: inner, mode: MOUNT}}"
+    with pytest.raises(InvalidInput, match="at or below the target"):
+        harness.submit("true", head=f"file_mounts: {{{mounts}}}")
+
+
+def test_a_target_is_private_by_the_path_that_it_means(harness: JobHarness) -> None:
+    target = f"{TARGET}/..{harness.folder}/out"
+    job = harness.submit("true", head=f"file_mounts: {{{target}: {{name: meant, mode: MOUNT}}}}")
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert (harness.folder / "out").is_symlink(), "a link that all programs see"
+
+
 def test_without_namespaces_it_is_refused_at_the_launch(
     harness: JobHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,14 @@ from holdfast.jobs.task.model import FileMount, Task
 def private_mounts(task: Task) -> Iterator[FileMount]:
     """Yield the mounts of a task whose links are private."""
     for mount in task.file_mounts:
-        target = Path(mount.target).expanduser()
+        target = normal_target(mount)
         if target.is_absolute() and not mount.is_in_place and is_private_target(target):
             yield mount
+
+
+def normal_target(mount: FileMount) -> Path:
+    """Return the target of a mount without `~`, `..` and a slash at the end. It may be relative."""
+    return Path(os.path.normpath(Path(mount.target).expanduser()))
 
 
 def private_note() -> str:

@@ -12,7 +12,13 @@ from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, Ret
 from holdfast.jobs.node.folder import bucket_folder
 from holdfast.jobs.node.mounts.download import exists
 from holdfast.jobs.node.mounts.fetch_limit import check_fetch, fetch_limit
-from holdfast.jobs.node.mounts.private_targets import is_coverable, is_private_target, why_unavailable
+from holdfast.jobs.node.mounts.private_targets import (
+    is_coverable,
+    is_private_target,
+    normal_target,
+    private_mounts,
+    why_unavailable,
+)
 from holdfast.jobs.task.model import FileMount, MountMode, Task
 from holdfast.store import open_store
 from holdfast.store.address import hide_secrets
@@ -49,9 +55,22 @@ def validate(task: Task, state: Path) -> None:
                 fetch_limit(mount)
             if not mount.is_remote:
                 _check_folder(local_place(mount, state), where)
-        target = Path(os.path.normpath(Path(mount.target).expanduser()))
+        target = normal_target(mount)
         if target.is_absolute() and not mount.is_in_place:
             _check_target(target, where, state)
+    _check_nesting(task)
+
+
+def _check_nesting(task: Task) -> None:
+    """Check that no private target is at or below another one, whose files would get a link of this job."""
+    private = [(mount, normal_target(mount)) for mount in private_mounts(task)]
+    for mount, target in private:
+        for other, above in private:
+            if other is not mount and target.is_relative_to(above):
+                raise InvalidInput(
+                    f"{task.path}:{mount.line}: file_mounts.{mount.target}: it is at or below the target "
+                    f"{other.target}. Choose another path. Nothing was started."
+                )
 
 
 def _check_target(target: Path, where: str, state: Path) -> None:

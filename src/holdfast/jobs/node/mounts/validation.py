@@ -62,7 +62,7 @@ def validate(task: Task, state: Path) -> None:
 
 
 def _check_nesting(task: Task) -> None:
-    """Check that no private target is at or below another one, whose files would get a link of this job."""
+    """Check that no private target is at or below another one."""
     private = [(mount, normal_target(mount)) for mount in private_mounts(task)]
     for mount, target in private:
         for other, above in private:

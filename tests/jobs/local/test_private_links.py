@@ -139,7 +139,11 @@ def test_paths_of_the_kernel_are_refused(harness: JobHarness, target: str) -> No
         refused(harness, target)
 
 
-@pytest.mark.parametrize("further", [f"{TARGET}/deeper", f"{TARGET}/", f"/nowhere/..{TARGET}"])
+@pytest.mark.parametrize(
+    "further",
+    [f"{TARGET}/deeper", f"{TARGET}/", f"/nowhere/..{TARGET}"],
+    ids=["below", "with a slash", "by another path"],  # the same in all processes of pytest
+)
 def test_targets_at_or_below_one_another_are_refused(harness: JobHarness, further: str) -> None:
     mounts = f"{TARGET}: {{name: outer, mode: MOUNT}}, {further}: {{name: inner, mode: MOUNT}}"
     with pytest.raises(InvalidInput, match="at or below the target"):

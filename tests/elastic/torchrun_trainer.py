@@ -34,8 +34,9 @@ def main() -> None:
             net(torch.randn(8, 16)).square().mean().backward()
             optimizer.step()
             time.sleep(0.05)  # as a step of a greater model would take
-            with (home.parent / f"rank-{rank}.pid").open("w") as file:
-                file.write(str(os.getpid()))
+            new = home.parent / f"rank-{rank}.pid.new"
+            new.write_text(str(os.getpid()))
+            new.replace(home.parent / f"rank-{rank}.pid")  # never seen empty
             if rank == 0:
                 with (home.parent / "progress.log").open("a") as log:
                     log.write(f"{world_size} {step + 1}\n")

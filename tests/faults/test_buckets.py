@@ -139,7 +139,7 @@ def test_a_bucket_that_loses_an_object_of_the_newest_falls_back(
     second = playground.finish(*bucket.options(), **bucket.env)
     assert "restored step" in second.said()
     assert playground.final() == uninterrupted
-    assert playground.check_all_complete_verify(bucket.view) > 0
+    assert playground.check_all_complete_verify(bucket.view, damaged=(attempt, step)) > 0
 
 
 def test_lost_answers_and_broken_connections_are_retried_silently(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.node.mounts.private_targets import why_unavailable
 from holdfast.linux.mount_namespace import add_links, enter
+from jobs.harness import needs_namespaces
 
 STRANGER = 65531
 PR_SET_DUMPABLE = 4
@@ -25,7 +25,7 @@ USERS = [
         marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user"),
     ),
 ]
-pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=f"no namespaces: {why_unavailable()}")
+pytestmark = needs_namespaces
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from holdfast.jobs.environment import tag
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.node.mounts.private_targets import why_unavailable
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_folder import state_dir
@@ -24,6 +25,21 @@ from holdfast.jobs.tail import FolderWatch
 from holdfast.jobs.task.parser import Overrides, parse_task
 
 LIMIT_S = 600.0
+needs_namespaces = pytest.mark.skipif(
+    why_unavailable() is not None, reason=f"this kernel has no mount namespaces: {why_unavailable()}"
+)
+
+
+def with_word(found: list[Process], word: str) -> list[Process]:
+    """Return the processes with a text in their command line."""
+
+    def words(process: Process) -> bytes:
+        try:
+            return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        except OSError:
+            return b""  # it has ended
+
+    return [process for process in found if word.encode() in words(process)]
 
 
 class JobHarness:
@@ -110,12 +126,7 @@ class JobHarness:
 
     def named(self, job: Job, word: str) -> list[Process]:
         """Return the processes of the job's nodes with a text in their command line."""
-        found = []
-        for process in self.of_job(job):
-            with contextlib.suppress(OSError):
-                if word.encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes():
-                    found.append(process)
-        return found
+        return with_word(self.of_job(job), word)
 
     def record(self, job: Job) -> JobRecord:
         """Return the record of the job."""

@@ -32,7 +32,7 @@ def enter() -> None:
 
     Source: mount_namespaces(7), user_namespaces(7).
     """
-    if os.geteuid() != 0 or not _is_done(_libc().unshare(_NEW_MOUNTS)):
+    if os.geteuid() != 0 or _libc().unshare(_NEW_MOUNTS) != 0:
         user, group = os.geteuid(), os.getegid()
         _check(_libc().unshare(_NEW_USER | _NEW_MOUNTS))
         own = Path("/proc/self")
@@ -110,12 +110,8 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _is_done(result: int) -> bool:
-    return result == 0
-
-
 def _check(result: int, path: str | None = None) -> None:
-    if not _is_done(result):
+    if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), path)
 

@@ -11,12 +11,11 @@ import pytest
 from holdfast.errors import Unsupported
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts import fuse, validation
-from holdfast.jobs.node.mounts.private_targets import why_unavailable
 from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
 from holdfast.jobs.status import JobStatus
 from holdfast.store import open_store
 from holdfast.store.address import parse_address
-from jobs.harness import JobHarness
+from jobs.harness import JobHarness, needs_namespaces
 from servers import Server
 
 HAS_FUSE = bool(shutil.which("rclone") and shutil.which("fusermount3") and os.access("/dev/fuse", os.W_OK))
@@ -71,7 +70,7 @@ def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarn
 
 @pytest.mark.slow
 @needs_fuse
-@pytest.mark.skipif(why_unavailable() is not None, reason=f"no namespaces: {why_unavailable()}")
+@needs_namespaces
 def test_a_bucket_is_mounted_where_only_the_job_sees_it(harness: JobHarness, trusted: Server) -> None:
     url, target = trusted.home("fuse-private"), f"/holdfast-test-{os.getpid()}"
     open_store(url).put("in/x", b"seen")

@@ -11,13 +11,13 @@ import pytest
 from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs import describe
 from holdfast.jobs.node.mounts import validation
-from holdfast.jobs.node.mounts.private_targets import private_note, why_unavailable
+from holdfast.jobs.node.mounts.private_targets import private_note
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
-from jobs.harness import JobHarness
+from jobs.harness import JobHarness, needs_namespaces
 
 TARGET = f"/holdfast-test-{os.getpid()}"
-pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=f"no namespaces: {why_unavailable()}")
+pytestmark = needs_namespaces
 
 
 @pytest.fixture(autouse=True)

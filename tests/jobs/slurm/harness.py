@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import textwrap
@@ -20,6 +19,7 @@ from holdfast.jobs.slurm.job_files import JobFiles
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
+from jobs.harness import with_word
 
 LIMIT_S = 600.0
 
@@ -128,12 +128,7 @@ class SlurmHarness:
 
     def named(self, job: Job, word: str) -> list[Process]:
         """Return the processes of the job's commands with a text in their command line."""
-        found = []
-        for process in self.of_job(job):
-            with contextlib.suppress(OSError):
-                if word.encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes():
-                    found.append(process)
-        return found
+        return with_word(self.of_job(job), word)
 
     def leave(self) -> None:
         """Kill what is left, and check that ended jobs left nothing."""

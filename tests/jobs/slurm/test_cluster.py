@@ -15,8 +15,8 @@ import pytest
 from cli.conftest import Command, holdfast
 from holdfast.errors import Conflict
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.private_targets import why_unavailable
 from holdfast.jobs.status import JobStatus
+from jobs.harness import needs_namespaces
 from jobs.slurm.harness import SlurmHarness, command
 from jobs.test_training import TOTAL, steps, uninterrupted
 
@@ -200,7 +200,7 @@ def test_a_pending_job_can_be_cancelled(slurm: SlurmHarness) -> None:
     assert slurm.wait(blocker).status is JobStatus.CANCELLED
 
 
-@pytest.mark.skipif(why_unavailable() is not None, reason=f"no namespaces: {why_unavailable()}")
+@needs_namespaces
 def test_every_node_has_the_private_mounts_of_its_job(slurm: SlurmHarness) -> None:
     target = f"/holdfast-test-{os.getpid()}"
     job = slurm.submit(

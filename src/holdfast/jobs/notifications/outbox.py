@@ -6,8 +6,10 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from holdfast.documents import decode_dataclass
 from holdfast.environment import NOTIFY, NOTIFY_ON
@@ -22,6 +24,7 @@ from holdfast.jobs.status import JobStatus
 from holdfast.linux.files import write_atomic
 from holdfast.redaction import printable, redact
 
+_T = TypeVar("_T")
 _MAX_BYTES = 16 << 20
 _MAX_REASON = 1000
 _NOT_PASSED_ON = frozenset({NOTIFY, NOTIFY_ON, TAG, "HOLDFAST_PROGRESS"})
@@ -149,13 +152,7 @@ def add_notification(folder: JobFolder, life: JobState, *, step: int | None) -> 
 
 def read_notifications(folder: JobFolder) -> list[Notification]:
     """Return all notifications so far, oldest first."""
-    found: list[Notification] = []
-    for line in journal.lines(folder.notifications):
-        try:
-            found.append(decode_dataclass(Notification, line, str(folder.notifications), any_text=True))
-        except Corrupt:
-            continue  # torn by a kill, and recorded again
-    return found
+    return _read_all(folder.notifications, Notification)
 
 
 def add_delivery(folder: JobFolder, delivery: Delivery) -> None:
@@ -170,12 +167,14 @@ def add_delivery(folder: JobFolder, delivery: Delivery) -> None:
 
 def read_deliveries(folder: JobFolder) -> list[Delivery]:
     """Return all results so far, oldest first."""
-    found: list[Delivery] = []
-    for line in journal.lines(folder.deliveries):
-        try:
-            found.append(decode_dataclass(Delivery, line, str(folder.deliveries), any_text=True))
-        except Corrupt:
-            continue
+    return _read_all(folder.deliveries, Delivery)
+
+
+def _read_all(path: Path, kind: type[_T]) -> list[_T]:
+    found: list[_T] = []
+    for line in journal.lines(path):
+        with suppress(Corrupt):  # torn by a kill, and recorded again
+            found.append(decode_dataclass(kind, line, str(path), any_text=True))
     return found
 
 

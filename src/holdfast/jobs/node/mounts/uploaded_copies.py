@@ -21,7 +21,7 @@ _POLL_S = 0.05
 def remove_copies(folder: JobFolder) -> None:
     """Remove an ended job's write-back directories that are uploaded completely.
 
-    Others stay until the job is removed. After an error too: it costs space, and nothing else.
+    Other directories stay until the job is removed. An error is only logged: it costs disk space.
 
     Blocks: at most some seconds for uploaders to exit, and for a scan of all files.
     """

@@ -182,8 +182,8 @@ class Controller(ABC):
             before.attempt,
             before.reason,
         )
-        if is_change and state.status.is_final:
-            self._log_change(state)  # first, so that whoever sees the end also finds its outcomes
+        if is_change:
+            self._log_change(state)  # first, so that a reader of the status also finds its change
         if (state, timers) != (before, self._timers) or answered is not None:
             self._save(state, timers, now_unix_s=time.time(), answered=answered)
         if timers.tell_until_unix_s != self._timers.tell_until_unix_s:
@@ -195,8 +195,6 @@ class Controller(ABC):
         if state.attempt != before.attempt:
             self._is_started = False
             self._prepare_attempt()
-        if is_change and not state.status.is_final:
-            self._log_change(state)
 
     def _announce(self) -> None:
         """Have the present status sent to the user's commands and webhooks, by another process."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import PREEMPTED_STATUS, Conflict, InvalidInput, NotFound
+from holdfast.jobs.history import read_changes
 from holdfast.jobs.local.specs import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
@@ -196,6 +197,21 @@ def test_a_killed_controller_is_replaced_and_its_job_adopted(harness: JobHarness
     ended = harness.wait(job)
     assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1)
     assert harness.log(job).count("begun") == 1
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_status_is_never_recorded_without_its_change(
+    harness: JobHarness, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The controller is killed right after it has recorded STARTING, RUNNING or the end."""
+    monkeypatch.setenv("HOLDFAST_KILL_AT", f"jobs.recorded:{number}")
+    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(harness.folder / "killed"))
+    job = harness.submit("true")
+    monkeypatch.delenv("HOLDFAST_KILL_AT")
+    harness.wait_for(job, (harness.folder / "killed").exists, "the kill")
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    changes = read_changes(harness.files(job))
+    assert [one.status for one in changes] == [JobStatus.STARTING, JobStatus.RUNNING, JobStatus.SUCCEEDED]
 
 
 def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness) -> None:

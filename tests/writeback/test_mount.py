@@ -236,6 +236,23 @@ def test_a_directory_of_an_older_attempt_receives_the_newer_files(make_directory
     assert kept == {"step 2, never sent", "never sent either"}
 
 
+def test_a_shared_directory_of_an_older_attempt_receives_what_others_have_uploaded(
+    make_directory: MakeDirectory,
+):
+    """Two directories of the same attempts write one file of the same size: the bucket has the last."""
+    first, second = make_directory("first"), make_directory("second")
+    first.mount(owner="job-7", attempt=1, is_shared=True)
+    second.mount(owner="job-7", attempt=1, is_shared=True)
+    first.write("state", "a" * 2_000_000)
+    first.drained()
+    second.write("state", "b" * 2_000_000)
+    second.drained()
+    for one in (first, second):
+        one.held.pop().close(timeout_s=None)
+        one.mount(owner="job-7", attempt=2, is_shared=True)
+    assert first.local()["state"] == first.bucket()["state"] == b"b" * 2_000_000
+
+
 @pytest.mark.slow
 def test_an_uploader_of_an_older_attempt_stops_uploading(make_directory: MakeDirectory):
     """The uploader checks every few seconds for a newer attempt."""

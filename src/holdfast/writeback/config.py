@@ -27,6 +27,7 @@ class UploaderConfig:
         exclude: globs. A file is not uploaded if any part of its path matches.
         owner: owner of the mount, such as a job. Without one, other mounts cannot take over.
         attempt: attempt of the owner, from 1. A newer one takes over, the same one writes side by side.
+        is_shared: True if other directories are mounted for the same attempts of the owner.
         copy_bytes: files up to this size are kept as copies, so that every version is uploaded.
         kept_bytes: limit for versions whose files have been deleted or replaced.
         open_limit_s: limit for waiting for a file that was reopened before it was uploaded.
@@ -42,6 +43,7 @@ class UploaderConfig:
     exclude: tuple[str, ...] = EXCLUDED
     owner: str = ""
     attempt: int = 0
+    is_shared: bool = False
     copy_bytes: int = 4 << 20
     kept_bytes: int = 16 << 30
     open_limit_s: float = 600.0

@@ -97,6 +97,7 @@ def mount(
     exclude: Sequence[str] = EXCLUDED,
     owner: str = "",
     attempt: int = 0,
+    is_shared: bool = False,
     copy_bytes: int = 4 << 20,
     kept_bytes: int = 16 << 30,
     timeout_s: float | None = None,
@@ -118,6 +119,9 @@ def mount(
         attempt: attempt of the owner, from 1. Mounts of the same attempt write side by side, as the nodes of
             a job do. A mount of a newer attempt takes over: older ones stop uploading, and a directory that
             was mounted for an older one receives the newer one's files.
+        is_shared: other directories are mounted for the same attempts of the owner, as on several machines.
+            In a directory of an earlier attempt, all files are then replaced by those of the place. First
+            mount it as that attempt, to upload what is left in it.
         copy_bytes: files up to this size are copied when they are closed, so that every version is uploaded
             even if the file is overwritten soon.
         kept_bytes: limit for larger files that were deleted or replaced before they were uploaded.
@@ -148,6 +152,7 @@ def mount(
                     tuple(exclude),
                     owner,
                     attempt,
+                    is_shared,
                     copy_bytes,
                     kept_bytes,
                 )

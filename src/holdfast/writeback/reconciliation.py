@@ -47,6 +47,7 @@ def reconcile(
     found, _ = scan(root, config.is_excluded)
     aside = _files_to_set_aside(queue.order, found, objects, is_behind=is_behind)
     if is_behind:
+        queue.journal.set(behind="yes")  # if this is killed, no later mount may take old files for new ones
         numbers = list(queue.order.entries)
         queue.do(_clear)
         for number in numbers:
@@ -58,14 +59,22 @@ def reconcile(
         download.check_size(wanted, config.fetch_bytes)
         for one in download.fetch(wanted, replaced):
             queue.do(lambda order, one=one: order.mark_downloaded(one.name, one.sent))
-    queue.journal.set(owner=config.owner, attempt=str(config.attempt))
+    queue.journal.set(owner=config.owner, attempt=str(config.attempt), behind="")
 
 
 def _is_behind(store: Store, config: UploaderConfig, queue: JournaledQueue) -> bool:
-    """Return True if a newer attempt mounted the place after this directory was mounted."""
+    """Return True if a newer attempt mounted the place after this directory was mounted.
+
+    With other directories beside it, their uploads have to be downloaded at each new attempt.
+    """
     if not config.owner or queue.journal.get("owner") != config.owner:
         return False
-    return newest_attempt(store, config.owner) > int(queue.journal.get("attempt", "0"))
+    if queue.journal.get("behind"):
+        return True
+    mounted = int(queue.journal.get("attempt", "0"))
+    if config.is_shared:
+        return mounted < config.attempt
+    return newest_attempt(store, config.owner) > mounted
 
 
 def _files_to_set_aside(

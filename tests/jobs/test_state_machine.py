@@ -122,6 +122,29 @@ def test_only_a_completed_job_winds_down() -> None:
     assert late.apply(AttemptExited(1, None)) is JobStatus.CANCELLED
 
 
+def test_work_whose_files_are_lost_with_their_machine_is_repeated() -> None:
+    """Not without limit: a bucket may never answer."""
+    scenario = Scenario()
+    for number in range(1, MAX_BARREN + 1):
+        scenario.apply(ControllerStarted(), BackoffElapsed())
+        scenario.apply(NodesRunning(number), NodeExited(number, 0, DONE), Uploading(number, "3 files"))
+        assert scenario.life.status is JobStatus.WINDING_DOWN
+        scenario.apply(AttemptExited(number, None, "3 files in /scratch"))
+        assert scenario.life.reason.startswith("3 files in /scratch")
+    assert scenario.life.status is JobStatus.FAILED
+    assert "attempts in a row" in scenario.life.reason
+
+
+def test_the_reason_of_a_restart_names_lost_files() -> None:
+    scenario = Scenario(RestartPolicy(max_restarts=1))
+    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, LOST))
+    assert scenario.apply(AttemptExited(1, None, "3 files in /scratch")) is JobStatus.RECOVERING
+    assert scenario.life.reason == "node 0 was lost; 3 files in /scratch"
+    scenario.apply(BackoffElapsed(), NodesRunning(2), NodeExited(2, 0, FAILED))
+    scenario.apply(AttemptExited(2, None, "4 files"))
+    assert scenario.life.reason == "node 0 failed in run with status 1; 4 files"
+
+
 @pytest.mark.parametrize("outcome", [LOST, KILLED, PREEMPTED])
 def test_a_preemption_never_counts_as_an_error(outcome: Outcome) -> None:
     scenario = Scenario()

@@ -85,6 +85,7 @@ class AttemptExited:
 
     attempt: int
     has_advanced: bool | None  # True if there is a newer checkpoint; None if steps were never reported
+    lost_uploads: str = ""  # files that are not in their buckets, on machines that are given back; for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ def _end(life: JobState, event: NodeExited | Uploading | AttemptExited, policy: 
         return _ended(life, event, policy)
     if isinstance(event, Uploading):
         return _drains(life, event, policy)
-    return _gone(life, has_advanced=event.has_advanced, policy=policy)
+    return _gone(life, event, policy)
 
 
 def _ended(life: JobState, event: NodeExited, policy: RestartPolicy) -> Transition:
@@ -324,24 +325,34 @@ def _broke(life: JobState, event: ControllerFailed) -> Transition:
 # -- what comes after an attempt -------------------------------------------------------------------------
 
 
-def _gone(life: JobState, *, has_advanced: bool | None, policy: RestartPolicy) -> Transition:
+def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transition:
+    has_advanced, lost = event.has_advanced, event.lost_uploads
     life = dataclasses.replace(life, is_active=False)
     if life.status is JobStatus.CANCELLING:
         return dataclasses.replace(life, status=JobStatus.CANCELLED), ()
     outcomes = {node: life.outcomes.get(node, Outcome(Phase.RUN)) for node in range(policy.num_nodes)}
     if all(one.is_success for one in outcomes.values()):
+        if lost:  # the results of the work are not where they belong, so it is repeated
+            return _recover(
+                life, lost, has_advanced=has_advanced, is_barren=True, is_external=True, policy=policy
+            )
         return dataclasses.replace(life, status=JobStatus.SUCCEEDED, reason=""), ()
     own = [one for one in outcomes.values() if not one.is_success and not one.is_stopped]
     summary = describe_outcomes(outcomes)
     if life.is_noticed or any(one.is_lost for one in own):
-        why = life.reason if life.is_noticed else summary
+        why = _joined(life.reason if life.is_noticed else summary, lost)
         return _recover(
             life, why, has_advanced=has_advanced, is_barren=False, is_external=True, policy=policy
         )
     if any(one.is_preempted or one.code in policy.free_codes for one in own):
         # Nothing else limits these: a job that never reports its steps must not restart forever either.
         return _recover(
-            life, summary, has_advanced=has_advanced, is_barren=True, is_external=False, policy=policy
+            life,
+            _joined(summary, lost),
+            has_advanced=has_advanced,
+            is_barren=True,
+            is_external=False,
+            policy=policy,
         )
     if life.num_errors >= policy.max_restarts:
         in_setup = any(one.phase is Phase.SETUP for one in own)
@@ -350,8 +361,17 @@ def _gone(life: JobState, *, has_advanced: bool | None, policy: RestartPolicy) -
     life = dataclasses.replace(life, num_errors=life.num_errors + 1)
     is_known = has_advanced is not None
     return _recover(
-        life, summary, has_advanced=has_advanced, is_barren=is_known, is_external=False, policy=policy
+        life,
+        _joined(summary, lost),
+        has_advanced=has_advanced,
+        is_barren=is_known,
+        is_external=False,
+        policy=policy,
     )
+
+
+def _joined(why: str, lost: str) -> str:
+    return "; ".join(filter(None, (why, lost)))
 
 
 def _recover(

@@ -211,7 +211,8 @@ class Controller(ABC):
             lines = "\n".join(f"  {line}" for line in last_lines(self._folder.log(ranks[0]), _NUM_LAST_LINES))
             reason = f"{reason}\nThe last lines of node {ranks[0]}:\n{lines}" if lines else reason
         if status.is_final and not self.has_ended and state.attempt:
-            reason = "; ".join(filter(None, (reason, self._missing_uploads())))
+            missing = self._missing_uploads()
+            reason = reason if missing in reason else "; ".join(filter(None, (reason, missing)))
         return state if reason == state.reason else dataclasses.replace(state, reason=reason)
 
     def _log_change(self, state: JobState) -> None:

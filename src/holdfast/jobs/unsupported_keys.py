@@ -64,6 +64,17 @@ def find_mounts_in_place(task: Task) -> list[UnsupportedKey]:
     ]
 
 
+def find_cache_settings(task: Task) -> list[UnsupportedKey]:
+    """Return the settings of rclone's cache. Only the limit is used."""
+    keys = {mount.target: f"file_mounts.{mount.target}.config.mount_cached" for mount in task.file_mounts}
+    what = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
+    return [
+        UnsupportedKey(keys[mount.target], task.lines.get(keys[mount.target], mount.line), what)
+        for mount in task.file_mounts
+        if (mount.spec.get("config") or {}).get("mount_cached")
+    ]
+
+
 def value_at(document: Mapping[str, Any], key: str) -> Any:
     """Return the value at a path of keys, or None."""
     value: Any = document

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.errors import Unsupported
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts import fuse, validation
+from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
 from holdfast.jobs.status import JobStatus
 from holdfast.store import open_store
@@ -123,7 +123,7 @@ def test_missing_programs_for_a_mounted_bucket_are_reported(
     harness: JobHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(harness.folder))
-    monkeypatch.setattr(validation, "_FUSE", harness.folder / "fuse")
+    monkeypatch.setattr(fuse, "_DEVICE", harness.folder / "fuse")
     with pytest.raises(Unsupported, match=r"rclone.*fusermount3.*fuse.*MOUNT_CACHED"):
         harness.submit("true", head="file_mounts: {b: {source: 's3://bucket/x', mode: MOUNT}}")
     assert harness.engine.jobs() == []

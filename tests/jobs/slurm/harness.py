@@ -111,7 +111,7 @@ class SlurmHarness:
             except OSError:
                 continue
             own = [word for word in words if word == path or word.startswith(path + b"/")]
-            if own and role.encode() in words and b"srun" not in words[0]:
+            if own and role.encode() in words and not any(b"srun" in word for word in words[:2]):
                 found.append(process)
         return found
 

@@ -237,13 +237,18 @@ def test_mounts_that_other_nodes_would_not_see_are_rejected(
     engine = SlurmEngine()
     for mount, error in (
         (f"{tmp_path}/data: {{name: b, mode: MOUNT}}", Unsupported),
-        ("~/data: {name: b, mode: MOUNT_CACHED}", Unsupported),
-        ("~/data: {source: 's3://b', mode: MOUNT}", Unsupported),
+        (f"{tmp_path}/data: {{name: b, mode: MOUNT_CACHED}}", Unsupported),
         ("data: /nowhere/at/all", NotFound),
     ):
         with pytest.raises(error):
             engine.check(task(f"file_mounts: {{{mount}}}"))
-    engine.check(task("file_mounts: {data: {name: b, mode: MOUNT}}"))
+    for mount in (
+        "{name: b, mode: MOUNT}",
+        "{name: b, mode: MOUNT_CACHED}",
+        "{source: 's3://b', mode: MOUNT}",
+    ):
+        for target in ("data", "~/holdfast-test-data"):
+            engine.check(task(f"file_mounts: {{{target}: {mount}}}"))
 
 
 def test_without_slurm_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,17 +12,23 @@ from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.slurm.commands import Queued
-from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState, SubmittedJob
+from holdfast.jobs.slurm.job_files import JobFiles, NodeUploads, SlurmJobState, SubmittedJob
 from holdfast.jobs.slurm.messages import (
+    EndUploads,
     Inbox,
     KillProcesses,
+    LeftoversSent,
     Message,
     NodeEnded,
     NodeNoticed,
     NodeRunning,
+    NodeUploading,
     NoticeSent,
     NotifyProcesses,
+    OpenMounts,
     RunnerStarted,
+    ScratchOpened,
+    UploadsEnded,
     write,
 )
 from holdfast.jobs.slurm.states import current_state
@@ -40,6 +46,13 @@ MESSAGES: list[Message] = [
     NodeEnded(3, Outcome(Phase.SETUP, killed_by=15, is_stopped=True)),
     NotifyProcesses("holdfast cancel", 1.5),
     KillProcesses(True),
+    ScratchOpened(0, "n1", "/scratch/holdfast-0-3-x"),
+    LeftoversSent(1),
+    NodeUploading(0, "2 waiting"),
+    UploadsEnded(0, "", True),
+    OpenMounts(),
+    EndUploads(None, True),
+    EndUploads(12.5, False),
 ]
 
 
@@ -76,6 +89,12 @@ def test_the_status_of_a_job(life: JobState, state: str | None, cancelled: bool,
         assert "/x/slurm.log" in found.reason
 
 
+def test_missing_files_are_named_when_slurm_has_ended_the_job() -> None:
+    found = current_state(RAN, None, is_cancelled=True, output="", missing="node 0: 2 files")
+    assert found.reason == "cancelled; node 0: 2 files"
+    assert current_state(RAN, Queued("RUNNING", ""), is_cancelled=False, output="", missing="x").reason == ""
+
+
 def test_the_reason_of_a_pending_job_is_reported() -> None:
     found = current_state(RAN, Queued("PENDING", "BeginTime"), is_cancelled=False, output="")
     assert found.reason == "waiting in Slurm (BeginTime)"
@@ -100,7 +119,8 @@ def test_the_files_of_a_job_are_read_back_as_written(tmp_path: Path) -> None:
     files.write_job(job)
     assert files.read_job() == job
     assert files.read_state() == SlurmJobState()
-    state = SlurmJobState(RAN, 2, "17", 5, 1, 0, 1.0, None)
+    uploads = {0: NodeUploads("n1", "/x", "1 left out", is_settled=True), 1: NodeUploads("n2", "/x")}
+    state = SlurmJobState(RAN, 2, "17", 5, 1, 0, uploads, 1.0, None)
     files.write_state(state)
     assert files.read_state() == state
     assert files.requests() == []

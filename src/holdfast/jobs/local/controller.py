@@ -22,7 +22,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.mount_spec import caches
-from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
+from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links, visible_links
 from holdfast.jobs.node.mounts.teardown import Teardown
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.record_files import JobRequest
@@ -269,10 +269,11 @@ class LocalController(Controller):
             self._nodes.end_earlier()
         elif not has_secrets(self._folder):
             return  # the job had ended, and its state was lost: the outcomes of its nodes are read again
+        state = self._folder.path.parents[1]
         create_links(
-            self._folder,
+            visible_links(self._folder),
             is_in_use=lambda target: is_link_used(self._records, self._folder, target),
-            state=self._folder.path.parents[1],
+            is_of_job=lambda path: path.is_relative_to(state),
         )
         self._nodes.start(make_specs(self._record, self.state, self._folder))
         _wake_successors(self._records, self._folder, self._record.id)

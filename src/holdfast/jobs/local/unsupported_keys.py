@@ -10,6 +10,7 @@ from holdfast.jobs.task.model import Task
 from holdfast.jobs.unsupported_keys import (
     CHOICE_KEYS,
     UNUSED_KEYS,
+    find_cache_settings,
     find_mounts_in_place,
     find_unsupported_keys,
 )
@@ -40,7 +41,8 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
-    found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task), *find_mounts_in_place(task)]
+    found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task)]
+    found += [*find_mounts_in_place(task), *find_cache_settings(task)]
     found += [
         UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
     ]
@@ -49,10 +51,6 @@ def unsupported_keys(task: Task) -> list[UnsupportedKey]:
 
 def _buckets(task: Task) -> Iterator[UnsupportedKey]:
     for mount in task.file_mounts:
-        if (mount.spec.get("config") or {}).get("mount_cached"):
-            key = f"file_mounts.{mount.target}.config.mount_cached"
-            what = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
-            yield UnsupportedKey(key, task.lines.get(key, mount.line), what)
         if mount.source is None and mount.bucket:
             what = f"a folder of this machine replaces the bucket {mount.bucket!r}"
             yield UnsupportedKey(f"file_mounts.{mount.target}", mount.line, what)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from holdfast.environment import PROGRESS, was_preempted
 from holdfast.errors import PREEMPTED_STATUS
+from holdfast.jobs.environment import TAG
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
-from holdfast.jobs.node.mounts.lease import MountLease
+from holdfast.jobs.node.mounts.lease import MountLease, job_environment
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.private_links import enter_private_links
 from holdfast.jobs.node.processes import Process
@@ -54,10 +55,15 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
     write_atomic(folder.pid, f"{me.pid} {me.start}")
     wake(Path(plan.bell))
     job = JobFolder(folder.path.parents[2])
-    watch = PeerWatch(job, replaces_controller=replaces_controller)
+    mounts = JobFolder(Path(plan.scratch)) if plan.scratch else job
+    watch = PeerWatch(job, mounts, replaces_controller=replaces_controller)
     with Path(plan.log).open("ab", buffering=0) as log:
-        if read_mount_specs(job):
-            watch.lease = MountLease(folder.path.parent, Path(plan.log))
+        if read_mount_specs(watch.mounts):
+            watch.lease = MountLease(
+                watch.mounts.attempt(int(folder.path.parent.name)),
+                Path(plan.log),
+                lambda: _mounter_environment(plan, job),
+            )
         limit = dict(plan.environment).get(LIMIT, DEFAULT)
         watch.sampler = LogSampler(Path(plan.log), log.fileno(), limit)
         outcome = _work(plan, folder, log.fileno(), watch)
@@ -71,11 +77,12 @@ class PeerWatch:
     """Watch of the processes that a node needs, controller and mounter, and of its log.
 
     Args:
+        mounts: folder with the job's mounts: its own, or its scratch folder on this machine.
         replaces_controller: see `serve`.
     """
 
-    def __init__(self, job: JobFolder, *, replaces_controller: bool) -> None:
-        self.job = job
+    def __init__(self, job: JobFolder, mounts: JobFolder, *, replaces_controller: bool) -> None:
+        self.job, self.mounts = job, mounts
         self._replaces_controller = replaces_controller
         self.lease: MountLease | None = None
         self.sampler: LogSampler | None = None
@@ -92,6 +99,12 @@ class PeerWatch:
         """Replace a dead controller."""
         if self._replaces_controller and not locks.is_held(self.job.lock):
             start_controller(self.job)
+
+
+def _mounter_environment(plan: NodeSpec, job: JobFolder) -> dict[str, str]:
+    if not plan.scratch:
+        return job_environment(job)
+    return {name: value for name, value in plan.environment.items() if name != TAG}
 
 
 def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Outcome:
@@ -115,7 +128,7 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     begin = progress.stat().st_size if progress.exists() else 0
     pid = os.fork()
     if pid == 0:
-        _become_shell(plan, phase, log, watch.job)
+        _become_shell(plan, phase, log, watch.mounts)
     outcome = _outcome(phase, _wait_for(pid, watch))
     if outcome.is_failed_command and was_preempted(progress, after=begin):
         outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
@@ -125,7 +138,7 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     return outcome
 
 
-def _become_shell(plan: NodeSpec, phase: Phase, log: int, job: JobFolder) -> None:
+def _become_shell(plan: NodeSpec, phase: Phase, log: int, mounts: JobFolder) -> None:
     """Replace this new process with bash. Never returns."""
     try:
         # Without the agent, the outcome would be lost.
@@ -134,7 +147,7 @@ def _become_shell(plan: NodeSpec, phase: Phase, log: int, job: JobFolder) -> Non
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        enter_private_links(job)
+        enter_private_links(mounts)
         os.chdir(plan.workdir)
         script = plan.setup if phase is Phase.SETUP else plan.run
         environment = plan.setup_environment if phase is Phase.SETUP else plan.environment

@@ -17,6 +17,7 @@ class NodeFolder:
         self.running = path / "running"  # exists once `run` has started
         self.ended = path / "ended"  # outcome of the node
         self.notice = path / "notice"  # for preemption notices
+        self.unsent = path / "unsent.json"  # files that are not uploaded at the end, on another machine
 
 
 class JobFolder:

@@ -40,6 +40,7 @@ class NodeSpec:
     grace_s: float
     gpus: tuple[tuple[str, ...], ...] = ()  # given to each node of the job
     port: int | None = None  # chosen for the job
+    scratch: str = ""  # path of the job's scratch folder; empty: the mounts are in the job's folder
 
     def write(self, path: Path) -> None:
         """Write the specification, readable only by its owner, as it contains secrets."""

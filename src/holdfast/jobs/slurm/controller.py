@@ -23,12 +23,18 @@ from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets
+from holdfast.jobs.node.mounts.relocation import moved_links, remove_shared_links, shared_links
+from holdfast.jobs.node.mounts.scratch import is_scratch_path
+from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used
 from holdfast.jobs.notifications.notifier import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobRequest
+from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
+from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.runner import KILL_WAIT_S
+from holdfast.jobs.slurm.upload_terms import UploadTerms
 from holdfast.jobs.state_machine import (
     AttemptExited,
     BackoffElapsed,
@@ -40,6 +46,8 @@ from holdfast.jobs.state_machine import (
     NodesRunning,
     NoticeDelivered,
     NoticeReceived,
+    Uploading,
+    advance,
 )
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
@@ -57,6 +65,12 @@ _MAX_SILENT = 3
 _RETRY_S = 5.0
 _MAX_RETRIES = 60
 FAILED = 1
+_ABOUT_MOUNTS = (
+    messages.ScratchOpened,
+    messages.LeftoversSent,
+    messages.NodeUploading,
+    messages.UploadsEnded,
+)
 _T = TypeVar("_T")
 
 
@@ -74,6 +88,7 @@ def supervise(folder: JobFolder) -> int:
         why = f"{error if isinstance(error, HoldfastError) else repr(error)} (see {files.output})"
         controller.give_up(why)
     if controller.has_ended:
+        controller.remove_links()
         files.remove_secrets()
         # Slurm ends the processes of the job with this script. The next command sends the rest.
         wait_for_notifier(folder, limit_s=_NOTIFIER_S)
@@ -96,6 +111,9 @@ class SlurmController(Controller):
         self._has_messages = False  # a node has sent a message in this attempt
         self._signals: list[int] = []
         self._is_requeued = False
+        self._mounts = ClusterMounts(files.job, self._job.num_nodes, self._stored.uploads)
+        self._uploads = UploadTerms(self._job.terms)
+        self._num_resumed = 0  # steps that only continue the uploads of the attempt
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     @override
@@ -103,8 +121,9 @@ class SlurmController(Controller):
         self._install_signals()
         assert self._stored.restart <= self._restart, "Slurm has started the job again elsewhere"
         self._stored = dataclasses.replace(self._stored, restart=self._restart, slurm_id=self._slurm_id)
-        if self.state.is_active:  # the previous controller was lost with its nodes
-            self._apply(AttemptExited(self.state.attempt, self._has_advanced()))
+        self._mounts.read_ends(self._files.job, self.state.attempt)
+        if self.state.is_active and not self._can_resume():  # the previous controller was lost with its nodes
+            self._apply(AttemptExited(self.state.attempt, self._has_advanced(), self._mounts.lost()))
         for request in self._requests():
             self._apply(event_of(request), request)
         if not self.has_ended:
@@ -156,10 +175,17 @@ class SlurmController(Controller):
     @override
     def _prepare_attempt(self) -> None:
         self._num_listening, self._running, self._has_messages = {}, set(), False
+        self._mounts.forget()
+        self._uploads = UploadTerms(self._job.terms)
+        self._num_resumed = 0
+        if self._stored.uploads:
+            self._store(dataclasses.replace(self._stored, uploads={}))
 
     @override
     def _start_nodes(self) -> None:
         check_has_secrets(self._files.job)
+        self._mounts.forget_step()
+        self._uploads.forget_step()
         self._step = _Step(self._files.job, self.state.attempt, self._job.num_nodes)
 
     @override
@@ -174,8 +200,20 @@ class SlurmController(Controller):
             return
         self._step.kill(with_keepers=with_keepers)
         grace_s = 0.0 if with_keepers else self._job.terms.grace_s  # runners wait for keepers
-        if self._clock.unix_s() >= since_unix_s + grace_s + _STUBBORN_S:
+        is_due = self._clock.unix_s() >= since_unix_s + grace_s + _STUBBORN_S
+        if is_due and not self._may_upload():
             commands.kill_steps(self._slurm_id)
+
+    def _may_upload(self) -> bool:
+        """Return True if all commands have ended, and the nodes have time for their uploads."""
+        terms = self._uploads.sent
+        return terms is not None and (
+            terms.until_unix_s is None or time.time() < terms.until_unix_s + _STUBBORN_S
+        )
+
+    @override
+    def _missing_uploads(self) -> str:
+        return self._mounts.left()
 
     @override
     def _machines(self) -> tuple[str, ...]:
@@ -203,8 +241,17 @@ class SlurmController(Controller):
             source = f"Slurm ({signal.Signals(number).name})"
             if not self.state.is_active and not self.has_ended:
                 self._requeue()  # between two attempts: nothing has to be saved
-            elif not self.state.is_noticed:
-                self._apply(NoticeReceived(lead_s, source))
+            elif not self.state.is_noticed and (event := self._notice(lead_s, source)):
+                self._apply(event)
+
+    def _notice(self, lead_s: float, source: str) -> JobEvent | None:
+        """Return the event of a notice. One after the end of all commands limits their uploads."""
+        if self._have_all_ended():
+            self._uploads.limit(time.time() + lead_s)
+        return NoticeReceived(lead_s, source)
+
+    def _have_all_ended(self) -> bool:
+        return len(self.state.outcomes) == self._job.num_nodes
 
     @override
     def _node_events(self) -> Iterator[JobEvent]:
@@ -212,10 +259,65 @@ class SlurmController(Controller):
             return
         for message in self._step.receive():
             self._has_messages = True
+            if self._mounts.note(message):
+                self._store(dataclasses.replace(self._stored, uploads=dict(self._mounts.uploads)))
             if (event := self._event_of_message(message)) is not None:
                 yield event
+        self._open_mounts(self._step)
         if self._step.has_ended:
             yield from self._end_attempt()
+        elif self._mounts.has_some and self._have_all_ended():
+            yield from self._upload(self._step)
+
+    def _open_mounts(self, step: _Step) -> None:
+        """Let the nodes mount, once leftovers of earlier attempts can no longer replace their files."""
+        if step.has_opened or not self._mounts.may_open():
+            return
+        job, records = self._files.job, Records(self._files.job.path.parents[1])
+        shared = {link.target for link in shared_links(job)}
+        for link in shared_links(job):
+            scratch = JobFolder(Path(self._mounts.common_path(link.key)))
+            create_links(
+                [one for one in moved_links(job, scratch) if one.target in shared],
+                is_in_use=lambda target: is_link_used(records, job, target),
+                is_of_job=is_scratch_path,
+            )
+        step.has_opened = True
+        step.send(messages.OpenMounts())
+
+    def _upload(self, step: _Step) -> Iterator[JobEvent]:
+        """Give the nodes the terms of their uploads, and yield what is missing."""
+        timers = self._timers
+        notice_unix_s = (
+            None if timers.tell_until_unix_s is None else self._clock.machine_unix_s(timers.tell_until_unix_s)
+        )
+        if terms := self._uploads.take(self.state, notice_unix_s, leaves=self._leaves_machines()):
+            step.send(terms)
+        missing = self._mounts.missing()
+        if missing and self.state.status in (JobStatus.RUNNING, JobStatus.WINDING_DOWN):
+            yield Uploading(self.state.attempt, missing)
+
+    def _leaves_machines(self) -> bool:
+        """Return True if the job ends with this attempt, or continues on other machines."""
+        event = AttemptExited(self.state.attempt, self._has_advanced())
+        after, _ = advance(self.state, event, self._policy)
+        return (
+            after.status.is_final
+            or self._uploads.is_limited
+            or _needs_other_machines(self.state, self._job.num_nodes)
+        )
+
+    def _can_resume(self) -> bool:
+        """Return True if only the uploads of the attempt are incomplete, and can be continued."""
+        return (
+            self._have_all_ended()
+            and all(one.is_success for one in self.state.outcomes.values())
+            and not self._mounts.is_confirmed()
+            and not self._uploads.is_limited
+            and not self.state.is_noticed
+            and self.state.status is not JobStatus.CANCELLING
+            and self._num_resumed < _MAX_SILENT
+        )
 
     def _event_of_message(self, message: messages.Message) -> JobEvent | None:
         attempt, num_nodes = self.state.attempt, self._job.num_nodes
@@ -223,14 +325,14 @@ class SlurmController(Controller):
             self._running.add(message.node)
             return NodesRunning(attempt) if len(self._running) == num_nodes else None
         if isinstance(message, messages.NodeNoticed):
-            return None if self.state.is_noticed else NoticeReceived(message.lead_s, message.source)
+            return None if self.state.is_noticed else self._notice(message.lead_s, message.source)
         if isinstance(message, messages.NoticeSent):
             self._num_listening[message.node] = message.num_listening
             is_complete = len(self._num_listening.keys() | self.state.outcomes.keys()) == num_nodes
             return NoticeDelivered(attempt, sum(self._num_listening.values())) if is_complete else None
         if isinstance(message, messages.NodeEnded):
             return NodeExited(attempt, message.node, message.outcome)
-        if not isinstance(message, messages.RunnerStarted):
+        if not isinstance(message, (messages.RunnerStarted, *_ABOUT_MOUNTS)):
             _log.warning("unexpected message: %s", message)
         return None
 
@@ -247,9 +349,20 @@ class SlurmController(Controller):
                 f"srun could not start the nodes, {num_silent} times (see {self._files.output})"
             )
             return
-        yield AttemptExited(before.attempt, self._has_advanced())
-        if self.state.status is JobStatus.RECOVERING and _needs_other_machines(before, self._job.num_nodes):
+        self._mounts.read_ends(self._files.job, before.attempt)
+        if self._can_resume():  # only runners were lost: others take their places
+            self._num_resumed += 1
+            self._is_started = False
+            return
+        leaves = self._leaves_machines()
+        lost = self._mounts.lost() if leaves else ""
+        yield AttemptExited(before.attempt, self._has_advanced(), lost)
+        if self.state.status is JobStatus.RECOVERING and leaves:
             self._requeue()
+
+    def remove_links(self) -> None:
+        """Remove the links of the mounts, which lead to files on the nodes."""
+        remove_shared_links(self._files.job, self._job.task_id)
 
     def _requeue(self) -> None:
         """Let Slurm start the job again, on the machines that it then finds."""
@@ -309,6 +422,8 @@ class _Step:
         self._killed: messages.KillProcesses | None = None
         self.has_ended = False
         """True once no runner is left."""
+        self.has_opened = False
+        """True once the nodes may mount."""
 
     @property
     def fd(self) -> int:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing_extensions import override
 
 from holdfast.entry import command
-from holdfast.errors import HoldfastError, RetryLater, Unsupported
+from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.private_targets import is_private_target
-from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links
-from holdfast.jobs.node.mounts.validation import validate
+from holdfast.jobs.node.mounts.relocation import fixed_links, shared_links
+from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, link_user, remove_links
+from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.scripts import write_scripts
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
 from holdfast.jobs.node.workdir_link import workdir_links
@@ -27,6 +28,7 @@ from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.slurm import commands
+from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.commands import Queued
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState, SubmittedJob
 from holdfast.jobs.slurm.options import grace_s, wanted_options
@@ -35,7 +37,7 @@ from holdfast.jobs.slurm.states import current_state
 from holdfast.jobs.slurm.unsupported_keys import unsupported_keys
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.model import MountMode, Task
+from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import Timers
 from holdfast.linux.files import write_atomic
 
@@ -78,11 +80,6 @@ class SlurmEngine(RecordedEngine):
         check_workdir(task)
         for mount in task.file_mounts:
             where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
-            if mount.is_remote or mount.mode is MountMode.MOUNT_CACHED:
-                raise Unsupported(
-                    f"{where}: buckets cannot be mounted on Slurm in this version. Pass the URL to the "
-                    "training as its home, with local= for a fast disk. Nothing was started."
-                )
             target = Path(mount.target).expanduser()
             is_shared = not target.is_absolute() or target.is_relative_to(Path.home())
             if not is_shared and not is_private_target(target):
@@ -90,12 +87,13 @@ class SlurmEngine(RecordedEngine):
                     f"{where}: on Slurm, only paths below ~ or relative to the workdir are visible on "
                     "all nodes. Choose such a path. Nothing was started."
                 )
-        validate(task, self._state)
+        validate(task, self._state, runs_here=False)
 
     @override
     def submit(self, task: Task) -> Job:
         self.check(task)
         commands.require()
+        validate_sources(task, self._state)
         now_s = time.time()
         spec = JobSpec(
             task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser(), []
@@ -155,8 +153,17 @@ class SlurmEngine(RecordedEngine):
         create_workdir(task, folder)
         records = self._records()
         place(task, folder, self._state, workdir_links(task, folder, records))
+        for link in shared_links(folder):  # created when the nodes have their folders, but refused now
+            if (user := link_user(records, folder, link.target)) is not None:
+                raise Conflict(
+                    f"{task.path}: file_mounts.{link.key}: job {user} has a mount there until it "
+                    "has ended, and all nodes see the same link. Choose another path, such as one "
+                    "relative to the workdir."
+                )
         create_links(
-            folder, is_in_use=lambda target: is_link_used(records, folder, target), state=self._state
+            fixed_links(folder),
+            is_in_use=lambda target: is_link_used(records, folder, target),
+            is_of_job=lambda path: path.is_relative_to(self._state),
         )
         write_atomic(files.script, self._script(task, str(number), task_id).text())
 
@@ -233,7 +240,10 @@ class SlurmEngine(RecordedEngine):
             state = commands.query_accounting(slurm_id)
             life, queued = story.life, None if state is None else Queued(state, "")
         is_cancelled = any(one.kind == "cancel" for one in files.requests())
-        return current_state(life, queued, is_cancelled=is_cancelled, output=str(files.output))
+        missing = ClusterMounts(files.job, record.spec.num_nodes, story.uploads).left()
+        return current_state(
+            life, queued, is_cancelled=is_cancelled, output=str(files.output), missing=missing
+        )
 
     # -- requests --------------------------------------------------------------------------------------------
 

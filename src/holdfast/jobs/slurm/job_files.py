@@ -37,6 +37,16 @@ class SubmittedJob:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeUploads:
+    """Uploads of a node in the newest attempt."""
+
+    machine: str
+    path: str  # scratch folder of the job on the machine
+    missing: str | None = None  # files that are not in their buckets at the end; None: not known
+    is_settled: bool = False  # another upload would not send them either
+
+
+@dataclass(frozen=True, slots=True)
 class SlurmJobState:
     """State of the job, as recorded by its controller."""
 
@@ -46,6 +56,7 @@ class SlurmJobState:
     step_before: int | None = None  # newest checkpoint when the attempt began
     num_answered: int = 0  # requests
     num_silent: int = 0  # attempts in a row without any message from a node
+    uploads: Mapping[int, NodeUploads] = field(default_factory=dict)  # by node, if the job has mounts
     started_unix_s: float | None = None
     ended_unix_s: float | None = None
 

@@ -52,6 +52,52 @@ class NodeEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class ScratchOpened:
+    """The node has opened the scratch folder of the job on its machine."""
+
+    node: int
+    machine: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoversSent:
+    """The node has uploaded what earlier attempts have left on its machine."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUploading:
+    """The node's commands have ended, and some of their files are not uploaded yet."""
+
+    node: int
+    missing: str  # for people
+
+
+@dataclass(frozen=True, slots=True)
+class UploadsEnded:
+    """The node uploads nothing more."""
+
+    node: int
+    missing: str  # files that are not in their buckets, for people
+    is_settled: bool  # True if another upload would not send them either, as for a symbolic link
+
+
+@dataclass(frozen=True, slots=True)
+class OpenMounts:
+    """Request to the nodes: mount, as all of them have uploaded what earlier attempts have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndUploads:
+    """Request to the nodes: unmount, and upload until a deadline. All their commands have ended."""
+
+    until_unix_s: float | None  # None: as long as it takes
+    removes: bool  # remove the scratch folder, as the job leaves the machine
+
+
+@dataclass(frozen=True, slots=True)
 class NotifyProcesses:
     """Request to the nodes: send a notice to your processes."""
 
@@ -66,7 +112,21 @@ class KillProcesses:
     with_keepers: bool
 
 
-Message = RunnerStarted | NodeRunning | NodeNoticed | NoticeSent | NodeEnded | NotifyProcesses | KillProcesses
+Message = (
+    RunnerStarted
+    | NodeRunning
+    | NodeNoticed
+    | NoticeSent
+    | NodeEnded
+    | ScratchOpened
+    | LeftoversSent
+    | NodeUploading
+    | UploadsEnded
+    | OpenMounts
+    | EndUploads
+    | NotifyProcesses
+    | KillProcesses
+)
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

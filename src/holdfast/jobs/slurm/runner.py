@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -11,14 +12,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.entry import command
 from holdfast.environment import read_integer
+from holdfast.errors import HoldfastError
 from holdfast.jobs.environment import Node, run_environment, setup_environment, tag
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
+from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
+from holdfast.jobs.node.mounts.scratch import ScratchOwner
+from holdfast.jobs.node.mounts.unsent_files import write_unsent
 from holdfast.jobs.node.scripts import node_variables
-from holdfast.jobs.node.spec import NodeSpec, read_outcome
+from holdfast.jobs.node.spec import NodeSpec, read_outcome, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
@@ -28,9 +34,13 @@ from holdfast.linux.wakeup_pipe import WakeupPipe
 from holdfast.notice.file import write_notice
 from holdfast.notice.preemption import Notice
 
+if TYPE_CHECKING:
+    from holdfast.jobs.slurm.node_mounts import NodeMounts
+
 KILL_WAIT_S = 30.0
 """Slurm's default time between SIGTERM and SIGKILL, its option KillWait."""
 _LOOK_S = 1.0
+_NO_MOUNTS = 1
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -79,9 +89,12 @@ class _Runner:
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
         # Not in the job's folder, whose file system may not support pipes.
         self._room = tempfile.TemporaryDirectory(prefix="holdfast-node-")
-        bell = Path(self._room.name) / "bell"
-        self._wakeup = WakeupPipe(bell)
-        self._plan = _plan(self._facts, folder, attempt, self._rank, addresses, num_gpus, str(bell))
+        self._bell = Path(self._room.name) / "bell"
+        self._wakeup = WakeupPipe(self._bell)
+        self._plan = _plan(self._facts, folder, attempt, self._rank, addresses, num_gpus, str(self._bell))
+        self._mounts = self._find_mounts()
+        self._has_scratch = self._has_sent_leftovers = False
+        self._terms: messages.EndUploads | None = None  # for the uploads, from the controller
         self._inbox = Inbox()
         self._is_notified = self._is_killed = self._has_run = False
         self._kills_keepers = False
@@ -102,18 +115,99 @@ class _Runner:
         adopt_orphans()  # keepers are reparented to the runner when the agent exits
         self._send(messages.RunnerStarted(self._rank))
         sweep(self._folder, self._attempt)
-        self._start()
-        poll = select.poll()
+        self._poller = select.poll()
         for fd in (0, self._wakeup.fd):
-            poll.register(fd, select.POLLIN)
+            self._poller.register(fd, select.POLLIN)
+        if read_outcome(self._node.ended) is not None:
+            self._reopen_mounts()  # an earlier runner of the attempt was killed during its uploads
+        elif why := self._open_mounts():
+            self._refuse(why)
+        else:
+            self._start()
         while not self._has_ended():
-            for fd, _ in poll.poll(_LOOK_S * 1000):
-                if fd == 0 and not self._handle_requests():
-                    poll.unregister(0)
-            self._wakeup.clear()
-            self._poll()
+            self._turn()
         self._send(messages.NodeEnded(self._rank, self._outcome()))
         self._let_keepers_finish()
+        if self._has_scratch:
+            self._end_mounts()
+
+    def _turn(self) -> None:
+        """Wait for an event, and handle what has happened."""
+        for fd, _ in self._poller.poll(_LOOK_S * 1000):
+            if fd == 0 and not self._handle_requests():
+                self._poller.unregister(0)
+                self._terms = self._terms or messages.EndUploads(time.time() + self._grace_s, removes=False)
+        self._wakeup.clear()
+        self._poll()
+
+    # -- mounts ----------------------------------------------------------------------------------------------
+
+    def _find_mounts(self) -> NodeMounts | None:
+        """Return the mounts on the node's disk. None: the job does not have any."""
+        if not read_mount_specs(self._folder):
+            return None
+        # Here, because it takes as long to import as all else, and most jobs do not need it.
+        from holdfast.jobs.slurm.node_mounts import NodeMounts
+
+        return NodeMounts(
+            self._folder,
+            ScratchOwner(self._facts.task_id, str(self._folder.path), _machine()),
+            self._attempt,
+            self._rank,
+            log=self._folder.log(self._rank),
+            environment={**os.environ, **self._facts.task_environment},
+        )
+
+    def _open_mounts(self) -> str:
+        """Open the mounts of a new attempt. Return why that is not possible, or an empty string."""
+        if self._mounts is None:
+            return ""
+        try:
+            self._mounts.open(self._bell, num_nodes=self._facts.num_nodes)
+        except (HoldfastError, OSError) as error:
+            return str(error)
+        self._use_scratch(self._mounts.scratch)
+        return ""
+
+    def _reopen_mounts(self) -> None:
+        if self._mounts is not None and self._mounts.reopen(self._bell):
+            self._use_scratch(self._mounts.scratch)
+
+    def _use_scratch(self, scratch: JobFolder) -> None:
+        self._has_scratch = True
+        self._plan = dataclasses.replace(self._plan, scratch=str(scratch.path))
+        self._send(messages.ScratchOpened(self._rank, _machine(), str(scratch.path)))
+
+    def _refuse(self, why: str) -> None:
+        """End the node without starting its commands."""
+        with Path(self._plan.log).open("a") as log:
+            log.write(f"{self._plan.headline}\nholdfast: the job cannot start: {why}\n")
+        self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reserve_outcome(self._node.ended)
+        write_outcome(self._node.ended, Outcome(Phase.SETUP, code=_NO_MOUNTS))
+
+    def _end_mounts(self) -> None:
+        """Unmount, and upload until everything is in the buckets, or the time is over."""
+        assert self._mounts is not None
+        shown = ""
+        while not self._mounts.are_over(self._upload_until_unix_s(), self._has_keepers):
+            if (missing := self._mounts.missing()) and missing != shown:
+                shown = missing
+                self._send(messages.NodeUploading(self._rank, missing))
+            self._turn()
+            processes.reap()
+        while self._terms is None:  # all nodes end their commands before one gives its machine back
+            self._turn()
+        unsent = self._mounts.end()
+        write_unsent(self._node.unsent, unsent)  # a controller that takes over reads it
+        if self._terms.removes:
+            self._mounts.remove()
+        self._send(messages.UploadsEnded(self._rank, unsent.told, unsent.is_settled))
+
+    def _upload_until_unix_s(self) -> float | None:
+        if self._kills_keepers:
+            return 0.0
+        return None if self._terms is None else self._terms.until_unix_s
 
     # -- the agent ------------------------------------------------------------------------------------------
 
@@ -159,8 +253,16 @@ class _Runner:
         if not self._has_run and self._node.running.exists():
             self._has_run = True
             self._send(messages.NodeRunning(self._rank))
+        if self._has_scratch and not self._has_sent_leftovers:
+            self._poll_leftovers()
         if self._is_killed and (left := self._left()):
             processes.kill(left)
+
+    def _poll_leftovers(self) -> None:
+        assert self._mounts is not None
+        if self._mounts.are_leftovers_sent:
+            self._has_sent_leftovers = True
+            self._send(messages.LeftoversSent(self._rank))
 
     # -- notices and orders ----------------------------------------------------------------------------------
 
@@ -179,6 +281,12 @@ class _Runner:
             elif isinstance(message, messages.KillProcesses):
                 self._is_killed = True
                 self._kills_keepers = message.with_keepers
+                if self._mounts is not None and self._has_scratch:
+                    self._mounts.stop()
+            elif isinstance(message, messages.OpenMounts) and self._mounts is not None and self._has_scratch:
+                self._mounts.allow()
+            elif isinstance(message, messages.EndUploads):
+                self._terms = message
         return bool(data)
 
     def _notify(self, message: messages.NotifyProcesses) -> int:
@@ -203,15 +311,28 @@ class _Runner:
 
     def _let_keepers_finish(self) -> None:
         """Wait for keepers, which may hold the last save: Slurm kills them when the runner exits."""
-        keepers = [
-            one for one in processes.descendants(os.getpid(), processes.snapshot()) if one.exits_by_itself
-        ]
-        if not self._kills_keepers:
-            processes.wait_exited(keepers, self._facts.terms.grace_s)
+        give_up_s = time.monotonic() + self._grace_s
+        while self._has_keepers() and not self._kills_keepers and time.monotonic() < give_up_s:
+            self._turn()
+            processes.reap()
+
+    def _has_keepers(self) -> bool:
+        found = processes.descendants(os.getpid(), processes.snapshot())
+        if self._has_scratch:  # uploaders have a deadline of their own
+            return any(one.is_keeper for one in found)
+        return any(one.exits_by_itself for one in found)
+
+    @property
+    def _grace_s(self) -> float:
+        return self._facts.terms.grace_s
 
     def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # srun is gone, so Slurm ends the runner
             os.write(1, write(message))
+
+
+def _machine() -> str:
+    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
 
 def _plan(
@@ -241,7 +362,7 @@ def _plan(
     # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
     base = {"HOLDFAST_KEEP_IN_MEMORY": "0", **os.environ}
     # `setup` is per machine, and another attempt may use others.
-    machine = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    machine = _machine()
     set_up = folder.workdir(rank).parent / f"set-up.{machine}"
     where = f" on node {rank} ({machine})" if facts.num_nodes > 1 else f" on {machine}"
     variables = node_variables(facts.task_environment, folder, rank)

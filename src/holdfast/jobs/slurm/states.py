@@ -16,7 +16,9 @@ _SOON_AGAIN = frozenset({"PREEMPTED", "NODE_FAIL", "BOOT_FAIL"})
 """States after which Slurm requeues a job by itself."""
 
 
-def current_state(life: JobState, queued: Queued | None, *, is_cancelled: bool, output: str) -> JobState:
+def current_state(
+    life: JobState, queued: Queued | None, *, is_cancelled: bool, output: str, missing: str = ""
+) -> JobState:
     """Return the current state of a job.
 
     Args:
@@ -24,6 +26,7 @@ def current_state(life: JobState, queued: Queued | None, *, is_cancelled: bool, 
         queued: Slurm's answer, or None if Slurm has forgotten the job.
         is_cancelled: True if a user has cancelled the job.
         output: file with more details, for messages.
+        missing: files that are not in their buckets, as far as known.
     """
     if life.status.is_final:
         return life
@@ -32,7 +35,8 @@ def current_state(life: JobState, queued: Queued | None, *, is_cancelled: bool, 
     if queued is not None and queued.state in _THERE:
         status = JobStatus.STARTING if life.status is JobStatus.PENDING else life.status
         return dataclasses.replace(life, status=status)
-    return _ended(life, queued, is_cancelled=is_cancelled, output=output)
+    ended = _ended(life, queued, is_cancelled=is_cancelled, output=output)
+    return dataclasses.replace(ended, reason="; ".join(filter(None, (ended.reason, missing))))
 
 
 def _waiting(life: JobState, queued: Queued, *, is_cancelled: bool) -> JobState:

@@ -13,6 +13,7 @@ from holdfast.jobs.task.model import Task
 from holdfast.jobs.unsupported_keys import (
     CHOICE_KEYS,
     UNUSED_KEYS,
+    find_cache_settings,
     find_mounts_in_place,
     find_unsupported_keys,
     value_at,
@@ -37,7 +38,7 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
     found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_sizes(task), *_choices(task), *_infra(task)]
-    found += [*_config(task), *_buckets(task), *find_mounts_in_place(task)]
+    found += [*_config(task), *_buckets(task), *find_mounts_in_place(task), *find_cache_settings(task)]
     found += [
         UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
     ]

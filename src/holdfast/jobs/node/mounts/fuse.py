@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,28 @@ from holdfast.errors import Conflict
 from holdfast.linux.mounts import mount_points
 
 _LIMIT_S = 30.0
+_DEVICE = Path("/dev/fuse")
+
+
+def missing_programs() -> list[str]:
+    """Return what this machine lacks for mounting a bucket, and how to get it."""
+    lacking = []
+    if shutil.which("rclone") is None:
+        lacking.append("the program rclone (`apt-get install rclone`, or from rclone.org)")
+    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
+        lacking.append("the program fusermount3 (`apt-get install fuse3`)")
+    if not os.access(_DEVICE, os.R_OK | os.W_OK):
+        lacking.append(f"{_DEVICE} (in a container: `--device /dev/fuse --cap-add SYS_ADMIN`)")
+    return lacking
+
+
+def missing_message(source: str, lacking: list[str]) -> str:
+    """Return why a bucket cannot be mounted on this machine, and what to use instead."""
+    return (
+        f"mounting {source} as a file system requires {' and '.join(lacking)}. Alternatively, "
+        "`mode: MOUNT_CACHED` writes to the bucket through a local directory, and `mode: COPY` copies it to "
+        "this machine."
+    )
 
 
 def mounted_below(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,15 +32,17 @@ class MountLease:
     Args:
         attempt: folder of the attempt.
         log: log of the mounter, if this node starts it.
+        environment: returns the environment of the mounter, with the job's credentials. It raises
+            `FileNotFoundError` if the job has ended.
     """
 
-    def __init__(self, attempt: Path, log: Path) -> None:
-        self._job = JobFolder(attempt.parents[1])
+    def __init__(self, attempt: Path, log: Path, environment: Callable[[], Mapping[str, str]]) -> None:
         self._attempt = attempt
+        self._environment = environment
         self._folder = attempt / "mounter"
         self._again_s, self._num_starts = 0.0, 0
         self._log = log
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):
             os.mkfifo(self._folder / HOLDERS, 0o600)
         self._fd = os.open(self._folder / HOLDERS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -91,7 +93,7 @@ class MountLease:
         if locks.is_held(lock):
             return False
         try:
-            environment = job_environment(self._job)
+            environment = self._environment()
         except FileNotFoundError:
             return False  # the job has ended, and this node is being killed
         return spawn_once("mounter", self._folder, log=self._log, lock=lock, environment=environment)

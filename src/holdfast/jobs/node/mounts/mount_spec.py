@@ -30,6 +30,7 @@ class MountSpec:
     key: str  # key in the task file, for messages
     is_read_only: bool = False
     fetch_bytes: int | None = None  # limit for the download into a write-back directory
+    is_shared: bool = False  # other machines mount the same place in the same attempt
 
 
 def write_mount_specs(folder: JobFolder, specs: list[MountSpec]) -> None:
@@ -48,7 +49,12 @@ def read_mount_specs(folder: JobFolder) -> list[MountSpec]:
 
 def caches(folder: JobFolder) -> list[MountSpec]:
     """Return the write-back directories among a job's mounts."""
-    return [spec for spec in read_mount_specs(folder) if spec.kind is MountKind.CACHE]
+    return caches_of(read_mount_specs(folder))
+
+
+def caches_of(specs: list[MountSpec]) -> list[MountSpec]:
+    """Return the write-back directories among mounts."""
+    return [spec for spec in specs if spec.kind is MountKind.CACHE]
 
 
 def _document(folder: JobFolder) -> Path:

@@ -6,29 +6,33 @@ import json
 import os
 import select
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.cache_mount import mount_write_back
 from holdfast.jobs.node.mounts.download import download
 from holdfast.jobs.node.mounts.lease import HOLDERS, READY
-from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, read_mount_specs
+from holdfast.jobs.node.mounts.leftovers import aside_folder, send_leftovers
+from holdfast.jobs.node.mounts.log_line import log_line
+from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, caches_of, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
+from holdfast.jobs.node.mounts.scratch import read_scratch_owner
 from holdfast.jobs.records import Records
 from holdfast.linux.files import write_atomic
 from holdfast.linux.wakeup_pipe import wake
 from holdfast.units import format_duration
-from holdfast.writeback import Mount, mount
+from holdfast.writeback import Mount
 from holdfast.writeback.status import has_uploader
 
 _CHECK_S = 1.0  # between two checks of the mounts
-_SLICE_S = 0.2  # interval for checking whether a mount in progress is still wanted
 _PATIENCE_S = 300.0  # time limit for retrying a failing store, in addition to the store's own retries
 _PAUSE_S = 2.0
+_OPEN_S = 0.1
+SENT, OPEN = "sent", "open"
+"""Files of a mounter with a scratch folder: leftovers are uploaded; those of all machines are."""
 
 
 def serve(folder: Path) -> None:
@@ -42,9 +46,13 @@ def serve(folder: Path) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     job = JobFolder(folder.parents[2])
-    owner = Records(job.path.parents[1]).get(int(job.path.name)).task_id
+    scratch = read_scratch_owner(job)
+    owner = scratch.task_id if scratch else Records(job.path.parents[1]).get(int(job.path.name)).task_id
     mounter = Mounter(folder, read_mount_specs(job), int(folder.parent.name), owner)
     try:
+        if scratch:
+            mounter.send_leftovers()
+            mounter.wait_for_others()
         mounter.mount_all()
         mounter.keep()
     except HoldfastError as error:
@@ -53,12 +61,6 @@ def serve(folder: Path) -> None:
     finally:
         mounter.close()
         wake(job.bell)
-
-
-def log_line(text: str) -> None:
-    """Write a line to the log of the node that started this process."""
-    sys.stdout.write(f"holdfast: {time.strftime('%F %T')} {text}\n")
-    sys.stdout.flush()
 
 
 class Mounter:
@@ -77,6 +79,34 @@ class Mounter:
         self._holders_fd = os.open(folder / HOLDERS, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         # A FIFO that never had a writer does not report that it has none.
         os.close(os.open(folder / HOLDERS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+
+    def send_leftovers(self) -> None:
+        """Upload what earlier attempts have left on this machine, and record that.
+
+        Raises:
+            HoldfastError: see `leftovers.send_leftovers`.
+        """
+        for spec in caches_of(self._specs):
+            self._patiently(
+                lambda spec=spec: send_leftovers(
+                    spec, self._owner, self._attempt, is_wanted=self.is_wanted, log=log_line
+                )
+            )
+        (self._folder / SENT).touch()
+
+    def wait_for_others(self) -> None:
+        """Wait until all machines have sent their leftovers.
+
+        Otherwise an old file of one could replace a new one of another.
+
+        Raises:
+            RetryLater: the attempt was ended meanwhile.
+
+        Blocks: until then.
+        """
+        while not (self._folder / OPEN).exists():
+            if not self.is_wanted(_OPEN_S):
+                raise RetryLater("the attempt was ended while it waited for the other nodes")
 
     def mount_all(self) -> None:
         """Mount everything, and record that it is ready.
@@ -155,48 +185,10 @@ class Mounter:
         if (before := self._caches.pop(spec, None)) is not None:
             before.close()
         self._caches[spec] = held
+        if aside := aside_folder(spec):
+            log_line(f"files of earlier attempts that the bucket has newer versions of are in {aside}")
 
     def _is_there(self, spec: MountSpec) -> bool:
         if spec.kind is MountKind.CACHE:
             return spec in self._caches and has_uploader(Path(spec.path))
         return spec.kind is MountKind.COPY or (spec in self._buckets and self._buckets[spec].lives)
-
-
-def mount_write_back(
-    spec: MountSpec, owner: str, attempt: int, is_wanted: Callable[[], bool], *, fetch: bool = True
-) -> Mount:
-    """Mount a write-back directory, or join its uploader.
-
-    Raises:
-        HoldfastError: see `holdfast.writeback.mount`.
-
-    Blocks: until it is mounted or no longer wanted.
-    """
-    held: list[Mount | HoldfastError] = []
-
-    def make() -> None:
-        try:
-            held.append(
-                mount(
-                    spec.path,
-                    spec.place,
-                    fetch=fetch,
-                    fetch_bytes=spec.fetch_bytes,
-                    owner=owner,
-                    attempt=attempt,
-                    timeout_s=None,
-                )
-            )
-        except HoldfastError as error:
-            held.append(error)
-
-    # In a thread, as it may take as long as the bucket's retries, while this process may have to exit.
-    making = threading.Thread(target=make, daemon=True)
-    making.start()
-    while making.is_alive():
-        making.join(_SLICE_S)
-        if making.is_alive() and not is_wanted():
-            raise RetryLater(f"Mounting {spec.place} was stopped: no process waits for it any more.")
-    if isinstance(held[0], HoldfastError):
-        raise held[0]
-    return held[0]

@@ -54,10 +54,12 @@ class BucketMount:
 
         Raises:
             RetryLater: the mount was not ready in time, or rclone failed. Includes rclone's output.
-            Unsupported: rclone is not installed.
+            Unsupported: rclone or FUSE is missing on this machine.
 
         Blocks: until the kernel lists the mount.
         """
+        if lacking := fuse.missing_programs():
+            raise Unsupported(f"{self._spec.key}: {fuse.missing_message(self._spec.place, lacking)}")
         self.close()
         fuse.unmount_below(self._path)
         self._path.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from holdfast.errors import Conflict, InvalidInput
@@ -13,22 +13,25 @@ from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
 
 
-def create_links(folder: JobFolder, *, is_in_use: Callable[[str], bool], state: Path) -> None:
-    """Create all links of a job that do not exist yet, except private ones.
+def create_links(
+    links: Iterable[Link], *, is_in_use: Callable[[str], bool], is_of_job: Callable[[Path], bool]
+) -> None:
+    """Create links of a job that do not exist yet.
 
     Args:
+        links: its links; see `visible_links`.
         is_in_use: returns True if another running job needs the link at a path.
-        state: folder of all jobs. Unused links into it may be replaced.
+        is_of_job: returns True if a path is of a job. Unused links to such paths may be replaced.
 
     Raises:
         Conflict: another file is at a mount point.
         InvalidInput: a link cannot be created.
     """
-    for link in _visible(folder):
+    for link in links:
         target = Path(link.target)
         if target.is_symlink() and str(target.readlink()) == link.source:
             continue
-        if target.is_symlink() and target.readlink().is_relative_to(state) and not is_in_use(link.target):
+        if target.is_symlink() and is_of_job(target.readlink()) and not is_in_use(link.target):
             target.unlink()
         if target.exists() or target.is_symlink():
             raise Conflict(
@@ -47,9 +50,16 @@ def create_links(folder: JobFolder, *, is_in_use: Callable[[str], bool], state: 
 
 def remove_links(folder: JobFolder) -> None:
     """Remove links to files in the job's own folder. Other links stay."""
-    for link in _visible(folder):
+    remove_exact_links(
+        link for link in visible_links(folder) if Path(link.source).is_relative_to(folder.path)
+    )
+
+
+def remove_exact_links(links: Iterable[Link]) -> None:
+    """Remove links that still lead to their sources."""
+    for link in links:
         target = Path(link.target)
-        if Path(link.source).is_relative_to(folder.path) and target.is_symlink():
+        if target.is_symlink():
             with contextlib.suppress(OSError):
                 if str(target.readlink()) == link.source:
                     target.unlink()
@@ -69,13 +79,14 @@ def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
         (
             number
             for number, place in places.items()
-            if place.path != folder.path and any(link.target == target for link in _visible(place))
+            if place.path != folder.path and any(link.target == target for link in visible_links(place))
         ),
         None,
     )
 
 
-def _visible(folder: JobFolder) -> list[Link]:
+def visible_links(folder: JobFolder) -> list[Link]:
+    """Return the links of a job that all programs see."""
     return [link for link in read_links(folder) if not link.is_private]
 
 

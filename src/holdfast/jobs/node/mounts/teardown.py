@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from holdfast.errors import Conflict
 from holdfast.jobs.node import processes
@@ -24,10 +25,25 @@ _PAUSE_S = 1.0
 
 
 class Teardown:
-    """Unmounts an attempt's mounts, and waits for uploads of write-back directories."""
+    """Unmounts an attempt's mounts, and waits for uploads of write-back directories.
 
-    def __init__(self, folder: JobFolder, attempt: int) -> None:
+    Args:
+        folder: folder of the job, or its scratch folder on this machine.
+        log: file for the output of the upload watcher. Default: that of the first node.
+        environment: returns the environment of the upload watcher. Default: that of the job.
+    """
+
+    def __init__(
+        self,
+        folder: JobFolder,
+        attempt: int,
+        *,
+        log: Path | None = None,
+        environment: Callable[[], Mapping[str, str]] | None = None,
+    ) -> None:
         self._folder = folder
+        self._log = log or folder.log(0)
+        self._environment = environment or (lambda: job_environment(folder))
         self._path = folder.attempt(attempt)
         self._specs = read_mount_specs(folder)
         self._caches = caches(folder)
@@ -112,7 +128,7 @@ class Teardown:
         spawn_once(
             "upload_watcher",
             self._path,
-            log=self._folder.log(0),
+            log=self._log,
             lock=self._path / "upload_watcher.lock",
-            environment=job_environment(self._folder),
+            environment=self._environment(),
         )

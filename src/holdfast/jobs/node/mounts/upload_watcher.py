@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -11,12 +12,15 @@ from pathlib import Path
 from holdfast import backoff
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.cache_mount import mount_write_back
+from holdfast.jobs.node.mounts.leftovers import mounting_attempt
+from holdfast.jobs.node.mounts.log_line import log_line
 from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
-from holdfast.jobs.node.mounts.mounter import log_line, mount_write_back
+from holdfast.jobs.node.mounts.scratch import read_scratch_owner
 from holdfast.jobs.node.mounts.unsent_files import UNSENT, UnsentFiles, write_unsent
 from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
 from holdfast.jobs.node.spawn import start_controller
-from holdfast.jobs.records import Records
+from holdfast.jobs.records import JobRecord, Records
 from holdfast.linux import locks
 from holdfast.linux.wakeup_pipe import wake
 from holdfast.writeback import DirectoryStatus, Mount, status_of
@@ -33,6 +37,7 @@ def serve(path: Path) -> None:
     """Upload what a job has written until an attempt's end. The caller holds the watcher's lock.
 
     Runs beside the controller, and restarts it if it dies. For a job that has ended, continues for an hour.
+    With a scratch folder, it runs as long as the process that started it.
 
     Args:
         path: folder of the attempt.
@@ -42,8 +47,9 @@ def serve(path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     folder = JobFolder(path.parents[1])
-    owner = Records(folder.path.parents[1]).get(int(folder.path.name)).task_id
-
+    scratch = read_scratch_owner(folder)
+    owner = scratch.task_id if scratch else _record(folder).task_id
+    need = _RunnerNeed() if scratch else _UploadNeed(folder, int(path.name))
     status_log = _StatusLog()
 
     def notify(unsent: UnsentFiles) -> None:
@@ -53,11 +59,15 @@ def serve(path: Path) -> None:
 
     upload_watcher = UploadWatcher(folder, owner, int(path.name), notify)
     try:
-        upload_watcher.run(_UploadNeed(folder, int(path.name)).is_needed)
+        upload_watcher.run(need.is_needed)
     finally:
         upload_watcher.close()
-    if Records(folder.path.parents[1]).get(int(folder.path.name)).life.status.is_final:
+    if not scratch and _record(folder).life.status.is_final:
         remove_copies(folder)
+
+
+def _record(folder: JobFolder) -> JobRecord:
+    return Records(folder.path.parents[1]).get(int(folder.path.name))
 
 
 class _StatusLog:
@@ -89,11 +99,21 @@ class _UploadNeed:
         if locks.is_held(self._folder.lock):
             self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
             return True
-        record = Records(self._folder.path.parents[1]).get(int(self._folder.path.name))
-        if record.life.status.is_final:
+        if _record(self._folder).life.status.is_final:
             return time.monotonic() < self._give_up_s
         start_controller(self._folder)
         return True
+
+
+class _RunnerNeed:
+    """Check whether the process that started this one is still running."""
+
+    def __init__(self) -> None:
+        self._runner = os.getppid()
+
+    def is_needed(self, after_s: float) -> bool:
+        time.sleep(after_s)
+        return os.getppid() == self._runner
 
 
 def upload_status(folder: JobFolder) -> UnsentFiles:
@@ -167,7 +187,9 @@ class _Cache:
             if (status.is_running and self._held is not None) or time.monotonic() < self._again_s:
                 return
             self.close()
-            self._held = mount_write_back(self._spec, self._owner, self._attempt, is_wanted, fetch=False)
+            self._held = mount_write_back(
+                self._spec, self._owner, self._attempt_of_files(), is_wanted, fetch=False
+            )
             self._trouble, self._num_failures = "", 0
         except (Denied, RetryLater) as error:
             self._trouble = str(error)
@@ -175,6 +197,14 @@ class _Cache:
             self._again_s = time.monotonic() + backoff.doubled(self._num_failures, _PAUSE_S, _LONGEST_PAUSE_S)
         except HoldfastError as error:
             self._trouble, self._is_hopeless = str(error), True
+
+    def _attempt_of_files(self) -> int:
+        """Return the attempt to mount the directory for.
+
+        A new attempt would set aside what an earlier one has left in a shared directory.
+        """
+        found = mounting_attempt(Path(self._spec.path), self._owner) if self._spec.is_shared else None
+        return found or self._attempt
 
     def poll(self) -> UnsentFiles:
         """Return the status of the directory's uploads."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.node.folder import bucket_folder
+from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.download import exists
 from holdfast.jobs.node.mounts.fetch_limit import check_fetch, fetch_limit
 from holdfast.jobs.node.mounts.private_targets import (
@@ -24,12 +23,14 @@ from holdfast.store import open_store
 from holdfast.store.address import hide_secrets
 from holdfast.store.endpoints import check_endpoint
 
-_FUSE = Path("/dev/fuse")
 _OF_KERNEL = frozenset({"dev", "proc", "sys"})
 
 
-def validate(task: Task, state: Path) -> None:
+def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
     """Check that all mounts of a task can be created.
+
+    Args:
+        runs_here: True if the job runs on this machine, whose programs are checked.
 
     Raises:
         Unsupported: this machine lacks a required program or feature.
@@ -47,7 +48,7 @@ def validate(task: Task, state: Path) -> None:
         if mount.source is None and "/" in (mount.bucket or ""):
             raise InvalidInput(f"{where}: expected the name of a bucket, found {mount.bucket!r}.")
         if mount.is_remote:
-            _check_remote(mount, where)
+            _check_remote(mount, where, runs_here=runs_here)
         elif mount.source is not None and mount.mode is not MountMode.MOUNT_CACHED:
             _check_there(local_path(mount.source), where)
         if mount.mode is MountMode.MOUNT_CACHED:
@@ -141,12 +142,12 @@ def _check_folder(path: Path, where: str) -> None:
         raise InvalidInput(f"{where}: {path} is a file; mode MOUNT_CACHED is for folders and buckets.")
 
 
-def _check_remote(mount: FileMount, where: str) -> None:
+def _check_remote(mount: FileMount, where: str, *, runs_here: bool) -> None:
     assert mount.source is not None
     with _located(where):
         check_endpoint(mount.source, "The task file")
         open_store(mount.source)
-    if mount.mode is MountMode.MOUNT:
+    if runs_here and mount.mode is MountMode.MOUNT:
         _check_rclone(where, mount.source)
 
 
@@ -159,16 +160,5 @@ def _may_be_there(url: str) -> bool:
 
 
 def _check_rclone(where: str, source: str) -> None:
-    lacking = []
-    if shutil.which("rclone") is None:
-        lacking.append("the program rclone (`apt-get install rclone`, or from rclone.org)")
-    if shutil.which("fusermount3") is None and shutil.which("fusermount") is None:
-        lacking.append("the program fusermount3 (`apt-get install fuse3`)")
-    if not os.access(_FUSE, os.R_OK | os.W_OK):
-        lacking.append(f"{_FUSE} (in a container: `--device /dev/fuse --cap-add SYS_ADMIN`)")
-    if lacking:
-        raise Unsupported(
-            f"{where}: mounting {source} as a file system requires {' and '.join(lacking)}. "
-            "Nothing was started. Alternatively, `mode: MOUNT_CACHED` writes to the bucket through a local "
-            "directory, and `mode: COPY` copies it to this machine."
-        )
+    if lacking := fuse.missing_programs():
+        raise Unsupported(f"{where}: {fuse.missing_message(source, lacking)} Nothing was started.")

@@ -1,0 +1,173 @@
+"""Scratch folder: the files of a job's mounts on one machine, where the job's own folder is on a shared disk.
+
+It has the same files as the folder of a job on a single machine, as far as mounts need them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from string import Template
+
+from holdfast.documents import decode_dataclass
+from holdfast.errors import Conflict, InvalidInput, RetryLater
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
+from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
+from holdfast.privacy import is_private
+
+SCRATCH = "HOLDFAST_SCRATCH"
+"""Variable that names the folder for scratch folders. It may contain other variables of the node."""
+_USUAL = ("SLURM_TMPDIR", "TMPDIR")
+_DEFAULT = "/tmp"
+_OWNER = "owner.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchOwner:
+    """Owner of a scratch folder. Never changes."""
+
+    task_id: str
+    job: str  # path of the job's folder
+    machine: str
+
+
+def scratch_parent(environment: Mapping[str, str]) -> Path:
+    """Return the folder for scratch folders on this machine, which exists.
+
+    Raises:
+        InvalidInput: the setting is not an absolute path.
+        RetryLater: the folder cannot be created.
+    """
+    given = environment.get(SCRATCH)
+    if not given:
+        found = (environment.get(name) for name in _USUAL)
+        return Path(next((path for path in found if path and Path(path).is_dir()), _DEFAULT))
+    path = Path(Template(given).safe_substitute(environment))
+    if not path.is_absolute() or "$" in str(path):
+        raise InvalidInput(f"{SCRATCH}: expected an absolute path, found {given!r}, which means {path} here.")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise RetryLater(f"Cannot create {path}, which {SCRATCH} names: {error.strerror}.") from error
+    return path
+
+
+def scratch_folder(parent: Path, job: JobFolder, task_id: str) -> JobFolder:
+    """Return the scratch folder of a job below a parent. It need not exist."""
+    digest = hashlib.blake2b(f"{job.path}\n{task_id}".encode(), digest_size=6).hexdigest()
+    return JobFolder(parent / f"holdfast-{os.geteuid()}-{job.path.name}-{digest}")
+
+
+def is_scratch_path(path: Path) -> bool:
+    """Return True for a path below a scratch folder of this user."""
+    return any(part.startswith(f"holdfast-{os.geteuid()}-") for part in path.parts)
+
+
+def open_scratch(scratch: JobFolder, owner: ScratchOwner) -> None:
+    """Create a job's scratch folder, or check that an existing one is its own.
+
+    Raises:
+        Conflict: something else has its name, or other machines use it too.
+        RetryLater: it cannot be created, as the disk is full or not writable.
+    """
+    path = scratch.path
+    _check_parent(path.parent)
+    try:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        if not is_private(path):  # made by another user, or a link
+            raise Conflict(
+                f"{path} already exists, and is not a private folder of yours. It was not used. Set "
+                f"{SCRATCH} to a folder of yours on a disk of the node, and launch the job again."
+            )
+        found = read_scratch_owner(scratch) or _claim(scratch, owner)
+    except OSError as error:
+        if isinstance(error, Conflict):
+            raise
+        raise RetryLater(
+            f"Cannot create {path} for the mounts of the job: {error.strerror}. Free some space there, or "
+            f"set {SCRATCH} to another folder on a disk of the node."
+        ) from error
+    if found.machine != owner.machine:
+        raise Conflict(
+            f"{path} belongs to {found.machine}, and this is {owner.machine}: each node needs a folder of "
+            f"its own. Set {SCRATCH} to one that no other node has, such as '/scratch/$SLURMD_NODENAME'."
+        )
+    if found != owner:
+        raise Conflict(f"{path} belongs to the job in {found.job}, and was not used.")
+
+
+def read_scratch_owner(scratch: JobFolder) -> ScratchOwner | None:
+    """Return the owner of a scratch folder, or None for another folder.
+
+    Raises:
+        Corrupt: the document is damaged.
+    """
+    path = scratch.path / _OWNER
+    try:
+        return decode_dataclass(ScratchOwner, path.read_bytes(), str(path), any_text=True)
+    except FileNotFoundError:
+        return None
+
+
+def remove_scratch(scratch: JobFolder) -> bool:
+    """Remove a scratch folder, except for write-back directories that are not uploaded completely.
+
+    Returns:
+        True if nothing is left.
+
+    Raises:
+        Conflict: a file system is still mounted there.
+        OSError: a file cannot be removed.
+
+    Blocks: for a scan of all files.
+    """
+    fuse.unmount_below(scratch.path)
+    remove_copies(scratch)
+    for spec in read_mount_specs(scratch):
+        if spec.kind is MountKind.CACHE and Path(spec.path).exists():
+            return False
+    shutil.rmtree(scratch.path)
+    return True
+
+
+def _check_parent(parent: Path) -> None:
+    """Check that no other user can replace what this one creates in a folder.
+
+    Raises:
+        Conflict: they can.
+        RetryLater: the folder does not exist.
+    """
+    try:
+        found = parent.stat()
+    except OSError as error:
+        raise RetryLater(f"Cannot use {parent} for the mounts of the job: {error.strerror}.") from error
+    is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if is_open and not found.st_mode & stat.S_ISVTX:
+        raise Conflict(
+            f"{parent} can be changed by other users, who could replace the folder of the job. It was not "
+            f"used. Set {SCRATCH} to a folder of yours on a disk of the node."
+        )
+
+
+def _claim(scratch: JobFolder, owner: ScratchOwner) -> ScratchOwner:
+    """Record the owner of a new folder, unless another machine has just done so. Return the owner."""
+    own = scratch.path / f".{_OWNER}.{owner.machine}.{os.getpid()}"
+    try:
+        own.write_text(json.dumps(asdict(owner)))
+        with suppress(FileExistsError):
+            (scratch.path / _OWNER).hardlink_to(own)  # whole or not at all, and only for the first one
+    finally:
+        own.unlink(missing_ok=True)
+    found = read_scratch_owner(scratch)
+    assert found is not None
+    return found

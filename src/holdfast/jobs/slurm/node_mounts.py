@@ -1,0 +1,202 @@
+"""Mounts of a node in one attempt, in the job's scratch folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.errors import Conflict, HoldfastError, Internal, NotFound
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.lease import STOPPED
+from holdfast.jobs.node.mounts.mount_spec import caches
+from holdfast.jobs.node.mounts.mounter import OPEN, SENT
+from holdfast.jobs.node.mounts.relocation import moved_links, write_scratch_mounts
+from holdfast.jobs.node.mounts.scratch import (
+    ScratchOwner,
+    is_scratch_path,
+    open_scratch,
+    read_scratch_owner,
+    remove_scratch,
+    scratch_folder,
+    scratch_parent,
+)
+from holdfast.jobs.node.mounts.symlinks import create_links
+from holdfast.jobs.node.mounts.teardown import Teardown
+from holdfast.jobs.node.mounts.unsent_files import UNSENT, UnsentFiles, read_unsent
+from holdfast.jobs.node.mounts.upload_watcher import upload_status
+from holdfast.log import get_logger
+from holdfast.writeback import status_of
+from holdfast.writeback.status import has_uploader
+
+_log = get_logger("jobs")
+
+_EXIT_S = 5.0
+"""Time limit for an uploader to exit that has nothing left to do."""
+_POLL_S = 0.05
+_RANK = "rank"
+
+
+class NodeMounts:
+    """Mounts of a node, from opening the scratch folder to the end of uploads.
+
+    Args:
+        job: folder of the job.
+        owner: owner of the scratch folder.
+        log: file for the output of the mounts' processes.
+        environment: environment of the job, with its credentials.
+    """
+
+    def __init__(
+        self,
+        job: JobFolder,
+        owner: ScratchOwner,
+        attempt: int,
+        rank: int,
+        *,
+        log: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._job, self._owner = job, owner
+        self._attempt, self._rank = attempt, rank
+        self._log, self._environment = log, environment
+        self._scratch: JobFolder | None = None
+        self._teardown: Teardown | None = None
+
+    @property
+    def scratch(self) -> JobFolder:
+        """The scratch folder, once it is open."""
+        if self._scratch is None:
+            raise Internal("the scratch folder of the job is not open")
+        return self._scratch
+
+    def open(self, bell: Path, *, num_nodes: int) -> None:
+        """Open the scratch folder for a new attempt, and create the workdir's links.
+
+        Args:
+            bell: FIFO that wakes this process.
+
+        Raises:
+            HoldfastError: see `open_scratch` and `create_links`.
+        """
+        scratch = self._locate()
+        open_scratch(scratch, self._owner)
+        path = scratch.attempt(self._attempt)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (path / _RANK).write_text(str(self._rank))
+        write_scratch_mounts(self._job, scratch, is_shared=num_nodes > 1)
+        workdir = self._job.workdir(self._rank)
+        create_links(
+            [link for link in moved_links(self._job, scratch) if Path(link.target).is_relative_to(workdir)],
+            is_in_use=lambda _: False,
+            is_of_job=is_scratch_path,
+        )
+        self._use(scratch, bell)
+
+    def reopen(self, bell: Path) -> bool:
+        """Open the scratch folder to end the uploads of an attempt whose runner was killed.
+
+        Returns:
+            False if the node was on another machine.
+        """
+        scratch = self._locate()
+        if not scratch.path.is_dir() or read_scratch_owner(scratch) != self._owner:
+            return False
+        open_scratch(scratch, self._owner)
+        rank = scratch.attempt(self._attempt) / _RANK
+        if not rank.exists() or rank.read_text() != str(self._rank):
+            return False
+        self._use(scratch, bell)
+        return True
+
+    # -- before the commands ---------------------------------------------------------------------------------
+
+    @property
+    def are_leftovers_sent(self) -> bool:
+        """True if everything that earlier attempts have left here is uploaded."""
+        return (self._mounter / SENT).exists()
+
+    def allow(self) -> None:
+        """Let the mounter mount: no machine has leftovers any more."""
+        self._mounter.mkdir(mode=0o700, exist_ok=True)
+        (self._mounter / OPEN).touch()
+
+    def stop(self) -> None:
+        """Let a node that waits for its mounts end."""
+        (self.scratch.attempt(self._attempt) / STOPPED).touch()
+
+    # -- after the commands ----------------------------------------------------------------------------------
+
+    def are_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
+        """Make progress with unmounting and uploading; return True if nothing more happens.
+
+        Args:
+            until_unix_s: deadline of uploads. None: as long as it takes.
+            has_keepers: returns True if keepers of the attempt may still write.
+        """
+        assert self._teardown is not None
+        try:
+            if self._teardown.is_over(until_unix_s, has_keepers):
+                return True
+        except Conflict:  # nothing more can be uploaded: `end` returns what is missing
+            return True
+        unsent = read_unsent(self.scratch.attempt(self._attempt) / UNSENT)
+        return unsent is not None and unsent.is_hopeless
+
+    def missing(self) -> str:
+        """Return which files are not uploaded yet, as the upload watcher has recorded."""
+        assert self._teardown is not None
+        return self._teardown.missing()
+
+    def end(self) -> UnsentFiles:
+        """End all processes of the mounts, and return which files are not in their buckets.
+
+        Blocks: for a scan of all files, and some seconds for uploaders.
+        """
+        path = self.scratch.attempt(self._attempt)
+        processes.kill(
+            [*processes.servants("upload_watcher", path), *processes.servants("mounter", self._mounter)]
+        )
+        for spec in caches(self.scratch):
+            _end_uploader(Path(spec.path))
+        unsent = upload_status(self.scratch)
+        told = f"on {self._owner.machine}, {unsent.told}" if unsent.told else ""
+        return dataclasses.replace(unsent, told=told)
+
+    def remove(self) -> None:
+        """Remove the scratch folder. Files that are not uploaded stay."""
+        try:
+            remove_scratch(self.scratch)
+        except (HoldfastError, OSError) as error:  # it costs disk space only
+            _log.warning("%s on %s was not removed: %s", self.scratch.path, self._owner.machine, error)
+
+    # -- folders ---------------------------------------------------------------------------------------------
+
+    def _locate(self) -> JobFolder:
+        return scratch_folder(scratch_parent(self._environment), self._job, self._owner.task_id)
+
+    def _use(self, scratch: JobFolder, bell: Path) -> None:
+        scratch.bell.unlink(missing_ok=True)
+        scratch.bell.symlink_to(bell)
+        self._scratch = scratch
+        self._teardown = Teardown(
+            scratch, self._attempt, log=self._log, environment=lambda: self._environment
+        )
+
+    @property
+    def _mounter(self) -> Path:
+        return self.scratch.attempt(self._attempt) / "mounter"
+
+
+def _end_uploader(path: Path) -> None:
+    """Wait until an uploader without work has exited, and kill one that has some."""
+    with suppress(NotFound):
+        status = status_of(path)
+        give_up_s = time.monotonic() + (_EXIT_S if status.is_settled else 0.0)
+        while has_uploader(path) and time.monotonic() < give_up_s:
+            time.sleep(_POLL_S)
+        if (pid := status_of(path).pid) is not None and (process := processes.find(pid)) is not None:
+            processes.kill([process])

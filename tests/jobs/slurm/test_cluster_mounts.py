@@ -1,0 +1,182 @@
+"""Mounts of jobs on a real Slurm of two nodes, each with its own disk: preemptions, requeues and kills."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+from holdfast.jobs.node import processes
+from holdfast.jobs.status import JobStatus
+from holdfast.testing.fault_proxy import FaultProxy
+from jobs.slurm.bucket import SAVES, Bucket, cache_on, left_on, scratch_roles, uploaders
+from jobs.slurm.harness import SlurmHarness, command
+from servers import Server
+
+pytestmark = pytest.mark.slow
+ONE = "resources: {cpus: 1}"
+ON_N1 = "config: {slurm: {sbatch_options: {nodelist: n1, cpus_per_task: 1}}}"
+
+
+@pytest.fixture(autouse=True)
+def _disks(slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk of its own for each node."""
+    monkeypatch.setenv("HOLDFAST_SCRATCH", f"{slurm.folder}/disks/$SLURMD_NODENAME")
+
+
+@pytest.fixture
+def bucket(s3: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """Return an empty place in a bucket of a server that the user trusts."""
+    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", f"{s3.endpoint_url},{proxy.url}")
+    return Bucket(s3, proxy)
+
+
+def test_two_nodes_write_into_one_bucket(slurm: SlurmHarness, bucket: Bucket) -> None:
+    bucket.store.put("corpus", b"seen")
+    job = slurm.submit(
+        "cat out/corpus; echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK",
+        head=f"num_nodes: 2\n{ONE}\n{bucket.cached}",
+    )
+    ended = slurm.wait(job)
+    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, ""), slurm.describe(job)
+    assert bucket.names() == {"corpus", "from-0", "from-1"}
+    assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
+
+
+def test_a_preempted_job_uploads_before_it_gives_its_node_back(slurm: SlurmHarness, bucket: Bucket) -> None:
+    job = slurm.submit(
+        SAVES
+        + """
+        if [ $HOLDFAST_ATTEMPT = 1 ]; then
+          trap 'save 1; exit 75' TERM
+          echo ready
+          while true; do sleep 0.05; done
+        fi
+        cat out/marker-1; save 2
+        """,
+        head=f"{ONE}\n{bucket.cached}",
+    )
+    slurm.wait_for_output(job, "ready")
+    slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    assert "not all of" not in slurm.files(job).job.changed.read_text()
+    assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
+    assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
+
+
+@pytest.mark.parametrize("what", ["requeue", "controller", "runner", "all"])
+def test_what_a_kill_has_left_is_uploaded_by_the_next_attempt_on_the_machine(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=2")
+    job = slurm.submit(
+        SAVES + "if [ $HOLDFAST_ATTEMPT = 1 ]; then save 1; sleep 1000; fi; cat out/marker-1; save 2",
+        head=f"{ON_N1}\n{bucket.cached}",
+    )
+    assert gate.reached.wait(600), slurm.describe(job)
+    if what == "requeue":
+        command("scontrol", "requeue", slurm.slurm_id(job))
+    elif what == "all":
+        roles = [one for role in ("controller", "runner", "agent") for one in slurm.roles(job, role)]
+        processes.kill(
+            [*roles, *slurm.of_job(job), *scratch_roles(slurm, "mounter"), *uploaders(slurm, "n1")]
+        )
+    else:
+        processes.kill(slurm.roles(job, what))
+    slurm.wait_for_output(job, "attempt 2 of job")
+    gate.opened.set()
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    assert "\n1\n" in slurm.log(job)
+    assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
+    assert left_on(slurm, "n1") == []
+
+
+@pytest.mark.parametrize("what", ["runner", "controller"])
+def test_a_completed_job_is_not_repeated_when_its_uploads_can_continue(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
+    job = slurm.submit(SAVES + "save 1; echo saved", head=f"{ON_N1}\n{bucket.cached}")
+    assert gate.reached.wait(600), slurm.describe(job)
+    slurm.wait(job, JobStatus.WINDING_DOWN)
+    processes.kill(slurm.roles(job, what))
+    gate.opened.set()
+    ended = slurm.wait(job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
+    assert slurm.log(job).count("saved\n") == 1
+    assert bucket.names() == {"data-1", "marker-1"}
+    assert left_on(slurm, "n1") == []
+
+
+def test_a_cancellation_in_slurm_names_what_is_missing(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
+    job = slurm.submit(SAVES + "save 1; sleep 1000", head=f"{ON_N1}\n{bucket.cached}")
+    assert gate.reached.wait(600), slurm.describe(job)
+    command("scancel", slurm.slurm_id(job))
+    ended = slurm.wait(job)
+    assert ended.status is JobStatus.CANCELLED, slurm.describe(job)
+    assert ended.reason.startswith("cancelled in Slurm; node 0: ")
+    assert str(cache_on(slurm, "n1").parents[1]) in ended.reason
+    assert (cache_on(slurm, "n1") / "data-1").stat().st_size == 9_000_000
+
+
+class Watcher:
+    """Observer that lists the bucket continuously: a marker must never appear without its data."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._is_over = threading.Event()
+        self.num_looks = 0
+        self.wrong: list[set[str]] = []
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.05):
+            # Markers are listed first, so the data can only have come meanwhile.
+            marked = {name.removeprefix("marker-") for name in self._bucket.names() if "marker" in name}
+            found = self._bucket.names()
+            if {f"data-{one}" for one in marked} - found:
+                self.wrong.append(found)
+            self.num_looks += 1
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        assert self.num_looks > 1
+        assert not self.wrong
+
+
+def test_random_kills_never_show_a_marker_without_its_data(slurm: SlurmHarness, bucket: Bucket) -> None:
+    """Of any process of the job, and of requeues. Nothing that was saved is missing at the end."""
+    chance = random.Random(20261124)
+    job = slurm.submit(
+        SAVES.replace("9000000", "300000")
+        + """
+        n=$(ls out | sed -n 's/marker-//p' | sort -n | tail -n 1)
+        for i in $(seq $((${n:-0} + 1)) 60); do save $i; echo saved $i; sleep 0.05; done
+        """,
+        head=f"{ON_N1}\n{bucket.cached}",
+    )
+    with Watcher(bucket):
+        for number in range(1, 9):
+            slurm.wait_for_output(job, f"saved {6 * number}\n")
+            what = chance.choice(["controller", "mounter", "agent", "uploader", "runner", "requeue"])
+            if what == "requeue":
+                command("scontrol", "requeue", slurm.slurm_id(job))
+            elif what == "uploader":
+                processes.kill(uploaders(slurm, "n1"))
+            else:
+                processes.kill([*slurm.roles(job, what), *scratch_roles(slurm, what)])
+        ended = slurm.wait(job)
+    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), slurm.describe(job)
+    assert bucket.names() == {f"{what}-{number}" for what in ("data", "marker") for number in range(1, 61)}
+    assert left_on(slurm, "n1") == []

@@ -1,0 +1,499 @@
+"""Mounts of Slurm jobs in scratch folders: a stand-in for Slurm, real controllers, a real S3 server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import Conflict, InvalidInput
+from holdfast.jobs.engine import Job
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.scratch import scratch_folder
+from holdfast.jobs.status import JobStatus
+from holdfast.testing.fault_proxy import FaultProxy
+from jobs.harness import needs_namespaces
+from jobs.local.test_bucket import needs_fuse
+from jobs.slurm.bucket import SAVES, Bucket, cache_on, left_on, scratch_roles, uploaders
+from jobs.slurm.harness import SlurmHarness
+from jobs.slurm.stand_in import StandIn
+from servers import Server
+from small_disk import small_disk
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Return a stand-in for Slurm that is first on the PATH. Each node has a disk of its own."""
+    found = StandIn(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{found.folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("HOLDFAST_SCRATCH", f"{tmp_path}/disks/$SLURMD_NODENAME")
+    return found
+
+
+@pytest.fixture
+def slurm(stand_in: StandIn, tmp_path: Path) -> SlurmHarness:
+    """Return a harness for the stand-in."""
+    return SlurmHarness(tmp_path)
+
+
+@pytest.fixture
+def bucket(s3: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """Return an empty place in a bucket of a server that the user trusts."""
+    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", f"{s3.endpoint_url},{proxy.url}")
+    return Bucket(s3, proxy)
+
+
+def kill_all(slurm: SlurmHarness, job: Job, *nodes: str) -> None:
+    """Kill everything of a job, as the loss of its machines does."""
+    roles = [one for role in ("controller", "runner", "agent") for one in slurm.roles(job, role)]
+    found = [*roles, *slurm.of_job(job), *scratch_roles(slurm, "mounter")]
+    processes.kill([*found, *(one for node in nodes or ["n1"] for one in uploaders(slurm, node))])
+
+
+def end(slurm: SlurmHarness, job: Job) -> Job:
+    """Wait until a job has ended, and its controller too."""
+    ended = slurm.wait(job)
+    slurm.wait_for(job, lambda: not slurm.roles(job, "controller"), "the end of the controller")
+    return ended
+
+
+READY = "echo ready; while true; do sleep 0.05; done"
+
+
+def test_a_job_writes_into_a_bucket_and_leaves_nothing_on_its_node(
+    slurm: SlurmHarness, bucket: Bucket
+) -> None:
+    bucket.store.put("in/x", b"seen")
+    job = slurm.submit(SAVES + "cat out/in/x; save 1", head=bucket.cached)
+    ended = end(slurm, job)
+    assert (ended.status, ended.reason, ended.attempt) == (JobStatus.SUCCEEDED, "", 1), slurm.describe(job)
+    assert "seen" in slurm.log(job)
+    assert bucket.names() == {"in/x", "data-1", "marker-1"}
+    assert left_on(slurm, "n1") == []
+    assert not slurm.files(job).job.copies.exists(), "the files were on the node only"
+
+
+def test_a_job_is_complete_when_its_files_are_in_the_bucket(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
+    job = slurm.submit(SAVES + "save 1", head=bucket.cached)
+    assert gate.reached.wait(600), slurm.describe(job)
+    waiting = slurm.wait(job, JobStatus.WINDING_DOWN)
+    assert "node 0: not all of" in waiting.reason
+    assert bucket.names() == set()
+    gate.opened.set()
+    ended = end(slurm, job)
+    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, ""), slurm.describe(job)
+    assert bucket.names() == {"data-1", "marker-1"}
+
+
+def test_a_requeued_job_fetches_on_another_machine_what_the_bucket_has(
+    slurm: SlurmHarness, stand_in: StandIn, bucket: Bucket
+) -> None:
+    job = slurm.submit(
+        SAVES + "[ $HOLDFAST_ATTEMPT = 2 ] || { save 1; exit 75; }; cat out/marker-1; save 2",
+        head=bucket.cached,
+    )
+    slurm.wait_for_output(job, "attempt 1 of job")
+    stand_in.use_nodes("n3")
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    assert "attempt 2 of job 1 starts on n3\n" in slurm.log(job)
+    assert "\n1\n" in slurm.log(job)
+    assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
+    assert left_on(slurm, "n1") == left_on(slurm, "n3") == []
+
+
+# -- kills -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["uploader", "mounter"])
+def test_an_upload_continues_after_a_kill(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=2")
+    job = slurm.submit(SAVES + "save 1; until [ -e go ]; do sleep 0.05; done", head=bucket.cached)
+    assert gate.reached.wait(600), slurm.describe(job)
+    processes.kill(uploaders(slurm, "n1") if what == "uploader" else scratch_roles(slurm, "mounter"))
+    (slurm.files(job).job.workdir(0) / "go").touch()
+    gate.opened.set()
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
+    assert bucket.names() == {"data-1", "marker-1"}
+
+
+@pytest.mark.parametrize("what", ["agent", "runner", "controller", "all"])
+def test_files_that_a_kill_has_left_on_the_machine_are_uploaded_before_the_next_attempt(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=2")
+    job = slurm.submit(
+        SAVES + "if [ $HOLDFAST_ATTEMPT = 1 ]; then save 1; sleep 1000; fi; cat out/marker-1; save 2",
+        head=bucket.cached,
+    )
+    assert gate.reached.wait(600), slurm.describe(job)
+    if what == "all":
+        kill_all(slurm, job)
+    else:
+        processes.kill(slurm.roles(job, what))
+    gate.opened.set()
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    assert "\n1\n" in slurm.log(job)
+    assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
+    assert left_on(slurm, "n1") == []
+
+
+@pytest.mark.parametrize("what", ["runner", "controller"])
+def test_a_completed_job_is_not_repeated_when_its_uploads_can_continue(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
+    job = slurm.submit(SAVES + "save 1; echo saved", head=bucket.cached)
+    assert gate.reached.wait(600), slurm.describe(job)
+    slurm.wait(job, JobStatus.WINDING_DOWN)
+    processes.kill(slurm.roles(job, what))
+    gate.opened.set()
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
+    assert slurm.log(job).count("saved\n") == 1
+    assert bucket.names() == {"data-1", "marker-1"}
+    assert left_on(slurm, "n1") == []
+
+
+def test_files_on_a_lost_machine_are_named_and_replace_nothing_later(
+    slurm: SlurmHarness, stand_in: StandIn, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    """Attempt 1 on n1 is lost during an upload, attempt 2 runs on n3, and attempt 3 on n1 again."""
+    gate = proxy.hold(method="PUT", target=r"state.*partNumber=2")
+    job = slurm.submit(
+        """
+        echo "found: $(head -c 9 out/state)"
+        head -c 9000000 /dev/zero | sed "s/^/attempt $HOLDFAST_ATTEMPT/" > out/state.tmp
+        mv out/state.tmp out/state
+        [ $HOLDFAST_ATTEMPT = 1 ] && sleep 1000
+        [ $HOLDFAST_ATTEMPT = 2 ] && exit 75
+        true
+        """,
+        head=bucket.cached,
+    )
+    assert gate.reached.wait(600), slurm.describe(job)
+    stand_in.use_nodes("n3")
+    kill_all(slurm, job)
+    gate.opened.set()
+    slurm.wait_for_output(job, "attempt 2 of job 1 starts on n3")
+    stand_in.use_nodes("n1")
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 3), slurm.describe(job)
+    history = slurm.files(job).job.changed.read_text()
+    assert "its uploads were not confirmed, and what is missing stays in" in history
+    assert str(slurm.folder / "disks" / "n1") in history
+    assert "found: attempt 2\n" in slurm.log(job)
+    assert "found: attempt 1\n" not in slurm.log(job)
+    assert bucket.store.get("state")[:9] == b"attempt 3"
+    (aside,) = cache_on(slurm, "n1").glob(".holdfast-writeback/set-aside/*/state")
+    assert aside.read_bytes()[:9] == b"attempt 1"
+    assert str(aside.parents[1]) in slurm.log(job)
+
+
+# -- several nodes ---------------------------------------------------------------------------------------
+
+
+def test_each_node_has_a_directory_of_its_own_for_the_same_bucket(
+    slurm: SlurmHarness, bucket: Bucket
+) -> None:
+    """Two files of the same name are one object: the last upload wins, and both nodes end."""
+    job = slurm.submit(
+        """
+        rank=$SKYPILOT_NODE_RANK
+        echo $rank > out/from-$rank; echo $rank > out/both
+        ls out; true
+        """,
+        head=f"num_nodes: 2\n{bucket.cached}",
+    )
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt, ended.reason) == (JobStatus.SUCCEEDED, 1, ""), slurm.describe(job)
+    assert bucket.names() == {"from-0", "from-1", "both"}
+    assert bucket.store.get("both") in (b"0\n", b"1\n")
+    assert "from-1" not in slurm.log(job, 0)
+    assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
+
+
+def test_no_node_begins_before_the_leftovers_of_all_nodes_are_uploaded(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    """Otherwise an old file of one node could replace a new one of another."""
+    gate = proxy.hold(method="PUT", target=r"both.*partNumber=2")
+    job = slurm.submit(
+        """
+        echo "found: $(head -c 9 out/both)"
+        node=$HOLDFAST_ATTEMPT-$SKYPILOT_NODE_RANK
+        if [ $node = 1-1 ] || [ $node = 2-0 ]; then
+          head -c 9000000 /dev/zero | sed "s/^/attempt $HOLDFAST_ATTEMPT/" > out/both.tmp
+          mv out/both.tmp out/both
+        fi
+        [ $HOLDFAST_ATTEMPT = 1 ] && sleep 1000
+        true
+        """,
+        head=f"num_nodes: 2\n{bucket.cached}",
+    )
+    assert gate.reached.wait(600), slurm.describe(job)
+    slurm.wait_for_output(job, "found:")
+    again = proxy.hold(method="PUT", target=r"both.*partNumber=2")
+    kill_all(slurm, job, "n1", "n2")
+    gate.opened.set()
+    assert again.reached.wait(600), slurm.describe(job)
+    slurm.wait_for_output(job, "attempt 2 of job 1")
+    assert slurm.log(job).count("found:") == 1, "node 0 waits for the upload of node 1"
+    again.opened.set()
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    for node in range(2):
+        assert "found: attempt 1\n" in slurm.log(job, node)
+    assert bucket.store.get("both")[:9] == b"attempt 2"
+
+
+def test_two_nodes_with_one_scratch_folder_are_refused(
+    slurm: SlurmHarness, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_SCRATCH", str(slurm.folder / "disks" / "both"))
+    job = slurm.submit("echo never", head=f"num_nodes: 2\n{bucket.cached}")
+    ended = end(slurm, job)
+    assert ended.status is JobStatus.FAILED_SETUP, slurm.describe(job)
+    assert "each node needs a folder of its own" in slurm.log(job, 0) + slurm.log(job, 1)
+    assert "never" not in slurm.log(job, 0) + slurm.log(job, 1)
+
+
+# -- the end of the time ---------------------------------------------------------------------------------
+
+
+def test_a_cancelled_job_uploads_until_its_deadline_and_names_what_is_missing(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
+    options = "config: {slurm: {sbatch_options: {signal: USR1@6}}}"
+    job = slurm.submit(SAVES + "save 1; sleep 1000", head=f"{options}\n{bucket.cached}")
+    assert gate.reached.wait(600), slurm.describe(job)
+    slurm.engine.cancel(job.id)
+    ended = end(slurm, job)
+    assert ended.status is JobStatus.CANCELLED, slurm.describe(job)
+    path = cache_on(slurm, "n1")
+    assert ended.reason.startswith(f"cancelled; node 0: on n1, not all of {path} is in s3://")
+    assert ended.reason in slurm.files(job).job.changed.read_text()
+    assert (path / "marker-1").read_text() == "1\n"
+    assert not uploaders(slurm, "n1"), "nothing of a job stays on a node that it has given back"
+
+
+def test_a_cancelled_job_uploads_what_it_can(slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
+    job = slurm.submit(SAVES + "save 1; sleep 1000", head=bucket.cached)
+    assert gate.reached.wait(600), slurm.describe(job)
+    slurm.engine.cancel(job.id)
+    slurm.wait(job, JobStatus.CANCELLING)
+    gate.opened.set()
+    ended = end(slurm, job)
+    assert (ended.status, ended.reason) == (JobStatus.CANCELLED, "cancelled"), slurm.describe(job)
+    assert bucket.names() == {"data-1", "marker-1"}
+    assert left_on(slurm, "n1") == []
+
+
+def test_a_failed_job_ends_when_its_files_are_in_the_bucket(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
+    job = slurm.submit(SAVES + "save 1; exit 5", head=bucket.cached)
+    assert gate.reached.wait(600), slurm.describe(job)
+    slurm.wait_for_output(job, "not all of")
+    assert not slurm.engine.job(job.id).status.is_final
+    gate.opened.set()
+    ended = end(slurm, job)
+    assert ended.status is JobStatus.FAILED
+    assert "status 5" in ended.reason
+    assert "not all of" not in ended.reason.partition("The last lines")[0]
+    assert bucket.names() == {"data-1", "marker-1"}
+
+
+def test_a_job_that_is_complete_but_not_uploaded_when_its_time_is_over_returns(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    """The bucket does not answer at the end. The next start on the same machine uploads what is left."""
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
+    options = "config: {slurm: {sbatch_options: {signal: USR1@6}}}"
+    job = slurm.submit(
+        SAVES + "[ -e out/marker-1 ] || save 1; echo saved", head=f"{options}\n{bucket.cached}"
+    )
+    assert gate.reached.wait(600), slurm.describe(job)
+    slurm.wait(job, JobStatus.WINDING_DOWN)
+    (controller,) = slurm.roles(job, "controller")
+    processes.send(controller, signal.SIGUSR1)
+    slurm.wait(job, JobStatus.RECOVERING)
+    reason = slurm.files(job).job.changed.read_text()
+    assert f"node 0: on n1, not all of {cache_on(slurm, 'n1')} is in s3://" in reason
+    gate.opened.set()
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    assert slurm.log(job).count("saved\n") == 2
+    assert bucket.names() == {"data-1", "marker-1"}
+
+
+def test_files_that_no_upload_sends_stay_on_the_node_and_are_named(
+    slurm: SlurmHarness, bucket: Bucket
+) -> None:
+    job = slurm.submit("echo 1 > out/file; ln -s file out/link", head=bucket.cached)
+    ended = end(slurm, job)
+    assert ended.status is JobStatus.SUCCEEDED, slurm.describe(job)
+    assert f"not all of {cache_on(slurm, 'n1')}" in ended.reason
+    assert "1 left out" in ended.reason
+    assert (cache_on(slurm, "n1") / "link").is_symlink()
+
+
+# -- other mounts ----------------------------------------------------------------------------------------
+
+
+def test_a_bucket_above_the_limit_is_not_fetched(slurm: SlurmHarness, bucket: Bucket) -> None:
+    bucket.store.put("corpus", b"x" * 2_000_000)
+    config = "config: {mount_cached: {vfs_cache_max_size: 1M}}"
+    head = f'file_mounts: {{out: {{source: "{bucket.url}", mode: MOUNT_CACHED, {config}}}}}'
+    with pytest.raises(InvalidInput, match=r"holds at least 2.0 MB.*the limit is 1.0 MB"):
+        slurm.submit("true", head=head)
+    assert slurm.engine.jobs() == []
+
+
+def test_a_bucket_is_copied_to_each_node(slurm: SlurmHarness, bucket: Bucket) -> None:
+    bucket.store.put("a/b", b"seen")
+    job = slurm.submit(
+        "cat in/a/b; echo mine > in/a/b; [ $HOLDFAST_ATTEMPT = 2 ] || exit 33",
+        head="resources: {job_recovery: {recover_on_exit_codes: [33]}}\n"
+        f'file_mounts: {{in: "{bucket.url}"}}',
+    )
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    assert slurm.log(job).count("copied s3://") == 1, "once for all attempts in an allocation"
+    assert bucket.store.get("a/b") == b"seen"
+    assert left_on(slurm, "n1") == []
+
+
+def test_a_named_bucket_is_a_folder_that_all_nodes_see(slurm: SlurmHarness) -> None:
+    job = slurm.submit(
+        "echo $SKYPILOT_NODE_RANK > out/$SKYPILOT_NODE_RANK",
+        head="num_nodes: 2\nfile_mounts: {out: {name: results, mode: MOUNT_CACHED}}",
+    )
+    assert end(slurm, job).status is JobStatus.SUCCEEDED, slurm.describe(job)
+    found = slurm.folder / "state" / "buckets" / "results"
+    assert {path.name: path.read_text() for path in found.glob("?")} == {"0": "0\n", "1": "1\n"}
+
+
+@needs_namespaces
+def test_a_private_target_leads_to_the_directory_of_the_node(slurm: SlurmHarness) -> None:
+    target = f"/holdfast-test-{os.getpid()}"
+    job = slurm.submit(
+        f"echo $SKYPILOT_NODE_RANK > {target}/$SKYPILOT_NODE_RANK; ls {target}",
+        head=f"num_nodes: 2\nfile_mounts: {{{target}: {{name: results, mode: MOUNT_CACHED}}}}",
+    )
+    assert end(slurm, job).status is JobStatus.SUCCEEDED, slurm.describe(job)
+    found = slurm.folder / "state" / "buckets" / "results"
+    assert {path.name: path.read_text() for path in found.glob("?")} == {"0": "0\n", "1": "1\n"}
+    assert not Path(target).exists()
+
+
+def test_a_target_in_the_home_is_a_link_until_the_job_has_ended(
+    slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(slurm.folder))
+    head = "file_mounts: {~/out: {name: results, mode: MOUNT_CACHED}}"
+    job = slurm.submit("echo 1 > ~/out/a; readlink ~/out; until [ -e go ]; do sleep 0.05; done", head=head)
+    slurm.wait_for_output(job, str(slurm.folder / "disks" / "n1"))
+    with pytest.raises(Conflict, match="job 1 has a mount there until it has ended"):
+        slurm.submit("true", head=head)
+    (slurm.files(job).job.workdir(0) / "go").touch()
+    assert end(slurm, job).status is JobStatus.SUCCEEDED, slurm.describe(job)
+    assert (slurm.folder / "state" / "buckets" / "results" / "a").read_text() == "1\n"
+    assert not (slurm.folder / "out").is_symlink()
+
+
+def test_a_target_in_the_home_needs_the_same_path_on_all_nodes(
+    slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(slurm.folder))
+    head = "num_nodes: 2\nfile_mounts: {~/out: {name: results, mode: MOUNT_CACHED}}"
+    ended = end(slurm, slurm.submit("echo never", head=head))
+    assert ended.status is JobStatus.FAILED_CONTROLLER
+    assert "have different paths" in ended.reason
+    assert "relative to the workdir" in ended.reason
+
+
+@needs_fuse
+def test_a_bucket_is_mounted_on_each_node(slurm: SlurmHarness, bucket: Bucket) -> None:
+    bucket.store.put("in/x", b"seen")
+    job = slurm.submit(
+        "cat b/in/x; echo $SKYPILOT_NODE_RANK > b/from-$SKYPILOT_NODE_RANK",
+        head=f'num_nodes: 2\nfile_mounts: {{b: {{source: "{bucket.url}", mode: MOUNT}}}}',
+    )
+    assert end(slurm, job).status is JobStatus.SUCCEEDED, slurm.describe(job)
+    assert "seen" in slurm.log(job, 0)
+    assert bucket.names() == {"in/x", "from-0", "from-1"}
+    assert fuse.mounted_below(slurm.folder) == []
+    assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
+
+
+def test_a_node_that_cannot_mount_a_bucket_reports_what_it_lacks(
+    slurm: SlurmHarness, stand_in: StandIn, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = slurm.folder / "programs"
+    programs.mkdir()
+    for name in ("bash", "setsid", "cat", "paste", "rm", "kill", "touch"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", f"{stand_in.folder}:{programs}")
+    job = slurm.submit("echo never", head=f'file_mounts: {{b: {{source: "{bucket.url}", mode: MOUNT}}}}')
+    ended = end(slurm, job)
+    assert ended.status is JobStatus.FAILED_SETUP, slurm.describe(job)
+    assert "requires the program rclone" in ended.reason
+    assert "mode: MOUNT_CACHED" in ended.reason
+
+
+# -- scratch folders that cannot be used -----------------------------------------------------------------
+
+
+def test_a_folder_planted_at_the_path_of_the_scratch_folder_is_not_used(
+    slurm: SlurmHarness, stand_in: StandIn
+) -> None:
+    stand_in.will("hold")
+    job = slurm.submit("echo never", head="file_mounts: {out: {name: results, mode: MOUNT_CACHED}}")
+    victim = slurm.folder / "victim"
+    victim.mkdir(mode=0o700)
+    scratch = scratch_folder(slurm.folder / "disks" / "n1", slurm.files(job).job, job.task_id or "")
+    scratch.path.parent.mkdir(parents=True)
+    scratch.path.symlink_to(victim)
+    stand_in.release()
+    ended = end(slurm, job)
+    assert ended.status is JobStatus.FAILED_SETUP, slurm.describe(job)
+    assert f"{scratch.path} already exists, and is not a private folder of yours" in ended.reason
+    assert list(victim.iterdir()) == []
+
+
+def test_a_scratch_folder_that_cannot_be_created_ends_the_job(
+    slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_SCRATCH", "/proc/nowhere")
+    job = slurm.submit("echo never", head="file_mounts: {out: {name: results, mode: MOUNT_CACHED}}")
+    ended = end(slurm, job)
+    assert ended.status is JobStatus.FAILED_SETUP, slurm.describe(job)
+    assert "Cannot create /proc/nowhere, which HOLDFAST_SCRATCH names" in ended.reason
+
+
+def test_a_full_disk_is_named(slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_disk(slurm.folder, "64k") as disk:
+        monkeypatch.setenv("HOLDFAST_SCRATCH", str(disk))
+        with contextlib.suppress(OSError):
+            (disk / "ballast").write_bytes(b"x" * 100_000)
+        job = slurm.submit("echo never", head="file_mounts: {out: {name: results, mode: MOUNT_CACHED}}")
+        ended = end(slurm, job)
+    assert ended.status is JobStatus.FAILED_SETUP, slurm.describe(job)
+    assert "No space left on device" in ended.reason

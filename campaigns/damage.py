@@ -35,7 +35,7 @@ from campaigns.crash_states import checks
 from campaigns.crash_states.recording import environment, play
 from campaigns.crash_states.workloads import Act, Workload
 from holdfast.format import names
-from holdfast.report.events import read_lines
+from holdfast.home.history_lines import read_lines
 from holdfast.store import open_store
 
 HOMES = (

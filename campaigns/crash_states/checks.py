@@ -23,8 +23,8 @@ from campaigns.crash_states import trainer
 from campaigns.crash_states.workloads import Workload
 from holdfast.checkpointer import attempt as attempts
 from holdfast.format import names, run
+from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
-from holdfast.report.events import read_lines
 from holdfast.store import open_store
 
 Place = tuple[int, int]  # (branch, step), ordered as checkpoints are

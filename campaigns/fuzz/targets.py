@@ -303,12 +303,13 @@ def _run_sealed(data: bytes) -> None:
 
 
 def _run_history(data: bytes) -> None:
+    from holdfast.home.history_lines import read_lines
     from holdfast.report import events
     from holdfast.store.memory import MemoryStore
 
     store = MemoryStore("fuzz")
     store.put("history/a0001-rank-00000.jsonl", data)
-    lines, _ = events.read_lines(store)
+    lines, _ = read_lines(store)
     events.parse_events(lines)
 
 

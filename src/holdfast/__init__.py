@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.checkpointer import Checkpointer
-    from holdfast.checkpointer.options import CompileCache, Home, Limits, Local, Memory, Preemption, Reads
+    from holdfast.checkpointer.options import (
+        CompileCache,
+        Hang,
+        Home,
+        Limits,
+        Local,
+        Memory,
+        Preemption,
+        Reads,
+    )
     from holdfast.errors import (
         Conflict,
         Corrupt,
@@ -49,6 +58,7 @@ _PLACES = {
     "EverySteps": "policy",
     "EveryTime": "policy",
     "HoldfastError": "errors",
+    "Hang": "checkpointer.options",
     "Home": "checkpointer.options",
     "Internal": "errors",
     "InvalidInput": "errors",
@@ -88,6 +98,7 @@ __all__ = [
     "EveryAuto",
     "EverySteps",
     "EveryTime",
+    "Hang",
     "HoldfastError",
     "Home",
     "Internal",

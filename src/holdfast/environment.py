@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.documents import decode_object
+from holdfast.documents import Fields, decode_object
 from holdfast.errors import Corrupt, InvalidInput
 
 PREEMPTION = "HOLDFAST_PREEMPTION"
@@ -27,6 +28,8 @@ SANDBOX = "HOLDFAST_SANDBOX"
 """Folder that replaces every home and local folder during a dry run of a script; else unset."""
 
 _MAX_DIGITS = 18
+MAX_PLACE = 200
+"""Characters of the place at which a training hangs."""
 
 
 def read_integer(name: str, default: int, *, minimum: int = 0) -> int:
@@ -77,6 +80,16 @@ def report_preemption(step: int) -> None:
     _append({"preempted": step})
 
 
+def report_hang(step: int, place: str) -> None:
+    """Report to the job, if any, that a training which hangs is ended. Failures are ignored.
+
+    Args:
+        step: its newest completed step.
+        place: text about the ranks that the others wait for, and their place.
+    """
+    _append({"hung": step, "place": place[:MAX_PLACE]})
+
+
 def _append(fields: dict[str, str | int]) -> None:
     path = os.environ.get(PROGRESS)
     if not path:
@@ -112,14 +125,34 @@ def was_preempted(path: Path, *, after: int) -> bool:
         path: the file.
         after: size of the file, in bytes, when the training was started.
     """
+    for fields in _lines(path, after):
+        with contextlib.suppress(Corrupt):  # a line of another kind
+            fields.integer("preempted")
+            return True
+    return False
+
+
+def find_hang(path: Path, *, after: int) -> str | None:
+    """Return the place of a reported hang; None without one.
+
+    Args:
+        path: file of progress.
+        after: size of the file, in bytes, when the training was started.
+    """
+    for fields in _lines(path, after):
+        with contextlib.suppress(Corrupt):  # a line of another kind
+            return fields.text("place")[:MAX_PLACE]
+    return None
+
+
+def _lines(path: Path, after: int) -> Iterator[Fields]:
+    """Yield the lines of a file of progress from a position on."""
     try:
         with path.open("rb") as file:
             file.seek(after)
             lines = file.read().splitlines()
     except OSError:
-        return False
+        return
     for line in lines:
-        with contextlib.suppress(Corrupt):  # a line that a kill has torn, or one of another kind
-            decode_object(line, "a line of progress", any_text=True).integer("preempted")
-            return True
-    return False
+        with contextlib.suppress(Corrupt):  # a line that a kill has torn
+            yield decode_object(line, "a line of progress", any_text=True)

@@ -24,6 +24,8 @@ from holdfast.redaction import printable, redact
 
 PREEMPTED_STATUS = 75
 """Exit status of a run that was preempted after a durable save (EX_TEMPFAIL: start it again)."""
+HUNG_STATUS = 63
+"""Exit status of a run that hung and was ended, with `on_hang="restart"`: start it again."""
 
 
 class HoldfastError(Exception):

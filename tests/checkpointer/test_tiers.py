@@ -14,7 +14,8 @@ from holdfast.checkpointer.options import Home, parse_local
 from holdfast.checkpointer.tiers import Base, Tiers
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import names
-from holdfast.report.events import parse_events, read_lines
+from holdfast.home.history_lines import read_lines
+from holdfast.report.events import parse_events
 from holdfast.report.saves import collect_saves
 from holdfast.store import open_store
 from making import make_checkpoint, make_home

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.format import names
-from holdfast.report.events import HistoryEvent, parse_events, read_lines
+from holdfast.home.history_lines import read_lines
+from holdfast.report.events import HistoryEvent, parse_events
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 

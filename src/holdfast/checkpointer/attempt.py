@@ -96,7 +96,12 @@ class Attempt:
         )
         self._run = claim.run
         config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
-        self.keeper = keeper = Keeper(config, released=self._pipeline.release)
+        pulse = self._components.pulse
+        self.keeper = keeper = Keeper(
+            config,
+            released=self._pipeline.release,
+            pulse_fd=-1 if pulse is None else pulse.share(),
+        )
         for note in self._early_notes:
             keeper.record(**note)
         for step in self._early_deletions:
@@ -129,6 +134,10 @@ class Attempt:
             keep_best=options.keep.best,
             keep_metric=options.keep.metric,
             keep_mode=options.keep.mode,
+            on_hang=options.hang.action,
+            hang_step_s=options.hang.limits.step_s,
+            hang_first_s=options.hang.limits.first_s,
+            hang_phase_s=options.hang.limits.phase_s,
             **self._tiers.config,
         )
 

@@ -14,6 +14,8 @@ from holdfast.checkpointer.options import Options
 from holdfast.checkpointer.pipeline import Pipeline
 from holdfast.checkpointer.tiers import Tiers
 from holdfast.compiled import CompiledCode
+from holdfast.hang.handlers import install_handlers
+from holdfast.hang.pulse import Pulse
 from holdfast.log import get_logger
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.state import State
@@ -35,6 +37,7 @@ class Components:
     metrics: MetricsBuffer
     done: DoneMarker
     compiled: CompiledCode | None
+    pulse: Pulse | None  # None if hangs are not watched
     has_state: bool  # otherwise each save brings its own
 
     @classmethod
@@ -82,7 +85,16 @@ class Components:
         )
         done = DoneMarker(tiers.home_store, rank=ranks.rank)
         return cls(
-            options, tiers, ranks, pipeline, cadence, metrics, done, compiled, has_state=state is not None
+            options,
+            tiers,
+            ranks,
+            pipeline,
+            cadence,
+            metrics,
+            done,
+            compiled,
+            pulse=None if options.hang.action == "off" else Pulse(install_handlers()),
+            has_state=state is not None,
         )
 
     def show(self, text: str) -> None:

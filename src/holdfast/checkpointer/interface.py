@@ -6,6 +6,7 @@ import datetime
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, SupportsFloat
 
@@ -15,6 +16,7 @@ from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.loop_exit import is_orderly, looping
 from holdfast.checkpointer.options import (
     CompileCache,
+    Hang,
     Home,
     Limits,
     Local,
@@ -23,6 +25,7 @@ from holdfast.checkpointer.options import (
     Preemption,
     Reads,
     parse_compile_cache,
+    parse_hang,
     parse_home,
     parse_keep,
     parse_local,
@@ -60,6 +63,8 @@ class Checkpointer:
         compile_cache: size of the place in home for the output of torch.compile, or a `CompileCache`; False
             for none.
         limits: number of failures and waiting times after which the run raises.
+        on_hang: what to do when the training makes no progress: "report" the stacks of all ranks, "restart"
+            it, "off", or a `Hang` with limits of its own.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.ranks`.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
@@ -87,6 +92,7 @@ class Checkpointer:
         preemption: str | Preemption | None = None,
         compile_cache: int | str | bool | CompileCache = "1GiB",
         limits: Limits = Limits(),
+        on_hang: str | Hang = "report",
         group: RankGroup | None = None,
         take_over: bool = False,
         quiet: bool = False,
@@ -101,6 +107,7 @@ class Checkpointer:
             parse_preemption(preemption),
             parse_compile_cache(compile_cache),
             limits,
+            parse_hang(on_hang),
             take_over,
             quiet,
         )
@@ -197,7 +204,7 @@ class Checkpointer:
         Ranks: collective; every rank calls it after every step.
         Blocks: hardly; the ranks exchange a few flags while the step runs.
         """
-        with self._training.guard("should_save()"):
+        with self._training.guard("should_save()", is_phase=False):
             return self._training.end_step(parse_step(step, "should_save()"))
 
     def step_done(self) -> int:
@@ -242,8 +249,22 @@ class Checkpointer:
         Ranks: not collective.
         Blocks: no. A failed write is a SaveWarning, and training continues.
         """
-        with self._training.guard("record()"):
+        with self._training.guard("record()", is_phase=False):
             self._training.record(None if step is None else parse_step(step, "record()"), values)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the context of a phase of the loop, such as an evaluation.
+
+        It does not count as a part of a step, and has a limit of its own; see `Hang`. The calls of the
+        Checkpointer mark themselves.
+
+        Args:
+            name: its name, such as "eval", for people and to learn how long it takes.
+
+        Ranks: not collective.
+        Blocks: no.
+        """
+        return self._training.phase(name)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -329,7 +350,7 @@ class Checkpointer:
         Blocks: no. What could not be deleted is tried again after the next save.
         """
         step = parse_step(step, "delete()")
-        with self._training.guard("delete()"):
+        with self._training.guard("delete()", is_phase=False):
             self._training.attempt.delete(step)
 
     def prepare(self) -> None:

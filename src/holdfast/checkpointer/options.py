@@ -13,9 +13,12 @@ from dataclasses import KW_ONLY, dataclass
 
 from holdfast.environment import KEEP_IN_MEMORY
 from holdfast.errors import InvalidInput
+from holdfast.hang.limit import HangLimits
 from holdfast.policy import Every, Keep, every
 from holdfast.units import Duration, parse_bytes, parse_duration
 
+HANG_ACTIONS = ("report", "restart", "off")
+"""Responses to a training that makes no progress."""
 _DEFAULT_CACHE = "1GiB"
 
 
@@ -183,6 +186,48 @@ class Preemption:
 
 
 @dataclass(frozen=True, slots=True)
+class Hang:
+    """Response to a training that makes no progress, and the limits of that.
+
+    Args:
+        action: "report" the stacks of all ranks; "restart": also end all ranks once their saves are durable,
+            with status 63, so that a launcher starts them again; "off" to watch nothing.
+        limit: longest step, such as "5m"; by default learnt from the steps before: ten times their median,
+            twice the longest, and at least a minute.
+        first: longest first step of a loop, which compiles and connects, and any step until the limit is
+            learnt.
+        phase: longest phase, such as an evaluation, a restore or a save; or ten times the longest of
+            its name.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    action: str = "report"
+    _: KW_ONLY
+    limit: Duration | None = None
+    first: Duration = "30m"
+    phase: Duration = "30m"
+
+    def __post_init__(self) -> None:
+        if self.action not in HANG_ACTIONS:
+            raise InvalidInput(f"on_hang= is one of {', '.join(HANG_ACTIONS)}, got {self.action!r:.100}.")
+        if self.limit is not None:
+            parse_duration(self.limit, "Hang(limit=)")
+        parse_duration(self.first, "Hang(first=)")
+        parse_duration(self.phase, "Hang(phase=)")
+
+    @property
+    def limits(self) -> HangLimits:
+        """The limits in seconds."""
+        return HangLimits(
+            None if self.limit is None else parse_duration(self.limit, "Hang(limit=)"),
+            parse_duration(self.first, "Hang(first=)"),
+            parse_duration(self.phase, "Hang(phase=)"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class CompileCache:
     """Cache in home for compiled code: a start on another machine loads it instead of compiling.
 
@@ -256,6 +301,7 @@ class Options:
     preemption: Preemption
     compile_cache: CompileCache | None
     limits: Limits
+    hang: Hang
     take_over: bool
     quiet: bool
 
@@ -283,6 +329,11 @@ def parse_memory(value: int | str | Memory) -> Memory:
 def parse_preemption(value: str | Preemption | None) -> Preemption:
     """Return the value of a `preemption=` argument."""
     return value if isinstance(value, Preemption) else Preemption(value)
+
+
+def parse_hang(value: str | Hang) -> Hang:
+    """Return the value of an `on_hang=` argument."""
+    return value if isinstance(value, Hang) else Hang(value)
 
 
 def parse_compile_cache(value: int | str | bool | CompileCache) -> CompileCache | None:

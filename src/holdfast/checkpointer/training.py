@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any, NoReturn, SupportsFloat
@@ -66,9 +67,22 @@ class Training:
         """True until the end, in the process that made it."""
         return self._calls.is_open
 
-    def guard(self, name: str, *, alone: bool = False) -> AbstractContextManager[None]:
-        """Return the context for a call of the Checkpointer; see `CallGuard.guard`."""
-        return self._calls.guard(name, alone=alone)
+    @contextlib.contextmanager
+    def guard(self, name: str, *, alone: bool = False, is_phase: bool = True) -> Iterator[None]:
+        """Guard a call of the Checkpointer; see `CallGuard.guard`.
+
+        Args:
+            name: name of the call.
+            alone: wait for the calls of other threads that must run alone too.
+            is_phase: it may take longer than a step.
+        """
+        with self._calls.guard(name, alone=alone), self.phase(name) if is_phase else contextlib.nullcontext():
+            yield
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the context of a stretch that may take longer than a step."""
+        pulse = self._components.pulse
+        return contextlib.nullcontext() if pulse is None else pulse.phase(name)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -82,6 +96,8 @@ class Training:
         self._cadence.restart(step, time.monotonic())
         show_what_is_left(self._components, step, total)
         self._pipeline.watch_optimizers()
+        if self._components.pulse is not None:
+            self._components.pulse.begin(step)
         return step
 
     def _restore_again(self) -> int | None:
@@ -96,6 +112,8 @@ class Training:
     def end_step(self, step: int) -> bool:
         """Record that a step is complete; return True if all ranks save it."""
         attempt, self._metrics.num_done = self.attempt, step
+        if self._components.pulse is not None:
+            self._components.pulse.beat(step)
         is_due, is_preempted = attempt.step_sync.exchange(step, attempt.keeper, self.notices)
         attempt.warn_if_overdue()
         if is_preempted and self.preempted is None:
@@ -129,6 +147,7 @@ class Training:
         """
         if not self.is_open:
             return
+        self._expect_no_step()
         self.notices.release_signals()
         if is_orderly is None:
             return
@@ -268,7 +287,12 @@ class Training:
             config = self.attempt.begin().config  # only a claimed attempt may write the marker
             self._done.write(config.run, config.attempt, step)
         self.position.clear()
+        self._expect_no_step()
         self.notices.release_signals()
+
+    def _expect_no_step(self) -> None:
+        if self._components.pulse is not None:
+            self._components.pulse.end()
 
     def _is_marked(self, step: int) -> bool:
         """Return True if the run is marked as finished at `step`; before the claim, on all ranks."""
@@ -325,6 +349,7 @@ class Training:
         """Release everything that this object holds; the keeper ends when it is done."""
         self._calls.close()
         self.notices.close()
+        self._expect_no_step()
         self._pipeline.stager.close()
         compiled, keeper = self._components.compiled, self.attempt.keeper
         if compiled is not None:
@@ -332,3 +357,5 @@ class Training:
         if keeper is not None:
             keeper.close(timeout_s, frees_memory=goodbye)
         self._pipeline.arenas.close()
+        if self._components.pulse is not None:
+            self._components.pulse.close()

@@ -15,6 +15,7 @@ COMMANDS = {
     "import": "Create a home from a checkpoint of torch.save, DCP, safetensors or Hugging Face.",
     "export": "Write a checkpoint as safetensors, or for Hugging Face, torch.load, DCP or DeepSpeed.",
     "history": "Show the events of a run: saves, commits, restores and failures.",
+    "stacks": "Show the place of each rank of a training, now or when it hung.",
     "report": "Report on a run: its saves, interruptions and overhead, and the best save interval.",
     "rm": "Delete checkpoints.",
     "drain": "Wait until all files of a write-back directory are in its bucket.",

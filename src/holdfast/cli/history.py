@@ -14,8 +14,9 @@ from holdfast.cli.options import Commands, add_home, add_json, command, count, s
 from holdfast.cli.tables import format_time, print_csv, print_json, print_table
 from holdfast.errors import InvalidInput
 from holdfast.home.history import EVENTS
+from holdfast.home.history_lines import read_lines
 from holdfast.report.curves import Point, collect_curves
-from holdfast.report.events import METRICS, TIERS, parse_events, read_lines, tier_of
+from holdfast.report.events import METRICS, TIERS, parse_events, tier_of
 from holdfast.report.saves import Copy, SaveRecord, collect_saves
 from holdfast.units import format_bytes, format_duration, plural
 

@@ -28,6 +28,8 @@ EVENTS = (
     "tear-check",  # by which means torn copies are found; the detail names it
     "ended",  # of an attempt that ended in order; the detail begins with the kind of end
     "retain-failed",
+    "hang",  # of a rank without progress; with the member `evidence`
+    "hang-over",  # the rank makes progress again; seconds are those without
     "metrics",  # of training, such as its loss; with members `steps` and `values`
 )
 """All kinds of events."""

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from enum import Enum
 
-from holdfast.errors import PREEMPTED_STATUS
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 
 
 class Phase(str, Enum):
@@ -26,6 +26,7 @@ class Outcome:
     phase: Phase
     code: int | None = None  # exit code of the shell
     killed_by: int | None = None  # signal that killed the shell
+    hung: str = ""  # place at which the training hung before it was ended
     is_stopped: bool = False  # killed by the controller, after another node's exit or a cancellation
 
     @property
@@ -41,17 +42,24 @@ class Outcome:
     @property
     def is_failed_command(self) -> bool:
         """True if the commands of the node have failed."""
-        return self.code not in (None, 0, PREEMPTED_STATUS)
+        return self.code not in (None, 0, PREEMPTED_STATUS, HUNG_STATUS)
 
     @property
     def is_preempted(self) -> bool:
         """True if the node exited with a preemption's status, or was killed from outside."""
         return self.code == PREEMPTED_STATUS or self.killed_by is not None
 
+    @property
+    def is_hung(self) -> bool:
+        """True if the training of the node hung, and was ended for a restart."""
+        return self.code == HUNG_STATUS
+
     def describe(self) -> str:
         """Return a description that follows the name of the node."""
         if self.is_lost:
             return "was lost"
+        if self.hung:
+            return f"hung ({self.hung})"
         if self.killed_by is not None:
             return f"was killed by {_name(self.killed_by)} in {self.phase.value}"
         if self.code == PREEMPTED_STATUS:

@@ -42,6 +42,7 @@ class JobState:
     num_errors: int = 0  # of these, after the job's own errors
     num_barren: int = 0  # attempts in a row that exited by themselves without a newer checkpoint
     num_hurried: int = 0  # attempts in a row without a newer checkpoint, for any reason
+    hung: str = ""  # place at which the training of the last attempt hung
     is_noticed: bool = False  # the attempt has received a preemption notice
     outcomes: Mapping[int, Outcome] = field(default_factory=dict)  # outcomes of the attempt, by node
     reason: str = ""  # why the job has its status, for people
@@ -339,12 +340,17 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
         return dataclasses.replace(life, status=JobStatus.SUCCEEDED, reason=""), ()
     own = [one for one in outcomes.values() if not one.is_success and not one.is_stopped]
     summary = describe_outcomes(outcomes)
+    last_hung, hung = life.hung, next((one.hung for one in own if one.is_hung), "")
+    life = dataclasses.replace(life, hung=hung)
+    if hung and hung == last_hung and not has_advanced:
+        reason = f"the training hung twice at the same place, without a newer checkpoint: {hung}"
+        return dataclasses.replace(life, status=JobStatus.FAILED, reason=reason), ()
     if life.is_noticed or any(one.is_lost for one in own):
         why = _joined(life.reason if life.is_noticed else summary, lost)
         return _recover(
             life, why, has_advanced=has_advanced, is_barren=False, is_external=True, policy=policy
         )
-    if any(one.is_preempted or one.code in policy.free_codes for one in own):
+    if any(one.is_preempted or one.is_hung or one.code in policy.free_codes for one in own):
         # Nothing else limits these: a job that never reports its steps must not restart forever either.
         return _recover(
             life,

@@ -40,8 +40,11 @@ class ChildProcess:
         self._lockfile = lockfile
 
     @classmethod
-    def start(cls, config: KeeperConfig) -> ChildProcess:
+    def start(cls, config: KeeperConfig, *, pulse_fd: int = -1) -> ChildProcess:
         """Start a keeper, and send it its configuration.
+
+        Args:
+            pulse_fd: descriptor of this process's pulse; -1 without one.
 
         Raises:
             OSError: the system cannot create a process or a descriptor.
@@ -50,7 +53,9 @@ class ChildProcess:
         """
         pid = os.getpid()
         # Busy from the start: it owns what is sent to it while it starts.
-        info = KeeperInfo(config.attempt, config.rank, pid, start_time(pid) or 0, busy=True)
+        info = KeeperInfo(
+            config.attempt, config.rank, pid, start_time(pid) or 0, busy=True, pulse_fd=pulse_fd
+        )
         lockfile = Lockfile.create(config.home, info)
         ours, theirs = packets.make_pair()
         stderr_fd = os.memfd_create("holdfast-keeper-stderr")  # leaves no file behind

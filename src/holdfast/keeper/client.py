@@ -17,7 +17,9 @@ from holdfast.keeper import messages
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.save import Save
 from holdfast.keeper.supervisor import KeeperOwner, Supervisor
+from holdfast.log import get_logger
 
+_log = get_logger("keeper")
 _MAX_DELETIONS = 1000
 """Steps to be deleted that a new keeper is sent again. Older ones have long been deleted."""
 _MAX_UNSAVED = 64
@@ -50,6 +52,7 @@ class Keeper(KeeperOwner):
 
     Args:
         released: called with the number of each arena that may be used again.
+        pulse_fd: descriptor of this process's pulse; -1 without one.
 
     Attributes:
         problems: texts to show to the user with the next save.
@@ -61,7 +64,7 @@ class Keeper(KeeperOwner):
         RetryLater: the process could not be started.
     """
 
-    def __init__(self, config: KeeperConfig, *, released: Callable[[int], None]) -> None:
+    def __init__(self, config: KeeperConfig, *, released: Callable[[int], None], pulse_fd: int = -1) -> None:
         self.config = config
         self.problems: list[str] = []
         self.fenced: HoldfastError | None = None
@@ -74,7 +77,7 @@ class Keeper(KeeperOwner):
         self._best: tuple[messages.DrainBest, ...] = ()  # the last one sent, after the last one that was due
         self._deletions = deque[messages.DeleteStep](maxlen=_MAX_DELETIONS)
         self._unsaved: deque[messages.TrainerMessage] = deque(maxlen=_MAX_UNSAVED)  # since the last save
-        self._supervisor = Supervisor(config, self)
+        self._supervisor = Supervisor(config, self, pulse_fd=pulse_fd)
         self._lock = self._supervisor.lock
         self._supervisor.start()
 
@@ -296,6 +299,10 @@ class Keeper(KeeperOwner):
     def receive(self, message: messages.Message) -> None:
         if isinstance(message, messages.ArenaReleased):
             self._release(message.arena)
+            return
+        if isinstance(message, messages.ShowHang):
+            _log.error(message.text)
+            self._supervisor.send(messages.HangShown())
             return
         with self._lock:
             self._handle(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from holdfast.hang.limit import HangLimits
 from holdfast.home.writer import WriterId
 from holdfast.policy import Keep
 
@@ -38,6 +39,10 @@ class KeeperConfig:
     keep_best: int | None = None  # best checkpoints to keep in home
     keep_metric: str | None = None  # metric that they are compared by
     keep_mode: str = "min"
+    on_hang: str = "off"  # "report", "restart" or "off"
+    hang_step_s: float | None = None  # limit of a step; None to learn it
+    hang_first_s: float = 1800.0  # limit of the first step
+    hang_phase_s: float = 1800.0  # limit of a phase
 
     @property
     def writer(self) -> WriterId:
@@ -48,6 +53,11 @@ class KeeperConfig:
     def keep(self) -> Keep:
         """Retention policy of home."""
         return Keep(self.keep_last, self.keep_every, self.keep_best, self.keep_metric, self.keep_mode)
+
+    @property
+    def hang_limits(self) -> HangLimits:
+        """Limits of the times without progress."""
+        return HangLimits(self.hang_step_s, self.hang_first_s, self.hang_phase_s)
 
     @property
     def nearest(self) -> str:

@@ -55,11 +55,13 @@ class TrainerInbox:
     Attributes:
         trainer_gone: the trainer has exited, or sent its last message.
         frees_memory: no later attempt needs the contents of this keeper's memory.
+        hang_shown: set once the trainer has printed the text about its hang.
     """
 
     def __init__(self, end: socket.socket, trainer_pid: int) -> None:
         self.trainer_gone = False
         self.frees_memory = False
+        self.hang_shown = threading.Event()
         self._end = end
         self._trainer_pid = trainer_pid
         self._queue: deque[Received] = deque()
@@ -141,6 +143,9 @@ class TrainerInbox:
             return False
         if isinstance(message, messages.Ping):
             self.reply(messages.Pong())
+            return True
+        if isinstance(message, messages.HangShown):
+            self.hang_shown.set()
             return True
         with self._changed:
             self._add(message, fds)

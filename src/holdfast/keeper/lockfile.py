@@ -32,6 +32,7 @@ class KeeperInfo:
     trainer_start: int  # clock ticks since boot; distinguishes the trainer from a later process with its pid
     busy: bool  # has data that is not in the nearest store yet
     is_done: bool = False  # the nearest store has everything, so that no attempt needs to wait
+    pulse_fd: int = -1  # the trainer's descriptor of its pulse; -1 without one
     held: str = ""  # name of the socket, beside the lock file, that serves the contents of its memory
 
 

@@ -144,6 +144,11 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class HangShown:
+    """Reply to a `ShowHang`: the trainer has printed the text."""
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End of the conversation. The keeper completes what it has, and exits."""
 
@@ -235,6 +240,13 @@ class HistoryFailed:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class ShowHang:
+    """Text about a hang for the trainer to print."""
+
+    text: str
+
+
 # -- between a keeper and a later attempt --------------------------------------------------------------------
 
 
@@ -281,6 +293,7 @@ TrainerMessage: TypeAlias = (
     | MarkComplete
     | RecordEvent
     | Ping
+    | HangShown
     | Close
 )
 KeeperMessage: TypeAlias = (
@@ -295,6 +308,7 @@ KeeperMessage: TypeAlias = (
     | DrainFailed
     | RetentionFailed
     | HistoryFailed
+    | ShowHang
 )
 MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages | EndOfImages
 Message: TypeAlias = TrainerMessage | KeeperMessage | MemoryMessage

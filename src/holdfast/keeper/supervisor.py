@@ -69,6 +69,7 @@ class Supervisor:
 
     Args:
         owner: receives messages and deaths.
+        pulse_fd: descriptor of this process's pulse; -1 without one.
 
     Attributes:
         lock: held while the process is replaced. The owner also holds it to change what it would resend.
@@ -78,16 +79,17 @@ class Supervisor:
         RetryLater: the process could not be started.
     """
 
-    def __init__(self, config: KeeperConfig, owner: KeeperOwner) -> None:
+    def __init__(self, config: KeeperConfig, owner: KeeperOwner, *, pulse_fd: int = -1) -> None:
         self.lock = threading.RLock()
         self._config = config
         self._owner = owner
+        self._pulse_fd = pulse_fd
         self._num_deaths = 0
         self._close: Close | None = None
         self._must_not_pause = threading.Event()
         self._has_ended = threading.Event()
         try:
-            self._child = ChildProcess.start(config)
+            self._child = ChildProcess.start(config, pulse_fd=pulse_fd)
         except OSError as error:
             raise RetryLater(
                 f"The keeper of rank {config.rank} could not be started: {error}. Nothing was saved.",
@@ -181,7 +183,7 @@ class Supervisor:
                 pause_s = self._count_death(reason)
             self._must_not_pause.wait(pause_s)
             try:
-                child = ChildProcess.start(self._config)
+                child = ChildProcess.start(self._config, pulse_fd=self._pulse_fd)
             except (OSError, HoldfastError) as error:
                 reason = f"{death} No other keeper could be started ({error})."
                 continue

@@ -16,6 +16,7 @@ from holdfast.home.listing import CheckpointId
 from holdfast.keeper import messages, packets
 from holdfast.keeper.commit_tier import Committed, PendingSave, was_committed
 from holdfast.keeper.config import KeeperConfig
+from holdfast.keeper.hang_watch import HangWatch
 from holdfast.keeper.inbox import Received, StagedSave, TrainerInbox
 from holdfast.keeper.lockfile import Lockfile
 from holdfast.keeper.mapped_arenas import MappedArenas
@@ -41,6 +42,7 @@ def serve(end: socket.socket, lockfile: Lockfile) -> None:
             inbox = TrainerInbox(end, lockfile.info.trainer_pid)
             inbox.start()
             worker = Worker(inbox, message.config, lockfile)
+            worker.watch_for_hangs()
             worker.run()
             worker.wind_up()
     finally:
@@ -77,6 +79,16 @@ class Worker:
                 in_work=self._in_work,
             )
         )
+
+    def watch_for_hangs(self) -> None:
+        """Start to watch the trainer's progress, in a thread that ends with the trainer."""
+        watch = HangWatch(
+            self._config, self._lockfile.info, self._inbox, self._reports.history, self._has_work
+        )
+        watch.start()
+
+    def _has_work(self) -> bool:
+        return bool(self._in_work())
 
     def run(self) -> None:
         """Work until the trainer has exited and nothing is left in the nearest tier."""

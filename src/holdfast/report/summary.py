@@ -10,10 +10,11 @@ from typing import Any
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
+from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
 from holdfast.report.attempts import AttemptSpan, attempt_spans
 from holdfast.report.curves import Curve, collect_curves
-from holdfast.report.events import MEMORY, HistoryEvent, parse_events, read_lines
+from holdfast.report.events import MEMORY, HistoryEvent, parse_events
 from holdfast.report.interruptions import (
     Interruption,
     Losses,

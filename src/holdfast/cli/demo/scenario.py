@@ -17,9 +17,9 @@ from holdfast.cli.demo.disk import Damage, RawWrite, flip_byte, write_raw
 from holdfast.cli.history import Event
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.format import names, run
+from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
 from holdfast.keeper.lockfile import running_keepers
-from holdfast.report.events import read_lines
 from holdfast.store import open_store
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.errors import PREEMPTED_STATUS
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.conda import conda_start
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
@@ -155,10 +155,10 @@ def pod_command(task: Task, rule: RestartRule, *, grace_s: int) -> list[str]:
     """Return the command of a pod's container, not escaped.
 
     The shell is the first process of the container. It exits with `rule.status` if `run` fails after a
-    notice, or exits with 75 or one of `recover_on_exit_codes`. Keepers of the training have up to `grace_s`
-    seconds to complete saves, because they end with the pod.
+    notice, or exits with 75, 63 or one of `recover_on_exit_codes`. Keepers of the training have up to
+    `grace_s` seconds to complete saves, because they end with the pod.
     """
-    free_codes = sorted({PREEMPTED_STATUS, *task.recovery.free_codes})
+    free_codes = sorted({PREEMPTED_STATUS, HUNG_STATUS, *task.recovery.free_codes})
     numbers = [str(rule.status), " ".join(map(str, free_codes)), str(rule.in_place), str(grace_s)]
     needs_link = "yes" if SKY_WORKDIR in task.setup + task.run else "no"
     start = conda_start(task.setup, task.run)

@@ -8,8 +8,8 @@ import signal
 import time
 from pathlib import Path
 
-from holdfast.environment import PROGRESS, was_preempted
-from holdfast.errors import PREEMPTED_STATUS
+from holdfast.environment import PROGRESS, find_hang, was_preempted
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
@@ -132,6 +132,8 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     outcome = _outcome(phase, _wait_for(pid, watch))
     if outcome.is_failed_command and was_preempted(progress, after=begin):
         outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
+    if not outcome.is_success and (place := find_hang(progress, after=begin)) is not None:
+        outcome = Outcome(phase, code=HUNG_STATUS, hung=place)
     if _may_still_save(outcome, Path(plan.notice)):
         processes.wait_exited(_rest(), plan.grace_s)
     _sweep()
@@ -188,7 +190,7 @@ def _may_still_save(outcome: Outcome, notice: Path) -> bool:
     """Return True if the shell exited before its children, which may be saving."""
     if outcome.is_success:
         return False
-    return outcome.killed_by in _TOLD_BY or outcome.code == PREEMPTED_STATUS or notice.exists()
+    return outcome.killed_by in _TOLD_BY or outcome.code in (PREEMPTED_STATUS, HUNG_STATUS) or notice.exists()
 
 
 def _rest() -> list[Process]:

@@ -19,7 +19,7 @@ MAX_OWN_BYTES = 64 << 20
 """Limit for a document that contains an environment."""
 
 
-_OUTCOME_BYTES = 256
+_OUTCOME_BYTES = 2048
 """Size of the document with the outcome of a node, with spaces at its end."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.environment import PREEMPTION
-from holdfast.errors import PREEMPTED_STATUS
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.task.model import MountMode, Task
 from holdfast.jobs.task.rendering import to_yaml
 
@@ -66,14 +66,14 @@ def _with_file(notices: str, path: str) -> str:
 
 
 def _with_free_status(resources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return resources that do not count the exit status of a preemption as an error."""
+    """Return resources that do not count preemptions and hangs as errors, by their exit statuses."""
     asked = resources.get("job_recovery")
     recovery: dict[str, Any] = dict(asked) if isinstance(asked, Mapping) else {}
     if isinstance(asked, str):
         recovery["strategy"] = asked
     codes = recovery.get("recover_on_exit_codes")
     listed = codes if isinstance(codes, list) else [] if codes is None else [codes]
-    recovery["recover_on_exit_codes"] = sorted({*listed, PREEMPTED_STATUS})
+    recovery["recover_on_exit_codes"] = sorted({*listed, PREEMPTED_STATUS, HUNG_STATUS})
     return {**resources, "job_recovery": recovery}
 
 

@@ -1,0 +1,80 @@
+"""`holdfast stacks`: shows the place of each rank of a training, now or when it hung."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.cli.homes import open_home
+from holdfast.cli.options import Commands, add_home, add_json, command
+from holdfast.cli.tables import format_time, print_json
+from holdfast.errors import NotFound
+from holdfast.hang.evidence import RankEvidence
+from holdfast.hang.grouping import group_ranks
+from holdfast.hang.incidents import list_hangs
+from holdfast.hang.text import describe_groups, format_stacks
+from holdfast.home.history_lines import read_lines
+from holdfast.keeper.rank_capture import capture_host
+from holdfast.store.factory import absolute_place
+from holdfast.units import format_duration, plural
+
+_EXAMPLES = """
+holdfast stacks runs/gpt
+holdfast stacks runs/gpt --full
+holdfast stacks s3://bucket/gpt --recorded
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = command(commands, "stacks", run, examples=_EXAMPLES)
+    add_home(parser)
+    parser.add_argument(
+        "--recorded",
+        action="store_true",
+        help="show the newest hang in the history instead of the processes on this machine",
+    )
+    parser.add_argument("--full", action="store_true", help="also print the stacks of all threads")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show ranks grouped by place; those that the others wait for are marked with '>'."""
+    store, _ = open_home(args.home)
+    if args.recorded:
+        hangs = list_hangs(read_lines(store)[0])
+        if not hangs:
+            raise NotFound(f"The history of {args.home} has no hang.")
+        hang = hangs[-1]
+        title = f"attempt {hang.attempt} hung at {format_time(hang.unix_s)}"
+        title += f" for {format_duration(hang.over_s)}" if hang.over_s is not None else ""
+        _show(title, hang.ranks, args)
+        return 0
+    ranks = list(capture_host(absolute_place(args.home)).values())
+    if not ranks:
+        raise NotFound(
+            f"No training on this machine saves to {args.home}. Run this on a machine of the training, as "
+            "its user; or add --recorded to see the newest hang in the history."
+        )
+    _show(f"{plural(len(ranks), 'rank')} on this machine", ranks, args)
+    return 0
+
+
+def _show(title: str, ranks: Sequence[RankEvidence], args: argparse.Namespace) -> None:
+    if args.json:
+        print_json(_as_json(ranks))
+        return
+    print(f"{title}:")
+    for line in describe_groups(group_ranks(ranks)):
+        print(f"  {line}")
+    if args.full:
+        for one in ranks:
+            print()
+            print("\n".join(format_stacks(one)))
+
+
+def _as_json(ranks: Sequence[RankEvidence]) -> dict[str, Any]:
+    groups = [{**asdict(one), "kind": one.kind.value} for one in group_ranks(ranks)]
+    return {"groups": groups, "ranks": [asdict(one) for one in ranks]}

@@ -1,0 +1,189 @@
+"""Pulse of a trainer: its newest step, the durations of the last steps and its phase, in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.errors import Corrupt
+
+NUM_DURATIONS = 100
+"""Steps whose durations are kept."""
+_MAGIC = 0x316573_6C757064
+_SIZE = 4096
+_NAME_BYTES = 64
+
+# Positions of 64-bit words in the memory.
+_IS_TRAINING, _STARTED_AT, _BEATS, _STEP, _BEAT_NS = 1, 2, 3, 4, 5
+_PHASE_COUNT, _PHASE_NS, _STACKS_FD, _THREAD = 6, 7, 8, 9
+_NAME = 16
+_DURATIONS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerProgress:
+    """TrainerProgress of a trainer at one moment.
+
+    Attributes:
+        is_training: within its loop, so that the next step is expected.
+        beats: completed steps of the process.
+        beats_here: completed steps since the loop began, or since its last restore.
+        step: newest completed step.
+        beat_ns: time of its completion, or of the loop's begin, on the machine's monotonic clock.
+        phase: name of the phase that the trainer is in; "" for a step.
+        phase_count: number of phases that have begun or ended.
+        phase_ns: time of the last of them; 0 without any.
+        durations_s: durations of the last steps, without their phases; in no order.
+        thread: identifier of the thread that trains.
+        stacks_fd: the trainer's descriptor of the file that receives its stacks; -1 without one.
+    """
+
+    is_training: bool
+    beats: int
+    beats_here: int
+    step: int
+    beat_ns: int
+    phase: str
+    phase_count: int
+    phase_ns: int
+    durations_s: tuple[float, ...]
+    thread: int
+    stacks_fd: int
+
+
+class Pulse:
+    """Writer of a trainer's pulse.
+
+    A step costs a few stores to memory and no system call. The memory is private until `share`.
+
+    Args:
+        stacks_fd: this process's descriptor of the file that receives its stacks; -1 without one.
+    """
+
+    def __init__(self, stacks_fd: int = -1) -> None:
+        self._fd = -1
+        self._words: memoryview[int] = memoryview(bytearray(_SIZE)).cast("q")
+        self._words[0], self._words[_STACKS_FD] = _MAGIC, stacks_fd
+        self._beats = 0
+        self._began_ns = time.monotonic_ns()  # of the running step
+        self._in_phases_ns = 0
+        self._thread = 0
+        self._phases: list[str] = []
+
+    def share(self) -> int:
+        """Return a descriptor of the memory. Other processes of this user open it below /proc."""
+        if self._fd < 0:
+            self._fd = os.memfd_create("holdfast-pulse")
+            os.ftruncate(self._fd, _SIZE)
+            shared = memoryview(mmap.mmap(self._fd, _SIZE)).cast("q")
+            shared[:] = self._words
+            self._words = shared
+        return self._fd
+
+    def begin(self, step: int) -> None:
+        """Record that a loop begins after `step`. Its first step may take long."""
+        words = self._words
+        self._thread = words[_THREAD] = threading.get_ident()
+        self._began_ns = words[_BEAT_NS] = time.monotonic_ns()
+        self._in_phases_ns = 0
+        words[_STARTED_AT], words[_STEP], words[_IS_TRAINING] = self._beats, step, 1
+
+    def beat(self, step: int) -> None:
+        """Record that a step is complete."""
+        words, now_ns = self._words, time.monotonic_ns()
+        if not words[_IS_TRAINING]:
+            self.begin(step)
+        elif self._beats > words[_STARTED_AT]:  # the first step compiles and connects
+            took_ns = max(1, now_ns - self._began_ns - self._in_phases_ns)
+            words[_DURATIONS + self._beats % NUM_DURATIONS] = took_ns
+        self._beats += 1
+        self._began_ns, self._in_phases_ns = now_ns, 0
+        words[_STEP], words[_BEAT_NS], words[_BEATS] = step, now_ns, self._beats
+
+    def end(self) -> None:
+        """Record that no step is expected any more."""
+        self._words[_IS_TRAINING] = 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark a phase of the thread that trains. Other threads change nothing."""
+        if self._thread not in (0, threading.get_ident()):
+            yield
+            return
+        began_ns = time.monotonic_ns()
+        self._phases.append(name)
+        self._write_phase(began_ns)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            now_ns = time.monotonic_ns()
+            if not self._phases:
+                self._in_phases_ns += now_ns - began_ns
+            self._write_phase(now_ns)
+
+    def _write_phase(self, now_ns: int) -> None:
+        name = self._phases[-1] if self._phases else ""
+        raw = name.encode(errors="replace")[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        self._words[_NAME : _NAME + _NAME_BYTES // 8] = memoryview(raw).cast("q")
+        self._words[_PHASE_NS] = now_ns
+        self._words[_PHASE_COUNT] += 1
+
+    def close(self) -> None:
+        """Release the shared memory. Readers keep theirs."""
+        self.end()
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            self._words = memoryview(bytearray(_SIZE)).cast("q")
+            os.close(fd)
+
+
+class PulseReader:
+    """Reader of the pulse of another process of this user.
+
+    Raises:
+        OSError: the process has exited, or has no such descriptor.
+        Corrupt: the descriptor is not that of a pulse.
+    """
+
+    def __init__(self, pid: int, fd: int) -> None:
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(own).st_size != _SIZE:
+                raise Corrupt(f"Descriptor {fd} of process {pid} is not that of a pulse.")
+            self._memory = mmap.mmap(own, _SIZE, prot=mmap.PROT_READ)
+        finally:
+            os.close(own)
+        self._words = memoryview(self._memory).cast("q")
+        if self._words[0] != _MAGIC:
+            self.close()
+            raise Corrupt(f"Descriptor {fd} of process {pid} is not that of a pulse.")
+
+    def read(self) -> TrainerProgress:
+        """Return the present progress."""
+        words = self._words
+        raw = self._memory[8 * _NAME : 8 * _NAME + _NAME_BYTES]
+        durations = words[_DURATIONS : _DURATIONS + NUM_DURATIONS]
+        return TrainerProgress(
+            is_training=bool(words[_IS_TRAINING]),
+            beats=words[_BEATS],
+            beats_here=words[_BEATS] - words[_STARTED_AT],
+            step=words[_STEP],
+            beat_ns=words[_BEAT_NS],
+            phase=raw.rstrip(b"\0").decode(errors="replace"),
+            phase_count=words[_PHASE_COUNT],
+            phase_ns=words[_PHASE_NS],
+            durations_s=tuple(one / 1e9 for one in durations if one > 0),
+            thread=words[_THREAD],
+            stacks_fd=words[_STACKS_FD],
+        )
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._words.release()
+        self._memory.close()

@@ -1,0 +1,76 @@
+"""Lines of the history of a home, decoded within limits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from holdfast.documents import decode
+from holdfast.errors import Corrupt, NotFound
+from holdfast.format import names
+from holdfast.format.limits import MAX_LINE_BYTES
+from holdfast.store import Store
+
+Line = dict[str, Any]
+"""One line of a history log."""
+
+
+def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], int]:
+    """Read all lines of a home by time, and count those that are incomplete.
+
+    Args:
+        attempt: read only the logs of this attempt.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    lines: list[Line] = []
+    num_torn = 0
+    for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
+        if not entry.name.endswith(".jsonl") or attempt not in (None, names.attempt_in(entry.name)):
+            continue
+        try:
+            text = store.get(entry.name)
+        except NotFound:
+            continue  # deleted since it was listed
+        for one in dict.fromkeys(text.splitlines()):  # a keeper's successor may write its lines again
+            line = _parse(one)
+            if line is None:
+                num_torn += 1
+            else:
+                lines.append(line)
+    return sorted(lines, key=lambda line: line["t"]), num_torn
+
+
+def _parse(text: bytes) -> Line | None:
+    try:
+        line = decode(text, "a line", max_bytes=MAX_LINE_BYTES, any_text=True)
+    except Corrupt:
+        return None
+    if b"\\u" in text:
+        line = _printable(line)
+    whole = isinstance(line, dict) and isinstance(line.get("event"), str)
+    return line if whole and is_number(line.get("t")) else None
+
+
+def _printable(value: object) -> Any:
+    r"""Return a value with escaped bytes, such as `\xff`, in texts that are not UTF-8."""
+    if isinstance(value, str):
+        try:
+            return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        except UnicodeEncodeError:  # half a surrogate pair, which cannot come from a file name
+            return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_printable(key): _printable(one) for key, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list) else value
+
+
+def is_number(value: object) -> bool:
+    """Return True if a value of JSON is a finite number."""
+    # Python's JSON accepts NaN and Infinity, which cannot be sorted.
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False

@@ -1,0 +1,124 @@
+"""Real trainings that hang: their keepers record the stacks of all ranks, and name the odd one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hang.trials import Trial
+from holdfast.cli import main as cli
+from holdfast.environment import PROGRESS, find_hang
+from holdfast.errors import HUNG_STATUS
+from holdfast.hang.grouping import group_ranks
+from holdfast.hang.text import summary
+
+NewTrial = Callable[..., Trial]
+
+PLACES = {
+    "loop": "in training.py:{spin} (spin)",
+    "sleep": "in training.py:{sleep} (trouble)",
+    "gil": "in training.py:{gil} (trouble)",
+    "stop": "stopped",
+    "loader": "in DataLoader.__next__, called at training.py:{batch} (main); its worker is in training.py:",
+}
+"""Place of the rank that hangs, by the way it does."""
+
+
+def test_a_hang_is_recorded_with_the_stacks_of_the_training(new_trial: NewTrial) -> None:
+    trial = new_trial()
+    trial.start("sleep", limit="1s")
+    (one,) = trial.hang().ranks
+    assert (one.rank, one.step, one.phase, one.process.pid) == (0, 14, "", trial.ranks[0].pid)
+    assert one.stalled_s > one.limit_s == 1.0
+    assert "training.py" in summary([one])
+    assert any(frame.function == "trouble" for thread in one.process.threads for frame in thread.frames)
+    trial.wait_until(lambda: "THE TRAINING HANGS: rank 0 has made no progress" in trial.printed())
+    assert f"holdfast stacks {trial.home} --recorded" in trial.printed()
+
+
+@pytest.mark.parametrize("way", ["loop", "gil", "stop", "loader"])
+def test_the_place_is_found_whatever_the_process_does(new_trial: NewTrial, way: str) -> None:
+    trial = new_trial()
+    trial.start(way, limit="1s")
+    found = summary(trial.hang().ranks)
+    assert PLACES[way].split("{")[0] in found
+    trial.wait_until(lambda: "THE TRAINING HANGS" in trial.printed())
+
+
+@pytest.mark.parametrize("way", ["sleep", "extra", "skip"])
+def test_the_odd_one_of_several_ranks_is_named(new_trial: NewTrial, way: str) -> None:
+    trial = new_trial(2)
+    trial.start(way, odd=1, limit="2s")
+    groups = group_ranks(trial.hang().ranks)
+    odd = {"sleep": (1,), "skip": (1,), "extra": (0,)}[way]  # of two that wait, the one that is ahead
+    assert [one.ranks for one in groups if one.is_odd] == [odd], groups
+    trial.wait_until(lambda: f"> rank {odd[0]}: " in trial.printed())
+    assert trial.printed().count("THE TRAINING HANGS") == 1
+
+
+@pytest.mark.parametrize("way", ["phase", "evaluation", "none"])
+def test_what_takes_long_is_no_hang(new_trial: NewTrial, way: str) -> None:
+    """A phase, and a function that is named like an evaluation."""
+    trial = new_trial()
+    trial.start(way, limit="1s" if way != "none" else "1m")
+    trial.finish()
+    assert trial.lines("hang") == []
+    assert trial.lines("ended")
+
+
+def test_a_hang_that_ends_is_recorded(new_trial: NewTrial) -> None:
+    trial = new_trial()
+    trial.start("stop", limit="1s")
+    trial.hang()
+    trial.ranks[0].kill(signal.SIGCONT)
+    trial.finish()
+    (over,) = trial.lines("hang-over")
+    assert over["seconds"] > 1.0
+
+
+@pytest.mark.parametrize("way", ["loop", "gil", "stop"])
+def test_a_restart_ends_the_process_after_its_saves(new_trial: NewTrial, way: str) -> None:
+    trial = new_trial()
+    progress = trial.folder / "progress"
+    trial.start(way, action="restart", limit="1s", env={PROGRESS: str(progress)})
+    assert trial.ranks[0].wait() == HUNG_STATUS
+    assert trial.lines("committed")[-1]["step"] == 10
+    assert trial.lines("ended")[-1]["detail"].startswith("hung (rank 0 ")
+    place = find_hang(progress, after=0)
+    assert place is not None
+    assert place.startswith("rank 0 ")
+
+
+def test_nothing_is_watched_without_a_limit_that_is_reached(new_trial: NewTrial) -> None:
+    """`off` has no pulse at all; the first steps have a limit of their own."""
+    choices: list[dict[str, Any]] = [{"action": "off", "limit": "1s"}, {"first": "1h"}]
+    for options in choices:
+        trial = new_trial()
+        trial.start("sleep", **options)
+        trial.wait_until(lambda trial=trial: len(trial.lines("committed")) >= 2)
+        os.kill(trial.ranks[0].pid, 0)
+        assert trial.lines("hang") == []
+
+
+def test_the_command_shows_where_ranks_are_now(
+    new_trial: NewTrial, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = new_trial()
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(trial.folder / "runtime"))
+    trial.start("sleep", limit="1s")
+    trial.hang()
+    assert cli(["stacks", str(trial.home)]) == 0
+    assert "> rank 0: in training.py" in capsys.readouterr().out
+    assert cli(["stacks", str(trial.home), "--full"]) == 0
+    assert "thread 0x" in capsys.readouterr().out
+    assert cli(["stacks", str(trial.home), "--recorded", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"][0]["step"] == 14
+    trial.kill()
+    assert cli(["stacks", str(trial.home)]) == 2
+    assert "No training on this machine saves to" in capsys.readouterr().err

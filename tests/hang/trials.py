@@ -1,0 +1,81 @@
+"""Trials of a training that hangs: its processes, its history, and the hang that was recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import HoldfastError
+from holdfast.hang.incidents import HangIncident, list_hangs
+from holdfast.home.history_lines import read_lines
+from holdfast.store import open_store
+from nursery import Child, Nursery
+from servers import reserve_port
+from stage.training import wait_until
+
+TRAINING = Path(__file__).with_name("training.py")
+
+
+class Trial:
+    """One run of the training."""
+
+    def __init__(self, folder: Path, nursery: Nursery, *, world_size: int = 1) -> None:
+        self.folder, self.home, self.world_size = folder, folder / "home", world_size
+        self._nursery = nursery
+        self.ranks: list[Child] = []
+
+    def start(self, way: str, *, odd: int = 0, env: dict[str, str] | None = None, **options: Any) -> None:
+        """Start all ranks."""
+        port = reserve_port()
+        for rank in range(self.world_size):
+            world = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
+            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            runtime = {"HOLDFAST_RUNTIME_DIR": str(self.folder / "runtime")}
+            arguments = [str(TRAINING), way, str(odd), str(self.home), json.dumps(options)]
+            output = self.folder / f"output-{rank}.txt"
+            self.ranks.append(
+                self._nursery.start(arguments, output, env={**os.environ, **world, **runtime, **(env or {})})
+            )
+
+    def lines(self, *events: str) -> list[dict[str, Any]]:
+        """Return the lines of the history about some events."""
+        try:
+            found = read_lines(open_store(self.home))[0]
+        except HoldfastError:
+            return []
+        return [line for line in found if line["event"] in events]
+
+    def hang(self) -> HangIncident:
+        """Wait until every rank has recorded a hang, and return it."""
+        self.wait_until(lambda: len({one["rank"] for one in self.lines("hang")}) == self.world_size)
+        (found,) = list_hangs(self.lines("hang"))
+        return found
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition is true. Fails if a rank exits before."""
+
+        def is_true() -> bool:
+            is_met = condition()
+            assert is_met or all(one.ended.empty() for one in self.ranks), self.printed()
+            return is_met
+
+        wait_until(is_true)
+
+    def printed(self) -> str:
+        """Return what all ranks have printed."""
+        return "\n".join(one.said() for one in self.ranks)
+
+    def finish(self) -> None:
+        """Wait until all ranks have exited without an error."""
+        for one in self.ranks:
+            assert one.wait() == 0, one.said()
+
+    def kill(self) -> None:
+        """Kill all ranks that are left."""
+        for one in self.ranks:
+            one.kill()
+        for one in self.ranks:
+            one.wait()

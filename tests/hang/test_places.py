@@ -107,7 +107,8 @@ def test_the_block_names_places_missing_ranks_and_what_is_done() -> None:
     ranks = [*(evidence(rank, BACKWARD) for rank in (0, 1, 2, 4)), evidence(5, LOADER, 6)]
     text = describe_hang(ranks, world_size=8, action="Nothing was done.", home="runs/\x1b[1mx")
     assert text.splitlines() == [
-        "THE TRAINING HANGS: rank 0 has made no progress for 1 min 1 s in the step after 7 (limit 1 min 0 s).",
+        "THE TRAINING HANGS: rank 0 has made no progress for 1 min 1 s in the step after 7 "
+        "(limit 1 min 0 s).",
         "  > rank 5: in DataLoader.__next__, called at train.py:88 (train_step) (after step 6)",
         "    ranks 0-2, 4: in backward, called at train.py:88 (train_step) (after step 7)",
         "  ranks 3, 6-7: no evidence, as their own limit is not reached",

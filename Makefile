@@ -66,7 +66,7 @@ lint: $(DEV) ## formatting, lint and types
 bench: $(BENCH) ## measure against raw limits and peers
 	$(BIN)/python benchmarks/run.py
 
-campaigns: crash-states damage kills soak torn fuzz ## every long search for failures, with its defaults
+campaigns: crash-states damage kills hangs soak torn fuzz ## every long search for failures, with its defaults
 
 soak: $(DEV) ## trainings on a file system whose calls fail at random
 	$(BIN)/python -m campaigns.faults
@@ -83,6 +83,9 @@ damage: $(DEV) ## thousands of damaged homes
 
 kills: $(DEV) ## kill -9 of trainers and keepers at random moments
 	$(BIN)/python -m campaigns.kills
+
+hangs: $(DEV) ## trainings that hang, whose odd rank must be named, and slow ones that must not be reported
+	$(BIN)/python -m campaigns.hangs
 
 torn: $(DEV) ## write to states while they are copied, in 90 ways
 	$(BIN)/python -m campaigns.tears

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,11 +50,19 @@ def evaluate(seconds: float) -> None:
 
 
 def trouble(step: int, ckpt: holdfast.Checkpointer, others: Any) -> None:
-    """Do in step AT what the way asks for."""
-    if WAY == "skip" and step == AT and not IS_ODD:
-        dist.all_reduce(torch.ones(7), group=others)
-    if step != AT or not IS_ODD:
+    """Do in a step what the way asks for."""
+    if WAY == "uneven":
+        time.sleep((step * 37 % 11) / 10)
+    if step != AT:
         return
+    if IS_ODD:
+        odd_trouble(ckpt, others)
+    elif WAY == "skip":
+        dist.all_reduce(torch.ones(7), group=others)
+
+
+def odd_trouble(ckpt: holdfast.Checkpointer, others: Any) -> None:
+    """Do what the way asks of one rank."""
     match WAY:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -68,9 +76,9 @@ def trouble(step: int, ckpt: holdfast.Checkpointer, others: Any) -> None:
             dist.all_reduce(torch.ones(3), group=others)
         case "phase":
             with ckpt.phase("eval"):
-                time.sleep(4)
+                time.sleep(7)
         case "evaluation":
-            evaluate(4)
+            evaluate(7)
         case _:
             pass
 
@@ -85,6 +93,8 @@ def main() -> None:
     model: torch.nn.Module = torch.nn.Linear(20, 20)
     if WORLD_SIZE > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
+    if WAY == "compile":
+        model = cast(torch.nn.Module, torch.compile(model))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
     with holdfast.Checkpointer(HOME, state, every=5, on_hang=holdfast.Hang(**OPTIONS), quiet=True) as ckpt:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import PREEMPTED_STATUS
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.state_machine import (
     MAX_BARREN,
@@ -33,6 +33,7 @@ from holdfast.jobs.state_machine import (
     StartAttempt,
     Uploading,
     advance,
+    exit_status,
     pause_s,
 )
 from holdfast.jobs.status import JobStatus
@@ -42,6 +43,7 @@ FAILED = Outcome(Phase.RUN, code=1)
 PREEMPTED = Outcome(Phase.RUN, code=PREEMPTED_STATUS)
 LOST = Outcome(Phase.RUN)
 KILLED = Outcome(Phase.RUN, killed_by=9)
+HUNG = Outcome(Phase.RUN, code=HUNG_STATUS, hung="rank 3 in train.py:88 (step)")
 STOPPED = Outcome(Phase.RUN, killed_by=9, is_stopped=True)
 BAD_SETUP = Outcome(Phase.SETUP, code=2)
 
@@ -311,7 +313,32 @@ def test_a_failed_controller_kills_what_is_running() -> None:
 
 # -- every sequence --------------------------------------------------------------------------------------
 
-outcomes = st.sampled_from([DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP])
+
+@pytest.mark.parametrize(
+    ("second", "has_advanced", "status"),
+    [
+        (HUNG, False, JobStatus.FAILED),
+        (HUNG, None, JobStatus.FAILED),
+        (HUNG, True, JobStatus.RECOVERING),
+        (dataclasses.replace(HUNG, hung="rank 3 elsewhere"), False, JobStatus.RECOVERING),
+        (PREEMPTED, False, JobStatus.RECOVERING),
+    ],
+)
+def test_a_hang_restarts_the_job_unless_it_is_at_the_same_place_again(
+    second: Outcome, has_advanced: bool | None, status: JobStatus
+) -> None:
+    scenario = Scenario(RestartPolicy())
+    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, HUNG))
+    assert scenario.apply(AttemptExited(1, True)) is JobStatus.RECOVERING
+    assert scenario.life.num_errors == 0
+    scenario.apply(BackoffElapsed(), NodesRunning(2), NodeExited(2, 0, second))
+    assert scenario.apply(AttemptExited(2, has_advanced)) is status
+    if status is JobStatus.FAILED:
+        assert scenario.life.reason.endswith("rank 3 in train.py:88 (step)")
+        assert exit_status(scenario.life) == HUNG_STATUS
+
+
+outcomes = st.sampled_from([DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP, HUNG])
 events = st.one_of(
     st.just(ControllerStarted()),
     st.builds(NodesRunning, st.integers(1, 4)),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs.engine import Job
+from holdfast.jobs.history import list_attempts, read_changes
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from holdfast.report import read_summary
@@ -91,6 +92,38 @@ def test_a_preemption_with_notice_costs_no_step(
     assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
     assert {attempt for attempt, _ in steps(harness.folder)} == {1, 2}
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
+
+
+def test_a_training_that_hangs_starts_again_by_itself(
+    harness: JobHarness, uninterrupted: Callable[[int], str]
+) -> None:
+    job = harness.submit(command(harness.folder, "--hang-at", "12"))
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+    assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
+    assert next(step for attempt, step in steps(harness.folder) if attempt == 2) == 11
+    first = list_attempts(read_changes(harness.files(job)))[0]
+    assert first.reason.startswith("node 0 hung (rank 0 in training.py:")
+    assert "THE TRAINING HANGS" in harness.log(job)
+
+
+def test_a_training_that_hangs_at_the_same_place_ends_with_that_reason(harness: JobHarness) -> None:
+    job = harness.submit(command(harness.folder, "--hang-at", "12", "--hangs", "9"))
+    ended = harness.wait(job)
+    # The first attempt may not have reported its last save: that of the second then counts as progress.
+    assert (ended.status, ended.attempt in (2, 3)) == (JobStatus.FAILED, True), harness.describe(job)
+    expected = "the training hung twice at the same place, without a newer checkpoint: rank 0 in training.py:"
+    assert ended.reason.startswith(expected)
+
+
+@pytest.mark.slow
+def test_two_nodes_start_again_after_one_has_hung(harness: JobHarness) -> None:
+    """The launcher between the job and its training replaces the exit status."""
+    run = torchrun(harness.folder, reserve_port(), "--hang-at", "12")
+    job = harness.submit(run, head="num_nodes: 2")
+    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+    first = list_attempts(read_changes(harness.files(job)))[0]
+    assert "hung (rank 1 in training.py:" in first.reason, first.reason
+    assert (harness.folder / "final.txt").exists()
 
 
 def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(

@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--pause-at", type=int, help="wait for a notice, in the first attempt")
+    parser.add_argument("--hang-at", type=int, help="hang on the last rank before this step is complete")
+    parser.add_argument("--hangs", type=int, default=1, help="attempts that hang")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
@@ -36,10 +38,14 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer}
     folder, attempt = args.home.parent, os.environ.get("HOLDFAST_ATTEMPT")
-    with holdfast.Checkpointer(args.home, state, every=args.every) as ckpt:
+    on_hang = "report" if args.hang_at is None else holdfast.Hang("restart", limit="4s")
+    last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+    with holdfast.Checkpointer(args.home, state, every=args.every, on_hang=on_hang) as ckpt:
         for step in ckpt.steps(args.total):
             if step == args.pause_at and attempt == "1":
                 wait_for_notice(ckpt)
+            if step == args.hang_at and rank == last and int(attempt or 1) <= args.hangs:
+                time.sleep(1000)
             optimizer.zero_grad()
             loss = model(torch.randn(8, 16)).square().mean()
             loss.backward()

@@ -47,6 +47,7 @@ resources:
     max_restarts_on_errors: 2
     recover_on_exit_codes:
     - 33
+    - 63
     - 75
 file_mounts:
   /plain:
@@ -104,9 +105,9 @@ def test_the_file_makes_preemptions_lose_nothing_and_contains_no_secret() -> Non
 @pytest.mark.parametrize(
     ("recovery", "expected"),
     [
-        ("", {"recover_on_exit_codes": [75]}),
-        ("job_recovery: FAILOVER", {"strategy": "FAILOVER", "recover_on_exit_codes": [75]}),
-        ("job_recovery: {recover_on_exit_codes: [75, 3]}", {"recover_on_exit_codes": [3, 75]}),
+        ("", {"recover_on_exit_codes": [63, 75]}),
+        ("job_recovery: FAILOVER", {"strategy": "FAILOVER", "recover_on_exit_codes": [63, 75]}),
+        ("job_recovery: {recover_on_exit_codes: [75, 3]}", {"recover_on_exit_codes": [3, 63, 75]}),
     ],
 )
 def test_a_training_that_has_saved_is_always_restarted(recovery: str, expected: dict[str, object]) -> None:

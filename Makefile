@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages crds lint bench campaigns crash-states damage kills soak fuzz docs clean torn
+.PHONY: help demo test test-all test-engines-packages crds lint bench campaigns crash-states damage kills hangs soak fuzz docs clean torn
 .DEFAULT_GOAL := help
 
 help: ## show these targets

@@ -16,6 +16,8 @@ TAG = "HOLDFAST_NODE"
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """Variable with which printed lines are in the log at once, and not lost when the process is killed."""
 
+_PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
+
 
 @dataclass(frozen=True, slots=True)
 class JobPipeline:
@@ -66,6 +68,18 @@ def create_task_id(name: str, job: int, now_unix_s: float, task: int = 0) -> str
     moment = datetime.datetime.fromtimestamp(now_unix_s, datetime.timezone.utc)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     return f"sky-managed-{moment:%Y-%m-%d-%H-%M-%S-%f}_{plain}_{job}-{task}"
+
+
+def container_base(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a user that the containers of a job have too.
+
+    The others, such as PATH, describe programs and folders of this machine.
+    """
+    return {
+        name: value
+        for name, value in base.items()
+        if name.startswith("HOLDFAST_") or name.lower() in _PROXIES
+    }
 
 
 def run_environment(

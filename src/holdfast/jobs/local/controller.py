@@ -19,6 +19,7 @@ from holdfast.jobs.local.nodes import Nodes
 from holdfast.jobs.local.ports import choose_port
 from holdfast.jobs.local.specs import make_specs
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.mount_spec import caches
@@ -99,6 +100,7 @@ def _supervise(records: Records, folder: JobFolder, number: int) -> bool:
         controller.close()
     if controller.has_ended:
         remove_links(folder)
+        _release_containers(folder)
         _remove_secrets(folder)
         _wake_successors(records, folder, number)
         lead_on(records, folder.path.parents[1])
@@ -113,6 +115,14 @@ def _remove_copies(folder: JobFolder) -> None:
         from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
 
         remove_copies(folder)
+
+
+def _release_containers(folder: JobFolder) -> None:
+    """Have the containers of an ended job removed. After an error, the next command tries again."""
+    try:
+        release_containers(folder)
+    except OSError as error:
+        _log.error("cannot start the removal of the job's containers: %s", error)
 
 
 def _remove_secrets(folder: JobFolder) -> None:

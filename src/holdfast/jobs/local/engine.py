@@ -20,6 +20,9 @@ from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.ports import fixed_ports, needs_port
 from holdfast.jobs.local.specs import write_commands
 from holdfast.jobs.local.unsupported_keys import unsupported_keys
+from holdfast.jobs.node.containers.image_spec import write_image_spec
+from holdfast.jobs.node.containers.lease import release_containers
+from holdfast.jobs.node.containers.runtime import find_runtime
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
 from holdfast.jobs.node.mounts.mount_plan import place
@@ -33,6 +36,7 @@ from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.linux.wakeup_pipe import wake
 from holdfast.units import plural
@@ -51,7 +55,7 @@ class LocalEngine(RecordedEngine):
 
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        return unsupported_keys(task)
+        return unsupported_keys(_in_image(task))
 
     @override
     def render(self, task: Task) -> list[str]:
@@ -61,7 +65,7 @@ class LocalEngine(RecordedEngine):
     def check(self, task: Task) -> None:
         _check_gpus(task, visible_gpus())
         check_workdir(task)
-        validate(task, self._state)
+        validate(_in_image(task), self._state)
 
     @override
     def submit(self, task: Task) -> Job:
@@ -71,6 +75,7 @@ class LocalEngine(RecordedEngine):
     @override
     def submit_file(self, file: TaskFile) -> list[Job]:
         self.check_file(file)
+        file = dataclasses.replace(file, tasks=tuple(_in_image(task) for task in file.tasks))
         for task in file.tasks:
             validate_sources(task, self._state)
         records = self._records()
@@ -83,6 +88,7 @@ class LocalEngine(RecordedEngine):
             pipeline = JobPipeline(first, task_ids) if file.is_pipeline else None
             for task, folder, one in zip(file.tasks, folders, submissions, strict=True):
                 self._prepare(task, folder, records, pipeline)
+                _write_image(task, folder, one.task_id)
                 write_plan(folder, task.subscription, one)
         except BaseException:
             for folder in folders:
@@ -113,7 +119,8 @@ class LocalEngine(RecordedEngine):
         try:
             write_commands(task, folder, _base_environment(), pipeline)
             create_workdir(task, folder)
-            place(task, folder, self._state, workdir_links(task, folder, records))
+            links = workdir_links(task, folder, records) if task.image is None else []
+            place(task, folder, self._state, links)
         except HoldfastError:
             raise  # some of them are an OSError too
         except (OSError, shutil.Error) as error:
@@ -149,6 +156,7 @@ class LocalEngine(RecordedEngine):
         """
         self._announce(record, record.life)
         if record.life.status.is_final:
+            release_containers(job_folder(self._state, record.id))
             remove_secrets_of_ended(job_folder(self._state, record.id))
             return
         is_behind = claims.shortage(record.id) and record.id not in claims.leading
@@ -199,6 +207,25 @@ class LocalEngine(RecordedEngine):
         if not start_controller(folder):
             wake(folder.bell)
         return self._job(record, self._claims([record]))
+
+
+def _in_image(task: Task) -> Task:
+    """Return a task whose commands run in its container image, if it has one and a runtime is installed.
+
+    Raises:
+        InvalidInput: it is not the name of an image.
+        Unsupported: see `find_runtime`.
+    """
+    image = docker_image(task)
+    return task if image is None or find_runtime() is None else in_image(task, image)
+
+
+def _write_image(task: Task, folder: JobFolder, task_id: str) -> None:
+    """Write the specification of the job's containers, if it has an image."""
+    runtime = find_runtime() if task.image is not None else None
+    if task.image is not None and runtime is not None:
+        has_gpus = task.accelerators.num_per_node > 0 and bool(visible_gpus())
+        write_image_spec(folder, runtime, task.image, task_id, has_gpus=has_gpus)
 
 
 def _spec(task: Task, after: int | None) -> JobSpec:

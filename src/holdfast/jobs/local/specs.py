@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from holdfast.jobs.environment import JobPipeline, Node, run_environment, setup_environment
+from holdfast.jobs.environment import JobPipeline, Node, container_base, run_environment, setup_environment
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.scripts import node_variables, write_scripts
 from holdfast.jobs.node.spec import Environment, NodeSpec, read_environment
@@ -52,6 +52,8 @@ def make_specs(record: JobRecord, life: JobState, folder: JobFolder) -> list[Nod
         life: current state, with the attempt and its reason.
     """
     environment = read_environment(folder)
+    if folder.image.exists():
+        environment = replace(environment, base=container_base(environment.base))
     return [_plan(record, life, folder, rank, environment) for rank in range(record.spec.num_nodes)]
 
 

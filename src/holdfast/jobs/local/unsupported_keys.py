@@ -19,6 +19,7 @@ _CHOICE = "ignored: there is no choice of machines; kept for other engines"
 _ALTERNATIVES = (
     "no choice of machines; SKYPILOT_NUM_GPUS_PER_NODE is the greatest number of GPUs in any of them"
 )
+_IMAGE = "resources.image_id"
 _KEPT_FREE = "not given to other jobs, and not limited"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
     **UNUSED_KEYS,
@@ -33,7 +34,7 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
     "resources.job_recovery.strategy": "ignored: there is only one machine",
     "resources.network_tier": "nodes communicate over the loopback interface",
     "resources.labels": "no machine is labelled",
-    "resources.image_id": "commands run on this machine as it is",
+    _IMAGE: "commands run on this machine as it is; images (docker:NAME) need podman or docker",
     "resources.autostop": "this machine is not stopped",
     "resources.priority_class": "ignored: use priority",
 }
@@ -43,6 +44,8 @@ def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
     found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task)]
     found += [*find_mounts_in_place(task), *find_cache_settings(task)]
+    if task.image is not None:
+        found = [one for one in found if one.key != _IMAGE]
     found += [
         UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
     ]

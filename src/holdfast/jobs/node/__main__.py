@@ -23,6 +23,10 @@ def main() -> None:
         from holdfast.jobs.node.mounts import mounter
 
         mounter.serve(folder)
+    elif role == "warden":
+        from holdfast.jobs.node.containers import warden
+
+        warden.serve(folder)
     else:
         from holdfast.jobs.node.mounts import upload_watcher
 

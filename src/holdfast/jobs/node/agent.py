@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.environment import PROGRESS, find_hang, was_preempted
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.containers.lease import ContainerLease
 from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
@@ -64,6 +67,8 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
                 Path(plan.log),
                 lambda: _mounter_environment(plan, job),
             )
+        if job.image.exists():
+            watch.container = ContainerLease(folder.path.parent, int(folder.path.name), Path(plan.log))
         limit = dict(plan.environment).get(LIMIT, DEFAULT)
         watch.sampler = LogSampler(Path(plan.log), log.fileno(), limit)
         outcome = _work(plan, folder, log.fileno(), watch)
@@ -74,7 +79,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
 
 
 class PeerWatch:
-    """Watch of the processes that a node needs, controller and mounter, and of its log.
+    """Watch of the processes that a node needs, such as its mounter, and of its log.
 
     Args:
         mounts: folder with the job's mounts: its own, or its scratch folder on this machine.
@@ -85,13 +90,15 @@ class PeerWatch:
         self.job, self.mounts = job, mounts
         self._replaces_controller = replaces_controller
         self.lease: MountLease | None = None
+        self.container: ContainerLease | None = None
         self.sampler: LogSampler | None = None
 
     def poll(self) -> None:
-        """Replace a dead controller or mounter, and record the size of the log."""
+        """Replace a dead controller, mounter or warden, and record the size of the log."""
         self.replace_controller()
-        if self.lease is not None:
-            self.lease.poll()
+        for lease in (self.lease, self.container):
+            if lease is not None:
+                lease.poll()
         if self.sampler is not None:
             self.sampler.poll()
 
@@ -109,17 +116,24 @@ def _mounter_environment(plan: NodeSpec, job: JobFolder) -> dict[str, str]:
 
 def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Outcome:
     os.write(log, f"{plan.headline}\n".encode())
-    if watch.lease is not None and (why := watch.lease.wait_until_there(watch.poll)):
-        os.write(log, f"holdfast: the job cannot start: {why}\n".encode())
-        return Outcome(Phase.SETUP, code=_NO_MOUNTS)
+    for lease in (watch.lease, watch.container):
+        if lease is not None and (why := lease.wait_until_there(watch.poll)):
+            return _cannot_start(why, log)
     if plan.setup is not None:
         outcome = _shell(plan, Phase.SETUP, log, watch)
         if not outcome.is_success:
             return outcome
         Path(plan.set_up).touch()
+        if watch.container is not None and (why := watch.container.wait_until_there(watch.poll)):
+            return _cannot_start(why, log)
     folder.running.touch()
     wake(Path(plan.bell))
     return _shell(plan, Phase.RUN, log, watch)
+
+
+def _cannot_start(why: str, log: int) -> Outcome:
+    os.write(log, f"holdfast: the job cannot start: {why}\n".encode())
+    return Outcome(Phase.SETUP, code=_NO_MOUNTS)
 
 
 def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
@@ -128,7 +142,7 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     begin = progress.stat().st_size if progress.exists() else 0
     pid = os.fork()
     if pid == 0:
-        _become_shell(plan, phase, log, watch.mounts)
+        _become_shell(plan, phase, log, watch)
     outcome = _outcome(phase, _wait_for(pid, watch))
     if outcome.is_failed_command and was_preempted(progress, after=begin):
         outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
@@ -140,7 +154,7 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     return outcome
 
 
-def _become_shell(plan: NodeSpec, phase: Phase, log: int, mounts: JobFolder) -> None:
+def _become_shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> None:
     """Replace this new process with bash. Never returns."""
     try:
         # Without the agent, the outcome would be lost.
@@ -149,15 +163,28 @@ def _become_shell(plan: NodeSpec, phase: Phase, log: int, mounts: JobFolder) -> 
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        enter_private_links(mounts)
-        os.chdir(plan.workdir)
         script = plan.setup if phase is Phase.SETUP else plan.run
         environment = plan.setup_environment if phase is Phase.SETUP else plan.environment
-        os.execvpe("bash", ["bash", str(script)], dict(environment))
+        if watch.container is not None:
+            watch.container.join()
+            environment = {**watch.container.environment, **environment}
+        else:
+            enter_private_links(watch.mounts)
+        os.chdir(plan.workdir)
+        _exec_bash(str(script), environment)
     except OSError as error:
         os.write(2, f"holdfast: cannot start bash in {plan.workdir}: {error}\n".encode())
     finally:
         os._exit(_CANNOT_START)
+
+
+def _exec_bash(script: str, environment: Mapping[str, str]) -> None:
+    """Replace this process with bash. Imports nothing, as it may be in a container."""
+    names = [f"{folder}/bash" for folder in environment.get("PATH", os.defpath).split(":")]
+    for name in names:
+        if os.access(name, os.X_OK):
+            os.execve(name, ["bash", script], dict(environment))
+    raise FileNotFoundError(errno.ENOENT, "not found on the PATH", "bash")
 
 
 def _wait_for(pid: int, watch: PeerWatch) -> int:

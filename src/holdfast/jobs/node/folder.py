@@ -20,6 +20,18 @@ class NodeFolder:
         self.unsent = path / "unsent.json"  # files that are not uploaded at the end, on another machine
 
 
+class ContainerFolder:
+    """Files of the container of one node, for all attempts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = path / "lock"  # lock of the running warden
+        self.state = path / "state.json"  # the running container, or why it cannot run
+        self.linked = path / "linked"  # id of the container that has the job's links
+        self.unneeded = path / "unneeded"  # exists once the job has ended
+        self.removed = path / "removed"  # exists once the container was removed
+
+
 class JobFolder:
     """Files of one job."""
 
@@ -42,6 +54,7 @@ class JobFolder:
         self.progress = path / "progress"  # steps recorded by the training
         self.logs = path / "logs"  # folder of the nodes' output
         self.copies = path / "mounts"  # folder for copies made by `file_mounts`
+        self.image = path / "image.json"  # container image of the job, if it has one
         self.staging = path / "staging"  # empty folder, where directories with private links are assembled
 
     def script(self, name: str, rank: int) -> Path:
@@ -64,6 +77,10 @@ class JobFolder:
     def set_up(self, rank: int) -> Path:
         """Return the path of a file that exists once `setup` has succeeded on a node."""
         return self.path / "nodes" / str(rank) / "set-up"
+
+    def container(self, rank: int) -> ContainerFolder:
+        """Return the folder of a node's container, which exists once it was needed."""
+        return ContainerFolder(self.path / "nodes" / str(rank) / "container")
 
     def attempt(self, number: int) -> Path:
         """Return the folder of an attempt, which exists once the attempt has started."""

@@ -18,8 +18,11 @@ _PROC = Path("/proc")
 _SERVANTS = (
     {b"holdfast.jobs.local", b"controller"},
     {b"holdfast.jobs.node", b"mounter"},
+    {b"holdfast.jobs.node", b"warden"},
     {b"holdfast.jobs.node", b"upload_watcher"},
 )
+CONTAINER_PREFIX = b"holdfast-"
+"""Beginning of the names of containers of jobs."""
 _ROUND_S = 5.0
 """Time for killed processes to disappear before they are searched for again."""
 
@@ -45,13 +48,19 @@ class Process:
 
     @property
     def is_servant(self) -> bool:
-        """True for a controller or mounter, which does not belong to a node.
+        """True for a controller, mounter or warden, which does not belong to a node.
 
         A controller below a node belongs to another job, launched from within this one, or has replaced this
         job's controller.
         """
         words = set(self._words)
-        return any(servant <= words for servant in _SERVANTS)
+        return any(servant <= words for servant in _SERVANTS) or self._is_conmon
+
+    @property
+    def _is_conmon(self) -> bool:
+        """True for podman's process beside a container of a job, which outlives attempts."""
+        program, *words = self._words or [b""]
+        return program.endswith(b"conmon") and any(word.startswith(CONTAINER_PREFIX) for word in words)
 
     @property
     def _words(self) -> list[bytes]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, RetryLater
 from holdfast.jobs.environment import tag
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.containers.lease import containers, release_containers
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.symlinks import remove_links
@@ -19,6 +20,7 @@ from holdfast.linux import locks
 
 _LOCK_LIMIT_S = 10.0
 _POLL_S = 0.02
+_CONTAINERS_LIMIT_S = 60.0
 
 
 def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
@@ -40,6 +42,7 @@ def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
         _check_unneeded(records, record)
         if not force:
             _check_sent(folder, number)
+        _remove_containers(folder, number)
         # Before anything is removed: below a mount are the bucket's files.
         fuse.unmount_below(folder.path)
         remove_links(folder)
@@ -90,6 +93,19 @@ def _check_sent(folder: JobFolder, number: int) -> None:
             f"Job {number} was not removed: {unsent.told}. `holdfast drain` waits for uploads. "
             "With --force these files are lost."
         )
+
+
+def _remove_containers(folder: JobFolder, number: int) -> None:
+    """Wait until the containers of a job are removed, which its wardens do."""
+    release_containers(folder)
+    give_up_s = time.monotonic() + _CONTAINERS_LIMIT_S
+    while left := containers(folder):
+        if time.monotonic() > give_up_s or not any(locks.is_held(one.lock) for _, one in left):
+            raise RetryLater(
+                f"Job {number} was not removed: its container on node {left[0][0]} could not be removed "
+                f"(see {folder.log(left[0][0])}). Try again, or remove the container yourself."
+            )
+        time.sleep(_POLL_S)
 
 
 def _remove(folder: Path) -> None:

@@ -31,6 +31,7 @@ class FileMount:
     bucket: str | None = None  # name of a bucket
     line: int = 0
     spec: Mapping[str, Any] = field(default_factory=dict)  # the whole entry, for engines that need more
+    is_inside: bool = False  # its target is in the container image of the task
 
     @property
     def is_remote(self) -> bool:
@@ -40,7 +41,7 @@ class FileMount:
     @property
     def is_in_place(self) -> bool:
         """True if the path of the target is that of the source."""
-        if self.source is None or self.is_remote or self.mode is MountMode.MOUNT_CACHED:
+        if self.is_inside or self.source is None or self.is_remote or self.mode is MountMode.MOUNT_CACHED:
             return False
         target = Path(self.target).expanduser()
         source = Path(self.source.removeprefix("file://")).expanduser().absolute()
@@ -85,6 +86,7 @@ class Task:
     lines: Mapping[str, int] = field(default_factory=dict)  # line of each key in the file, by path
     notes: tuple[str, ...] = ()  # interpretations that may surprise
     path: str = ""  # path of the file
+    image: str | None = None  # container image in which the engine runs the commands
     subscription: Subscription = field(default_factory=Subscription)  # from the launch, never from a file
 
 

@@ -16,10 +16,11 @@ from holdfast.linux.files import write_atomic
 class Link:
     """Symbolic link at a path of the job."""
 
-    target: str  # absolute
+    target: str  # absolute, unless `is_inside`
     source: str  # absolute
     key: str  # key in the task file, for messages
     is_private: bool = False  # seen by the job's processes only; see `private_links`
+    is_inside: bool = False  # in the job's containers; a target may begin with ~ until they exist
 
 
 def write_links(folder: JobFolder, links: list[Link]) -> None:

@@ -45,6 +45,9 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
         if not mount.is_remote and mount.mode is MountMode.COPY:
             source = _copied(source, _own_path(folder, number), folder)
         is_private = mount in private
+        if mount.is_inside and mount.target.startswith(("/", "~")):
+            links.append(Link(mount.target, str(source), mount.target, is_inside=True))
+            continue
         links += [
             Link(target, str(source), mount.target, is_private)
             for target in _targets(mount, task.num_nodes, folder)

@@ -17,7 +17,12 @@ def private_mounts(task: Task) -> Iterator[FileMount]:
     """Yield the mounts of a task whose links are private."""
     for mount in task.file_mounts:
         target = normal_target(mount)
-        if target.is_absolute() and not mount.is_in_place and is_private_target(target):
+        if (
+            target.is_absolute()
+            and not mount.is_in_place
+            and not mount.is_inside
+            and is_private_target(target)
+        ):
             yield mount
 
 

@@ -87,7 +87,7 @@ def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
 
 def visible_links(folder: JobFolder) -> list[Link]:
     """Return the links of a job that all programs see."""
-    return [link for link in read_links(folder) if not link.is_private]
+    return [link for link in read_links(folder) if not (link.is_private or link.is_inside)]
 
 
 def _may_have_links(record: JobRecord) -> bool:

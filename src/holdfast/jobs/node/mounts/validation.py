@@ -24,6 +24,9 @@ from holdfast.store.address import hide_secrets
 from holdfast.store.endpoints import check_endpoint
 
 _OF_KERNEL = frozenset({"dev", "proc", "sys"})
+_OF_PROGRAMS = frozenset({"bin", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr"})
+_OF_SYSTEM = frozenset({"home", "opt", "root", "run", "srv", "tmp", "var"})
+"""Folders that an image has too, and that are hidden only if they are mounted as a whole."""
 
 
 def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
@@ -57,7 +60,9 @@ def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
             if not mount.is_remote:
                 _check_folder(local_place(mount, state), where)
         target = normal_target(mount)
-        if target.is_absolute() and not mount.is_in_place:
+        if mount.is_inside:
+            _check_inside(mount, where, state)
+        elif target.is_absolute() and not mount.is_in_place:
             _check_target(target, where, state)
     _check_nesting(task)
 
@@ -90,6 +95,22 @@ def _check_target(target: Path, where: str, state: Path) -> None:
         is_free = is_coverable(target, state)
     if not is_free:
         raise Conflict(f"{where}: {target} already exists, and was not changed. Choose another path.")
+
+
+def _check_inside(mount: FileMount, where: str, state: Path) -> None:
+    """Check a mount in a container: its target, and that its source does not hide files of the image."""
+    parts = Path(os.path.normpath(mount.target)).parts
+    if mount.target.startswith("/") and (len(parts) < 2 or parts[1] in _OF_KERNEL):
+        raise InvalidInput(f"{where}: /{''.join(parts[1:2])} is of the kernel. Choose another path.")
+    if mount.is_remote or mount.mode is not MountMode.MOUNT:
+        return
+    source = local_place(mount, state).resolve()
+    top = source.parts[1] if len(source.parts) > 1 else ""
+    if (len(source.parts) <= 2 and top in _OF_SYSTEM | {""}) or top in _OF_KERNEL | _OF_PROGRAMS:
+        raise Unsupported(
+            f"{where}: {source} is mounted at its own path in the container too, and would hide what "
+            "the image has. Copy it with `mode: COPY`, or move it below another folder. Nothing was started."
+        )
 
 
 def validate_sources(task: Task, state: Path) -> None:

@@ -1,0 +1,1 @@
+"""Containers of jobs with an image: one per node, kept between attempts, joined by the commands."""

@@ -1,0 +1,93 @@
+"""Command lines of container runtimes; pure. None contains variables or secrets of the job."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+
+from holdfast.jobs.node.containers.image_spec import ImageSpec
+from holdfast.jobs.node.containers.runtime import ContainerRuntime
+from holdfast.jobs.node.processes import CONTAINER_PREFIX
+
+_LABEL = "holdfast.node"
+_SHARED_MEMORY = "/dev/shm"
+_SLEEP = "exec sleep 2147483647"
+"""Command of a container: its only process waits, and holds the namespaces that the job's processes join."""
+
+
+def container_name(spec: ImageSpec, rank: int) -> str:
+    """Return the name of a node's container, as the lists of the runtime show it."""
+    return f"{CONTAINER_PREFIX.decode()}{spec.task_id}-{rank}"
+
+
+def create_command(spec: ImageSpec, rank: int, image_id: str) -> list[str]:
+    """Return the command that creates a node's container.
+
+    It shares the machine's network, names and processes, so that addresses and pids mean the same inside.
+    """
+    return [
+        *(spec.runtime.value, "create"),
+        *("--name", container_name(spec, rank), "--label", _label(spec, rank)),
+        *("--pull", "never", "--log-driver", "none", "--no-healthcheck"),
+        # For a rootless runtime, the host's user namespace is its own: root inside is the user outside.
+        *("--network", "host", "--pid", "host", "--uts", "host", "--userns", "host"),
+        *("--user", "0:0", "--workdir", "/"),
+        *_bind(_SHARED_MEMORY),
+        *(word for path in spec.binds for word in _bind(path)),
+        *(_gpus(spec.runtime) if spec.has_gpus else ()),
+        *("--entrypoint", "bash", image_id, "-c", _SLEEP),
+    ]
+
+
+def find_command(spec: ImageSpec, rank: int) -> list[str]:
+    """Return the command that prints the id of a node's container, or nothing."""
+    ours = ("--filter", f"label={_label(spec, rank)}")
+    return [spec.runtime.value, "ps", "--all", "--quiet", "--no-trunc", *ours]
+
+
+def start_command(spec: ImageSpec, container: str) -> list[str]:
+    """Return the command that starts a container."""
+    return [spec.runtime.value, "start", container]
+
+
+def inspect_command(spec: ImageSpec, container: str) -> list[str]:
+    """Return the command that prints the state of a container, as a JSON array of one object."""
+    return [spec.runtime.value, "container", "inspect", container]
+
+
+def remove_command(spec: ImageSpec, container: str) -> list[str]:
+    """Return the command that ends and removes a container, with its anonymous volumes."""
+    return [spec.runtime.value, "rm", "--force", "--volumes", container]
+
+
+def image_command(spec: ImageSpec, image: str) -> list[str]:
+    """Return the command that prints an image of this machine in the same way, or fails."""
+    return [spec.runtime.value, "image", "inspect", image]
+
+
+def pull_command(spec: ImageSpec, image: str) -> list[str]:
+    """Return the command that pulls an image."""
+    return [spec.runtime.value, "pull", image]
+
+
+def _label(spec: ImageSpec, rank: int) -> str:
+    return f"{_LABEL}={spec.task_id}/{rank}"
+
+
+def _bind(path: str) -> Iterator[str]:
+    """Yield the options for a path of this machine, below which later mounts appear inside too."""
+    line = io.StringIO()
+    fields = ("type=bind", f"source={path}", f"target={path}", "bind-propagation=rslave")
+    csv.writer(line, lineterminator="").writerow(fields)
+    yield from ("--mount", line.getvalue())
+
+
+def _gpus(runtime: ContainerRuntime) -> tuple[str, ...]:
+    """Return the options for all GPUs of this machine. `CUDA_VISIBLE_DEVICES` selects those of the job.
+
+    Source: podman-create(1), with the Container Device Interface; the reference of `docker run`.
+    """
+    if runtime is ContainerRuntime.PODMAN:
+        return ("--device", "nvidia.com/gpu=all")
+    return ("--gpus", "all")

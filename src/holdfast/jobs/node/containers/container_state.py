@@ -1,0 +1,39 @@
+"""State of a node's container, which its warden writes and the node's agent reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from holdfast.documents import decode_dataclass
+from holdfast.jobs.node.folder import ContainerFolder
+from holdfast.linux.files import write_atomic
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerState:
+    """The process that holds the namespaces of a running container, or why there is none."""
+
+    pid: int = 0
+    start: int = 0  # clock ticks since boot, to distinguish it from another process with this pid
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the image
+    error: str = ""
+
+
+def write_container_state(folder: ContainerFolder, state: ContainerState) -> None:
+    """Write the state of a container."""
+    write_atomic(folder.state, json.dumps(asdict(state)))
+
+
+def read_container_state(folder: ContainerFolder) -> ContainerState | None:
+    """Return the state of a container, or None if it is unknown yet.
+
+    Raises:
+        Corrupt: the document is damaged.
+    """
+    try:
+        data = folder.state.read_bytes()
+    except FileNotFoundError:
+        return None
+    return decode_dataclass(ContainerState, data, str(folder.state), any_text=True)

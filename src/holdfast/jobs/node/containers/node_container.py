@@ -1,0 +1,201 @@
+"""Container of one node: found by its label, created from the image, started, and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.documents import Fields, decode
+from holdfast.errors import HoldfastError, RetryLater, Unsupported
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.containers import commands, inside
+from holdfast.jobs.node.containers.container_state import ContainerState
+from holdfast.jobs.node.containers.image_spec import ImageSpec
+from holdfast.jobs.node.containers.runtime_calls import RuntimeCalls
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.job_links import read_links, write_links
+from holdfast.jobs.task.image import qualified
+from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
+from holdfast.linux.files import write_atomic
+from holdfast.linux.joined_namespaces import JoinedNamespaces, open_namespaces
+
+_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_MAX_INSPECT_BYTES = 16 << 20
+_ROOT_NAMES = ("", "0", "root")
+
+
+class NodeContainer:
+    """Container of one node of a job. Others are never changed.
+
+    Args:
+        calls: calls of the runtime.
+        log: writes a line to the log of the node.
+    """
+
+    def __init__(
+        self, job: JobFolder, rank: int, spec: ImageSpec, calls: RuntimeCalls, log: Callable[[str], None]
+    ) -> None:
+        self._job, self._rank, self._spec = job, rank, spec
+        self._folder = job.container(rank)
+        self._calls, self._log = calls, log
+
+    def ensure_running(self) -> ContainerState:
+        """Return the state of the container, which is created and started if necessary.
+
+        Raises:
+            HoldfastError: the runtime failed, or the image cannot be used.
+
+        Blocks: while the image is pulled.
+        """
+        container = self._find() or self._create()
+        facts = self._inspect(container)
+        if not facts.fields("State").flag("Running"):
+            with self._bash_expected():
+                self._calls.run(commands.start_command(self._spec, container))
+            facts = self._inspect(container)
+        pid = facts.fields("State").integer("Pid")
+        process = processes.find(pid) if pid else None
+        if process is None:
+            raise RetryLater(f"The container {container[:12]} ended as soon as it had been started.")
+        namespaces = self._enter(pid)
+        try:
+            environment = self._environment(facts.text("Image"), namespaces)
+            self._link(container, namespaces, environment["HOME"])
+        finally:
+            namespaces.close()
+        return ContainerState(pid, process.start, environment)
+
+    def remove(self) -> None:
+        """Remove the container, if it exists. Files of the job belong to the job's user afterwards.
+
+        Raises:
+            HoldfastError: the runtime failed.
+        """
+        container = self._find()
+        if container is None:
+            return
+        with suppress(HoldfastError):  # a container that does not start has run nothing
+            self._own_files(container)
+        self._calls.run(commands.remove_command(self._spec, container))
+
+    def _own_files(self, container: str) -> None:
+        """Make the user of the job the owner of all files in the job's folder."""
+        self._calls.run(commands.start_command(self._spec, container))
+        namespaces = self._enter(self._inspect(container).fields("State").integer("Pid"))
+        try:
+            inside.own_files(namespaces, self._job.path)
+        finally:
+            namespaces.close()
+
+    # -- the image -------------------------------------------------------------------------------------------
+
+    def _create(self) -> str:
+        image_id = self._find_image() or self._pull()
+        self._log(f"creating a container of {self._spec.image} with {self._spec.runtime.value}")
+        with self._bash_expected():
+            return self._calls.run(commands.create_command(self._spec, self._rank, image_id)).splitlines()[-1]
+
+    def _find_image(self) -> str | None:
+        for name in dict.fromkeys((self._spec.image, qualified(self._spec.image))):
+            try:
+                return self._image(name).text("Id")
+            except RetryLater:
+                continue  # this machine does not have it, or pulling it fails for the same reason
+        return None
+
+    def _pull(self) -> str:
+        name = qualified(self._spec.image)
+        self._log(f"pulling {name} with {self._spec.runtime.value}")
+        self._calls.run(commands.pull_command(self._spec, name), is_logged=True)
+        return self._image(name).text("Id")
+
+    def _image(self, name: str) -> Fields:
+        return self._ask(commands.image_command(self._spec, name))
+
+    def _environment(self, image_id: str, namespaces: JoinedNamespaces) -> dict[str, str]:
+        """Return the variables that the image defines, with HOME and PATH."""
+        config = self._image(image_id).fields("Config").members
+        pairs = [str(line).partition("=") for line in config.get("Env") or ()]
+        environment = {"PATH": _DEFAULT_PATH, **{name: value for name, _, value in pairs}}
+        user = str(config.get("User") or "")
+        if "HOME" not in environment:
+            environment["HOME"] = inside.find_home(namespaces, user)
+        if user.partition(":")[0] not in _ROOT_NAMES and not self._folder.linked.exists():
+            self._log(f"commands run as root in the image, whose own user is {user}: so the files are yours")
+        return environment
+
+    # -- the container ---------------------------------------------------------------------------------------
+
+    def _find(self) -> str | None:
+        found = self._calls.run(commands.find_command(self._spec, self._rank)).splitlines()
+        return found[0] if found else None
+
+    def _inspect(self, container: str) -> Fields:
+        return self._ask(commands.inspect_command(self._spec, container))
+
+    def _ask(self, command: list[str]) -> Fields:
+        what = f"the answer of `{' '.join(command[:3])}`"
+        found = decode(self._calls.run(command), what, max_bytes=_MAX_INSPECT_BYTES, any_text=True)
+        return Fields(found[0] if isinstance(found, list) and len(found) == 1 else found, what)
+
+    def _enter(self, pid: int) -> JoinedNamespaces:
+        """Open the namespaces of the container, whose process is one of this machine."""
+        try:
+            own, there = self._job.path.stat(), Path(f"/proc/{pid}/root{self._job.path}").stat()
+            namespaces = open_namespaces(pid)
+        except OSError as error:
+            raise self._is_elsewhere(str(error)) from error
+        if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
+            namespaces.close()
+            raise self._is_elsewhere(f"process {pid} has other files")
+        return namespaces
+
+    def _is_elsewhere(self, why: str) -> Unsupported:
+        name = self._spec.runtime.value
+        return Unsupported(
+            f"The commands cannot join the container that {name} has started: {why}. {name} must run "
+            "containers on this machine and as this user, not through a service of another one."
+        )
+
+    def _link(self, container: str, namespaces: JoinedNamespaces, home: str) -> None:
+        """Create the job's links in a new container, once: its commands may replace them."""
+        if self._folder.linked.exists() and self._folder.linked.read_text() == container:
+            return
+        links = [
+            replace(link, target=link.target.replace("~", home, 1)) if link.target.startswith("~") else link
+            for link in read_links(self._job)
+        ]
+        targets = {link.target: link.source for link in links if link.is_inside}
+        inside.make_links(
+            namespaces, {f"{home}/{SKY_WORKDIR}": str(self._job.workdir(self._rank)), **targets}
+        )
+        write_links(self._job, links)  # with the paths that the job's programs report
+        write_atomic(self._folder.linked, container)
+
+    @contextmanager
+    def _bash_expected(self) -> Iterator[None]:
+        """Explain the failure of a runtime to start bash."""
+        try:
+            yield
+        except RetryLater as error:
+            if "bash" not in str(error):
+                raise
+            raise Unsupported(
+                f"The image {self._spec.image} has no bash, in which the commands of a task run, as on "
+                f"SkyPilot. Add it to the image, or choose another one. {error}"
+            ) from error
+
+
+def explain(error: HoldfastError, spec: ImageSpec) -> str:
+    """Return why a container does not run, and possible remedies."""
+    text = str(error)
+    if "nvidia.com/gpu" in text or "could not select device driver" in text:
+        return (
+            f"{text}. GPUs in containers need NVIDIA's container toolkit; for podman also run "
+            "`sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`"
+        )
+    if "`" in text and " pull" in text:
+        return f"{text}. If the image is not public, log in first: `{spec.runtime.value} login REGISTRY`"
+    return text

@@ -1,0 +1,109 @@
+"""Warden of a node's container: creates it, keeps it running, and removes it after the job's end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from holdfast.errors import HoldfastError, RetryLater
+from holdfast.jobs.environment import tag
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.containers.container_state import ContainerState, write_container_state
+from holdfast.jobs.node.containers.image_spec import ImageSpec, read_image_spec
+from holdfast.jobs.node.containers.node_container import NodeContainer, explain
+from holdfast.jobs.node.containers.runtime_calls import RuntimeCalls
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.linux.processes import adopt_orphans
+
+_CHECK_S = 0.25
+_REMOVALS = 3
+"""Limit of attempts to remove a container. The next command about the job tries again."""
+
+
+def serve(folder: Path) -> None:
+    """Run the warden. The caller holds its lock.
+
+    Args:
+        folder: folder of the container.
+
+    Blocks: until the job has ended and its processes are gone.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # Processes of the runtime outlive the call that starts them. They must not become children of the agent,
+    # which ends all that are left of the job's commands.
+    adopt_orphans()
+    job = JobFolder(folder.parents[2])
+    spec = read_image_spec(job)
+    if spec is not None:
+        Warden(job, int(folder.parent.name), spec).serve()
+
+
+def log_line(text: str) -> None:
+    """Write a line to the log of the node that started this process."""
+    sys.stdout.write(f"holdfast: {time.strftime('%F %T')} {text}\n")
+    sys.stdout.flush()
+
+
+class Warden:
+    """Warden, which holds the lock of the container's folder."""
+
+    def __init__(self, job: JobFolder, rank: int, spec: ImageSpec) -> None:
+        self._spec = spec
+        self._folder = job.container(rank)
+        needed = RuntimeCalls(lambda: not self._is_unneeded)
+        self._container = NodeContainer(job, rank, spec, needed, log_line)
+        self._doomed = NodeContainer(job, rank, spec, RuntimeCalls(lambda: True), log_line)
+
+    def serve(self) -> None:
+        """Keep the container running until the job has ended, and remove it then."""
+        state = ContainerState() if self._is_unneeded else self._start()
+        while not self._is_unneeded:
+            time.sleep(_CHECK_S)
+            processes.reap()
+            if not state.error and not self._is_unneeded and not _is_alive(state):
+                log_line("the container has ended, starting it again")
+                state = self._start()
+        # Keepers of the last attempt may be uploading, with programs of the image.
+        while self._has_processes():
+            time.sleep(_CHECK_S)
+            processes.reap()
+        self._remove()
+
+    @property
+    def _is_unneeded(self) -> bool:
+        return self._folder.unneeded.exists() or not self._folder.path.exists()
+
+    def _has_processes(self) -> bool:
+        return bool(processes.tagged(tag(self._spec.task_id), processes.snapshot()))
+
+    def _start(self) -> ContainerState:
+        try:
+            state = self._container.ensure_running()
+        except HoldfastError as error:
+            state = ContainerState(error=explain(error, self._spec))
+        if not self._is_unneeded:
+            write_container_state(self._folder, state)
+        return state
+
+    def _remove(self) -> None:
+        for _ in range(_REMOVALS):
+            try:
+                self._doomed.remove()
+            except RetryLater as error:
+                log_line(f"cannot remove the container yet: {error}")
+                time.sleep(_CHECK_S)
+                continue
+            except HoldfastError as error:
+                log_line(f"cannot remove the container: {error}")
+                return
+            if self._folder.path.exists():
+                self._folder.removed.touch()
+            return
+
+
+def _is_alive(state: ContainerState) -> bool:
+    found = processes.find(state.pid)
+    return found is not None and found.start == state.start

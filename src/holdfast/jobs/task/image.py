@@ -1,0 +1,53 @@
+"""Container image of a task, from `image_id: docker:IMAGE`; pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from holdfast.errors import InvalidInput
+from holdfast.jobs.task.model import Task
+
+_PREFIX = "docker:"
+_NAME = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.A)
+_SERVER = "SKYPILOT_DOCKER_SERVER"
+"""Variable of SkyPilot with the registry that an image without one is from."""
+_REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/")
+
+
+def docker_image(task: Task) -> str | None:
+    """Return the name of the container image of a task, or None if it has none.
+
+    Raises:
+        InvalidInput: it is not the name of an image.
+    """
+    asked = (task.document.get("resources") or {}).get("image_id")
+    if isinstance(asked, Mapping) and len(asked) == 1:
+        (asked,) = asked.values()
+    if not isinstance(asked, str) or not asked.startswith(_PREFIX):
+        return None
+    name = asked.removeprefix(_PREFIX)
+    if _NAME.fullmatch(name) is None:
+        where = f"{task.path}:{task.lines.get('resources.image_id', 1)}: resources.image_id"
+        raise InvalidInput(
+            f"{where}: expected docker:IMAGE, such as docker:ubuntu:24.04, found {asked[:200]!r}."
+        )
+    server = {**task.envs, **task.secrets}.get(_SERVER, "").strip("/")
+    return f"{server}/{name}" if server and not _REGISTRY.match(name) else name
+
+
+def qualified(image: str) -> str:
+    """Return the name of an image with its registry, which is Docker's if the name has none.
+
+    Source: the reference of `docker pull`.
+    """
+    if _REGISTRY.match(image):
+        return image
+    return f"docker.io/{image}" if "/" in image else f"docker.io/library/{image}"
+
+
+def in_image(task: Task, image: str) -> Task:
+    """Return a task whose commands run in an image, where its mounts are too."""
+    mounts = tuple(dataclasses.replace(mount, is_inside=True) for mount in task.file_mounts)
+    return dataclasses.replace(task, image=image, file_mounts=mounts)

@@ -26,6 +26,8 @@ def create_command(spec: ImageSpec, rank: int, image_id: str) -> list[str]:
 
     It shares the machine's network, names and processes, so that addresses and pids mean the same inside.
     """
+    # Docker refuses it for a file system that the machine does not share.
+    propagation = ("bind-propagation=rslave",) if spec.has_file_systems else ()
     return [
         *(spec.runtime.value, "create"),
         *("--name", container_name(spec, rank), "--label", _label(spec, rank)),
@@ -34,7 +36,7 @@ def create_command(spec: ImageSpec, rank: int, image_id: str) -> list[str]:
         *("--network", "host", "--pid", "host", "--uts", "host", "--userns", "host"),
         *("--user", "0:0", "--workdir", "/"),
         *_bind(_SHARED_MEMORY),
-        *(word for path in spec.binds for word in _bind(path)),
+        *(word for path in spec.binds for word in _bind(path, *propagation)),
         *(_gpus(spec.runtime) if spec.has_gpus else ()),
         *("--entrypoint", "bash", image_id, "-c", _SLEEP),
     ]
@@ -75,11 +77,10 @@ def _label(spec: ImageSpec, rank: int) -> str:
     return f"{_LABEL}={spec.task_id}/{rank}"
 
 
-def _bind(path: str) -> Iterator[str]:
-    """Yield the options for a path of this machine, below which later mounts appear inside too."""
+def _bind(path: str, *further: str) -> Iterator[str]:
+    """Yield the options for a path of this machine that is at the same place inside."""
     line = io.StringIO()
-    fields = ("type=bind", f"source={path}", f"target={path}", "bind-propagation=rslave")
-    csv.writer(line, lineterminator="").writerow(fields)
+    csv.writer(line, lineterminator="").writerow(("type=bind", f"source={path}", f"target={path}", *further))
     yield from ("--mount", line.getvalue())
 
 

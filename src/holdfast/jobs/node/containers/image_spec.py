@@ -10,6 +10,7 @@ from holdfast.documents import decode_dataclass
 from holdfast.jobs.node.containers.runtime import ContainerRuntime
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.job_links import read_links
+from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
 from holdfast.linux.files import write_atomic
 
 
@@ -22,14 +23,22 @@ class ImageSpec:
     task_id: str
     binds: tuple[str, ...] = ()  # paths of this machine that the containers have at the same place
     has_gpus: bool = False
+    has_file_systems: bool = False  # some are mounted below these paths while the containers run
 
 
 def write_image_spec(
     folder: JobFolder, runtime: ContainerRuntime, image: str, task_id: str, *, has_gpus: bool
 ) -> None:
-    """Write the specification of a job, whose links are recorded already."""
+    """Write the specification of a job, whose links and mounts are recorded already."""
     own = [link.source for link in read_links(folder) if not Path(link.source).is_relative_to(folder.path)]
-    spec = ImageSpec(runtime, image, task_id, tuple(sorted({str(folder.path), *own})), has_gpus)
+    spec = ImageSpec(
+        runtime,
+        image,
+        task_id,
+        tuple(sorted({str(folder.path), *own})),
+        has_gpus=has_gpus,
+        has_file_systems=any(one.kind is MountKind.BUCKET for one in read_mount_specs(folder)),
+    )
     write_atomic(folder.image, json.dumps(asdict(spec)))
 
 

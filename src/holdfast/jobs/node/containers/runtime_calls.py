@@ -58,7 +58,7 @@ class RuntimeCalls:
         return output.decode(errors="replace").strip()
 
     def _read(self, process: subprocess.Popen[bytes], what: str, *, is_logged: bool) -> tuple[bytes, bytes]:
-        """Return the output and the errors of a process, when it has closed both."""
+        """Return the output and the errors of a process that ends. Its own children may keep both open."""
         assert process.stdout is not None
         assert process.stderr is not None
         found = {process.stdout: bytearray(), process.stderr: bytearray()}
@@ -66,7 +66,11 @@ class RuntimeCalls:
             for pipe in found:
                 selector.register(pipe, selectors.EVENT_READ, pipe)
             while selector.get_map():
-                for key, _ in selector.select(_SLICE_S):
+                has_ended = process.poll() is not None  # before the last output is read
+                events = selector.select(0 if has_ended else _SLICE_S)
+                if has_ended and not events:
+                    break
+                for key, _ in events:
                     data = os.read(key.fd, 1 << 16)
                     if not data:
                         selector.unregister(key.fd)

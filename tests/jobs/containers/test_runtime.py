@@ -1,0 +1,260 @@
+"""Choice of a container runtime, its command lines, and its failures, with a stand-in."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.jobs.engine import Job
+from holdfast.jobs.node.containers import commands
+from holdfast.jobs.node.containers.image_spec import ImageSpec, read_image_spec, write_image_spec
+from holdfast.jobs.node.containers.runtime import ContainerRuntime
+from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.image import qualified
+from holdfast.jobs.task.parser import Overrides, parse_task
+from jobs.containers.stand_in import StandIn
+from jobs.harness import JobHarness, needs_namespaces
+
+HEAD = "resources: {image_id: 'docker:an/image'}\n"
+RUN = f"{HEAD}run: 'true'"
+ROOTFUL = '["name=seccomp,profile=default"]'
+ROOTLESS = '["name=rootless","name=cgroupns"]'
+
+
+def notes(harness: JobHarness, text: str = RUN) -> list[str]:
+    """Return the keys that a launch of a task notes."""
+    return [one.key for one in harness.engine.unsupported_keys(parse_task(text, "task.yaml", Overrides()))]
+
+
+def without_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put programs on the PATH that answer as podman and docker do where they cannot run containers."""
+    folder.mkdir()
+    for name in ("podman", "docker"):
+        (folder / name).write_text("#!/bin/sh\necho cannot >&2\nexit 1\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def failed_setup(harness: JobHarness, job: Job) -> str:
+    """Return the log of a job whose container cannot run."""
+    assert harness.wait(job).status is JobStatus.FAILED_SETUP, harness.describe(job)
+    return harness.log(job)
+
+
+# -- choice --------------------------------------------------------------------------------------------------
+
+
+def test_without_a_runtime_the_commands_run_on_the_machine_which_a_launch_notes(
+    harness: JobHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_programs(harness.folder / "path", monkeypatch)
+    assert notes(harness) == ["resources.image_id"]
+    job = harness.submit("echo here", head=HEAD)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert "here" in harness.log(job)
+
+
+def test_with_podman_nothing_is_noted(harness: JobHarness, stand_in: StandIn) -> None:
+    assert notes(harness) == []
+    assert notes(harness, "resources: {image_id: ami-1}\nrun: 'true'") == ["resources.image_id"]
+    assert stand_in.calls("info")
+
+
+@pytest.mark.parametrize(("answer", "is_refused"), [(ROOTFUL, True), (ROOTLESS, False)])
+def test_docker_that_runs_containers_as_another_user_is_refused(
+    harness: JobHarness, monkeypatch: pytest.MonkeyPatch, answer: str, is_refused: bool
+) -> None:
+    without_programs(harness.folder / "path", monkeypatch)
+    StandIn(harness.folder / "docker", "docker", answer)
+    monkeypatch.setenv("PATH", f"{harness.folder}/docker:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    if is_refused:
+        with pytest.raises(Unsupported, match=r"docker runs containers as root here.*Install podman"):
+            harness.submit("true", head=HEAD)
+        assert harness.engine.jobs() == []
+    else:
+        assert notes(harness) == []
+
+
+@pytest.mark.parametrize("image", ["--privileged", "", "a b", "a;b", "a\nb", "$(id)", "-v/:/host"])
+def test_a_name_that_is_not_one_of_an_image_is_refused(
+    harness: JobHarness, stand_in: StandIn, image: str
+) -> None:
+    with pytest.raises(InvalidInput, match=r"resources\.image_id: expected docker:IMAGE"):
+        harness.submit(
+            "true", head=f"resources: {{image_id: {('docker:' + image)!r}}}\n".replace("\\n", "\n\n")
+        )
+    assert stand_in.calls("create") == []
+
+
+# -- command lines -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ubuntu:24.04", "docker.io/library/ubuntu:24.04"),
+        ("vllm/vllm-openai:v0.9", "docker.io/vllm/vllm-openai:v0.9"),
+        ("nvcr.io/nvidia/pytorch:25.01-py3", "nvcr.io/nvidia/pytorch:25.01-py3"),
+        ("localhost/a", "localhost/a"),
+        ("registry:5000/a", "registry:5000/a"),
+    ],
+)
+def test_images_are_pulled_from_dockers_registry_by_default(name: str, expected: str) -> None:
+    assert qualified(name) == expected
+
+
+def spec(runtime: ContainerRuntime, *, has_gpus: bool = False) -> ImageSpec:
+    return ImageSpec(
+        runtime, "an/image", "sky-managed-1_a_1-0", ("/home/me/a,b:c", "/state/jobs/1"), has_gpus
+    )
+
+
+@pytest.mark.parametrize("runtime", list(ContainerRuntime))
+def test_a_container_shares_the_machine_and_nothing_is_published(runtime: ContainerRuntime) -> None:
+    words = commands.create_command(spec(runtime), 1, "sha256:1")
+    assert words[:4] == [runtime.value, "create", "--name", "holdfast-sky-managed-1_a_1-0-1"]
+    assert words[-5:] == ["--entrypoint", "bash", "sha256:1", "-c", "exec sleep 2147483647"]
+    pairs = set(itertools.pairwise(words))
+    for shared in ("network", "pid", "uts", "userns"):
+        assert (f"--{shared}", "host") in pairs
+    assert ("--label", "holdfast.node=sky-managed-1_a_1-0/1") in pairs
+    mounts = [after for before, after in pairs if before == "--mount"]
+    quoted = '"source=/home/me/a,b:c","target=/home/me/a,b:c"'
+    assert f"type=bind,{quoted}" in mounts
+    assert not {"--env", "-e", "--env-file", "--privileged", "--publish"} & set(words)
+
+
+def test_file_systems_that_are_mounted_later_appear_inside(harness: JobHarness) -> None:
+    folder = harness.state / "jobs" / "1"
+    folder.mkdir(parents=True)
+    job = JobFolder(folder)
+    for kind, expected in ((MountKind.COPY, False), (MountKind.BUCKET, True)):
+        write_mount_specs(job, [MountSpec(kind, "s3://a/b", str(folder / "mounts" / "0"), "/b")])
+        write_image_spec(job, ContainerRuntime.PODMAN, "an/image", "sky-1", has_gpus=False)
+        found = read_image_spec(job)
+        assert found is not None
+        words = commands.create_command(found, 0, "sha256:1")
+        assert (f"type=bind,source={folder},target={folder},bind-propagation=rslave" in words) == expected
+
+
+@pytest.mark.parametrize(
+    ("runtime", "option"),
+    [
+        (ContainerRuntime.PODMAN, ["--device", "nvidia.com/gpu=all"]),
+        (ContainerRuntime.DOCKER, ["--gpus", "all"]),
+    ],
+)
+def test_a_job_that_asks_for_gpus_gets_the_devices(runtime: ContainerRuntime, option: list[str]) -> None:
+    """By the runtimes' documents: no test has run it on a machine with GPUs."""
+    words = commands.create_command(spec(runtime, has_gpus=True), 0, "sha256:1")
+    assert words[words.index(option[0]) :][:2] == option
+    assert option[0] not in commands.create_command(spec(runtime), 0, "sha256:1")
+
+
+def test_an_image_that_is_not_here_is_pulled_with_its_progress_in_the_log(
+    harness: JobHarness, stand_in: StandIn
+) -> None:
+    job = harness.submit("true", head=HEAD)
+    harness.wait(job)
+    assert stand_in.calls("pull") == [["pull", "docker.io/an/image"]]
+    assert "pulling docker.io/an/image with podman\nTrying to pull docker.io/an/image...\n" in harness.log(
+        job
+    )
+
+
+def test_the_registry_of_skypilots_variable_is_used(harness: JobHarness, stand_in: StandIn) -> None:
+    harness.wait(harness.submit("true", head=HEAD, SKYPILOT_DOCKER_SERVER="registry.example"))
+    assert stand_in.calls("pull") == [["pull", "registry.example/an/image"]]
+
+
+def test_gpus_are_passed_on_if_the_task_asks_for_some(
+    harness: JobHarness, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with_gpus = "resources: {image_id: 'docker:an/image', accelerators: A100:1}\n"
+    for head in (HEAD, with_gpus):
+        harness.wait(harness.submit("true", head=head))
+    assert ["--device" in words for words in stand_in.calls("create")] == [False, True]
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+def test_an_image_that_cannot_be_pulled_fails_the_setup_in_the_words_of_the_runtime(
+    harness: JobHarness, stand_in: StandIn
+) -> None:
+    stand_in.will("pull", "Error: requested access to the resource is denied")
+    log = failed_setup(harness, harness.submit("true", head=HEAD))
+    assert "the job cannot start: `podman pull` failed: Error: requested access" in log
+    assert "log in first: `podman login REGISTRY`" in log
+
+
+def test_an_image_without_bash_is_explained(harness: JobHarness, stand_in: StandIn) -> None:
+    stand_in.will("start", 'Error: exec: "bash": executable file not found in $PATH')
+    log = failed_setup(harness, harness.submit("true", head=HEAD))
+    assert "The image an/image has no bash, in which the commands of a task run" in log
+    harness.wait_for(None or harness.engine.jobs()[0], lambda: not stand_in.containers(), "its removal")
+
+
+def test_missing_support_of_gpus_is_explained(harness: JobHarness, stand_in: StandIn) -> None:
+    stand_in.will("create", "Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu=all")
+    assert "nvidia-ctk cdi generate" in failed_setup(harness, harness.submit("true", head=HEAD))
+
+
+def test_a_job_that_is_cancelled_while_its_image_is_pulled_ends_at_once(
+    harness: JobHarness, stand_in: StandIn
+) -> None:
+    stand_in.will("wait")
+    job = harness.submit("true", head=HEAD)
+    harness.wait_for_output(job, "Trying to pull")
+    harness.engine.cancel(job.id)
+    assert harness.wait(job).status is JobStatus.CANCELLED
+    harness.wait_for(job, lambda: not harness.roles(job, "warden"), "the warden's end")
+    assert stand_in.containers() == []
+
+
+@needs_namespaces
+def test_a_container_that_cannot_be_removed_is_removed_with_the_job(
+    harness: JobHarness, stand_in: StandIn
+) -> None:
+    stand_in.add_image("an/image")
+    stand_in.will("rm", "Error: the storage is busy")
+    job = harness.submit("true", head=HEAD)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.wait_for(job, lambda: not harness.roles(job, "warden"), "the warden's end")
+    assert "cannot remove the container yet: `podman rm` failed: Error: the storage is busy" in harness.log(
+        job
+    )
+    assert stand_in.containers()
+    stand_in.will_not("rm")
+    harness.engine.forget(job.id)
+    assert stand_in.containers() == []
+
+
+@needs_namespaces
+def test_links_replace_files_and_empty_folders_of_an_image_but_no_others(
+    harness: JobHarness, stand_in: StandIn
+) -> None:
+    stand_in.add_image("an/image", HOME="/srv/home")
+    (harness.folder / "data").mkdir()
+    for target, status in (("/srv/marker", JobStatus.SUCCEEDED), ("/srv", JobStatus.FAILED_SETUP)):
+        head = f"{HEAD}file_mounts: {{{target}: {harness.folder}/data}}"
+        job = harness.submit("[ -d /srv/marker ]", head=head)
+        assert harness.wait(job).status is status, harness.describe(job)
+    assert "the image has a folder with files at /srv, which was not changed" in harness.log(job)
+
+
+@pytest.mark.parametrize("source", ["/", "/etc", "/usr/share", "/home"])
+def test_folders_that_would_hide_those_of_an_image_are_refused(
+    harness: JobHarness, stand_in: StandIn, source: str
+) -> None:
+    with pytest.raises(Unsupported, match="would hide what the image has"):
+        harness.submit("true", head=f"{HEAD}file_mounts: {{~/x: {{source: {source}, mode: MOUNT}}}}")
+    assert stand_in.calls("create") == []

@@ -210,7 +210,9 @@ class LocalEngine(RecordedEngine):
 
 
 def _in_image(task: Task) -> Task:
-    """Return a task whose commands run in its container image, if it has one and a runtime is installed.
+    """Return a task whose commands run in its container image, if possible.
+
+    It has an image, and this machine a runtime. Otherwise, return the task as it is.
 
     Raises:
         InvalidInput: it is not the name of an image.

@@ -79,7 +79,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
 
 
 class PeerWatch:
-    """Watch of the processes that a node needs, such as its mounter, and of its log.
+    """Watch of the processes that a node needs, and of its log.
 
     Args:
         mounts: folder with the job's mounts: its own, or its scratch folder on this machine.

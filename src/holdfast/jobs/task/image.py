@@ -17,7 +17,7 @@ _REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/")
 
 
 def docker_image(task: Task) -> str | None:
-    """Return the name of the container image of a task, or None if it has none.
+    """Return the name of the container image of a task, or None.
 
     Raises:
         InvalidInput: it is not the name of an image.
@@ -38,7 +38,7 @@ def docker_image(task: Task) -> str | None:
 
 
 def qualified(image: str) -> str:
-    """Return the name of an image with its registry, which is Docker's if the name has none.
+    """Return the name of an image with its registry, which is Docker's by default.
 
     Source: the reference of `docker pull`.
     """

@@ -54,7 +54,7 @@ def start_command(spec: ImageSpec, container: str) -> list[str]:
 
 
 def inspect_command(spec: ImageSpec, container: str) -> list[str]:
-    """Return the command that prints the state of a container, as a JSON array of one object."""
+    """Return the command that prints a container as a JSON array of one object."""
     return [spec.runtime.value, "container", "inspect", container]
 
 
@@ -64,7 +64,7 @@ def remove_command(spec: ImageSpec, container: str) -> list[str]:
 
 
 def image_command(spec: ImageSpec, image: str) -> list[str]:
-    """Return the command that prints an image of this machine in the same way, or fails."""
+    """Return the command that prints an image as such an array, or fails."""
     return [spec.runtime.value, "image", "inspect", image]
 
 
@@ -78,7 +78,7 @@ def _label(spec: ImageSpec, rank: int) -> str:
 
 
 def _bind(path: str, *further: str) -> Iterator[str]:
-    """Yield the options for a path of this machine that is at the same place inside."""
+    """Yield the options for a path that is the same outside and inside."""
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow(("type=bind", f"source={path}", f"target={path}", *further))
     yield from ("--mount", line.getvalue())

@@ -13,7 +13,7 @@ from holdfast.linux.files import write_atomic
 
 @dataclass(frozen=True, slots=True)
 class ContainerState:
-    """The process that holds the namespaces of a running container, or why there is none."""
+    """Process that holds the namespaces of a container, or the reason why it cannot run."""
 
     pid: int = 0
     start: int = 0  # clock ticks since boot, to distinguish it from another process with this pid

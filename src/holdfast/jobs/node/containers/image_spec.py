@@ -43,7 +43,7 @@ def write_image_spec(
 
 
 def read_image_spec(folder: JobFolder) -> ImageSpec | None:
-    """Return the specification of a job, or None if its commands run on the machine as it is.
+    """Return the specification of a job, or None for a job without image.
 
     Raises:
         Corrupt: the document is damaged.

@@ -15,7 +15,7 @@ _DONE, _FAILED = b"+", b"-"
 
 
 def find_home(namespaces: JoinedNamespaces, user: str) -> str:
-    """Return the home of a user of an image, or / if it has none.
+    """Return the home of a user of an image. By default, it is /.
 
     Args:
         user: name or number, with or without a group after a colon. Empty is root.
@@ -70,7 +70,7 @@ def make_links(namespaces: JoinedNamespaces, links: Mapping[str, str]) -> None:
 
 
 def own_files(namespaces: JoinedNamespaces, folder: Path) -> None:
-    """Make root inside, the user of the job outside, the owner of all files in a folder.
+    """Make root inside, which is the user outside, the owner of all files.
 
     Only files of other users inside are changed, as `tar` creates them for root.
 

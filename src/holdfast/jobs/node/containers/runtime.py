@@ -46,7 +46,7 @@ def find_runtime() -> ContainerRuntime | None:
 
 
 def _ask(program: str) -> str | None:
-    """Return the answer of a runtime about itself, or None if it does not run containers for this user."""
+    """Return the answer of a runtime about itself, or None if it does not answer."""
     path = shutil.which(program)
     return None if path is None else _answer(path, *_QUESTIONS[program])
 

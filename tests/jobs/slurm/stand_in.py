@@ -75,6 +75,9 @@ _SQUEUE = """\
 [ -e {folder}/running ] && kill -0 "$(cat {folder}/running)" 2>/dev/null || exit 0
 case "$*" in *%i*) echo "7|RUNNING|None" ;; *) echo RUNNING ;; esac
 """
+_SCANCEL = """\
+case "$*" in *KILL*) xargs -r kill -KILL < {folder}/tasks 2>/dev/null ;; esac
+"""
 
 
 class StandIn:
@@ -88,7 +91,7 @@ class StandIn:
         self.folder = folder
         folder.mkdir()
         scripts = {"sbatch": _SBATCH, "job": _JOB, "scontrol": _SCONTROL, "squeue": _SQUEUE}
-        for name, text in {**scripts, "sacct": "exit 1\n", "scancel": ""}.items():
+        for name, text in {**scripts, "sacct": "exit 1\n", "scancel": _SCANCEL}.items():
             self._write(name, "/bin/bash", text)
         self._write("srun", sys.executable, _SRUN)
         self.use_nodes("n1", "n2")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,15 @@ from holdfast.jobs.status import JobStatus
 from holdfast.testing.fault_proxy import FaultProxy
 from jobs.harness import needs_namespaces
 from jobs.local.test_bucket import needs_fuse
-from jobs.slurm.bucket import SAVES, Bucket, cache_on, left_on, scratch_roles, uploaders
+from jobs.slurm.bucket import (
+    SAVES,
+    Bucket,
+    cache_on,
+    command_line,
+    left_on,
+    scratch_roles,
+    uploaders,
+)
 from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.stand_in import StandIn
 from servers import Server
@@ -37,9 +46,12 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 @pytest.fixture
-def slurm(stand_in: StandIn, tmp_path: Path) -> SlurmHarness:
-    """Return a harness for the stand-in."""
-    return SlurmHarness(tmp_path)
+def slurm(stand_in: StandIn, tmp_path: Path) -> Iterator[SlurmHarness]:
+    """Return a harness for the stand-in, and check that no process of its jobs is left."""
+    found = SlurmHarness(tmp_path)
+    yield found
+    for job in found.engine.jobs():
+        found.wait_for(job, lambda: not processes_below(tmp_path), "the end of all processes")
 
 
 @pytest.fixture
@@ -47,6 +59,12 @@ def bucket(s3: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Bu
     """Return an empty place in a bucket of a server that the user trusts."""
     monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", f"{s3.endpoint_url},{proxy.url}")
     return Bucket(s3, proxy)
+
+
+def processes_below(folder: Path) -> list[bytes]:
+    """Return the command lines of processes that name a path below a folder."""
+    found = [b" ".join(command_line(one.pid)) for one in processes.snapshot().values()]
+    return [one for one in found if os.fsencode(folder) + b"/" in one]
 
 
 def kill_all(slurm: SlurmHarness, job: Job, *nodes: str) -> None:
@@ -271,6 +289,24 @@ def test_two_nodes_with_one_scratch_folder_are_refused(
     assert "never" not in slurm.log(job, 0) + slurm.log(job, 1)
 
 
+def test_uploads_of_two_nodes_continue_after_one_runner_is_killed(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    """Slurm ends the other runner too. What one node has reported as uploaded is not reported as missing."""
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
+    job = slurm.submit(SAVES + "save $SKYPILOT_NODE_RANK; echo saved", head=f"num_nodes: 2\n{bucket.cached}")
+    assert gate.reached.wait(600), slurm.describe(job)
+    slurm.wait(job, JobStatus.WINDING_DOWN)
+    slurm.wait_for(job, lambda: "marker-0" in bucket.names(), "the upload of node 0")
+    processes.kill([slurm.runner(job, 1)])
+    gate.opened.set()
+    ended = end(slurm, job)
+    assert (ended.status, ended.attempt, ended.reason) == (JobStatus.SUCCEEDED, 1, ""), slurm.describe(job)
+    assert [slurm.log(job, node).count("saved\n") for node in range(2)] == [1, 1]
+    assert bucket.names() == {"data-0", "marker-0", "data-1", "marker-1"}
+    assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
+
+
 # -- the end of the time ---------------------------------------------------------------------------------
 
 
@@ -302,6 +338,26 @@ def test_a_cancelled_job_uploads_what_it_can(slurm: SlurmHarness, bucket: Bucket
     assert (ended.status, ended.reason) == (JobStatus.CANCELLED, "cancelled"), slurm.describe(job)
     assert bucket.names() == {"data-1", "marker-1"}
     assert left_on(slurm, "n1") == []
+
+
+def test_a_job_that_is_cancelled_while_leftovers_are_uploaded_names_them(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=2")
+    options = "config: {slurm: {sbatch_options: {signal: USR1@6}}}"
+    job = slurm.submit(SAVES + "save 1; sleep 1000", head=f"{options}\n{bucket.cached}")
+    assert gate.reached.wait(600), slurm.describe(job)
+    again = proxy.hold(method="PUT", target=r"data-1.*partNumber=2")
+    kill_all(slurm, job)
+    gate.opened.set()
+    assert again.reached.wait(600), slurm.describe(job)
+    slurm.wait_for_output(job, "uploading what attempt 1 has left")
+    slurm.engine.cancel(job.id)
+    ended = end(slurm, job)
+    assert ended.status is JobStatus.CANCELLED, slurm.describe(job)
+    assert f"not all of {cache_on(slurm, 'n1')} is in s3://" in ended.reason
+    assert (cache_on(slurm, "n1") / "data-1").stat().st_size == 9_000_000
+    assert not uploaders(slurm, "n1")
 
 
 def test_a_failed_job_ends_when_its_files_are_in_the_bucket(

@@ -28,7 +28,7 @@ def main() -> int:
     if role == "runner":
         from holdfast.jobs.slurm.runner import run_node
 
-        run_node(JobFolder(folder), int(sys.argv[3]), sys.argv[4].split(","))
+        run_node(JobFolder(folder), int(sys.argv[3]), sys.argv[4].split(","), float(sys.argv[5]))
         return 0
     from holdfast.jobs.slurm.controller import supervise
     from holdfast.log import write_times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.errors import RetryLater, Unsupported
 
 _TIMEOUT_S = 60.0
+_KILL_WAIT_S = 30.0
+"""Slurm's default for KillWait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,15 @@ def requeue(number: str) -> None:
         RetryLater: Slurm did not requeue it.
     """
     _run(["scontrol", "requeue", number])
+
+
+def kill_wait_s() -> float:
+    """Return the time between SIGTERM and SIGKILL on this cluster, in seconds; Slurm's option KillWait."""
+    try:
+        found = re.search(r"^KillWait\s*=\s*(\d+) sec", _run(["scontrol", "show", "config"]), re.MULTILINE)
+    except RetryLater:
+        found = None
+    return float(found[1]) if found else _KILL_WAIT_S
 
 
 def sweep(num_nodes: int, folder: Path) -> None:

@@ -33,7 +33,6 @@ from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
 from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
-from holdfast.jobs.slurm.runner import KILL_WAIT_S
 from holdfast.jobs.slurm.upload_terms import UploadTerms
 from holdfast.jobs.state_machine import (
     AttemptExited,
@@ -105,6 +104,7 @@ class SlurmController(Controller):
         super().__init__(files.job, self._job.terms, self._stored.life, step_before=self._stored.step_before)
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
         self._restart = read_integer("SLURM_RESTART_COUNT", 0)
+        self._kill_wait_s = commands.kill_wait_s()
         self._step: _Step | None = None
         self._num_listening: dict[int, int] = {}  # by node: processes that handle the notice
         self._running: set[int] = set()  # nodes that have started `run`
@@ -186,7 +186,7 @@ class SlurmController(Controller):
         check_has_secrets(self._files.job)
         self._mounts.forget_step()
         self._uploads.forget_step()
-        self._step = _Step(self._files.job, self.state.attempt, self._job.num_nodes)
+        self._step = _Step(self._files.job, self.state.attempt, self._job.num_nodes, self._kill_wait_s)
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
@@ -237,7 +237,7 @@ class SlurmController(Controller):
     def _receive_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            lead_s = self._job.terms.grace_s if number == signal.SIGUSR1 else KILL_WAIT_S
+            lead_s = self._job.terms.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
             source = f"Slurm ({signal.Signals(number).name})"
             if not self.state.is_active and not self.has_ended:
                 self._requeue()  # between two attempts: nothing has to be saved
@@ -391,7 +391,7 @@ class SlurmController(Controller):
 class _Step:
     """srun process that runs the nodes of one attempt."""
 
-    def __init__(self, folder: JobFolder, attempt: int, num_nodes: int) -> None:
+    def __init__(self, folder: JobFolder, attempt: int, num_nodes: int, kill_wait_s: float) -> None:
         # Created here, once: other nodes' file systems may cache for long that it does not exist.
         folder.attempt(attempt).mkdir(mode=0o700, parents=True, exist_ok=True)
         addresses = commands.addresses(os.environ["SLURM_JOB_NODELIST"])
@@ -408,7 +408,9 @@ class _Step:
                 "--wait=0",
                 "--unbuffered",
                 *command(
-                    "holdfast.jobs.slurm", "runner", str(folder.path), str(attempt), ",".join(addresses)
+                    *("holdfast.jobs.slurm", "runner", str(folder.path), str(attempt)),
+                    ",".join(addresses),
+                    str(kill_wait_s),
                 ),
             ],
             stdin=subprocess.PIPE,

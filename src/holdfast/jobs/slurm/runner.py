@@ -37,19 +37,20 @@ from holdfast.notice.preemption import Notice
 if TYPE_CHECKING:
     from holdfast.jobs.slurm.node_mounts import NodeMounts
 
-KILL_WAIT_S = 30.0
-"""Slurm's default time between SIGTERM and SIGKILL, its option KillWait."""
 _LOOK_S = 1.0
 _NO_MOUNTS = 1
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
-def run_node(folder: JobFolder, attempt: int, addresses: list[str]) -> None:
+def run_node(folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
     """Run this node's part of an attempt. Called by srun, once per node.
+
+    Args:
+        kill_wait_s: see `commands.kill_wait_s`.
 
     Blocks: as long as the node's commands run and keepers finish staged saves.
     """
-    runner = _Runner(folder, attempt, addresses)
+    runner = _Runner(folder, attempt, addresses, kill_wait_s)
     try:
         runner.serve()
     finally:
@@ -81,8 +82,9 @@ def die_with_runner() -> None:
 
 
 class _Runner:
-    def __init__(self, folder: JobFolder, attempt: int, addresses: list[str]) -> None:
+    def __init__(self, folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
         self._folder, self._attempt = folder, attempt
+        self._kill_wait_s = kill_wait_s
         self._facts = JobFiles(folder).read_job()
         self._rank = read_integer("SLURM_NODEID", 0)
         num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._facts.num_gpus)
@@ -267,7 +269,7 @@ class _Runner:
     # -- notices and orders ----------------------------------------------------------------------------------
 
     def _on_notice(self, number: int) -> None:
-        lead_s = self._facts.terms.grace_s if number == signal.SIGUSR1 else KILL_WAIT_S
+        lead_s = self._facts.terms.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
         source = f"Slurm ({signal.Signals(number).name})"
         self._notify(messages.NotifyProcesses(source, time.time() + lead_s))
         self._send(messages.NodeNoticed(self._rank, source, lead_s))

@@ -64,8 +64,8 @@ def test_the_workdir_mounts_and_home_are_inside(harness: JobHarness) -> None:
         (harness.folder / name).mkdir()
         (harness.folder / name / "file").write_text(f"of {name}\n")
     job = harness.submit(
-        """
-        cat file ~/sky_workdir/file ~/data/file copied/file /srv/deep/own/file
+        f"""
+        cat file ~/sky_workdir/file ~/data/file copied/file /srv/deep/own/file {harness.folder}/data/file
         echo changed > ~/data/file
         echo saved > /srv/bucket/checkpoint; echo saved > out/result
         echo "home is $HOME"
@@ -76,13 +76,14 @@ file_mounts:
   ~/data: {harness.folder}/data
   copied: {harness.folder}/data
   /srv/deep/own: {{source: {harness.folder}/data, mode: MOUNT}}
+  {harness.folder}/data: {{source: {harness.folder}/data, mode: MOUNT}}
   /srv/bucket: {{name: a-bucket, mode: MOUNT}}
   out: {{name: results, mode: MOUNT}}
 """,
     )
     log = ended(harness, job)
     assert log.count("of work\n") == 2
-    assert log.count("of data\n") == 3
+    assert log.count("of data\n") == 4
     assert "home is /srv/home" in log
     buckets = harness.state / "buckets"
     assert (buckets / "a-bucket" / "checkpoint").read_text() == "saved\n"

@@ -167,7 +167,8 @@ class NodeContainer:
             replace(link, target=link.target.replace("~", home, 1)) if link.target.startswith("~") else link
             for link in read_links(self._job)
         ]
-        targets = {link.target: link.source for link in links if link.is_inside}
+        # A source is at its own path already.
+        targets = {one.target: one.source for one in links if one.is_inside and one.target != one.source}
         inside.make_links(
             namespaces, {f"{home}/{SKY_WORKDIR}": str(self._job.workdir(self._rank)), **targets}
         )

@@ -8,8 +8,10 @@ import threading
 import pytest
 
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.status import JobStatus
 from holdfast.testing.fault_proxy import FaultProxy
+from jobs.local.test_bucket import needs_fuse
 from jobs.slurm.bucket import SAVES, Bucket, cache_on, left_on, scratch_roles, uploaders
 from jobs.slurm.harness import SlurmHarness, command
 from servers import Server
@@ -41,6 +43,23 @@ def test_two_nodes_write_into_one_bucket(slurm: SlurmHarness, bucket: Bucket) ->
     ended = slurm.wait(job)
     assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, ""), slurm.describe(job)
     assert bucket.names() == {"corpus", "from-0", "from-1"}
+    assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
+
+
+@needs_fuse
+def test_a_bucket_is_mounted_and_copied_on_two_nodes(slurm: SlurmHarness, bucket: Bucket) -> None:
+    bucket.store.put("in/x", b"seen")
+    copied = bucket.url.replace("?", "/in?")
+    job = slurm.submit(
+        "cat b/in/x c/x; echo $SKYPILOT_NODE_RANK > b/from-$SKYPILOT_NODE_RANK",
+        head=f"num_nodes: 2\n{ONE}\n"
+        f'file_mounts: {{b: {{source: "{bucket.url}", mode: MOUNT}}, c: "{copied}"}}',
+    )
+    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.describe(job)
+    assert "seenseen" in slurm.log(job, 0)
+    assert "seenseen" in slurm.log(job, 1)
+    assert bucket.names() == {"in/x", "from-0", "from-1"}
+    assert fuse.mounted_below(slurm.folder) == []
     assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
 
 

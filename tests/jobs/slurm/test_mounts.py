@@ -329,7 +329,8 @@ def test_a_cancelled_job_uploads_until_its_deadline_and_names_what_is_missing(
 
 def test_a_cancelled_job_uploads_what_it_can(slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = slurm.submit(SAVES + "save 1; sleep 1000", head=bucket.cached)
+    options = "config: {slurm: {sbatch_options: {signal: USR1@600}}}"
+    job = slurm.submit(SAVES + "save 1; sleep 1000", head=f"{options}\n{bucket.cached}")
     assert gate.reached.wait(600), slurm.describe(job)
     slurm.engine.cancel(job.id)
     slurm.wait(job, JobStatus.CANCELLING)

@@ -7,8 +7,6 @@ import dataclasses
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,7 +15,6 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from holdfast.entry import command
 from holdfast.environment import read_integer
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.controller import Controller, event_of
@@ -33,6 +30,7 @@ from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
 from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
+from holdfast.jobs.slurm.step import Step
 from holdfast.jobs.slurm.upload_terms import UploadTerms
 from holdfast.jobs.state_machine import (
     AttemptExited,
@@ -105,7 +103,7 @@ class SlurmController(Controller):
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
         self._restart = read_integer("SLURM_RESTART_COUNT", 0)
         self._kill_wait_s = commands.kill_wait_s()
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._num_listening: dict[int, int] = {}  # by node: processes that handle the notice
         self._running: set[int] = set()  # nodes that have started `run`
         self._has_messages = False  # a node has sent a message in this attempt
@@ -186,7 +184,7 @@ class SlurmController(Controller):
         check_has_secrets(self._files.job)
         self._mounts.forget_step()
         self._uploads.forget_step()
-        self._step = _Step(self._files.job, self.state.attempt, self._job.num_nodes, self._kill_wait_s)
+        self._step = Step(self._files.job, self.state.attempt, self._job.num_nodes, self._kill_wait_s)
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
@@ -269,7 +267,7 @@ class SlurmController(Controller):
         elif self._mounts.has_some and self._have_all_ended():
             yield from self._upload(self._step)
 
-    def _open_mounts(self, step: _Step) -> None:
+    def _open_mounts(self, step: Step) -> None:
         """Let the nodes mount, once leftovers of earlier attempts can no longer replace their files."""
         if step.has_opened or not self._mounts.may_open():
             return
@@ -285,7 +283,7 @@ class SlurmController(Controller):
         step.has_opened = True
         step.send(messages.OpenMounts())
 
-    def _upload(self, step: _Step) -> Iterator[JobEvent]:
+    def _upload(self, step: Step) -> Iterator[JobEvent]:
         """Give the nodes the terms of their uploads, and yield what is missing."""
         timers = self._timers
         notice_unix_s = (
@@ -386,81 +384,6 @@ class SlurmController(Controller):
         poll.poll(_POLL_S * 1000)
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
-
-
-class _Step:
-    """srun process that runs the nodes of one attempt."""
-
-    def __init__(self, folder: JobFolder, attempt: int, num_nodes: int, kill_wait_s: float) -> None:
-        # Created here, once: other nodes' file systems may cache for long that it does not exist.
-        folder.attempt(attempt).mkdir(mode=0o700, parents=True, exist_ok=True)
-        addresses = commands.addresses(os.environ["SLURM_JOB_NODELIST"])
-        # srun uses the job's options, except for CPUs per task, which it needs again (since 22.05).
-        cpus = os.environ.get("SLURM_CPUS_PER_TASK")
-        self._srun = subprocess.Popen(
-            [
-                "srun",
-                f"--nodes={num_nodes}",
-                f"--ntasks={num_nodes}",
-                "--ntasks-per-node=1",
-                *([f"--cpus-per-task={cpus}"] if cpus else []),
-                "--kill-on-bad-exit=1",  # a runner only fails if it was killed, and its peers wait in vain
-                "--wait=0",
-                "--unbuffered",
-                *command(
-                    *("holdfast.jobs.slurm", "runner", str(folder.path), str(attempt)),
-                    ",".join(addresses),
-                    str(kill_wait_s),
-                ),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # srun would forward a signal, or end everything
-        )
-        assert self._srun.stdin is not None
-        assert self._srun.stdout is not None
-        self._in, self._out = self._srun.stdin, self._srun.stdout
-        self._inbox = messages.Inbox()
-        self._killed: messages.KillProcesses | None = None
-        self.has_ended = False
-        """True once no runner is left."""
-        self.has_opened = False
-        """True once the nodes may mount."""
-
-    @property
-    def fd(self) -> int:
-        """Descriptor that is readable when a node has sent a message."""
-        return self._out.fileno()
-
-    def receive(self) -> Iterator[messages.Message]:
-        """Yield the nodes' messages since the last call."""
-        if not select.select([self._out], [], [], 0)[0]:
-            return
-        data = os.read(self._out.fileno(), 1 << 16)
-        if not data:
-            self._srun.wait()
-            self.has_ended = True
-        yield from self._inbox.feed(data)
-        for line in self._inbox.others:
-            sys.stderr.write(f"{line}\n")
-        self._inbox.others.clear()
-
-    def send(self, message: messages.Message) -> None:
-        """Send a message to all nodes."""
-        with contextlib.suppress(OSError):
-            os.write(self._in.fileno(), messages.write(message))
-
-    def kill(self, *, with_keepers: bool) -> None:
-        """Send the nodes a request to kill their processes, once."""
-        request = messages.KillProcesses(with_keepers)
-        if request != self._killed:
-            self._killed = request
-            self.send(request)
-
-    def close(self) -> None:
-        """Close the pipes to srun."""
-        self._in.close()
-        self._out.close()
 
 
 def _is_running(slurm_id: str) -> bool:

@@ -94,6 +94,22 @@ def test_a_restart_ends_the_process_after_its_saves(new_trial: NewTrial, way: st
     assert place.startswith("rank 0 ")
 
 
+def test_the_report_has_the_hang(new_trial: NewTrial, capsys: pytest.CaptureFixture[str]) -> None:
+    trial = new_trial()
+    trial.start("loop", limit="3s", action="restart")
+    assert trial.ranks[0].wait() == HUNG_STATUS
+    assert cli(["report", str(trial.home), "--json"]) == 0
+    (hang,) = json.loads(capsys.readouterr().out)["hangs"]
+    assert (hang["attempt"], hang["over_s"]) == (1, None)
+    assert "(spin)" in hang["place"]
+    pytest.importorskip("vl_convert")
+    page = trial.folder / "report.html"
+    assert cli(["report", str(trial.home), "-o", str(page)]) == 0
+    section = page.read_text().partition('<section id="hangs">')[2].partition("</section>")[0]
+    assert "1 hang" in section
+    assert "&gt; rank 0: in training.py:" in section
+
+
 def test_nothing_is_watched_without_a_limit_that_is_reached(new_trial: NewTrial) -> None:
     """`off` has no pulse at all; the first steps have a limit of their own."""
     choices: list[dict[str, Any]] = [{"action": "off", "limit": "3s"}, {"first": "1h"}]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.hang.evidence import EVENT, RankEvidence, decode
+from holdfast.hang.grouping import PlaceGroup, group_ranks
 
 OVER = "hang-over"
 """Kind of the event of a rank that makes progress again."""
@@ -29,6 +30,11 @@ class HangIncident:
     unix_s: float
     ranks: tuple[RankEvidence, ...]
     over_s: float | None = None
+
+    @property
+    def groups(self) -> list[PlaceGroup]:
+        """Ranks at the same place, those that the others wait for first."""
+        return group_ranks(self.ranks)
 
 
 def list_hangs(lines: Iterable[Mapping[str, Any]]) -> list[HangIncident]:

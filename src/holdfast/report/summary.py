@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
+from holdfast.hang import text as hang_text
+from holdfast.hang.incidents import HangIncident, list_hangs
 from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
 from holdfast.report.attempts import AttemptSpan, attempt_spans
@@ -104,6 +106,7 @@ class RunSummary:
     home_contents: HomeContents | None
     num_torn: int
     curves: tuple[Curve, ...] = ()  # training metrics
+    hangs: tuple[HangIncident, ...] = ()
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -125,6 +128,15 @@ class RunSummary:
             {**asdict(one), "cost_s": one.cost_s, "is_failure": one.is_failure} for one in self.interruptions
         ]
         del document["losses"]["interruptions"]
+        document["hangs"] = [
+            {
+                "attempt": one.attempt,
+                "unix_s": one.unix_s,
+                "over_s": one.over_s,
+                "place": hang_text.summary(one.ranks),
+            }
+            for one in self.hangs
+        ]
         document["times"]["lost_s"] = self.times.lost_s
         document["advice"]["useful_s"] = self.advice.useful_s
         for row, save in zip(document["saves"], self.saves, strict=True):
@@ -148,7 +160,7 @@ def read_summary(store: Store) -> RunSummary:
             claims[number] = claim
     whole = [saved for saved in home.saved.values() if saved.is_committed]
     newest = candidates(home)
-    return summarize(
+    found = summarize(
         parse_events(lines),
         claims,
         finished=_read(store, run.Done, names.DONE),
@@ -157,6 +169,7 @@ def read_summary(store: Store) -> RunSummary:
         ),
         num_torn=num_torn,
     )
+    return replace(found, hangs=tuple(list_hangs(lines)))
 
 
 def _read(store: Store, cls: type[Any], name: str) -> Any:

@@ -1,10 +1,11 @@
-"""Figures of the page, in their order: each has a chart, an explanation and its numbers."""
+"""Figures of the page, in their order: each has an explanation and its numbers, most have a chart."""
 
 from __future__ import annotations
 
 from holdfast.report.figures.costs import costs
 from holdfast.report.figures.curves import curves
 from holdfast.report.figures.durations import durations
+from holdfast.report.figures.hangs import hangs
 from holdfast.report.figures.intervals import intervals
 from holdfast.report.figures.levels import levels
 from holdfast.report.figures.progress import progress
@@ -17,6 +18,6 @@ from holdfast.report.summary import RunSummary
 def make_figures(summary: RunSummary) -> list[Figure]:
     """Return all figures with content."""
     first, *others = (
-        make(summary) for make in (timeline, progress, shares, costs, durations, levels, intervals)
+        make(summary) for make in (timeline, progress, shares, costs, hangs, durations, levels, intervals)
     )
     return [one for one in (first, *curves(summary), *others) if one is not None]

@@ -1,0 +1,43 @@
+"""Hangs of the run: the ranks that the others waited for, and their places."""
+
+from __future__ import annotations
+
+from holdfast.hang.incidents import HangIncident
+from holdfast.hang.text import describe_groups, summary
+from holdfast.report import style
+from holdfast.report.style import Cell, Figure
+from holdfast.report.summary import RunSummary
+from holdfast.units import plural
+
+_TEXT = (
+    "A rank made no progress for longer than the limit of its step or phase. The ranks that are named are "
+    "those that the others waited for. The duration is known if training made progress again; otherwise "
+    "the attempt ended. `holdfast stacks HOME --recorded --full` shows the stacks of the newest one."
+)
+
+
+def hangs(found: RunSummary) -> Figure | None:
+    """Return the figure, or None without hangs."""
+    if not found.hangs:
+        return None
+    newest = "\n\n".join(describe_groups(found.hangs[-1].groups))
+    return style.make_figure(
+        "hangs",
+        "Hangs",
+        f"{plural(len(found.hangs), 'hang')}. {_TEXT}\n\nThe newest one:\n\n{newest}",
+        None,
+        ("recorded (UTC)", "attempt", "after step", "ranks", "no progress for", "lasted", "place"),
+        [_row(one) for one in found.hangs],
+    )
+
+
+def _row(one: HangIncident) -> tuple[Cell, ...]:
+    return (
+        style.format_time(one.unix_s),
+        one.attempt,
+        min(rank.step for rank in one.ranks),
+        len(one.ranks),
+        style.format_seconds(max(rank.stalled_s for rank in one.ranks)),
+        "" if one.over_s is None else style.format_seconds(one.over_s),
+        summary(one.ranks),
+    )

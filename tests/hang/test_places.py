@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import sysconfig
 import tempfile
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.errors import Corrupt
 from holdfast.hang.capture import ProcessStacks
 from holdfast.hang.evidence import RankEvidence, decode, encode
 from holdfast.hang.grouping import group_ranks
 from holdfast.hang.incidents import list_hangs
 from holdfast.hang.places import Kind, find_place
+from holdfast.hang.py_spy import parse_json
 from holdfast.hang.stacks import MAX_FRAMES, Frame, Thread, main_thread, parse_stacks
 from holdfast.hang.text import describe_hang, format_stacks
 
@@ -166,3 +169,12 @@ def test_records_of_several_ranks_are_one_hang_each_time() -> None:
         ([1], None),
         ([0], None),
     ]
+
+
+def test_the_json_of_py_spy_is_parsed_and_checked() -> None:
+    frame = {"name": "f", "filename": "/a/train.py", "line": 3, "module": None}
+    text = json.dumps([{"thread_id": 7, "frames": [frame]}, {"thread_id": 8, "frames": []}]).encode()
+    assert parse_json(text) == (Thread(8, ()), Thread(7, (Frame("/a/train.py", 3, "f"),)))
+    for damaged in (b"", b"{}", b"[3]", b'[{"frames": 3}]', b'[{"frames": [3]}]', b"\xff"):
+        with pytest.raises(Corrupt):
+            parse_json(damaged)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,11 @@ from hang.trials import Trial
 from holdfast.cli import main as cli
 from holdfast.environment import PROGRESS, find_hang
 from holdfast.errors import HUNG_STATUS
+from holdfast.hang.capture import read_state
 from holdfast.hang.grouping import group_ranks
+from holdfast.hang.py_spy import read_stacks
 from holdfast.hang.text import summary
+from stage.training import wait_until
 
 NewTrial = Callable[..., Trial]
 
@@ -23,7 +29,7 @@ PLACES = {
     "loop": "in training.py:{spin} (spin)",
     "sleep": "in training.py:{sleep} (odd_trouble)",
     "gil": "in training.py:{gil} (odd_trouble)",
-    "stop": "stopped",
+    "stop": "stopped",  # and its place, with py-spy
     "loader": "in DataLoader.__next__, called at training.py:{batch} (main); its worker is in training.py:",
 }
 """Place of the rank that hangs, by the way it does."""
@@ -48,6 +54,26 @@ def test_the_place_is_found_whatever_the_process_does(new_trial: NewTrial, way: 
     found = summary(trial.hang().ranks)
     assert PLACES[way].split("{")[0] in found
     trial.wait_until(lambda: "THE TRAINING HANGS" in trial.printed())
+
+
+def test_py_spy_reads_the_stacks_of_a_stopped_process(tmp_path: Path) -> None:
+    script = tmp_path / "asleep.py"
+    script.write_text(
+        "import time\n\n\ndef nap():\n    print('asleep', flush=True)\n    time.sleep(1000)\n\n\nnap()\n"
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: read_state(process.pid) == "stopped")
+        found = read_stacks(process.pid)
+        if not found:
+            pytest.skip("py-spy may not read other processes here")
+        assert [frame.function for frame in found[-1].frames][-2:] == ["nap", "<module>"]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("way", ["sleep", "extra", "skip"])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.hang.handlers import STACKS_SIGNAL
+from holdfast.hang.py_spy import read_stacks
 from holdfast.hang.stacks import Thread, parse_stacks
 from holdfast.linux.processes import handles_signal, start_time
 
@@ -54,17 +55,17 @@ def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStack
         pid: process id of the trainer.
         stacks_fd: the trainer's descriptor of the file that receives its stacks; -1 without one.
 
-    Blocks: at most 3 s per process.
+    Blocks: at most 3 s per process, and 15 s for one that py-spy reads.
     """
     try:
         file = os.open(f"/proc/{pid}/fd/{stacks_fd}", os.O_RDONLY | os.O_CLOEXEC) if stacks_fd >= 0 else -1
     except OSError:
         file = -1
     if file < 0:
-        return ProcessStacks(pid, read_state(pid), ()), ()
+        return ProcessStacks(pid, read_state(pid), read_stacks(pid)), ()
     try:
         fcntl.flock(file, fcntl.LOCK_EX)  # stacks of two captures must not alternate
-        own = ProcessStacks(pid, read_state(pid), _dump(pid, file))
+        own = ProcessStacks(pid, read_state(pid), _dump(pid, file) or read_stacks(pid))
         workers = [
             ProcessStacks(child, read_state(child), _dump(child, file))
             for child, _ in zip(_children(pid), range(MAX_WORKERS), strict=False)

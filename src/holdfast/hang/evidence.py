@@ -15,7 +15,7 @@ EVENT = "hang"
 """Kind of the event with the evidence of one rank."""
 _WHAT = "the evidence of a hang"
 _MAX_BYTES = 200_000
-_FEW_THREADS, _FEW_FRAMES = 4, 20
+_FEW_THREADS, _FEW_FRAMES = 4, 40
 
 
 @dataclass(frozen=True, slots=True)

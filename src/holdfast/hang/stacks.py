@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MAX_FRAMES = 60
+MAX_FRAMES = 100
 """Frames of a thread that are kept, innermost first."""
 MAX_THREADS = 64
 """Threads of a process that are kept."""

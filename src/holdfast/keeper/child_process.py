@@ -14,7 +14,7 @@ from holdfast.keeper.config import IGNORED_SIGNALS, KeeperConfig
 from holdfast.keeper.lockfile import KeeperInfo, Lockfile
 from holdfast.keeper.messages import Configure
 from holdfast.keeper.outbox import Outbox
-from holdfast.linux.processes import start_time
+from holdfast.linux.processes import allow_tracing, start_time
 
 _REAP_S = 5.0
 """Time that a killed keeper may take to exit."""
@@ -80,6 +80,7 @@ class ChildProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
             lockfile.close()
+        allow_tracing(process.pid)  # py-spy reads the stacks of a trainer that is stopped
         child = cls(process, ours, stderr_fd=stderr_fd, lockfile=lockfile.path)
         child.outbox.send(Configure(config))
         return child

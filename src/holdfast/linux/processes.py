@@ -13,6 +13,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
 
 # Runs a command that receives a signal when its parent dies. The parent may have died before prctl.
 _DIE_WITH_PARENT = (
@@ -84,6 +85,14 @@ def adopt_orphans() -> None:
     Source: prctl(2), PR_SET_CHILD_SUBREAPER.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def allow_tracing(pid: int) -> None:
+    """Allow a process, and its descendants, to read the stacks of this one, where only ancestors may.
+
+    Source: prctl(2), PR_SET_PTRACER.
+    """
+    _prctl(_PR_SET_PTRACER, pid)
 
 
 def _prctl(option: int, value: int) -> None:

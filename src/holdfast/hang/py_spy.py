@@ -1,4 +1,4 @@
-"""Stacks read by py-spy from a process that cannot write its own, such as a stopped one."""
+"""Stacks that py-spy reads from processes which cannot write their own."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def adopt_orphans() -> None:
 
 
 def allow_tracing(pid: int) -> None:
-    """Allow a process, and its descendants, to read the stacks of this one, where only ancestors may.
+    """Allow a process and its descendants to trace this one.
 
     Source: prctl(2), PR_SET_PTRACER.
     """

@@ -11,14 +11,15 @@ import os
 import sys
 
 
-def command(module: str, *arguments: str) -> list[str]:
+def command(module: str, *arguments: str, python: str | None = None) -> list[str]:
     """Return the command line that runs a module without the current directory on its path.
 
     Args:
         module: full name, as after `python -m`.
         arguments: its own.
+        python: path of the Python. Default: that of this process.
     """
-    return [sys.executable, os.path.abspath(__file__), module, *arguments]  # noqa: PTH100 - see `_main`
+    return [python or sys.executable, os.path.abspath(__file__), module, *arguments]  # noqa: PTH100 - see `_main`
 
 
 def _main() -> None:

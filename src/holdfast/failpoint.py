@@ -34,6 +34,7 @@ POINTS = (
     "jobs.recorded",  # a new status is recorded, its notification is not
     "jobs.notified",  # a notification was sent, which is not recorded
     "jobs.ended",  # the end of a job is recorded, its secrets are still in its folder
+    "jobs.venv",  # the virtual environment of a node is written, not yet under its name
     "jobs.plans",  # the secrets of its nodes are removed, its own are not
 )
 """All failpoints; a crash test runs each."""

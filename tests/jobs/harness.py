@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -181,6 +182,8 @@ def started_harness(folder: Path, state: Path | None = None) -> Iterator[JobHarn
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOLDFAST_STATE", str(state or folder / "state"))
         patch.setenv("HOLDFAST_PREEMPTION", "none")
+        # As in an active environment. The first Python on the PATH may be a shim, which takes long to start.
+        patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # this machine may have fewer GPUs than a test asks for
         found = JobHarness(folder)
         yield found

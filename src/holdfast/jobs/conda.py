@@ -48,5 +48,10 @@ def conda_start(*scripts: str) -> str:
     Args:
         scripts: all commands of the job. Only if they contain `conda activate` is a missing `conda` replaced.
     """
-    is_needed = any(_ACTIVATION.search(script) for script in scripts)
-    return f"{_HOOK}if ! holdfast_load_conda; then :\n{_GUARD if is_needed else ''}fi\n"
+    guard = _GUARD if activates_conda(*scripts) else ""
+    return f"{_HOOK}if ! holdfast_load_conda; then :\n{guard}fi\n"
+
+
+def activates_conda(*scripts: str) -> bool:
+    """Return True if one of the scripts contains `conda activate`."""
+    return any(_ACTIVATION.search(script) for script in scripts)

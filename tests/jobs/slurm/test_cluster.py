@@ -19,6 +19,7 @@ from holdfast.jobs.status import JobStatus
 from jobs.harness import needs_namespaces
 from jobs.slurm.harness import SlurmHarness, command
 from jobs.test_training import TOTAL, steps, uninterrupted
+from jobs.wheels import contents, make_parent, write_wheel
 
 __all__ = ["holdfast", "uninterrupted"]
 TRAINING = Path(__file__).parent.parent / "training.py"
@@ -211,6 +212,29 @@ def test_every_node_has_the_private_mounts_of_its_job(slurm: SlurmHarness) -> No
     bucket = slurm.folder / "state" / "buckets" / "private"
     assert {path.name: path.read_text() for path in bucket.iterdir()} == {"0": "0\n", "1": "1\n"}
     assert not Path(target).exists()
+
+
+def test_every_node_has_a_virtual_environment_of_its_own(
+    slurm: SlurmHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = [write_wheel(tmp_path, "own"), write_wheel(tmp_path, "shared")]
+    programs = make_parent(tmp_path / "parent", wheels[1])
+    before = contents(programs.parent)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("PIP_USER", "1")
+    job = slurm.submit(
+        "own-show; shared-show; [ $HOLDFAST_ATTEMPT = 2 ] || exit 75",
+        head=TWO,
+        setup=f"pip install --no-index --find-links {tmp_path} own",
+    )
+    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.describe(job)
+    for rank in range(2):
+        log = slurm.log(job, rank)
+        (venv,) = slurm.files(job).job.workdir(rank).parent.glob("venv.*")
+        for name in ("own", "shared"):
+            assert log.count(f"{name} 1.0 by {venv}/bin/python") == 2, log
+        assert log.count("Successfully installed own") == 1
+    assert contents(programs.parent) == before
 
 
 def test_a_cancellation_in_slurm_is_reported_as_such(slurm: SlurmHarness) -> None:

@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 
 from holdfast.jobs.environment import JobPipeline, Node, container_base, run_environment, setup_environment
 from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.scripts import node_variables, write_scripts
+from holdfast.jobs.node.scripts import choose_venv, node_variables, write_scripts
 from holdfast.jobs.node.spec import Environment, NodeSpec, read_environment
+from holdfast.jobs.node.venv_variables import install_here
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.task.model import Task
@@ -79,6 +80,8 @@ def _plan(
     )
     gpus = record.gpus[rank] if record.gpus else ()
     variables = node_variables(environment.task, folder, rank)
+    venv = choose_venv({**environment.base, **variables}, folder, rank)
+    base = environment.base if venv is None else install_here(environment.base)
     needs_setup = spec.has_setup and not folder.set_up(rank).exists()
     return NodeSpec(
         headline=_headline(record, life, rank),
@@ -89,11 +92,12 @@ def _plan(
         log=str(folder.log(rank)),
         bell=str(folder.bell),
         notice=str(notice),
-        environment=run_environment(node, environment.base, variables, gpus=gpus),
-        setup_environment=setup_environment(node, environment.base, variables, gpus=gpus),
+        environment=run_environment(node, base, variables, gpus=gpus),
+        setup_environment=setup_environment(node, base, variables, gpus=gpus),
         grace_s=record.policy.grace_s,
         gpus=record.gpus,
         port=record.port,
+        venv=None if venv is None else str(venv),
     )
 
 

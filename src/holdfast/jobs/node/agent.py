@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.environment import PROGRESS, find_hang, was_preempted
-from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import ContainerLease
@@ -19,11 +19,14 @@ from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.private_links import enter_private_links
+from holdfast.jobs.node.parent_python import find_parent
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.node.spec import NodeSpec, reserve_outcome, write_outcome
+from holdfast.jobs.node.venv_variables import DEFAULT, NONE, VENV, activate
+from holdfast.jobs.node.virtual_environment import make_virtual_environment
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.output.log_limit import DEFAULT, LIMIT
+from holdfast.jobs.output import log_limit
 from holdfast.jobs.output.log_sampler import LogSampler
 from holdfast.linux import locks
 from holdfast.linux.files import write_atomic
@@ -69,7 +72,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
             )
         if job.image.exists():
             watch.container = ContainerLease(folder.path.parent, int(folder.path.name), Path(plan.log))
-        limit = dict(plan.environment).get(LIMIT, DEFAULT)
+        limit = dict(plan.environment).get(log_limit.LIMIT, log_limit.DEFAULT)
         watch.sampler = LogSampler(Path(plan.log), log.fileno(), limit)
         outcome = _work(plan, folder, log.fileno(), watch)
         watch.sampler.poll()
@@ -119,6 +122,8 @@ def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Out
     for lease in (watch.lease, watch.container):
         if lease is not None and (why := lease.wait_until_there(watch.poll)):
             return _cannot_start(why, log)
+    if plan.venv is not None and (why := _prepare_venv(plan, Path(plan.venv), log)):
+        return _cannot_start(why, log)
     if plan.setup is not None:
         outcome = _shell(plan, Phase.SETUP, log, watch)
         if not outcome.is_success:
@@ -134,6 +139,29 @@ def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Out
 def _cannot_start(why: str, log: int) -> Outcome:
     os.write(log, f"holdfast: the job cannot start: {why}\n".encode())
     return Outcome(Phase.SETUP, code=_NO_MOUNTS)
+
+
+def _prepare_venv(plan: NodeSpec, folder: Path, log: int) -> str:
+    """Make the virtual environment of the node, unless it has no Python. Return why that failed, or nothing.
+
+    `setup` begins with a new one: in an environment that it has not completed, packages may be incomplete.
+    """
+    wanted = dict(plan.environment).get(VENV, DEFAULT)
+    if wanted.strip().lower() != DEFAULT:
+        line = f"{VENV} is {wanted!r:.100}, expected {DEFAULT} or {NONE}. It is taken for {DEFAULT}."
+        os.write(log, f"holdfast: {line}\n".encode())
+    if plan.setup is None and folder.exists():
+        return ""
+    try:
+        parent = find_parent(plan.environment, Path(plan.workdir))
+        if parent is not None:
+            make_virtual_environment(folder, parent)
+    except Unsupported as error:
+        line = f"this job has no virtual environment of its own: {error}"
+        os.write(log, f"holdfast: {line}\n".encode())
+    except OSError as error:
+        return f"its virtual environment cannot be made: {error}"
+    return ""
 
 
 def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
@@ -170,6 +198,8 @@ def _become_shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> N
             environment = {**watch.container.environment, **environment}
         else:
             enter_private_links(watch.mounts)
+        if plan.venv is not None and Path(plan.venv).is_dir():
+            environment = activate(environment, plan.venv)
         os.chdir(plan.workdir)
         _exec_bash(str(script), environment)
     except OSError as error:

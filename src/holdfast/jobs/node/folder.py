@@ -74,6 +74,14 @@ class JobFolder:
         """Return the working directory of a node's commands."""
         return self.path / "nodes" / str(rank) / "workdir"
 
+    def venv(self, rank: int, machine: str = "") -> Path:
+        """Return the virtual environment of a node.
+
+        Args:
+            machine: name of the machine, if attempts may run on different ones.
+        """
+        return self.path / "nodes" / str(rank) / (f"venv.{machine}" if machine else "venv")
+
     def set_up(self, rank: int) -> Path:
         """Return the path of a file that exists once `setup` has succeeded on a node."""
         return self.path / "nodes" / str(rank) / "set-up"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.conda import conda_start
+from holdfast.jobs.conda import activates_conda, conda_start
+from holdfast.jobs.node import venv_variables
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.sky_workdir import is_plain, replace_sky_workdir
@@ -28,6 +31,25 @@ def write_scripts(task: Task, folder: JobFolder, *, prefix: str = "") -> None:
         folder.workdir(rank).parent.mkdir(parents=True, exist_ok=True)
         for name, text in _texts(task, folder, rank):
             write_atomic(folder.script(name, rank), start + text.rstrip("\n") + "\n")
+
+
+def choose_venv(variables: Mapping[str, str], folder: JobFolder, rank: int, machine: str = "") -> Path | None:
+    """Return the folder of a node's own virtual environment, or None without one.
+
+    A job that activates an environment of conda installs into that one, and a job in an image into its
+    containers.
+
+    Args:
+        variables: those of the shell that launched the job, and of its task.
+        machine: see `JobFolder.venv`.
+    """
+    if not venv_variables.is_wanted(variables) or folder.image.exists():
+        return None
+    for name in ("setup", "run"):
+        with contextlib.suppress(FileNotFoundError):
+            if activates_conda(folder.script(name, rank).read_text(errors="replace")):
+                return None
+    return folder.venv(rank, machine)
 
 
 def node_variables(variables: Mapping[str, str], folder: JobFolder, rank: int) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from holdfast.entry import command
 from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.parent_python import own_python
 from holdfast.jobs.state_folder import STATE
 from holdfast.linux import locks
 
@@ -35,9 +35,10 @@ def spawn(
         lock: descriptor of a lock that it holds from the start.
         environment: all its variables. Default: those of this process.
     """
+    python = own_python()
     return os.posix_spawn(
-        sys.executable,
-        command(entry, role, str(folder)),
+        python,
+        command(entry, role, str(folder), python=python),
         own_environment(environment),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

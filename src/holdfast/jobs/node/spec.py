@@ -41,6 +41,7 @@ class NodeSpec:
     gpus: tuple[tuple[str, ...], ...] = ()  # given to each node of the job
     port: int | None = None  # chosen for the job
     scratch: str = ""  # path of the job's scratch folder; empty: the mounts are in the job's folder
+    venv: str | None = None  # folder of the node's virtual environment. None: it has none of its own
 
     def write(self, path: Path) -> None:
         """Write the specification, readable only by its owner, as it contains secrets."""

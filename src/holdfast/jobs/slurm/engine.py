@@ -20,6 +20,7 @@ from holdfast.jobs.node.mounts.private_targets import is_private_target
 from holdfast.jobs.node.mounts.relocation import fixed_links, shared_links
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, link_user, remove_links
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
+from holdfast.jobs.node.parent_python import own_python
 from holdfast.jobs.node.scripts import write_scripts
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
 from holdfast.jobs.node.workdir_link import workdir_links
@@ -171,7 +172,7 @@ class SlurmEngine(RecordedEngine):
         folder = self._state / "jobs" / number
         output = JobFiles(JobFolder(folder)).output
         options = wanted_options(task)
-        controller = tuple(command("holdfast.jobs.slurm", "controller", str(folder)))
+        controller = tuple(command("holdfast.jobs.slurm", "controller", str(folder), python=own_python()))
         return Script(task.name, task_id, task.num_nodes, options, controller, str(folder), str(output))
 
     # -- status ----------------------------------------------------------------------------------------------

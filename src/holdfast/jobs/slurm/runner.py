@@ -23,8 +23,9 @@ from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.mounts.unsent_files import write_unsent
-from holdfast.jobs.node.scripts import node_variables
+from holdfast.jobs.node.scripts import choose_venv, node_variables
 from holdfast.jobs.node.spec import NodeSpec, read_outcome, reserve_outcome, write_outcome
+from holdfast.jobs.node.venv_variables import install_here
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
@@ -368,6 +369,9 @@ def _plan(
     set_up = folder.workdir(rank).parent / f"set-up.{machine}"
     where = f" on node {rank} ({machine})" if facts.num_nodes > 1 else f" on {machine}"
     variables = node_variables(facts.task_environment, folder, rank)
+    venv = choose_venv({**base, **variables}, folder, rank, machine)
+    if venv is not None:
+        base = install_here(base)
     begins = f"attempt {attempt} of job {facts.number} starts{where}"
     return NodeSpec(
         headline=f"holdfast: {time.strftime('%F %T')} {begins}",
@@ -381,4 +385,5 @@ def _plan(
         environment=run_environment(node, base, variables),
         setup_environment=setup_environment(node, base, variables),
         grace_s=facts.terms.grace_s,
+        venv=None if venv is None else str(venv),
     )

@@ -74,8 +74,8 @@ def test_variables_of_torchrun_are_checked(monkeypatch: pytest.MonkeyPatch, read
 
 
 STARTS: dict[str, Callable[[JobFolder], Any]] = {
-    "SLURM_NODEID": lambda folder: run_node(folder, 1, ["127.0.0.1"]),
-    "SLURM_GPUS_ON_NODE": lambda folder: run_node(folder, 1, ["127.0.0.1"]),
+    "SLURM_NODEID": lambda folder: run_node(folder, 1, ["127.0.0.1"], 30.0),
+    "SLURM_GPUS_ON_NODE": lambda folder: run_node(folder, 1, ["127.0.0.1"], 30.0),
     "SLURM_RESTART_COUNT": lambda folder: SlurmController(JobFiles(folder)),
 }
 

@@ -107,7 +107,7 @@ def test_a_hang_that_ends_is_recorded(new_trial: NewTrial) -> None:
     assert over["seconds"] > 3.0
 
 
-@pytest.mark.parametrize("way", ["loop", "gil", "stop"])
+@pytest.mark.parametrize("way", [pytest.param("loop", marks=pytest.mark.slow), "gil", "stop"])
 def test_a_restart_ends_the_process_after_its_saves(new_trial: NewTrial, way: str) -> None:
     trial = new_trial()
     progress = trial.folder / "progress"

@@ -106,6 +106,7 @@ def test_a_training_that_hangs_starts_again_by_itself(
     assert "THE TRAINING HANGS" in harness.log(job)
 
 
+@pytest.mark.slow
 def test_a_training_that_hangs_at_the_same_place_ends_with_that_reason(harness: JobHarness) -> None:
     job = harness.submit(command(harness.folder, "--hang-at", "12", "--hangs", "9"))
     ended = harness.wait(job)

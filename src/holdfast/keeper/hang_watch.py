@@ -223,12 +223,13 @@ class HangWatch:
         if self._has_recovered(read_progress(self._info)):
             return
         report_hang(step, place)
-        self._history.record("ended", step=step, detail=f"hung ({place})")
+        recording = _in_background(lambda: self._history.record("ended", step=step, detail=f"hung ({place})"))
+        recording.join(_RECORD_S)
         if start_time(self._info.trainer_pid) == self._info.trainer_start:
             end_process(self._info.trainer_pid, EXIT_SIGNAL, limit_s=_EXIT_S)
 
 
-def _in_background(work: Callable[[], None]) -> threading.Thread:
+def _in_background(work: Callable[[], object]) -> threading.Thread:
     """Run something that a store may delay for ever."""
     thread = threading.Thread(target=work, name="holdfast-hang-record", daemon=True)
     thread.start()

@@ -224,7 +224,7 @@ def test_a_job_that_is_cancelled_while_its_image_is_pulled_ends_at_once(
 def test_a_container_that_cannot_be_removed_is_removed_with_the_job(
     harness: JobHarness, stand_in: StandIn
 ) -> None:
-    stand_in.add_image("an/image")
+    stand_in.add_image("an/image", HOME="/srv/home")
     stand_in.will("rm", "Error: the storage is busy")
     job = harness.submit("true", head=HEAD)
     assert harness.wait(job).status is JobStatus.SUCCEEDED

@@ -15,6 +15,7 @@ from holdfast.hang.capture import end_process
 from holdfast.hang.evidence import RankEvidence
 from holdfast.hang.grouping import place_of
 from holdfast.hang.handlers import EXIT_SIGNAL
+from holdfast.hang.incidents import OVER
 from holdfast.hang.limit import StallClock
 from holdfast.hang.places import Kind
 from holdfast.hang.pulse import PulseReader, TrainerProgress
@@ -26,7 +27,6 @@ from holdfast.keeper.inbox import TrainerInbox
 from holdfast.keeper.lockfile import KeeperInfo, is_trainer_alive
 from holdfast.keeper.messages import MAX_DETAIL, ShowHang
 from holdfast.keeper.rank_capture import capture_host, capture_rank, read_progress
-from holdfast.linux.processes import start_time
 
 _PERIOD_S = 1.0
 """Longest pause between two looks at the pulse."""
@@ -67,7 +67,6 @@ class HangWatch:
         self._config, self._info, self._inbox = config, info, inbox
         self._history, self._has_work = history, has_work
         self._clock = StallClock(config.hang_limits)
-        self._stop = threading.Event()
         self._reported: tuple[int, int] | None = None  # progress at which a hang was reported
         self._reported_s = 0.0
         self._thread = threading.Thread(target=self._run, name="holdfast-hang", daemon=True)
@@ -76,10 +75,6 @@ class HangWatch:
         """Start the thread, if the trainer has a pulse."""
         if self._config.on_hang != "off" and self._info.pulse_fd >= 0:
             self._thread.start()
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._stop.set()
 
     # -- the thread ------------------------------------------------------------------------------------------
 
@@ -91,7 +86,8 @@ class HangWatch:
         step_s = self._config.hang_limits.step_s
         period_s = _PERIOD_S if step_s is None else min(_PERIOD_S, step_s / _LOOKS)
         seen_s = time.monotonic()
-        while not self._stop.wait(period_s) and is_trainer_alive(self._info):
+        while is_trainer_alive(self._info):
+            time.sleep(period_s)
             progress, now_s = pulse.read(), time.monotonic()
             is_late = self._clock.tick(progress, now_s - seen_s)
             seen_s = now_s
@@ -113,7 +109,7 @@ class HangWatch:
             return  # it has left its loop, as after a signal
         seconds = time.monotonic() - self._reported_s
         self._history.record(
-            "hang-over", step=progress.step, seconds=seconds, detail="the training makes progress again"
+            OVER, step=progress.step, seconds=seconds, detail="the training makes progress again"
         )
 
     def _handle(self, progress: TrainerProgress) -> None:
@@ -132,7 +128,7 @@ class HangWatch:
         recording.join(_RECORD_S)
         if self._config.on_hang == "restart":
             if not is_first:  # the job takes the first place that is reported
-                self._stop.wait(_LEAD_S if self._config.all_ranks_here else _LEAD_S + _GATHER_S)
+                time.sleep(_LEAD_S if self._config.all_ranks_here else _LEAD_S + _GATHER_S)
             with contextlib.suppress(OSError, Corrupt):  # it has exited
                 self._end_trainer(own.step, summary(found))
 
@@ -206,7 +202,7 @@ class HangWatch:
                     one = evidences.decode(line) if line["t"] >= since_unix_s else None
                     if one is not None and not (one.rank in found and found[one.rank].is_late):
                         found[one.rank] = one
-            self._stop.wait(_PERIOD_S)
+            time.sleep(_PERIOD_S)
 
     def _action(self) -> str:
         if self._config.on_hang == "restart":
@@ -218,14 +214,14 @@ class HangWatch:
     def _end_trainer(self, step: int, place: str) -> None:
         """End the trainer once its saves are durable, unless it makes progress again."""
         deadline_s = time.monotonic() + _SAVES_S
-        while self._has_work() and time.monotonic() < deadline_s and not self._stop.wait(_PERIOD_S / _LOOKS):
-            pass
+        while self._has_work() and time.monotonic() < deadline_s:
+            time.sleep(_PERIOD_S / _LOOKS)
         if self._has_recovered(read_progress(self._info)):
             return
         report_hang(step, place)
         recording = _in_background(lambda: self._history.record("ended", step=step, detail=f"hung ({place})"))
         recording.join(_RECORD_S)
-        if start_time(self._info.trainer_pid) == self._info.trainer_start:
+        if is_trainer_alive(self._info):
             end_process(self._info.trainer_pid, EXIT_SIGNAL, limit_s=_EXIT_S)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import threading
@@ -15,34 +14,11 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.status import JobStatus
-from holdfast.store import Store, open_store
 from holdfast.testing.fault_proxy import FaultProxy
 from holdfast.writeback import status_of
-from holdfast.writeback.ownership import FOLDER
+from jobs.bucket import SAVES, Bucket
 from jobs.harness import JobHarness
 from servers import Server
-
-_numbers = itertools.count()
-SAVES = """
-save() {
-  head -c 9000000 /dev/urandom > out/data-$1.tmp
-  mv out/data-$1.tmp out/data-$1
-  echo $1 > out/marker-$1
-}
-"""
-"""Data in two parts, then the marker that refers to them."""
-
-
-class Place:
-    """Prefix of the bucket, which jobs reach through the proxy and tests directly."""
-
-    def __init__(self, s3: Server, proxy: FaultProxy) -> None:
-        prefix = f"mounts{next(_numbers)}"
-        self.url = s3.home(prefix, port=proxy.port, timeout="2", part_bytes="5MiB", parallel="1")
-        self.store: Store = open_store(s3.home(prefix))
-
-    def names(self) -> set[str]:
-        return {entry.name for entry in self.store.list() if not entry.name.startswith(FOLDER)}
 
 
 @pytest.fixture(autouse=True)
@@ -52,18 +28,18 @@ def _trusted(s3: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def place(s3: Server, proxy: FaultProxy) -> Place:
-    return Place(s3, proxy)
+def place(s3: Server, proxy: FaultProxy) -> Bucket:
+    return Bucket(s3, proxy)
 
 
-def cached(place: Place) -> str:
+def cached(place: Bucket) -> str:
     return f'file_mounts: {{out: {{source: "{place.url}", mode: MOUNT_CACHED}}}}'
 
 
 class Watcher:
     """Observer that lists the bucket continuously: a marker must never appear without its data."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Bucket) -> None:
         self._place = place
         self._is_over = threading.Event()
         self.num_looks = 0
@@ -124,7 +100,7 @@ def test_a_named_bucket_is_written_through_a_write_back_directory(harness: JobHa
 
 
 def test_a_job_is_not_complete_before_its_files_are_in_the_bucket(
-    harness: JobHarness, place: Place, proxy: FaultProxy
+    harness: JobHarness, place: Bucket, proxy: FaultProxy
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1", head=cached(place))
@@ -141,7 +117,7 @@ def test_a_job_is_not_complete_before_its_files_are_in_the_bucket(
     assert "all files of the job are in its bucket" in harness.log(job)
 
 
-def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarness, place: Place) -> None:
+def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarness, place: Bucket) -> None:
     job = harness.submit(
         SAVES
         + """
@@ -170,7 +146,7 @@ def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarnes
 
 
 def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attempt(
-    harness: JobHarness, place: Place, proxy: FaultProxy
+    harness: JobHarness, place: Bucket, proxy: FaultProxy
 ) -> None:
     """Node, uploader and all others are killed in the middle of an upload."""
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=2")
@@ -196,7 +172,7 @@ def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attem
 
 
 def test_a_completed_job_survives_kills_during_its_upload(
-    harness: JobHarness, place: Place, proxy: FaultProxy
+    harness: JobHarness, place: Bucket, proxy: FaultProxy
 ) -> None:
     """The job ends correctly without any command."""
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
@@ -212,7 +188,7 @@ def test_a_completed_job_survives_kills_during_its_upload(
 
 
 @pytest.mark.slow
-def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, place: Place) -> None:
+def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, place: Bucket) -> None:
     import random
 
     chance = random.Random(11)
@@ -241,7 +217,7 @@ def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, 
 
 
 def test_a_failed_job_reports_missing_files_and_still_uploads_them(
-    harness: JobHarness, place: Place, proxy: FaultProxy
+    harness: JobHarness, place: Bucket, proxy: FaultProxy
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1; exit 5", head=cached(place))
@@ -255,7 +231,7 @@ def test_a_failed_job_reports_missing_files_and_still_uploads_them(
 
 
 def test_a_cancelled_job_ends_at_once_and_still_uploads_its_files(
-    harness: JobHarness, place: Place, proxy: FaultProxy
+    harness: JobHarness, place: Bucket, proxy: FaultProxy
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = harness.submit(SAVES + "save 1; sleep 1000", head=cached(place))
@@ -292,7 +268,7 @@ def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> N
     assert {path.name for path in (harness.state / "buckets" / "results").glob("*")} >= {"early", "late"}
 
 
-def test_nodes_share_a_write_back_directory(harness: JobHarness, place: Place) -> None:
+def test_nodes_share_a_write_back_directory(harness: JobHarness, place: Bucket) -> None:
     job = harness.submit(
         "echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK", head=f"num_nodes: 2\n{cached(place)}"
     )
@@ -317,7 +293,7 @@ def test_a_job_whose_bucket_is_unreachable_does_not_start(
 
 
 def test_a_bucket_is_copied_once_for_all_attempts(
-    harness: JobHarness, place: Place, proxy: FaultProxy
+    harness: JobHarness, place: Bucket, proxy: FaultProxy
 ) -> None:
     large = os.urandom(7 << 20)
     place.store.put("data/a/large", large)
@@ -339,13 +315,13 @@ def test_a_bucket_is_copied_once_for_all_attempts(
     assert place.store.get("data/b") == b"small", "what was copied is a copy"
 
 
-def test_copying_a_missing_source_is_rejected(harness: JobHarness, place: Place) -> None:
+def test_copying_a_missing_source_is_rejected(harness: JobHarness, place: Bucket) -> None:
     with pytest.raises(NotFound, match="nothing exists at"):
         harness.submit("true", head=f'file_mounts: {{in: "{place.url}"}}')
     assert harness.engine.jobs() == []
 
 
-def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarness, place: Place) -> None:
+def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarness, place: Bucket) -> None:
     """Three jobs at once on one bucket, of which nothing stays on this machine."""
     place.store.put("corpus", b"x" * 2_000_000)
     jobs = [
@@ -365,7 +341,7 @@ def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarn
     "left", ["ln -s corpus out/link", "echo x > out/unfinished.tmp"], ids=["link", "unfinished"]
 )
 def test_a_directory_with_files_that_are_not_uploaded_stays(
-    harness: JobHarness, place: Place, left: str
+    harness: JobHarness, place: Bucket, left: str
 ) -> None:
     job = harness.wait(harness.submit(f"echo 1 > out/corpus; {left}; exit 1", head=cached(place)))
     assert job.status is JobStatus.FAILED
@@ -376,7 +352,7 @@ def test_a_directory_with_files_that_are_not_uploaded_stays(
     assert (Path(spec.path) / "corpus").exists()
 
 
-def test_a_bucket_above_the_limit_is_not_downloaded(harness: JobHarness, place: Place) -> None:
+def test_a_bucket_above_the_limit_is_not_downloaded(harness: JobHarness, place: Bucket) -> None:
     def head(limit: str) -> str:
         config = f"config: {{mount_cached: {{vfs_cache_max_size: {limit}}}}}"
         return f'file_mounts: {{out: {{source: "{place.url}", mode: MOUNT_CACHED, {config}}}}}'
@@ -392,7 +368,7 @@ def test_a_bucket_above_the_limit_is_not_downloaded(harness: JobHarness, place: 
         assert job.status is JobStatus.SUCCEEDED, harness.describe(job)
 
 
-def test_a_bucket_that_grows_above_the_limit_ends_the_job(harness: JobHarness, place: Place) -> None:
+def test_a_bucket_that_grows_above_the_limit_ends_the_job(harness: JobHarness, place: Bucket) -> None:
     place.store.put("corpus", b"x" * 900_000)
     gate = harness.folder / "go"
     job = harness.submit(

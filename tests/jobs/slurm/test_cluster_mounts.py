@@ -11,8 +11,9 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.status import JobStatus
 from holdfast.testing.fault_proxy import FaultProxy
+from jobs.bucket import SAVES, Bucket
 from jobs.local.test_bucket import needs_fuse
-from jobs.slurm.bucket import SAVES, Bucket, cache_on, left_on, scratch_roles, uploaders
+from jobs.slurm.bucket import cache_on, left_on, scratch_roles, uploaders
 from jobs.slurm.harness import SlurmHarness, command
 from servers import Server
 

@@ -18,11 +18,10 @@ from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.scratch import scratch_folder
 from holdfast.jobs.status import JobStatus
 from holdfast.testing.fault_proxy import FaultProxy
+from jobs.bucket import SAVES, Bucket
 from jobs.harness import needs_namespaces
 from jobs.local.test_bucket import needs_fuse
 from jobs.slurm.bucket import (
-    SAVES,
-    Bucket,
     cache_on,
     command_line,
     left_on,

@@ -13,8 +13,8 @@ from holdfast.jobs.status import JobStatus
 from holdfast.testing.fault_proxy import FaultProxy
 from jobs.bucket import SAVES, Bucket
 from jobs.local.test_bucket import needs_fuse
-from jobs.slurm.bucket import cache_on, left_on, scratch_roles, uploaders
 from jobs.slurm.harness import SlurmHarness, command
+from jobs.slurm.node_disks import cache_on, left_on, scratch_roles, uploaders
 from servers import Server
 
 pytestmark = pytest.mark.slow

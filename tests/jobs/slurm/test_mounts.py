@@ -21,14 +21,14 @@ from holdfast.testing.fault_proxy import FaultProxy
 from jobs.bucket import SAVES, Bucket
 from jobs.harness import needs_namespaces
 from jobs.local.test_bucket import needs_fuse
-from jobs.slurm.bucket import (
+from jobs.slurm.harness import SlurmHarness
+from jobs.slurm.node_disks import (
     cache_on,
     command_line,
     left_on,
     scratch_roles,
     uploaders,
 )
-from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.stand_in import StandIn
 from servers import Server
 from small_disk import small_disk

@@ -1,4 +1,4 @@
-"""Bucket of a test, and the files and processes of mounts on the disks of nodes."""
+"""Files and processes of mounts on the disks of nodes, for tests."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node.containers import commands
-from holdfast.jobs.node.containers.image_spec import ImageSpec, read_image_spec, write_image_spec
+from holdfast.jobs.node.containers.image_spec import ImageSpec, make_image_spec
 from holdfast.jobs.node.containers.runtime import ContainerRuntime
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs
@@ -137,9 +137,7 @@ def test_file_systems_that_are_mounted_later_appear_inside(harness: JobHarness) 
     job = JobFolder(folder)
     for kind, expected in ((MountKind.COPY, False), (MountKind.BUCKET, True)):
         write_mount_specs(job, [MountSpec(kind, "s3://a/b", str(folder / "mounts" / "0"), "/b")])
-        write_image_spec(job, ContainerRuntime.PODMAN, "an/image", "sky-1", has_gpus=False)
-        found = read_image_spec(job)
-        assert found is not None
+        found = make_image_spec(job, ContainerRuntime.PODMAN, "an/image", "sky-1", has_gpus=False)
         words = commands.create_command(found, 0, "sha256:1")
         assert (f"type=bind,source={folder},target={folder},bind-propagation=rslave" in words) == expected
 

@@ -20,7 +20,7 @@ from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.ports import fixed_ports, needs_port
 from holdfast.jobs.local.specs import write_commands
 from holdfast.jobs.local.unsupported_keys import unsupported_keys
-from holdfast.jobs.node.containers.image_spec import write_image_spec
+from holdfast.jobs.node.containers.image_spec import make_image_spec, write_image_spec
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.containers.runtime import find_runtime
 from holdfast.jobs.node.folder import JobFolder, job_folder
@@ -227,7 +227,8 @@ def _write_image(task: Task, folder: JobFolder, task_id: str) -> None:
     runtime = find_runtime() if task.image is not None else None
     if task.image is not None and runtime is not None:
         has_gpus = task.accelerators.num_per_node > 0 and bool(visible_gpus())
-        write_image_spec(folder, runtime, task.image, task_id, has_gpus=has_gpus)
+        spec = make_image_spec(folder, runtime, task.image, task_id, has_gpus=has_gpus)
+        write_image_spec(folder.image, spec)
 
 
 def _spec(task: Task, after: int | None) -> JobSpec:

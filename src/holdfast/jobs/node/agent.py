@@ -15,7 +15,7 @@ from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import ContainerLease
-from holdfast.jobs.node.folder import JobFolder, NodeFolder
+from holdfast.jobs.node.folder import ContainerFolder, JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.private_links import enter_private_links
@@ -70,8 +70,8 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
                 Path(plan.log),
                 lambda: _mounter_environment(plan, job),
             )
-        if job.image.exists():
-            watch.container = ContainerLease(folder.path.parent, int(folder.path.name), Path(plan.log))
+        if (container := _container_folder(job, folder)) is not None:
+            watch.container = ContainerLease(folder.path.parent, container, Path(plan.log))
         limit = dict(plan.environment).get(log_limit.LIMIT, log_limit.DEFAULT)
         watch.sampler = LogSampler(Path(plan.log), log.fileno(), limit)
         outcome = _work(plan, folder, log.fileno(), watch)
@@ -109,6 +109,13 @@ class PeerWatch:
         """Replace a dead controller."""
         if self._replaces_controller and not locks.is_held(self.job.lock):
             start_controller(self.job)
+
+
+def _container_folder(job: JobFolder, node: NodeFolder) -> ContainerFolder | None:
+    """Return the files of the node's container, or None for a job without image."""
+    if node.container.image.exists():
+        return node.container
+    return job.container(int(node.path.name)) if job.image.exists() else None
 
 
 def _mounter_environment(plan: NodeSpec, job: JobFolder) -> dict[str, str]:

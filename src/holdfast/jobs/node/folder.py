@@ -6,6 +6,19 @@ import os
 from pathlib import Path
 
 
+class ContainerFolder:
+    """Files of the container of one node, for all attempts or for one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.image = path / "image.json"  # image and settings, for a container of one attempt
+        self.lock = path / "lock"  # lock of the running warden
+        self.state = path / "state.json"  # the running container, or why it cannot run
+        self.linked = path / "linked"  # id of the container that has the job's links
+        self.unneeded = path / "unneeded"  # exists once the job has ended
+        self.removed = path / "removed"  # exists once the container was removed
+
+
 class NodeFolder:
     """Files of one node of one attempt."""
 
@@ -18,18 +31,7 @@ class NodeFolder:
         self.ended = path / "ended"  # outcome of the node
         self.notice = path / "notice"  # for preemption notices
         self.unsent = path / "unsent.json"  # files that are not uploaded at the end, on another machine
-
-
-class ContainerFolder:
-    """Files of the container of one node, for all attempts."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lock = path / "lock"  # lock of the running warden
-        self.state = path / "state.json"  # the running container, or why it cannot run
-        self.linked = path / "linked"  # id of the container that has the job's links
-        self.unneeded = path / "unneeded"  # exists once the job has ended
-        self.removed = path / "removed"  # exists once the container was removed
+        self.container = ContainerFolder(path / "container")  # of this attempt only, on a cluster
 
 
 class JobFolder:
@@ -87,7 +89,7 @@ class JobFolder:
         return self.path / "nodes" / str(rank) / "set-up"
 
     def container(self, rank: int) -> ContainerFolder:
-        """Return the folder of a node's container, which exists once it was needed."""
+        """Return the folder of a container for all attempts, which exists once it was needed."""
         return ContainerFolder(self.path / "nodes" / str(rank) / "container")
 
     def attempt(self, number: int) -> Path:

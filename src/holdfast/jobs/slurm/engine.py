@@ -32,12 +32,13 @@ from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.commands import Queued
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState, SubmittedJob
-from holdfast.jobs.slurm.options import grace_s, wanted_options
+from holdfast.jobs.slurm.options import grace_s, has_own_container, wanted_options
 from holdfast.jobs.slurm.script import Script
 from holdfast.jobs.slurm.states import current_state
 from holdfast.jobs.slurm.unsupported_keys import unsupported_keys
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import Timers
 from holdfast.linux.files import write_atomic
@@ -67,7 +68,7 @@ class SlurmEngine(RecordedEngine):
 
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        return unsupported_keys(task)
+        return unsupported_keys(_in_image(task))
 
     @override
     def render(self, task: Task) -> list[str]:
@@ -77,13 +78,14 @@ class SlurmEngine(RecordedEngine):
 
     @override
     def check(self, task: Task) -> None:
+        task = _in_image(task)
         wanted_options(task)
         check_workdir(task)
         for mount in task.file_mounts:
             where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
             target = Path(mount.target).expanduser()
             is_shared = not target.is_absolute() or target.is_relative_to(Path.home())
-            if not is_shared and not is_private_target(target):
+            if not is_shared and not mount.is_inside and not is_private_target(target):
                 raise Unsupported(
                     f"{where}: on Slurm, only paths below ~ or relative to the workdir are visible on "
                     "all nodes. Choose such a path. Nothing was started."
@@ -93,6 +95,7 @@ class SlurmEngine(RecordedEngine):
     @override
     def submit(self, task: Task) -> Job:
         self.check(task)
+        task = _in_image(task)
         commands.require()
         validate_sources(task, self._state)
         now_s = time.time()
@@ -149,11 +152,13 @@ class SlurmEngine(RecordedEngine):
                 user=spec.user,
                 terms=policy,
                 task_environment={**task.envs, **task.secrets},
+                image=task.image or "",
             )
         )
         create_workdir(task, folder)
         records = self._records()
-        place(task, folder, self._state, workdir_links(task, folder, records))
+        links = workdir_links(task, folder, records) if task.image is None else []
+        place(task, folder, self._state, links)
         for link in shared_links(folder):  # created when the nodes have their folders, but refused now
             if (user := link_user(records, folder, link.target)) is not None:
                 raise Conflict(
@@ -275,6 +280,16 @@ class SlurmEngine(RecordedEngine):
 
     def _files(self, number: int) -> JobFiles:
         return JobFiles(job_folder(self._state, number))
+
+
+def _in_image(task: Task) -> Task:
+    """Return a task whose commands run in its container image, if it has one that Holdfast runs.
+
+    Raises:
+        InvalidInput: it is not the name of an image, or an option of sbatch is invalid.
+    """
+    image = docker_image(task)
+    return task if image is None or has_own_container(wanted_options(task)) else in_image(task, image)
 
 
 def _policy(task: Task) -> RestartPolicy:

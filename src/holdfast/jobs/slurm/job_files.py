@@ -34,6 +34,7 @@ class SubmittedJob:
     user: str
     terms: RestartPolicy
     task_environment: Mapping[str, str]  # `envs` and `secrets`
+    image: str = ""  # container image of the commands; empty: they run on the nodes as they are
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ _OURS = (
     *("job-name", "nodes", "ntasks", "ntasks-per-node", "chdir", "output", "error", "input", "open-mode"),
     *("requeue", "no-requeue", "comment", "array", "wrap", "wait", "parsable", "hold", "export", "kill-on"),
 )
+_CONTAINERS = frozenset({"container", "container-image"})
+"""Options with which Slurm itself, or Pyxis, a plugin for it, runs a job in a container."""
 _SIGNAL = re.compile(r"(?:[RB]+:)?(?:SIG)?USR1@(\d+)")
 
 Options = dict[str, str | None]
@@ -47,6 +49,11 @@ def wanted_options(task: Task) -> Options:
             has_no_value = value is None or value is True or value == ""  # 1 equals True, and is a value
             found[option] = None if has_no_value else str(value)
     return found
+
+
+def has_own_container(options: Options) -> bool:
+    """Return True if Slurm runs the job in a container by its own options."""
+    return not _CONTAINERS.isdisjoint(options)
 
 
 def grace_s(options: Options) -> float:

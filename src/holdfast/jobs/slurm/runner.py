@@ -36,10 +36,13 @@ from holdfast.notice.file import write_notice
 from holdfast.notice.preemption import Notice
 
 if TYPE_CHECKING:
+    from holdfast.jobs.slurm.attempt_container import AttemptContainer
     from holdfast.jobs.slurm.node_mounts import NodeMounts
 
 _LOOK_S = 1.0
 _NO_MOUNTS = 1
+_REMOVAL_S = 20.0
+"""Time limit for removing the container. What is left is removed by the next attempt on this machine."""
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -88,14 +91,17 @@ class _Runner:
         self._kill_wait_s = kill_wait_s
         self._facts = JobFiles(folder).read_job()
         self._rank = read_integer("SLURM_NODEID", 0)
-        num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._facts.num_gpus)
+        self._num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._facts.num_gpus)
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
         # Not in the job's folder, whose file system may not support pipes.
         self._room = tempfile.TemporaryDirectory(prefix="holdfast-node-")
         self._bell = Path(self._room.name) / "bell"
         self._wakeup = WakeupPipe(self._bell)
-        self._plan = _plan(self._facts, folder, attempt, self._rank, addresses, num_gpus, str(self._bell))
+        self._plan = _plan(
+            self._facts, folder, attempt, self._rank, addresses, self._num_gpus, str(self._bell)
+        )
         self._mounts = self._find_mounts()
+        self._container = self._find_container()
         self._has_scratch = self._has_sent_leftovers = False
         self._terms: messages.EndUploads | None = None  # for the uploads, from the controller
         self._inbox = Inbox()
@@ -123,7 +129,7 @@ class _Runner:
             self._poller.register(fd, select.POLLIN)
         if read_outcome(self._node.ended) is not None:
             self._reopen_mounts()  # an earlier runner of the attempt was killed during its uploads
-        elif why := self._open_mounts():
+        elif why := self._open_mounts() or self._open_container():
             self._refuse(why)
         else:
             self._start()
@@ -131,8 +137,12 @@ class _Runner:
             self._turn()
         self._send(messages.NodeEnded(self._rank, self._outcome()))
         self._let_keepers_finish()
+        if self._container is not None:
+            self._container.release()
         if self._has_scratch:
             self._end_mounts()
+        if self._container is not None:
+            self._await_removal(self._container)
 
     def _turn(self) -> None:
         """Wait for an event, and handle what has happened."""
@@ -212,6 +222,34 @@ class _Runner:
             return 0.0
         return None if self._terms is None else self._terms.until_unix_s
 
+    # -- container -------------------------------------------------------------------------------------------
+
+    def _find_container(self) -> AttemptContainer | None:
+        """Return the container of the node, or None for a job without image."""
+        if not self._facts.image:
+            return None
+        from holdfast.jobs.slurm.attempt_container import AttemptContainer
+
+        return AttemptContainer(self._folder, self._facts, self._attempt, self._rank, _machine())
+
+    def _open_container(self) -> str:
+        """Specify the container. Return why that is not possible, or an empty string."""
+        if self._container is None:
+            return ""
+        scratch = self._mounts.scratch if self._mounts is not None else None
+        try:
+            self._container.open(has_gpus=self._num_gpus > 0, scratch=scratch)
+        except (HoldfastError, OSError) as error:
+            return str(error)
+        return ""
+
+    def _await_removal(self, container: AttemptContainer) -> None:
+        """Wait until the container is removed: Slurm kills its warden when the runner exits."""
+        give_up_s = time.monotonic() + _REMOVAL_S
+        while not container.is_gone and time.monotonic() < give_up_s:
+            self._turn()
+            processes.reap()
+
     # -- the agent ------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
@@ -286,6 +324,8 @@ class _Runner:
                 self._kills_keepers = message.with_keepers
                 if self._mounts is not None and self._has_scratch:
                     self._mounts.stop()
+                if self._container is not None:
+                    self._container.stop()
             elif isinstance(message, messages.OpenMounts) and self._mounts is not None and self._has_scratch:
                 self._mounts.allow()
             elif isinstance(message, messages.EndUploads):
@@ -369,8 +409,13 @@ def _plan(
     set_up = folder.workdir(rank).parent / f"set-up.{machine}"
     where = f" on node {rank} ({machine})" if facts.num_nodes > 1 else f" on {machine}"
     variables = node_variables(facts.task_environment, folder, rank)
-    venv = choose_venv({**base, **variables}, folder, rank, machine)
-    if venv is not None:
+    venv = None if facts.image else choose_venv({**base, **variables}, folder, rank, machine)
+    if facts.image:
+        from holdfast.jobs.slurm.attempt_container import step_variables
+
+        base = step_variables(base)
+        set_up = folder.attempt(attempt) / str(rank) / "set-up"  # a new container has nothing installed
+    elif venv is not None:
         base = install_here(base)
     begins = f"attempt {attempt} of job {facts.number} starts{where}"
     return NodeSpec(

@@ -28,7 +28,8 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
     "resources.job_recovery.strategy": "Slurm's queue chooses the nodes",
     "resources.network_tier": "the cluster's network as it is",
     "resources.labels": "no machine is labelled",
-    "resources.image_id": f"commands run on the nodes as they are; for containers see {FURTHER}",
+    "resources.image_id": "commands run on the nodes as they are; images (docker:NAME) need podman or docker "
+    f"on the nodes, others an option of your cluster in {FURTHER}",
     "resources.autostop": "no machine is stopped",
     "resources.priority": f"not passed on; use sbatch's own option, see {FURTHER}",
     "resources.priority_class": f"not passed on; use sbatch's own option, see {FURTHER}",
@@ -38,6 +39,8 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
     found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_sizes(task), *_choices(task), *_infra(task)]
+    if task.image is not None:
+        found = [one for one in found if one.key != "resources.image_id"]
     found += [*_config(task), *_buckets(task), *find_mounts_in_place(task), *find_cache_settings(task)]
     found += [
         UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)

@@ -6,11 +6,12 @@ import csv
 import io
 from collections.abc import Iterator
 
-from holdfast.jobs.node.containers.image_spec import ImageSpec
+from holdfast.jobs.node.containers.image_spec import ContainerOwner, ImageSpec
 from holdfast.jobs.node.containers.runtime import ContainerRuntime
 from holdfast.jobs.node.processes import CONTAINER_PREFIX
 
 _LABEL = "holdfast.node"
+_MACHINE_LABEL = "holdfast.machine"
 _SHARED_MEMORY = "/dev/shm"
 _SLEEP = "exec sleep 2147483647"
 """Command of a container: its only process waits, and holds the namespaces that the job's processes join."""
@@ -18,7 +19,7 @@ _SLEEP = "exec sleep 2147483647"
 
 def container_name(spec: ImageSpec, rank: int) -> str:
     """Return the name of a node's container, as the lists of the runtime show it."""
-    return f"{CONTAINER_PREFIX.decode()}{spec.task_id}-{rank}"
+    return CONTAINER_PREFIX.decode() + _node(spec, rank).replace("/", "-")
 
 
 def create_command(spec: ImageSpec, rank: int, image_id: str) -> list[str]:
@@ -30,7 +31,7 @@ def create_command(spec: ImageSpec, rank: int, image_id: str) -> list[str]:
     propagation = ("bind-propagation=rslave",) if spec.has_file_systems else ()
     return [
         *(spec.runtime.value, "create"),
-        *("--name", container_name(spec, rank), "--label", _label(spec, rank)),
+        *("--name", container_name(spec, rank), "--label", _label(spec, rank), *_machine_label(spec)),
         *("--pull", "never", "--log-driver", "none", "--no-healthcheck"),
         # For a rootless runtime, the host's user namespace is its own: root inside is the user outside.
         *("--network", "host", "--pid", "host", "--uts", "host", "--userns", "host"),
@@ -44,8 +45,12 @@ def create_command(spec: ImageSpec, rank: int, image_id: str) -> list[str]:
 
 def find_command(spec: ImageSpec, rank: int) -> list[str]:
     """Return the command that prints the id of a node's container, or nothing."""
-    ours = ("--filter", f"label={_label(spec, rank)}")
-    return [spec.runtime.value, "ps", "--all", "--quiet", "--no-trunc", *ours]
+    return _list_command(spec, _label(spec, rank))
+
+
+def find_earlier_command(spec: ImageSpec, owner: ContainerOwner) -> list[str]:
+    """Return the command that prints the ids of a job's containers of all attempts on a machine."""
+    return _list_command(spec, f"{_MACHINE_LABEL}={spec.task_id}/{owner.machine}")
 
 
 def start_command(spec: ImageSpec, container: str) -> list[str]:
@@ -73,8 +78,25 @@ def pull_command(spec: ImageSpec, image: str) -> list[str]:
     return [spec.runtime.value, "pull", image]
 
 
+def _list_command(spec: ImageSpec, label: str) -> list[str]:
+    return [spec.runtime.value, "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}"]
+
+
 def _label(spec: ImageSpec, rank: int) -> str:
-    return f"{_LABEL}={spec.task_id}/{rank}"
+    return f"{_LABEL}={_node(spec, rank)}"
+
+
+def _node(spec: ImageSpec, rank: int) -> str:
+    """Return the name of a node among all containers of a machine."""
+    if spec.owner is None:
+        return f"{spec.task_id}/{rank}"
+    return f"{spec.task_id}/{spec.owner.machine}/{spec.owner.attempt}"
+
+
+def _machine_label(spec: ImageSpec) -> tuple[str, ...]:
+    if spec.owner is None:
+        return ()
+    return ("--label", f"{_MACHINE_LABEL}={spec.task_id}/{spec.owner.machine}")
 
 
 def _bind(path: str, *further: str) -> Iterator[str]:

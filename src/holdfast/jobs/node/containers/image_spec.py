@@ -15,6 +15,16 @@ from holdfast.linux.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)
+class ContainerOwner:
+    """Owner of a container that belongs to one attempt: a process on the same machine."""
+
+    machine: str
+    attempt: int
+    pid: int
+    start: int  # clock ticks since boot, to distinguish it from another process with this pid
+
+
+@dataclass(frozen=True, slots=True)
 class ImageSpec:
     """Image of a job, and the settings of its containers."""
 
@@ -24,32 +34,50 @@ class ImageSpec:
     binds: tuple[str, ...] = ()  # paths of this machine that the containers have at the same place
     has_gpus: bool = False
     has_file_systems: bool = False  # some are mounted below these paths while the containers run
+    scratch: str = ""  # path of the job's scratch folder; empty: the mounts are in the job's folder
+    owner: ContainerOwner | None = None  # None: the containers are kept until the job has ended
 
 
-def write_image_spec(
-    folder: JobFolder, runtime: ContainerRuntime, image: str, task_id: str, *, has_gpus: bool
-) -> None:
-    """Write the specification of a job, whose links and mounts are recorded already."""
-    own = [link.source for link in read_links(folder) if not Path(link.source).is_relative_to(folder.path)]
-    spec = ImageSpec(
+def make_image_spec(
+    job: JobFolder,
+    runtime: ContainerRuntime,
+    image: str,
+    task_id: str,
+    *,
+    has_gpus: bool,
+    scratch: JobFolder | None = None,
+    owner: ContainerOwner | None = None,
+) -> ImageSpec:
+    """Return the specification of a job, whose links and mounts are recorded already."""
+    mounts = scratch or job
+    own = [str(one.path) for one in (job, mounts)]
+    sources = [link.source for link in read_links(mounts)]
+    others = [one for one in sources if not any(Path(one).is_relative_to(folder) for folder in own)]
+    return ImageSpec(
         runtime,
         image,
         task_id,
-        tuple(sorted({str(folder.path), *own})),
+        tuple(sorted({*own, *others})),
         has_gpus=has_gpus,
-        has_file_systems=any(one.kind is MountKind.BUCKET for one in read_mount_specs(folder)),
+        has_file_systems=any(one.kind is MountKind.BUCKET for one in read_mount_specs(mounts)),
+        scratch="" if scratch is None else str(scratch.path),
+        owner=owner,
     )
-    write_atomic(folder.image, json.dumps(asdict(spec)))
 
 
-def read_image_spec(folder: JobFolder) -> ImageSpec | None:
-    """Return the specification of a job, or None for a job without image.
+def write_image_spec(path: Path, spec: ImageSpec) -> None:
+    """Write a specification."""
+    write_atomic(path, json.dumps(asdict(spec)))
+
+
+def read_image_spec(path: Path) -> ImageSpec | None:
+    """Return a specification, or None if there is no image.
 
     Raises:
         Corrupt: the document is damaged.
     """
     try:
-        data = folder.image.read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
-    return decode_dataclass(ImageSpec, data, str(folder.image), any_text=True)
+    return decode_dataclass(ImageSpec, data, str(path), any_text=True)

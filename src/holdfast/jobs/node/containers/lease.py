@@ -30,14 +30,13 @@ class ContainerLease:
 
     Args:
         attempt: folder of the attempt.
+        folder: files of the container.
         log: log of the node, for a warden that this process starts.
     """
 
-    def __init__(self, attempt: Path, rank: int, log: Path) -> None:
-        self._attempt, self._log = attempt, log
+    def __init__(self, attempt: Path, folder: ContainerFolder, log: Path) -> None:
+        self._attempt, self._folder, self._log = attempt, folder, log
         self._job = JobFolder(attempt.parents[1])
-        self._rank = rank
-        self._folder = self._job.container(rank)
         self._again_s, self._num_starts = 0.0, 0
         self._namespaces: JoinedNamespaces | None = None
         self.environment: dict[str, str] = {}
@@ -103,12 +102,11 @@ class ContainerLease:
         return True
 
     def _start(self) -> bool:
-        return start_warden(self._job, self._rank, self._log)
+        return start_warden(self._job, self._folder, self._log)
 
 
-def start_warden(job: JobFolder, rank: int, log: Path) -> bool:
-    """Start the warden of a node, unless one is running. Return True if it was started."""
-    folder = job.container(rank)
+def start_warden(job: JobFolder, folder: ContainerFolder, log: Path) -> bool:
+    """Start the warden of a container, unless one is running. Return True if it was started."""
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = locks.acquire(folder.lock)
     if lock is None:
@@ -122,7 +120,7 @@ def start_warden(job: JobFolder, rank: int, log: Path) -> bool:
 
 
 def containers(job: JobFolder) -> list[tuple[int, ContainerFolder]]:
-    """Return the containers of a job that may exist, by rank."""
+    """Return the containers for all attempts that may exist, by rank."""
     if not job.image.exists():
         return []
     ranks = sorted(int(path.parent.name) for path in job.path.glob("nodes/*/container"))
@@ -133,7 +131,7 @@ def release_containers(job: JobFolder) -> None:
     """Have the containers of a job that has ended removed, by their wardens."""
     for rank, folder in containers(job):
         folder.unneeded.touch()
-        start_warden(job, rank, job.log(rank))
+        start_warden(job, folder, job.log(rank))
 
 
 def _environment(job: JobFolder) -> dict[str, str]:

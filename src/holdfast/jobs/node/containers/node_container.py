@@ -14,8 +14,8 @@ from holdfast.jobs.node.containers import commands, inside
 from holdfast.jobs.node.containers.container_state import ContainerState
 from holdfast.jobs.node.containers.image_spec import ImageSpec
 from holdfast.jobs.node.containers.runtime_calls import RuntimeCalls
-from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.mounts.job_links import read_links, write_links
+from holdfast.jobs.node.folder import ContainerFolder, JobFolder
+from holdfast.jobs.node.mounts.job_links import Link, read_links, write_links
 from holdfast.jobs.task.image import qualified
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
 from holdfast.linux.files import write_atomic
@@ -27,18 +27,25 @@ _ROOT_NAMES = ("", "0", "root")
 
 
 class NodeContainer:
-    """Container of one node of a job. Others are never changed.
+    """Container of one node of a job. Those of other jobs and nodes are never changed.
 
     Args:
+        folder: files of the container.
         calls: calls of the runtime.
         log: writes a line to the log of the node.
     """
 
     def __init__(
-        self, job: JobFolder, rank: int, spec: ImageSpec, calls: RuntimeCalls, log: Callable[[str], None]
+        self,
+        job: JobFolder,
+        rank: int,
+        folder: ContainerFolder,
+        spec: ImageSpec,
+        calls: RuntimeCalls,
+        log: Callable[[str], None],
     ) -> None:
         self._job, self._rank, self._spec = job, rank, spec
-        self._folder = job.container(rank)
+        self._folder = folder
         self._calls, self._log = calls, log
 
     def ensure_running(self) -> ContainerState:
@@ -49,7 +56,10 @@ class NodeContainer:
 
         Blocks: while the image is pulled.
         """
-        container = self._find() or self._create()
+        container = self._find()
+        if container is None:
+            self._remove_earlier()
+            container = self._create()
         facts = self._inspect(container)
         if not facts.fields("State").flag("Running"):
             with self._bash_expected():
@@ -73,9 +83,17 @@ class NodeContainer:
         Raises:
             HoldfastError: the runtime failed.
         """
-        container = self._find()
-        if container is None:
-            return
+        if (container := self._find()) is not None:
+            self._remove(container)
+
+    def _remove_earlier(self) -> None:
+        """Remove what earlier attempts have left on this machine, as their owner was killed."""
+        if (owner := self._spec.owner) is not None:
+            for container in self._list(commands.find_earlier_command(self._spec, owner)):
+                self._log(f"removing the container {container[:12]} that an earlier attempt has left here")
+                self._remove(container)
+
+    def _remove(self, container: str) -> None:
         with suppress(HoldfastError):  # a container that does not start has run nothing
             self._own_files(container)
         self._calls.run(commands.remove_command(self._spec, container))
@@ -129,8 +147,11 @@ class NodeContainer:
     # -- the container ---------------------------------------------------------------------------------------
 
     def _find(self) -> str | None:
-        found = self._calls.run(commands.find_command(self._spec, self._rank)).splitlines()
+        found = self._list(commands.find_command(self._spec, self._rank))
         return found[0] if found else None
+
+    def _list(self, command: list[str]) -> list[str]:
+        return self._calls.run(command).splitlines()
 
     def _inspect(self, container: str) -> Fields:
         return self._ask(commands.inspect_command(self._spec, container))
@@ -163,16 +184,14 @@ class NodeContainer:
         """Create the job's links in a new container, once: its commands may replace them."""
         if self._folder.linked.exists() and self._folder.linked.read_text() == container:
             return
-        links = [
-            replace(link, target=link.target.replace("~", home, 1)) if link.target.startswith("~") else link
-            for link in read_links(self._job)
-        ]
+        mounts = JobFolder(Path(self._spec.scratch)) if self._spec.scratch else self._job
+        links = _at_home(read_links(mounts), home)
         # A source is at its own path already.
         targets = {one.target: one.source for one in links if one.is_inside and one.target != one.source}
         inside.make_links(
             namespaces, {f"{home}/{SKY_WORKDIR}": str(self._job.workdir(self._rank)), **targets}
         )
-        write_links(self._job, links)  # with the paths that the job's programs report
+        write_links(self._job, _at_home(read_links(self._job), home))  # as the job's programs report them
         write_atomic(self._folder.linked, container)
 
     @contextmanager
@@ -187,6 +206,14 @@ class NodeContainer:
                 f"The image {self._spec.image} has no bash, in which the commands of a task run, as on "
                 f"SkyPilot. Add it to the image, or choose another one. {error}"
             ) from error
+
+
+def _at_home(links: list[Link], home: str) -> list[Link]:
+    """Return links with the home of the image in the place of ~."""
+    return [
+        replace(link, target=link.target.replace("~", home, 1)) if link.target.startswith("~") else link
+        for link in links
+    ]
 
 
 def explain(error: HoldfastError, spec: ImageSpec) -> str:

@@ -1,4 +1,4 @@
-"""Warden of a node's container: creates it, keeps it running, and removes it after the job's end."""
+"""Warden of a node's container: creates it, keeps it running, and removes it when it is unneeded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.jobs.node.containers.container_state import ContainerState, write_
 from holdfast.jobs.node.containers.image_spec import ImageSpec, read_image_spec
 from holdfast.jobs.node.containers.node_container import NodeContainer, explain
 from holdfast.jobs.node.containers.runtime_calls import RuntimeCalls
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.node.folder import ContainerFolder, JobFolder
 from holdfast.linux.processes import adopt_orphans
 
 _CHECK_S = 0.25
@@ -28,17 +28,18 @@ def serve(folder: Path) -> None:
     Args:
         folder: folder of the container.
 
-    Blocks: until the job has ended and its processes are gone.
+    Blocks: until the container is unneeded and its processes are gone.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Processes of the runtime outlive the call that starts them. They must not become children of the agent,
     # which ends all that are left of the job's commands.
     adopt_orphans()
-    job = JobFolder(folder.parents[2])
-    spec = read_image_spec(job)
+    own = read_image_spec(ContainerFolder(folder).image)
+    job = JobFolder(folder.parents[2 if own is None else 3])  # one attempt's container is in its folder
+    spec = own or read_image_spec(job.image)
     if spec is not None:
-        Warden(job, int(folder.parent.name), spec).serve()
+        Warden(job, ContainerFolder(folder), spec).serve()
 
 
 def log_line(text: str) -> None:
@@ -50,20 +51,21 @@ def log_line(text: str) -> None:
 class Warden:
     """Warden, which holds the lock of the container's folder."""
 
-    def __init__(self, job: JobFolder, rank: int, spec: ImageSpec) -> None:
-        self._spec = spec
-        self._folder = job.container(rank)
-        needed = RuntimeCalls(lambda: not self._is_unneeded)
-        self._container = NodeContainer(job, rank, spec, needed, log_line)
-        self._doomed = NodeContainer(job, rank, spec, RuntimeCalls(lambda: True), log_line)
+    def __init__(self, job: JobFolder, folder: ContainerFolder, spec: ImageSpec) -> None:
+        self._spec, self._folder = spec, folder
+        rank, owner = int(folder.path.parent.name), spec.owner
+        self._tag = tag(spec.task_id) if owner is None else tag(spec.task_id, owner.attempt, rank)
+        needed, always = RuntimeCalls(lambda: not self._is_unneeded), RuntimeCalls(lambda: True)
+        self._container = NodeContainer(job, rank, folder, spec, needed, log_line)
+        self._doomed = NodeContainer(job, rank, folder, spec, always, log_line)
 
     def serve(self) -> None:
-        """Keep the container running until the job has ended, and remove it then."""
+        """Keep the container running until it is unneeded, and remove it then."""
         state = ContainerState() if self._is_unneeded else self._start()
         while not self._is_unneeded:
             time.sleep(_CHECK_S)
             processes.reap()
-            if not state.error and not self._is_unneeded and not _is_alive(state):
+            if not state.error and not self._is_unneeded and not _is_alive(state.pid, state.start):
                 log_line("the container has ended, starting it again")
                 state = self._start()
         # Keepers of the last attempt may be uploading, with programs of the image.
@@ -74,10 +76,13 @@ class Warden:
 
     @property
     def _is_unneeded(self) -> bool:
-        return self._folder.unneeded.exists() or not self._folder.path.exists()
+        if self._folder.unneeded.exists() or not self._folder.path.exists():
+            return True
+        owner = self._spec.owner
+        return owner is not None and not _is_alive(owner.pid, owner.start)
 
     def _has_processes(self) -> bool:
-        return bool(processes.tagged(tag(self._spec.task_id), processes.snapshot()))
+        return bool(processes.tagged(self._tag, processes.snapshot()))
 
     def _start(self) -> ContainerState:
         try:
@@ -104,6 +109,6 @@ class Warden:
             return
 
 
-def _is_alive(state: ContainerState) -> bool:
-    found = processes.find(state.pid)
-    return found is not None and found.start == state.start
+def _is_alive(pid: int, start: int) -> bool:
+    found = processes.find(pid)
+    return found is not None and found.start == start

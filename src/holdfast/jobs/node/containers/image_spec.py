@@ -71,7 +71,7 @@ def write_image_spec(path: Path, spec: ImageSpec) -> None:
 
 
 def read_image_spec(path: Path) -> ImageSpec | None:
-    """Return a specification, or None if there is no image.
+    """Return a specification, or None if the job has no image.
 
     Raises:
         Corrupt: the document is damaged.

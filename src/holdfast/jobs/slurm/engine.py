@@ -283,7 +283,9 @@ class SlurmEngine(RecordedEngine):
 
 
 def _in_image(task: Task) -> Task:
-    """Return a task whose commands run in its image, unless it has none that Holdfast runs.
+    """Return a task whose commands run in its container image, if possible.
+
+    It is not if the task has an option of Slurm for containers.
 
     Raises:
         InvalidInput: it is not the name of an image, or an option of sbatch is invalid.

@@ -49,7 +49,7 @@ def find_command(spec: ImageSpec, rank: int) -> list[str]:
 
 
 def find_earlier_command(spec: ImageSpec, owner: ContainerOwner) -> list[str]:
-    """Return the command that prints the ids of all containers of a job on a machine."""
+    """Return the command that lists all containers of a job on a machine."""
     return _list_command(spec, f"{_MACHINE_LABEL}={spec.task_id}/{owner.machine}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from holdfast.format import manifest, names, part, run, values
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.hashes import chunk_bytes_for, digest, hash_chunks
+from holdfast.format.health import UNKNOWN, Health
 from holdfast.format.layout import Shard, lay_out
 from holdfast.format.manifest import Manifest
 from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
@@ -54,6 +56,7 @@ def make_checkpoint(
     commit: bool = True,
     id: str | None = None,
     created_unix_s: float = CREATED_UNIX_S,
+    health: Health = UNKNOWN,
 ) -> Manifest:
     """Write a whole checkpoint: every rank's data file and part, and the manifest.
 
@@ -74,6 +77,7 @@ def make_checkpoint(
         commit: write the manifest.
         id: the manifest's id; default made from step and attempt.
         created_unix_s: the manifest's time.
+        health: of the state, as the manifest lists it.
 
     Returns:
         The manifest, written or not.
@@ -117,6 +121,7 @@ def make_checkpoint(
         store.put(names.part(step, attempt, rank), document)
         parts.append((part.parse(document, "part"), document))
     merged = manifest.merge(parts, id=id or f"id-{step}-{attempt}", created_unix_s=created_unix_s)
+    merged = replace(merged, health=health)
     if commit:
         store.put(names.manifest(step, attempt), manifest.document(merged))
     return merged

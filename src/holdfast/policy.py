@@ -149,6 +149,8 @@ class Keep:
     Only checkpoints that the newest one continues are compared: those that training went back behind are
     deleted, whatever their value.
 
+    The newest checkpoint that is marked as healthy also stays.
+
     Args:
         last: number of newest checkpoints to keep; None keeps everything.
         every: also keep checkpoints whose step is a multiple of this.

@@ -15,6 +15,7 @@ from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.format import manifest
 from holdfast.format.catalog import Catalog, catalog_text
 from holdfast.format.hashes import digest
+from holdfast.format.health import MAX_BEFORE, MAX_REASONS, UNKNOWN, Health, Squares
 from holdfast.format.limits import MAX_ATTEMPT, MAX_STEP
 from holdfast.format.manifest import EACH, SPLIT, Manifest, PartFile, Tensor
 from holdfast.format.part import DataFile, Part
@@ -169,6 +170,15 @@ def test_an_invalid_catalog_is_corrupt() -> None:
         merge([(broken, document)])
 
 
+def healths() -> st.SearchStrategy[Health]:
+    """Any health that a manifest may list."""
+    number = st.none() | st.floats(0, 1e300)
+    squares = st.builds(Squares, number, number)
+    reasons = st.lists(text, max_size=MAX_REASONS).map(tuple)
+    before = st.lists(squares, max_size=MAX_BEFORE).map(tuple)
+    return st.builds(Health, st.none() | st.booleans(), reasons, squares, before)
+
+
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     """What parts that fit together are merged into."""
@@ -188,7 +198,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         (dataclasses.replace(part, ancestors=ancestors, **facts), document)
         for part, document in parts_of([common] * len(ranks), own)
     ]
-    return manifest.merge(parts, id=draw(text), created_unix_s=draw(st.floats(0, 1e12)))
+    merged = manifest.merge(parts, id=draw(text), created_unix_s=draw(st.floats(0, 1e12)))
+    return dataclasses.replace(merged, health=draw(st.just(UNKNOWN) | healths()))
 
 
 @given(manifests())
@@ -216,6 +227,7 @@ def test_a_changed_byte_is_detected(value: Manifest, data: st.DataObject) -> Non
         ),
         *({"each": {"w": [["F32"], [4]]}}, {"each": {"w": ["F32", [4.0]]}}),
         *({"parts": [[1]]}, {"parts": None}, {"parts": []}, {"parts": [[0, 1, "x", 1, None, 1]] * 2}),
+        *({"health": {"healthy": 1}}, {"health": []}, {"health": {"healthy": True, "reasons": [3]}}),
         *({"id": None}, {"ancestors": None}, {"ancestors": [1]}, {"ancestors": [["a", {}]]}),
     ],
 )
@@ -227,6 +239,13 @@ def test_other_sealed_documents_are_not_manifests(change: dict[str, object]) -> 
     body = {key: value for key, value in body.items() if value is not None}
     with pytest.raises(Corrupt, match="is not a valid manifest"):
         manifest.parse(seal(dumps(body) + b"\n" + rest), "manifest")
+
+
+def test_a_manifest_that_does_not_mention_health_is_unknown() -> None:
+    """As earlier versions have written it, byte for byte."""
+    text_before = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE])))
+    assert b"health" not in text_before
+    assert manifest.parse(text_before, "manifest").health.healthy is None
 
 
 @pytest.mark.parametrize("lines", [0, 2])

@@ -14,6 +14,7 @@ from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import part
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
+from holdfast.format.health import TensorHealth, Trend
 from holdfast.format.layout import Shard, lay_out
 from holdfast.format.part import DataFile, Part
 from holdfast.format.partitioning import EvenPartitioning, Region, whole
@@ -56,6 +57,10 @@ def parts(draw: st.DrawFn) -> Part:
         catalog_digest=digest(line),
         catalog_text=line,
         what="part",
+        health=draw(
+            st.none() | st.builds(TensorHealth, st.integers(0, 9), st.lists(text, max_size=3).map(tuple))
+        ),
+        trend=draw(st.none() | st.builds(Trend, st.none() | st.booleans(), text)),
     )
 
 
@@ -80,7 +85,9 @@ def document(value: Part) -> bytes:
         starts=value.catalog_starts,
         catalog=value.catalog_text,
     )
-    return part.finish(draft, value.file, value.frozen)
+    if value.trend is not None:
+        draft = part.add_trend(draft, value.trend)
+    return part.finish(draft, value.file, value.frozen, health=value.health)
 
 
 @settings(max_examples=50)

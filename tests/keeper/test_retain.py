@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import holdfast
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.format import names
+from holdfast.format.health import Health
 from holdfast.home import retain
 from holdfast.home.commit import refuse
 from holdfast.home.history import History
@@ -69,6 +72,24 @@ def test_the_newest_checkpoints_and_the_multiples_stay() -> None:
     assert listed(store) == [(1, 100), (1, 200), (1, 300), (1, 350)]
     assert check_all_verify(store) == 4
     assert not has_files(store, 1, 150)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from([True, False, None]), min_size=1, max_size=8), st.integers(1, 3), st.data())
+def test_the_newest_healthy_checkpoint_always_stays(
+    healthy: list[bool | None], last: int, data: st.DataObject
+) -> None:
+    """Also while steps are committed one after the other, and when a new process begins in between."""
+    store = make_store()
+    retention = Retention(store, Keep(last))
+    for step, one in enumerate(healthy, 1):
+        make_checkpoint(store, step, tensors=[{"w": torch.ones(1)}], health=Health(one, ("reason",)))
+        if data.draw(st.booleans()):
+            retention = Retention(store, Keep(last))
+        list(retention.apply((1, step), (), ()))
+        good = [number for number, found in enumerate(healthy[:step], 1) if found]
+        kept = {*range(max(1, step - last + 1), step + 1), *good[-1:]}
+        assert listed(store) == [(1, number) for number in sorted(kept)]
 
 
 def note(store: FaultyStore, attempt: int, step: int) -> None:

@@ -423,6 +423,7 @@ class Checkpointer:
         step: int | None = None,
         *,
         best: bool = False,
+        healthy: bool = False,
         strict: bool = True,
         only: Collection[str] | None = None,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
@@ -436,6 +437,8 @@ class Checkpointer:
             step: restore this step and no other.
             best: restore the checkpoint with the best value of the metric in `keep=Keep(metric=...)`. The
                 next best is tried where one is damaged. Training continues from it as from `step`.
+            healthy: restore the newest checkpoint that is marked as healthy: all tensors are finite, and
+                norms, loss and gradients were within reason. Training continues from it as from `step`.
             strict: refuse a checkpoint whose names differ from the state's.
             only: top-level keys of the state to restore; the others stay as they are.
             rename: saved names to names in the state: a map of prefixes, or a function.
@@ -449,7 +452,8 @@ class Checkpointer:
             RetryLater: the newest checkpoint, or that of `step`, could not be read, see `Reads`.
             Denied: a store refuses access.
             InvalidInput: the checkpoint does not fit the state; the message lists the differences.
-            NotFound: `step` has no checkpoint; or `best`, but no checkpoint has a value of the metric.
+            NotFound: `step` has no checkpoint; or `best`, but no checkpoint has a value of the metric; or
+                `healthy`, but none is marked so.
 
         Ranks: collective; all ranks restore the same checkpoint.
         Blocks: until the state is restored.
@@ -460,8 +464,8 @@ class Checkpointer:
                     "restore() fills the state of the Checkpointer, and this one was made without. Nothing "
                     "was read. Call load(), load(into=state), or continue_from()."
                 )
-            step = self._parse_choice("restore()", step, best=best)
-            return self._training.restore(Selection(step, strict, only, rename, best))
+            step = self._parse_choice("restore()", step, best=best, healthy=healthy)
+            return self._training.restore(Selection(step, strict, only, rename, best, healthy))
 
     def load(
         self,
@@ -469,6 +473,7 @@ class Checkpointer:
         *,
         into: MutableMapping[str, Any] | None = None,
         best: bool = False,
+        healthy: bool = False,
         strict: bool = True,
         only: Collection[str] | None = None,
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
@@ -484,6 +489,7 @@ class Checkpointer:
                 rank its parts of DTensors; values are replaced in the mapping. By default the content is
                 returned in new memory, whole tensors on the CPU.
             best: see `restore`.
+            healthy: see `restore`.
             strict: refuse a checkpoint whose names differ from those of `into`.
             only: top-level keys to load.
             rename: saved names to names in `into`; see `restore`.
@@ -506,9 +512,11 @@ class Checkpointer:
                 )
             if rename is not None and into is None:
                 raise InvalidInput("load(rename=...) needs into=, the objects with the new names.")
-            step = self._parse_choice("load()", step, best=best)
+            step = self._parse_choice("load()", step, best=best, healthy=healthy)
             target: MutableMapping[str, Any] = {} if into is None else into
-            selection = Selection(step, strict, only, rename, best, is_new=into is None, with_rng=rng)
+            selection = Selection(
+                step, strict, only, rename, best, healthy, is_new=into is None, with_rng=rng
+            )
             return target if self._training.load(selection, target) else None
 
     def continue_from(self, step: int | None = None, *, verify: bool = False) -> int | None:
@@ -535,13 +543,13 @@ class Checkpointer:
             step = None if step is None else parse_step(step, "continue_from()")
             return self._training.restore(Selection(step, True, (), None, with_rng=False, verify=verify))
 
-    def _parse_choice(self, call: str, step: int | None, *, best: bool) -> int | None:
+    def _parse_choice(self, call: str, step: int | None, *, best: bool, healthy: bool) -> int | None:
         """Check the choice of a checkpoint, and return its step, if given."""
+        if (step is not None) + best + healthy > 1:
+            raise InvalidInput(f"{call} takes step=, best=True or healthy=True, not both.")
         if not best:
             return None if step is None else parse_step(step, call)
         name = call.removesuffix("()")
-        if step is not None:
-            raise InvalidInput(f"{call} takes step= or best=True, not both.")
         if self._components.options.keep.metric is None:
             raise InvalidInput(
                 f"{name}(best=True) needs a metric: give the Checkpointer "

@@ -12,7 +12,9 @@ from typing import Any, Protocol, SupportsFloat
 
 from holdfast.checkpointer.save_metrics import SaveMetrics
 from holdfast.errors import InvalidInput
+from holdfast.format.health import Trend
 from holdfast.format.run import encode_metric
+from holdfast.health.watch import SpikeWatch
 from holdfast.stage import PendingScalar, copy_scalar
 
 PERIOD_S = 2.0
@@ -59,6 +61,8 @@ class MetricsBuffer:
         self.num_done = 0
         self._rows: deque[tuple[int, int, dict[str, float | PendingScalar]]] = deque()  # step, save's step
         self._saves = SaveMetrics()
+        self._watch = SpikeWatch()
+        self._num_watched = 0  # rows, from the first, that the watch has observed
         self._names: set[str] = set()
         self._num_recorded = 0
         self._sent_s = -math.inf
@@ -68,6 +72,7 @@ class MetricsBuffer:
         """Continue from `step`, which was restored: what is recorded now belongs to the next one."""
         with self._lock:
             self.num_done, self._saves = step, SaveMetrics()
+            self._watch = SpikeWatch()
 
     def begin_save(self, step: int) -> None:
         """Record that a save of `step` begins."""
@@ -109,7 +114,7 @@ class MetricsBuffer:
             if key[1] <= self._saves.newest:
                 self._sent_s = -math.inf  # a save waits for them
             while len(self._rows) * max(1, len(self._names)) > _MAX_WAITING:
-                self._rows.popleft()
+                self._drop_first()
 
     def _check_name(self, name: str) -> bool:
         if name not in self._names:
@@ -141,11 +146,26 @@ class MetricsBuffer:
         with self._lock:  # held while sending, which keeps the order
             while rows := self._next(upto):
                 receiver.send_metrics([step for step, _, _ in rows], _columns(rows))
+                self._observe(rows[self._num_watched :])
                 for _ in rows:
-                    self._rows.popleft()
+                    self._drop_first()
                 changed = [self._saves.add(of_save, values) for _, of_save, values in rows]
                 for step in sorted({step for step in changed if step is not None}):
                     receiver.update_metrics(step, self._saves.send(step))
+
+    def trend(self) -> Trend | None:
+        """Return the judgement of the values that were sent; None without a loss or a norm of gradients."""
+        with self._lock:
+            return self._watch.trend()
+
+    def _observe(self, rows: Sequence[_Row]) -> None:
+        for step, _, values in rows:
+            self._watch.observe(step, values)
+            self._num_watched += 1
+
+    def _drop_first(self) -> None:
+        self._rows.popleft()
+        self._num_watched = max(0, self._num_watched - 1)
 
     def _next(self, upto: int | None) -> list[_Row]:
         """Return the next rows that fit into one batch."""

@@ -151,6 +151,9 @@ class Pipeline:
             return
         failpoint("trainer.staged")
         self._metrics.flush(keeper, upto=save.step)  # first, so that they precede the commit
+        trend = self._metrics.trend()
+        if trend is not None:
+            draft = parts.add_trend(draft, trend)
         try:
             keeper.submit(
                 save,

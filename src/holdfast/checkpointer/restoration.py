@@ -25,6 +25,7 @@ class Selection:
     only: Collection[str] | None
     rename: Mapping[str, str] | Callable[[str], str] | None
     best: bool = False
+    healthy: bool = False
     is_new: bool = False  # into new tensors and values
     with_rng: bool = True  # with the random number generators of the process
     verify: bool = False  # everything, also what is not loaded
@@ -83,6 +84,7 @@ class Restoration:
                 self._ranks,
                 step=selection.step,
                 best=options.keep if selection.best else None,
+                healthy=selection.healthy,
                 num_threads=options.reads.threads,
                 share_reads=options.reads.shared,
                 source_rank=options.reads.source_rank,

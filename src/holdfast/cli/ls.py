@@ -17,6 +17,7 @@ _EXAMPLES = """
 holdfast ls runs/gpt
 holdfast ls runs/gpt --all
 holdfast ls runs/gpt --sort loss
+holdfast ls runs/gpt --healthy
 holdfast ls s3://bucket/run --local /nvme/run
 holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
 """
@@ -27,6 +28,7 @@ def add_parser(commands: Commands) -> None:
     parser = command(commands, "ls", run, examples=_EXAMPLES)
     add_home(parser)
     parser.add_argument("--all", action="store_true", help="show superseded and incomplete checkpoints too")
+    parser.add_argument("--healthy", action="store_true", help="show only checkpoints of healthy states")
     parser.add_argument(
         "--local",
         metavar="DIR",
@@ -50,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         store, home, tiers = open_tiers(args.home, args.local)
         inventory = take_inventory(store, home, read_run_id(store), tiers)
     rows = [row for row in inventory.rows if args.all or row.state not in (SUPERSEDED, INCOMPLETE)]
+    listed = rows
+    if args.healthy:
+        rows = [row for row in rows if row.health.healthy]
     if args.sort is not None:
         rows = _sorted_by_metric(rows, args.sort, store.url, reverse=args.reverse)
     elif args.reverse:
@@ -60,18 +65,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if rows:
         columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "AGE", "STATE")
+        health = ("HEALTH",) if any(row.health.healthy is not None for row in rows) else ()
         where = () if args.local is None else ("TIERS",)
         metric = () if args.sort is None else (args.sort,)
         print_table(
-            (*columns[:3], *map(str.upper, metric), *columns[3:], *where),
-            (_cells(row, metric, where) for row in rows),
+            (*columns[:3], *map(str.upper, metric), *columns[3:], *health, *where),
+            (_cells(row, metric, health, where) for row in rows),
             right=(*columns[:4], *map(str.upper, metric)),
             text="TIERS" if where else None,
-            spare=("RANKS", "ATTEMPT"),
+            spare=("RANKS", "ATTEMPT", "HEALTH"),
         )
     else:
         print("no checkpoints")
-    _print_notes(inventory, rows)
+    _print_notes(inventory, rows, listed)
     return 0
 
 
@@ -94,7 +100,9 @@ def _sorted_by_metric(rows: list[Row], metric: str, url: str, *, reverse: bool) 
     return [*sorted(with_value, key=lambda row: values[id(row)], reverse=reverse), *without]
 
 
-def _cells(row: Row, metric: tuple[str, ...], where: tuple[str, ...]) -> tuple[str, ...]:
+def _cells(
+    row: Row, metric: tuple[str, ...], health: tuple[str, ...], where: tuple[str, ...]
+) -> tuple[str, ...]:
     return (
         str(row.step),
         str(row.attempt),
@@ -103,16 +111,25 @@ def _cells(row: Row, metric: tuple[str, ...], where: tuple[str, ...]) -> tuple[s
         format_bytes(row.num_bytes),
         format_age(row.created_unix_s),
         f"{row.state}, newest" if row.is_newest else row.state,
+        *(row.health.word for _ in health),
         *(", ".join(row.tiers) for _ in where),
     )
 
 
-def _print_notes(inventory: Inventory, rows: list[Row]) -> None:
-    """Print the defects of the listed checkpoints, and the numbers of the others."""
+def _print_notes(inventory: Inventory, rows: list[Row], listed: list[Row]) -> None:
+    """Print the defects of the listed checkpoints, and the numbers of the others.
+
+    Args:
+        listed: the rows, with those that are left out since they are not known to be healthy.
+    """
     for row in rows:
         if row.reason and row.state != INCOMPLETE:
             print_text(f"step {row.step}, attempt {row.attempt}: {row.reason}")
-    hidden = Counter(row.state for row in inventory.rows if row not in rows)
+        if row.health.healthy is False:
+            print_text(f"step {row.step}, attempt {row.attempt}: unhealthy: {'; '.join(row.health.reasons)}")
+    if len(listed) > len(rows):
+        print(f"{plural(len(listed) - len(rows), 'checkpoint')} not known to be healthy not shown")
+    hidden = Counter(row.state for row in inventory.rows if row not in listed)
     if hidden:
         what = " and ".join(f"{number} {state}" for state, number in sorted(hidden.items()))
         print(f"{what} not shown; use --all to show {'it' if hidden.total() == 1 else 'them'}")

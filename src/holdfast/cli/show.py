@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.cli import values
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_filter, add_home, add_json, add_step, command, step_number
-from holdfast.cli.tables import format_age, format_time, print_json, print_table
+from holdfast.cli.tables import format_age, format_time, print_json, print_table, print_text
 from holdfast.errors import InvalidInput
 from holdfast.home.documents import read_part
 from holdfast.restore.checkpoint import Checkpoint
@@ -80,6 +80,8 @@ def _as_json(checkpoint: Checkpoint, tensors: list[str], state: dict[str, Any]) 
         "base_step": checkpoint.manifest.base_step,
         "created_unix_s": checkpoint.created,
         "data_bytes": checkpoint.manifest.data_bytes,
+        "healthy": checkpoint.manifest.health.healthy,
+        "health_reasons": list(checkpoint.manifest.health.reasons),
         "tensors": [
             {
                 "name": name,
@@ -102,6 +104,8 @@ def _print_facts(url: str, checkpoint: Checkpoint) -> None:
     print(f"run {checkpoint.run}, saved by {plural(checkpoint.world_size, 'rank')}", end=", ")
     print(f"{format_bytes(checkpoint.manifest.data_bytes)}", end=", ")
     print(f"{format_time(checkpoint.created)} ({format_age(checkpoint.created)})")
+    health = checkpoint.manifest.health
+    print_text(f"health: {health.word} ({'; '.join(health.reasons)})")
 
 
 def _print_tensors(checkpoint: Checkpoint, tensors: list[str]) -> None:

@@ -120,6 +120,11 @@ def lay_out(shards: list[Shard], rank: int) -> FileLayout:
     return FileLayout(prefix, tuple(len(prefix) + start for start in starts), len(prefix) + position)
 
 
+def header_bytes(head: bytes | memoryview) -> int:
+    """Return the bytes of a safetensors header with its length prefix; 0 for less than a prefix."""
+    return 8 + int(struct.unpack_from("<Q", head)[0]) if len(head) >= 8 else 0
+
+
 def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
     """Return the entries of a safetensors header by key, and the offset of the data.
 

@@ -11,6 +11,7 @@ from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.agreement import Agreement, agree, has_several
 from holdfast.format.catalog import EACH, SPLIT, Tensor, check_facts, columns
 from holdfast.format.hashes import digest
+from holdfast.format.health import UNKNOWN, Health, health_members, read_health
 from holdfast.format.limits import (
     HASH,
     MAX_ATTEMPT,
@@ -55,6 +56,7 @@ class Manifest:
     tensors: dict[str, Tensor]
     tied: dict[str, str]
     catalogs: tuple[bytes, ...]  # each different one, with the bytes of the parts
+    health: Health = UNKNOWN
 
     @property
     def data_bytes(self) -> int:
@@ -204,6 +206,7 @@ def document(manifest: Manifest) -> bytes:
                 for p in manifest.parts
             ],
             "each": each,
+            **({} if manifest.health == UNKNOWN else {"health": health_members(manifest.health)}),
         }
     )
     return seal(b"\n".join((head, *manifest.catalogs)))
@@ -255,6 +258,7 @@ def _parse_v2(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
         tensors=agreed.tensors | each,
         tied=agreed.tied,
         catalogs=catalogs,
+        health=read_health(body),
     )
 
 

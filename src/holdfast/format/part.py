@@ -12,6 +12,14 @@ from holdfast.errors import Corrupt
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, check_facts, columns, parse_catalog
 from holdfast.format.hashes import DIGITS, digest
+from holdfast.format.health import (
+    TensorHealth,
+    Trend,
+    read_tensors,
+    read_trend,
+    tensor_members,
+    trend_members,
+)
 from holdfast.format.layout import Shard
 from holdfast.format.limits import (
     HASH,
@@ -65,6 +73,8 @@ class Part:
     catalog_digest: str
     catalog_text: bytes
     what: str  # name of its document, for errors
+    health: TensorHealth | None = None  # of the first data file; None if it was not checked
+    trend: Trend | None = None  # of the recorded metrics, on rank 0
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -151,10 +161,27 @@ def draft(
     return facts + b"\n" + catalog
 
 
-def finish(draft_text: bytes, file: DataFile, frozen: DataFile | None = None) -> bytes:
-    """Return the part document: the draft and the facts about its files, sealed."""
+def add_trend(draft_text: bytes, trend: Trend) -> bytes:
+    """Return a draft with the judgement of the metrics recorded up to its save."""
     facts, _, catalog = draft_text.partition(b"\n")
-    sizes = dumps({"file": _sizes(file), "frozen": None if frozen is None else _sizes(frozen)})
+    return facts[:-1] + b"," + dumps({"trend": trend_members(trend)})[1:] + b"\n" + catalog
+
+
+def finish(
+    draft_text: bytes,
+    file: DataFile,
+    frozen: DataFile | None = None,
+    *,
+    health: TensorHealth | None = None,
+) -> bytes:
+    """Return the part document: the draft and the facts about its files, sealed.
+
+    Args:
+        health: of the tensors in `file`; None if they were not checked.
+    """
+    facts, _, catalog = draft_text.partition(b"\n")
+    checked = {} if health is None else {"health": tensor_members(health)}
+    sizes = dumps({"file": _sizes(file), "frozen": None if frozen is None else _sizes(frozen), **checked})
     hashes = [dumps(one.hashes) for one in (file, frozen) if one is not None]
     return seal(b"\n".join((facts[:-1] + b"," + sizes[1:], catalog, *hashes)))
 
@@ -207,6 +234,8 @@ def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
         catalog_digest=catalog_digest,
         catalog_text=catalog,
         what=what,
+        health=read_tensors(body),
+        trend=read_trend(body),
     )
 
 

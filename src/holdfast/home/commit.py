@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format.hashes import digest
+from holdfast.format.health import Squares, TensorHealth, Trend
 from holdfast.format.manifest import Manifest
-from holdfast.format.part import Part
+from holdfast.format.part import Ancestors, Part
 from holdfast.format.part import parse as parse_part
 from holdfast.format.run import Refusal, document, parse
+from holdfast.health.judgement import judge
 from holdfast.home.attempts import check_claim, check_not_fenced, note_saved
 from holdfast.home.listing import missing_ranks, scan
 from holdfast.home.writer import WriterId
@@ -24,8 +27,17 @@ MAX_REFUSALS = 100
 """Refusals of the newest attempt that stay, until the next attempt deletes them."""
 
 
+def _none_before(ancestors: Ancestors) -> Sequence[Squares]:
+    """Return nothing: norms are not compared."""
+    return ()
+
+
 def make_manifest(
-    parts: Iterable[tuple[Part, bytes]], *, id: str | None = None, created_unix_s: float | None = None
+    parts: Iterable[tuple[Part, bytes]],
+    *,
+    id: str | None = None,
+    created_unix_s: float | None = None,
+    before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
 ) -> Manifest:
     """Return the manifest of a checkpoint from the parts of all its ranks.
 
@@ -33,17 +45,31 @@ def make_manifest(
         parts: each part with its document, in the order of ranks.
         id: of the manifest; random by default.
         created_unix_s: its time; now by default.
+        before: returns the sums of squares of the checkpoints before, by its ancestors, which the health of
+            this one is judged with.
 
     Raises:
         Corrupt: a part is damaged.
         Unsupported: a part was written by a newer format.
         InvalidInput: the parts do not fit together.
     """
-    return manifests.merge(
-        parts,
+    tensors: list[TensorHealth | None] = []
+    trends: list[Trend | None] = []
+
+    def noted() -> Iterator[tuple[Part, bytes]]:
+        for part, text in parts:
+            tensors.append(part.health)
+            trends.append(part.trend)
+            yield part, text
+
+    manifest = manifests.merge(
+        noted(),
         id=uuid.uuid4().hex if id is None else id,
         created_unix_s=time.time() if created_unix_s is None else created_unix_s,
     )
+    if not any(tensors):
+        return manifest  # imported, or saved by an earlier version
+    return replace(manifest, health=judge(tensors, trends[0], before(manifest.ancestors)))
 
 
 def parse_parts(texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Part, bytes]]:
@@ -56,13 +82,21 @@ def parse_parts(texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Part, byte
     return ((parse_part(text, name), text) for name, text in texts)
 
 
-def commit(store: Store, writer: WriterId, step: int, *, claim: str = "") -> Manifest:
+def commit(
+    store: Store,
+    writer: WriterId,
+    step: int,
+    *,
+    claim: str = "",
+    before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
+) -> Manifest:
     """Write the manifest of `step` after every rank has written its part. Only rank 0 calls this.
 
     Args:
         store: the home, or a nearer tier.
         writer: rank 0 of the attempt that saved.
         claim: the document by which the attempt was claimed; "" leaves out the check that it still exists.
+        before: see `make_manifest`.
 
     Raises:
         Conflict: this attempt is fenced.
@@ -75,12 +109,20 @@ def commit(store: Store, writer: WriterId, step: int, *, claim: str = "") -> Man
     name = names.manifest(step, writer.attempt)
     check_not_fenced(store, writer.attempt)
     check_claim(store, writer.attempt, claim)
-    manifest = merge_parts(store, writer, writer.attempt, step, writer.world_size)
+    manifest = merge_parts(store, writer, writer.attempt, step, writer.world_size, before=before)
     publish(store, writer, step, name, manifests.document(manifest))
     return manifest
 
 
-def merge_parts(store: Store, writer: WriterId, attempt: int, step: int, world_size: int) -> Manifest:
+def merge_parts(
+    store: Store,
+    writer: WriterId,
+    attempt: int,
+    step: int,
+    world_size: int,
+    *,
+    before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
+) -> Manifest:
     """Return the manifest of a checkpoint whose parts all exist. Only rank 0 calls this.
 
     If the parts of its own attempt do not fit together, it refuses the save for all ranks.
@@ -89,6 +131,7 @@ def merge_parts(store: Store, writer: WriterId, attempt: int, step: int, world_s
         store: a place that has the parts.
         writer: rank 0 of an attempt.
         attempt: the attempt that saved the checkpoint.
+        before: see `make_manifest`.
 
     Raises:
         InvalidInput: the parts do not fit together.
@@ -97,7 +140,8 @@ def merge_parts(store: Store, writer: WriterId, attempt: int, step: int, world_s
     """
     part_names = [names.part(step, attempt, rank) for rank in range(world_size)]
     try:
-        return make_manifest(parse_parts((part_name, store.get(part_name)) for part_name in part_names))
+        found = parse_parts((part_name, store.get(part_name)) for part_name in part_names)
+        return make_manifest(found, before=before)
     except InvalidInput as error:
         if attempt == writer.attempt and world_size > 1:
             refuse(store, writer, step, error)

@@ -25,6 +25,9 @@ EVENTS = (
     "dropped",
     "failed",
     "fenced",
+    "unhealthy",  # a committed checkpoint of a state that is not healthy; the detail has the reasons
+    "spike",  # of a recorded metric, with its value
+    "rollback",  # to the step of a healthy checkpoint; the detail has the skipped batches
     "tear-check",  # by which means torn copies are found; the detail names it
     "ended",  # of an attempt that ended in order; the detail begins with the kind of end
     "retain-failed",

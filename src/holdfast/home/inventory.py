@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
+from holdfast.format.health import UNKNOWN, Health
 from holdfast.format.manifest import Manifest
 from holdfast.format.run import encode_metric
 from holdfast.home.documents import check_files, read_manifest
@@ -40,11 +41,14 @@ class Row:
     reason: str | None  # what is wrong, beyond the state
     tiers: tuple[str, ...] = ()  # where it is, nearest first, if several places were listed
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # recorded for its step
+    health: Health = UNKNOWN
 
     def as_json(self) -> dict[str, Any]:
         """Return its members for JSON; `tiers` only if several places were listed."""
         members = asdict(self)
         members["metrics"] = {name: encode_metric(value) for name, value in self.metrics.items()}
+        del members["health"]
+        members |= {"healthy": self.health.healthy, "health_reasons": list(self.health.reasons)}
         if not self.tiers:
             del members["tiers"]
         return members
@@ -172,4 +176,5 @@ def _row(
         created_unix_s=manifest.created_unix_s if manifest else None,
         base_step=manifest.base_step if manifest else None,
         reason=reason,
+        health=manifest.health if manifest else UNKNOWN,
     )

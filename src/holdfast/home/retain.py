@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ class Retention:
         self.keep = keep
         self._refuse = refuse
         self._was_complete: set[CheckpointId] = set()  # whose deletion has begun, and may be repeated
-        self._readable: set[CheckpointId] = set()
+        self._healthy: dict[CheckpointId, bool] = {}  # of readable manifests
         self._metrics: dict[CheckpointId, Mapping[str, float] | None] = {}  # None: unreadable
         self._unwanted = Unwanted()
         self._has_cleaned_up = False
@@ -132,7 +133,7 @@ class Retention:
                 if found[0] == newest[0]:
                     self._refuse_incomplete(found, files[found])
                 delete_files(self.store, its_names, on_deleted=_pass_manifest)
-                self._readable.discard(found)
+                self._healthy.pop(found, None)
                 self._metrics.pop(found, None)
                 yield Deleted(*found, was_complete=found in self._was_complete)
             self._was_complete.discard(found)
@@ -150,13 +151,19 @@ class Retention:
         ancestors: Ancestors,
         files: Mapping[CheckpointId, Sequence[str]],
     ) -> set[CheckpointId]:
-        """Return the checkpoints that the policy does not keep, of those with a readable manifest."""
+        """Return the checkpoints that the policy does not keep, of those with a readable manifest.
+
+        The newest healthy one stays, whatever the policy: those after it may all be of a sick training.
+        """
         if self.keep.last is None:
             return set()
-        self._readable.add(newest)  # it was written by this process
-        line = line_of((found for found in complete if self._is_readable(found)), newest, ancestors)
+        line = line_of(
+            (found for found in complete if found == newest or self._is_readable(found)), newest, ancestors
+        )
         values, unreadable = self._values(line.current, files)
         kept = self.keep.kept(line.current, values) | unreadable
+        if len(kept) < len(line.current):
+            kept.update(itertools.islice(filter(self._is_healthy, line.current), 1))
         abandoned = {found for found in line.superseded if found[1] <= newest[1]}
         return set(line.current) - kept | abandoned
 
@@ -179,14 +186,18 @@ class Retention:
 
     def _is_readable(self, found: CheckpointId) -> bool:
         """Return True if the manifest can be read. Others are neither counted nor deleted."""
-        if found not in self._readable:
+        if found not in self._healthy:
             name = names.manifest(found[1], found[0])
             try:
-                manifests.parse(self.store.get(name), name)
-            except (Corrupt, Unsupported):
+                manifest = manifests.parse(self.store.get(name), name)
+            except (Corrupt, NotFound, Unsupported):
                 return False
-            self._readable.add(found)
+            self._healthy[found] = manifest.health.healthy is True
         return True
+
+    def _is_healthy(self, found: CheckpointId) -> bool:
+        """Return True if the readable manifest of a checkpoint lists it as healthy."""
+        return self._is_readable(found) and self._healthy[found]
 
 
 class ShareRetention:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from holdfast.errors import InvalidInput, RetryLater
+from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import names
+from holdfast.format.health import MAX_BEFORE, Squares
 from holdfast.format.part import Ancestors
 from holdfast.home.commit import check_not_refused, commit, is_committed, read_committed, refuse, was_retired
+from holdfast.home.documents import read_manifest
 from holdfast.home.listing import CheckpointId, missing_ranks
 from holdfast.home.retain import Retention
 from holdfast.home.writer import WriterId
@@ -65,6 +69,7 @@ class CommitTier:
         self._newest: tuple[int, Ancestors] | None = None  # newest step seen committed, not always the last
         self._retention = Retention(store, keep, refuse=self._refuse_incomplete)
         self._retention_thread = RetentionThread(self._retain)
+        self._squares: deque[Squares] | None = None  # of the newest checkpoints that were not unhealthy
         self._drops: list[DropSave] = []  # not written yet, as the store failed
 
     # -- commit ----------------------------------------------------------------------------------------------
@@ -94,8 +99,26 @@ class CommitTier:
         # Only rank 0 commits, and only rank 0 deletes. Otherwise a rank could make a checkpoint visible again
         # while another one deletes it.
         if writer.rank == 0 and not missing:
-            return Committed(commit(store, writer, step, claim=self._config.claim).ancestors)
+            made = commit(store, writer, step, claim=self._config.claim, before=self._squares_before)
+            if made.health.healthy is False:
+                reasons = "; ".join(made.health.reasons)
+                self._reports.history.record("unhealthy", step=step, detail=reasons, tier=self._reports.tier)
+            elif self._squares is not None:
+                self._squares.append(made.health.squares)
+            return Committed(made.ancestors)
         return self._why_hopeless(save, missing, limit_s)
+
+    def _squares_before(self, ancestors: Ancestors) -> tuple[Squares, ...]:
+        """Return the sums of squares of the newest checkpoints, at first those in the base."""
+        if self._squares is None:
+            self._squares = deque(maxlen=MAX_BEFORE)
+            with contextlib.suppress(Corrupt, NotFound, Unsupported):  # it may be in another tier only
+                if ancestors:
+                    (attempt, step), writer = ancestors[-1], self._config.writer
+                    base = read_manifest(self._store, step, attempt, writer.run).health
+                    found = base.before if base.healthy is False else (*base.before, base.squares)
+                    self._squares.extend(found)
+        return tuple(self._squares)
 
     def _why_hopeless(self, save: PendingSave, missing: list[int], limit_s: float) -> RetryLater | None:
         """Return why a save will never be committed; None while it may be."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.errors import Conflict, Corrupt, NotFound
@@ -13,7 +13,18 @@ from holdfast.keeper import rate
 from holdfast.store import Store
 
 
-def persist(store: Store, name: str, image: memoryview, *, bytes_per_s: float | None = None) -> DataFile:
+def _ignore(start: int, stop: int) -> None:
+    """Do nothing."""
+
+
+def persist(
+    store: Store,
+    name: str,
+    image: memoryview,
+    *,
+    bytes_per_s: float | None = None,
+    on_chunk: Callable[[int, int], None] = _ignore,
+) -> DataFile:
     """Write an image to a store durably, and return its size and chunk hashes.
 
     The hashes are those of the staged memory, so bytes that the store damages do not match them. An existing
@@ -21,6 +32,7 @@ def persist(store: Store, name: str, image: memoryview, *, bytes_per_s: float | 
 
     Args:
         bytes_per_s: limit on the rate; None for no limit.
+        on_chunk: called with the range of each chunk that was hashed, by the thread that hashes.
 
     Raises:
         Conflict: the name exists with other bytes.
@@ -31,7 +43,7 @@ def persist(store: Store, name: str, image: memoryview, *, bytes_per_s: float | 
     chunk_bytes = chunk_bytes_for(len(image))
     # In another thread: both xxh3 and write release the interpreter lock.
     with ThreadPoolExecutor(1, "holdfast-hash") as hasher:
-        chunks = hasher.submit(hash_chunks, image, chunk_bytes)
+        chunks = hasher.submit(hash_chunks, image, chunk_bytes, on_chunk=on_chunk)
         try:
             rate.put(store, name, image, bytes_per_s)
         except Conflict:

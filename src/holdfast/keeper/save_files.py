@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from holdfast import backoff
-from holdfast.errors import Conflict, InvalidInput
+from holdfast.errors import Conflict, Corrupt, InvalidInput
 from holdfast.failpoint import failpoint
 from holdfast.format import names
 from holdfast.format import part as parts
+from holdfast.health.contents import ContentCheck, can_check
 from holdfast.home.attempts import check_claim, check_not_fenced
 from holdfast.home.history import History
 from holdfast.home.metrics import write_metrics
@@ -118,12 +119,30 @@ class SaveFiles:
             image = arena[layout.frozen_at : layout.frozen_at + layout.frozen_bytes]
             frozen = self._frozen.persist(step, image, must_match=layout.is_frozen_unchanged)
         name, image = names.data(step, config.attempt, config.rank), arena[: layout.data_bytes]
-        file = persist(self._store, name, image, bytes_per_s=config.persist_bandwidth)
+        check = _check_of(image)
+        file = persist(
+            self._store,
+            name,
+            image,
+            bytes_per_s=config.persist_bandwidth,
+            **({} if check is None else {"on_chunk": check.add}),
+        )
         failpoint("keeper.data")
         self._history.settle()
         if metrics:  # before the part: a complete checkpoint has its metrics
             write_metrics(self._store, config.writer, step, metrics)
         draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
         name = names.part(step, config.attempt, config.rank)
-        self._store.put_once(name, parts.finish(draft, file, frozen))
+        health = None if check is None else check.result()
+        self._store.put_once(name, parts.finish(draft, file, frozen, health=health))
         failpoint("keeper.part")
+
+
+def _check_of(image: memoryview) -> ContentCheck | None:
+    """Return the check of a data file's tensors; None without numpy."""
+    if not can_check():
+        return None
+    try:
+        return ContentCheck(image)
+    except Corrupt:  # it is saved as it was staged, and a restore reports it
+        return None

@@ -52,6 +52,7 @@ class Request:
     group: RankGroup  # ranks that restore; need not be as many as have saved
     step: int | None = None  # restore only this step; the newest attempt that saved it is tried first
     best: Keep | None = None  # restore the best checkpoint by the metric of this policy
+    healthy: bool = False  # restore the newest checkpoint that is marked as healthy
     num_threads: int | None = None  # threads that read, hash and copy; None for what suits the nearest tier
     on_bytes: Callable[[int], None] | None = (
         None  # called with the size of each read, by one thread at a time

@@ -42,7 +42,8 @@ def restore_newest(request: Request) -> Restored | None:
         The restored checkpoint; None if the home holds none, so that training begins from zero.
 
     Raises:
-        NotFound: there is no checkpoint of the requested step, or none with a value of the metric; or there
+        NotFound: there is no checkpoint of the requested step, or none with a value of the metric, or none
+            that is healthy; or there
             are checkpoints, and all lack files.
         Corrupt: there are checkpoints, but none that every rank could restore; each is named with the reason.
             Or there is none, but signs that there were. Or what can be restored does not hold tensors that a
@@ -70,6 +71,7 @@ class _Restore:
         self._skipped = list(self._found.skipped)
         self._kinds = [Denied.kind] * len(self._skipped)
         self._lines: dict[int, dict[int, int]] = {}  # attempt -> last step of each attempt that it continues
+        self._unhealthy: list[str] = []  # checkpoints that were passed, with their health
         self._touched: set[str] = set()  # live tensors that may hold bytes of a skipped checkpoint
 
     def run(self) -> Restored | None:
@@ -79,6 +81,8 @@ class _Restore:
         for index, one in enumerate(order):
             if request.step is None and request.best is None and self._skip_superseded(one):
                 continue
+            if request.healthy and self._pass_unhealthy(one, order[index + 1 :]):
+                continue
             stages, verdict = self._try_patiently(one)
             if verdict.is_unread:
                 self._raise_unread(one, verdict, order[index + 1 :])
@@ -87,6 +91,8 @@ class _Restore:
                 return self._complete(stages, verdict.ancestors or ())
             self._skip(one, verdict)
         self._show_lacking((0, 0))
+        if self._unhealthy and not self._skipped:
+            raise self._make_none_healthy_error()
         if not order and request.step is None and not self._skipped:
             check_no_losses(list(self._found.survey.losses), self._url)
             return None
@@ -169,6 +175,35 @@ class _Restore:
             if verdict.is_good and verdict.ancestors is not None:
                 return one, verdict.ancestors
         return order[0], ()
+
+    def _pass_unhealthy(self, one: CheckpointId, left: Sequence[CheckpointId]) -> bool:
+        """Pass a checkpoint that is not marked as healthy. Return False if it is, or cannot be read.
+
+        All ranks have its manifest, so all decide the same.
+        """
+        stages, verdict = self._try_patiently(one, only_open=True)
+        if verdict.is_unread:
+            self._raise_unread(one, verdict, left)
+        self._patience.reset()
+        if not verdict.is_good:
+            return False  # it is tried, and skipped with the reason
+        health = stages.manifest.health
+        if health.healthy:
+            return False
+        self._unhealthy.append(
+            f"step {one[1]} of attempt {one[0]} is {health.word}: {'; '.join(health.reasons)}"
+        )
+        self._request.show(f"passed {self._unhealthy[-1]}")
+        self._lines[one[0]] = dict(verdict.ancestors or ())
+        return True
+
+    def _make_none_healthy_error(self) -> NotFound:
+        found = "\n  ".join(self._unhealthy[:10])
+        return NotFound(
+            f"{self._url} holds no checkpoint that is marked as healthy. Nothing was restored. Found:\n  "
+            f"{found}\nrestore() restores the newest one, and restore(step=...) another one, whatever their "
+            "health."
+        )
 
     def _skip_superseded(self, one: CheckpointId) -> bool:
         """Skip a checkpoint if a newer attempt resumed from an older one. Otherwise return False."""

@@ -1,0 +1,1 @@
+"""Health of saved states: finite tensors, norms, and recorded losses without a spike. No torch."""

@@ -22,6 +22,7 @@ from holdfast.format.layout import Shard, lay_out
 from holdfast.health.contents import ContentCheck
 from holdfast.health.watch import SpikeWatch
 from holdfast.keeper.persist import persist
+from holdfast.rawbytes import view_bytes
 from holdfast.store import open_store
 
 HERE = Path(__file__).resolve().parent
@@ -65,7 +66,7 @@ def _image(dtype: str, mib: int) -> memoryview:
     values = torch.randn(number).to(torch_dtype).view(torch.uint8)
     for start in layout.starts:
         image[start : start + TENSOR_BYTES] = values
-    return memoryview(image.numpy())
+    return memoryview(view_bytes(image))
 
 
 def _check_gbps(image: memoryview, rounds: int) -> dict[str, float]:

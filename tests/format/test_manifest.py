@@ -243,7 +243,7 @@ def test_other_sealed_documents_are_not_manifests(change: dict[str, object]) -> 
 
 def test_a_manifest_that_does_not_mention_health_is_unknown() -> None:
     """As earlier versions have written it, byte for byte."""
-    text_before = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE])))
+    text_before = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE], OWN)))
     assert b"health" not in text_before
     assert manifest.parse(text_before, "manifest").health.healthy is None
 

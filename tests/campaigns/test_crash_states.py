@@ -38,8 +38,8 @@ def without(recording: Recording, is_left_out: str) -> Log:
 
 
 def test_every_state_of_a_run_restores_what_was_durable(recording: Recording):
-    outcome = explored(recording, recording.read(), num_states=300, resumed_share=0.02)
-    assert outcome.num_distinct == 300
+    outcome = explored(recording, recording.read(), num_states=150, resumed_share=0.03)
+    assert outcome.num_distinct == 150
     assert outcome.num_resumed > 0
     assert outcome.failures == []
 

@@ -47,7 +47,7 @@ def test_a_hang_is_recorded_with_the_stacks_of_the_training(new_trial: NewTrial)
     assert f"holdfast stacks {trial.home} --recorded" in trial.printed()
 
 
-@pytest.mark.parametrize("way", ["loop", "gil", "stop", "loader"])
+@pytest.mark.parametrize("way", ["loop", pytest.param("gil", marks=pytest.mark.slow), "stop", "loader"])
 def test_the_place_is_found_whatever_the_process_does(new_trial: NewTrial, way: str) -> None:
     trial = new_trial()
     trial.start(way, limit="3s")
@@ -77,7 +77,9 @@ def test_py_spy_reads_the_stacks_of_a_stopped_process(tmp_path: Path) -> None:
         process.communicate()
 
 
-@pytest.mark.parametrize("way", ["sleep", "extra", "skip"])
+@pytest.mark.parametrize(
+    "way", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("sleep", "extra")), "skip"]
+)
 def test_the_odd_one_of_several_ranks_is_named(new_trial: NewTrial, way: str) -> None:
     trial = new_trial(2)
     trial.start(way, odd=1, limit="3s")
@@ -108,7 +110,9 @@ def test_a_hang_that_ends_is_recorded(new_trial: NewTrial) -> None:
     assert over["seconds"] > 3.0
 
 
-@pytest.mark.parametrize("way", [pytest.param("loop", marks=pytest.mark.slow), "gil", "stop"])
+@pytest.mark.parametrize(
+    "way", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("loop", "gil")), "stop"]
+)
 def test_a_restart_ends_the_process_after_its_saves(new_trial: NewTrial, way: str) -> None:
     trial = new_trial()
     progress = trial.folder / "progress"
@@ -121,6 +125,7 @@ def test_a_restart_ends_the_process_after_its_saves(new_trial: NewTrial, way: st
     assert place.startswith("rank 0 ")
 
 
+@pytest.mark.slow
 def test_the_report_has_the_hang(new_trial: NewTrial, capsys: pytest.CaptureFixture[str]) -> None:
     trial = new_trial()
     trial.start("loop", limit="3s", action="restart")

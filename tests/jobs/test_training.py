@@ -94,6 +94,7 @@ def test_a_preemption_with_notice_costs_no_step(
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
+@pytest.mark.slow
 def test_a_training_that_hangs_starts_again_by_itself(
     harness: JobHarness, uninterrupted: Callable[[int], str]
 ) -> None:

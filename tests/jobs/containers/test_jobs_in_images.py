@@ -92,6 +92,7 @@ file_mounts:
     assert not (Path.home() / "data").exists(), "outside"
 
 
+@pytest.mark.slow
 def test_a_mount_through_a_write_back_directory_is_uploaded(harness: JobHarness) -> None:
     place = harness.folder / "place"
     head = f'{HEAD}file_mounts: {{/srv/out: {{source: "{place}", mode: MOUNT_CACHED}}}}'
@@ -99,6 +100,7 @@ def test_a_mount_through_a_write_back_directory_is_uploaded(harness: JobHarness)
     assert (place / "checkpoint").read_text() == "saved\n"
 
 
+@pytest.mark.slow
 def test_paths_of_checkpoints_are_described_as_they_are_outside(harness: JobHarness) -> None:
     job = harness.submit(
         """echo "{\\"home\\": \\"$HOME/run/a\\", \\"step\\": 7}" >> $HOLDFAST_PROGRESS""",
@@ -152,6 +154,7 @@ def test_the_end_of_the_commands_is_the_end_of_the_job(
         assert status in harness.engine.job(job.id).reason
 
 
+@pytest.mark.slow
 def test_a_failing_setup_fails_the_job(harness: JobHarness) -> None:
     log = ended(
         harness, harness.submit("echo never", setup="cat /nowhere", head=HEAD), JobStatus.FAILED_SETUP
@@ -176,6 +179,7 @@ def test_a_preemption_notice_reaches_the_trainer(harness: JobHarness) -> None:
     assert "attempt 2 is up" in log
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_leaves_neither_processes_nor_its_container(
     harness: JobHarness, runtime: RuntimeUnderTest
 ) -> None:
@@ -196,6 +200,7 @@ def test_a_cancelled_job_leaves_neither_processes_nor_its_container(
     ended(harness, other)
 
 
+@pytest.mark.slow
 def test_each_node_has_a_container_of_its_own(harness: JobHarness, runtime: RuntimeUnderTest) -> None:
     job = harness.submit(
         f"echo node $SKYPILOT_NODE_RANK has $(cat /srv/rank); {UNTIL_GO}",
@@ -210,6 +215,7 @@ def test_each_node_has_a_container_of_its_own(harness: JobHarness, runtime: Runt
     ended(harness, job)
 
 
+@pytest.mark.slow
 def test_a_killed_container_is_started_again_with_its_files(
     harness: JobHarness, runtime: RuntimeUnderTest
 ) -> None:
@@ -231,7 +237,16 @@ def test_a_killed_container_is_started_again_with_its_files(
     assert "attempt 2 has installed by setup" in ended(harness, job)
 
 
-@pytest.mark.parametrize("roles", [["warden"], ["controller"], ["controller", "agent"], ["agent", "warden"]])
+@pytest.mark.parametrize(
+    "roles",
+    [
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (["warden"], ["controller"], ["agent", "warden"])
+        ),
+        ["controller", "agent"],
+    ],
+)
 def test_killed_processes_of_holdfast_are_replaced(harness: JobHarness, roles: list[str]) -> None:
     job = harness.submit(
         f"echo attempt $HOLDFAST_ATTEMPT has $(cat /srv/installed); [ -e go ] || {UNTIL_GO}",
@@ -267,6 +282,7 @@ def test_a_job_continues_after_all_its_processes_were_killed_at_once(
     assert "attempt 2 has installed by setup" in ended(harness, job)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_forgotten_leaves_no_container(harness: JobHarness, runtime: RuntimeUnderTest) -> None:
     job = harness.submit("mkdir sub; touch sub/file; chown -R 1000:1000 sub || true", head=HEAD)
     ended(harness, job)

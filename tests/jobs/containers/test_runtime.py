@@ -167,11 +167,13 @@ def test_an_image_that_is_not_here_is_pulled_with_its_progress_in_the_log(
     )
 
 
+@pytest.mark.slow
 def test_the_registry_of_skypilots_variable_is_used(harness: JobHarness, stand_in: StandIn) -> None:
     harness.wait(harness.submit("true", head=HEAD, SKYPILOT_DOCKER_SERVER="registry.example"))
     assert stand_in.calls("pull") == [["pull", "registry.example/an/image"]]
 
 
+@pytest.mark.slow
 def test_gpus_are_passed_on_if_the_task_asks_for_some(
     harness: JobHarness, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +220,7 @@ def test_a_job_that_is_cancelled_while_its_image_is_pulled_ends_at_once(
     assert stand_in.containers() == []
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_container_that_cannot_be_removed_is_removed_with_the_job(
     harness: JobHarness, stand_in: StandIn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,7 @@ def test_jobs_that_start_one_by_one_in_any_order_start_as_if_at_once(
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(QUEUES, st.data())
 def test_a_job_never_waits_for_one_that_comes_after_it(queue: list[Demand], data: st.DataObject) -> None:

@@ -36,7 +36,9 @@ def _zero(path: Path) -> None:
     path.write_bytes(b"\0" * path.stat().st_size)
 
 
-DAMAGES = pytest.mark.parametrize("damage", [_delete, pytest.param(_truncate, marks=pytest.mark.slow), _zero])
+DAMAGES = pytest.mark.parametrize(
+    "damage", [_delete, *(pytest.param(one, marks=pytest.mark.slow) for one in (_truncate, _zero))]
+)
 CONTROLLERS = pytest.mark.parametrize("has_controller", [True, False], ids=["controlled", "alone"])
 
 

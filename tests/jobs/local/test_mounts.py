@@ -81,6 +81,7 @@ def uploader(harness: JobHarness, job: Job) -> processes.Process:
     return found[0]
 
 
+@pytest.mark.slow
 def test_a_named_bucket_is_written_through_a_write_back_directory(harness: JobHarness) -> None:
     head = f"file_mounts: {{{harness.folder}/out: {{name: results, mode: MOUNT_CACHED}}}}"
     job = harness.submit(
@@ -117,6 +118,7 @@ def test_a_job_is_not_complete_before_its_files_are_in_the_bucket(
     assert "all files of the job are in its bucket" in harness.log(job)
 
 
+@pytest.mark.slow
 def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarness, place: Bucket) -> None:
     job = harness.submit(
         SAVES
@@ -247,6 +249,7 @@ def test_a_cancelled_job_ends_at_once_and_still_uploads_its_files(
     harness.wait_for(job, lambda: place.names() == {"data-1", "marker-1"}, "the rest")
 
 
+@pytest.mark.slow
 def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> None:
     """A process named like a keeper outlives `run`, and later writes into the mount."""
     code = (
@@ -268,6 +271,7 @@ def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> N
     assert {path.name for path in (harness.state / "buckets" / "results").glob("*")} >= {"early", "late"}
 
 
+@pytest.mark.slow
 def test_nodes_share_a_write_back_directory(harness: JobHarness, place: Bucket) -> None:
     job = harness.submit(
         "echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK", head=f"num_nodes: 2\n{cached(place)}"
@@ -292,6 +296,7 @@ def test_a_job_whose_bucket_is_unreachable_does_not_start(
 # -- copies ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_bucket_is_copied_once_for_all_attempts(
     harness: JobHarness, place: Bucket, proxy: FaultProxy
 ) -> None:
@@ -368,6 +373,7 @@ def test_a_bucket_above_the_limit_is_not_downloaded(harness: JobHarness, place: 
         assert job.status is JobStatus.SUCCEEDED, harness.describe(job)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_grows_above_the_limit_ends_the_job(harness: JobHarness, place: Bucket) -> None:
     place.store.put("corpus", b"x" * 900_000)
     gate = harness.folder / "go"

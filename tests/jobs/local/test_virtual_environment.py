@@ -81,9 +81,9 @@ def venv(harness: JobHarness, job: Job, rank: int = 0) -> Path:
 
 INSTALLATIONS = [
     "pip install own",
-    "pip3 install own",
-    "python -m pip install own",
-    f"pip{sys.version_info[0]}.{sys.version_info[1]} install own",
+    pytest.param("pip3 install own", marks=pytest.mark.slow),
+    pytest.param("python -m pip install own", marks=pytest.mark.slow),
+    pytest.param(f"pip{sys.version_info[0]}.{sys.version_info[1]} install own", marks=pytest.mark.slow),
     "echo own > requirements.txt; python3 -m pip install -r requirements.txt",
 ]
 
@@ -112,6 +112,7 @@ def test_a_package_of_setup_is_in_all_attempts_of_this_job_only(
     assert not active.files(job).path.exists()
 
 
+@pytest.mark.slow
 def test_packages_of_the_parent_are_satisfied_upgraded_in_the_job_and_never_removed(
     active: JobHarness, parent: Path
 ) -> None:
@@ -138,6 +139,7 @@ def test_packages_of_the_parent_are_satisfied_upgraded_in_the_job_and_never_remo
     assert contents(parent.parent) == before
 
 
+@pytest.mark.slow
 def test_a_package_in_development_is_installed_and_built_without_the_parents_packages(
     active: JobHarness, parent: Path
 ) -> None:
@@ -178,14 +180,14 @@ def test_an_editable_package_of_the_job_comes_before_one_of_the_parent(active: J
 # -- programs --------------------------------------------------------------------------------------------
 
 
-STATES = {
-    "plain": "state",
-    "spaces": "my own 'state'",
-    "long": "/".join(["a-very-long-name-of-a-folder"] * 9),
-}
+STATES = [
+    pytest.param("state", id="plain", marks=pytest.mark.slow),
+    pytest.param("my own 'state'", id="spaces", marks=pytest.mark.slow),
+    pytest.param("/".join(["a-very-long-name-of-a-folder"] * 9), id="long"),
+]
 
 
-@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("state", STATES)
 def test_scripts_of_both_environments_run_the_python_of_the_job(
     shell: pytest.MonkeyPatch, parent: Path, tmp_path: Path, state: str
 ) -> None:
@@ -224,6 +226,7 @@ def test_processes_of_holdfast_keep_their_python(active: JobHarness) -> None:
     active.wait(job)
 
 
+@pytest.mark.slow
 def test_training_imports_holdfast_and_a_launch_in_a_job_runs_outside_of_it(harness: JobHarness) -> None:
     python = shlex.quote(str(Path(sys.executable).parent / "python3"))
     code = """
@@ -246,6 +249,7 @@ def test_training_imports_holdfast_and_a_launch_in_a_job_runs_outside_of_it(harn
 # -- the user's settings ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_settings_of_the_shell_do_not_lead_pip_elsewhere(
     active: JobHarness, shell: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +299,7 @@ def test_a_job_may_have_no_environment_of_its_own(
     assert f"in {venv(active, job)}\n" in log
 
 
+@pytest.mark.slow
 def test_an_environment_that_the_task_makes_and_activates_is_used(active: JobHarness) -> None:
     setup = """
     python -m venv --without-pip .venv
@@ -335,6 +340,7 @@ def test_an_environment_of_conda_wins(active: JobHarness, shell: pytest.MonkeyPa
 # -- nodes and interruptions -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nodes_that_install_at_the_same_time_have_their_own(active: JobHarness) -> None:
     setup = """
     touch $MEETING/$SKYPILOT_SETUP_NODE_RANK
@@ -370,6 +376,7 @@ def test_a_half_made_environment_is_made_again(active: JobHarness, shell: pytest
     assert [path.name for path in venv(active, job).parent.glob("*venv*")] == ["venv"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_job_before_its_commands(
     shell: pytest.MonkeyPatch, wheels: Path, tmp_path: Path
 ) -> None:
@@ -413,6 +420,7 @@ def test_a_job_needs_no_python_at_all(active: JobHarness, shell: pytest.MonkeyPa
     assert not venv(active, job).exists()
 
 
+@pytest.mark.slow
 def test_a_shim_is_asked_in_the_workdir(active: JobHarness, shell: pytest.MonkeyPatch, parent: Path) -> None:
     """Pyenv and similar programs choose a Python by the current directory."""
     shims = active.folder / "shims"
@@ -445,6 +453,7 @@ def test_a_parent_without_pip_gets_it_in_the_job(
     assert contents(programs.parent) == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not list(Path("/usr/lib").glob("python3*/EXTERNALLY-MANAGED")) or not SYSTEM.exists(),
     reason="this system's Python is not marked as externally managed",
@@ -475,6 +484,7 @@ def test_uv_installs_into_the_environment_of_the_job(
 # -- a job in a job --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_environment_of_a_job_can_be_the_parent_of_another(
     active: JobHarness, shell: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_requeued_job_fetches_on_another_machine_what_the_bucket_has(
 # -- kills -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["uploader", "mounter"])
 def test_an_upload_continues_after_a_kill(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str
@@ -146,7 +147,9 @@ def test_an_upload_continues_after_a_kill(
     assert bucket.names() == {"data-1", "marker-1"}
 
 
-@pytest.mark.parametrize("what", ["agent", "runner", "controller", "all"])
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("agent", "runner", "controller")), "all"]
+)
 def test_files_that_a_kill_has_left_on_the_machine_are_uploaded_before_the_next_attempt(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str
 ) -> None:
@@ -168,6 +171,7 @@ def test_files_that_a_kill_has_left_on_the_machine_are_uploaded_before_the_next_
     assert left_on(slurm, "n1") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["runner", "controller"])
 def test_a_completed_job_is_not_repeated_when_its_uploads_can_continue(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str
@@ -185,6 +189,7 @@ def test_a_completed_job_is_not_repeated_when_its_uploads_can_continue(
     assert left_on(slurm, "n1") == []
 
 
+@pytest.mark.slow
 def test_files_on_a_lost_machine_are_named_and_replace_nothing_later(
     slurm: SlurmHarness, stand_in: StandIn, bucket: Bucket, proxy: FaultProxy
 ) -> None:
@@ -223,6 +228,7 @@ def test_files_on_a_lost_machine_are_named_and_replace_nothing_later(
 # -- several nodes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_node_has_a_directory_of_its_own_for_the_same_bucket(
     slurm: SlurmHarness, bucket: Bucket
 ) -> None:
@@ -243,6 +249,7 @@ def test_each_node_has_a_directory_of_its_own_for_the_same_bucket(
     assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
 
 
+@pytest.mark.slow
 def test_no_node_begins_before_the_leftovers_of_all_nodes_are_uploaded(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
@@ -277,6 +284,7 @@ def test_no_node_begins_before_the_leftovers_of_all_nodes_are_uploaded(
     assert bucket.store.get("both")[:9] == b"attempt 2"
 
 
+@pytest.mark.slow
 def test_two_nodes_with_one_scratch_folder_are_refused(
     slurm: SlurmHarness, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +296,7 @@ def test_two_nodes_with_one_scratch_folder_are_refused(
     assert "never" not in slurm.log(job, 0) + slurm.log(job, 1)
 
 
+@pytest.mark.slow
 def test_uploads_of_two_nodes_continue_after_one_runner_is_killed(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
@@ -309,6 +318,7 @@ def test_uploads_of_two_nodes_continue_after_one_runner_is_killed(
 # -- the end of the time ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_uploads_until_its_deadline_and_names_what_is_missing(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
@@ -340,6 +350,7 @@ def test_a_cancelled_job_uploads_what_it_can(slurm: SlurmHarness, bucket: Bucket
     assert left_on(slurm, "n1") == []
 
 
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_while_leftovers_are_uploaded_names_them(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
@@ -360,6 +371,7 @@ def test_a_job_that_is_cancelled_while_leftovers_are_uploaded_names_them(
     assert not uploaders(slurm, "n1")
 
 
+@pytest.mark.slow
 def test_a_failed_job_ends_when_its_files_are_in_the_bucket(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
@@ -376,6 +388,7 @@ def test_a_failed_job_ends_when_its_files_are_in_the_bucket(
     assert bucket.names() == {"data-1", "marker-1"}
 
 
+@pytest.mark.slow
 def test_a_job_that_is_complete_but_not_uploaded_when_its_time_is_over_returns(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
@@ -422,6 +435,7 @@ def test_a_bucket_above_the_limit_is_not_fetched(slurm: SlurmHarness, bucket: Bu
     assert slurm.engine.jobs() == []
 
 
+@pytest.mark.slow
 def test_a_bucket_is_copied_to_each_node(slurm: SlurmHarness, bucket: Bucket) -> None:
     bucket.store.put("a/b", b"seen")
     job = slurm.submit(
@@ -436,6 +450,7 @@ def test_a_bucket_is_copied_to_each_node(slurm: SlurmHarness, bucket: Bucket) ->
     assert left_on(slurm, "n1") == []
 
 
+@pytest.mark.slow
 def test_a_named_bucket_is_a_folder_that_all_nodes_see(slurm: SlurmHarness) -> None:
     job = slurm.submit(
         "echo $SKYPILOT_NODE_RANK > out/$SKYPILOT_NODE_RANK",
@@ -446,6 +461,7 @@ def test_a_named_bucket_is_a_folder_that_all_nodes_see(slurm: SlurmHarness) -> N
     assert {path.name: path.read_text() for path in found.glob("?")} == {"0": "0\n", "1": "1\n"}
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_private_target_leads_to_the_directory_of_the_node(slurm: SlurmHarness) -> None:
     target = f"/holdfast-test-{os.getpid()}"
@@ -474,6 +490,7 @@ def test_a_target_in_the_home_is_a_link_until_the_job_has_ended(
     assert not (slurm.folder / "out").is_symlink()
 
 
+@pytest.mark.slow
 def test_a_target_in_the_home_needs_the_same_path_on_all_nodes(
     slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ KEEP_IN_MEMORY = "HOLDFAST_KEEP_IN_MEMORY"
 PROGRESS = "HOLDFAST_PROGRESS"
 """File that rank 0 appends a line to for each durable save and restore, and each rank at a preemption."""
 TRIAL = "HOLDFAST_TRIAL"
-"""File with the plan of a trial, see `holdfast.checkpointer.trial`; set only by `holdfast check`."""
+"""File with the plan of a trial, see `holdfast.checkpointer.trial`; set by `holdfast check` and `replay`."""
 NOTIFY = "HOLDFAST_NOTIFY"
 """Commands and webhooks that are notified of all jobs launched with it, one per line. May contain secrets."""
 NOTIFY_ON = "HOLDFAST_NOTIFY_ON"
@@ -58,7 +58,17 @@ def sandboxed(place: str) -> str:
     folder = os.environ.get(SANDBOX)
     if not folder or place.startswith(folder):
         return place
-    return str(Path(folder) / hashlib.sha256(place.encode()).hexdigest()[:16])
+    return str(place_in_sandbox(Path(folder), place))
+
+
+def place_in_sandbox(folder: Path, place: str) -> Path:
+    """Return the folder that replaces a home or local folder during a dry run.
+
+    Args:
+        folder: that of the sandbox.
+        place: absolute path or URL, as `store.factory.absolute_place` returns it.
+    """
+    return folder / hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
 def sandbox_environment(folder: Path) -> dict[str, str]:

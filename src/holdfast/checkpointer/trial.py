@@ -1,4 +1,4 @@
-"""Trial: run of a script by `holdfast check` that saves, ends or is killed at given steps."""
+"""Trial: run of a script by `holdfast check` or `replay` that saves, ends or is killed at given steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Trial:
 
     @classmethod
     def of_environment(cls) -> Trial | None:
-        """Return the trial that this process is part of; None outside of `holdfast check`."""
+        """Return the trial that this process is part of; None outside of one."""
         path = os.environ.get(TRIAL)
         if not path:
             return None

@@ -33,6 +33,7 @@ COMMANDS = {
     "trust": "Trust the compiled code in a home, so that trainings load and run it.",
     "tune": "Run a few steps of a training script in several ways, and report what would speed it up.",
     "check": "Kill and resume a training script, and compare it with an uninterrupted run, bit for bit.",
+    "replay": "Run recorded steps again, and compare the result with the checkpoint that the run saved.",
     "completion": "Print the completion script of a shell.",
 }
 """Summary of each command, in the order of the help."""

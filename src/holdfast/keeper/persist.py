@@ -88,7 +88,7 @@ def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryv
             if found != file.hash_of(number):
                 raise Corrupt(
                     f"{name} in {store.url} is damaged in chunk {number}: expected "
-                    f"xxh3:{file.hash_of(number)}, found xxh3:{found}. It was not sent to home.",
+                    f"xxh3:{file.hash_of(number)}, found xxh3:{found}. It was not copied.",
                     key=name,
                 )
         yield block

@@ -5,21 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.cli.check.causes import find_causes
-from holdfast.cli.check.traces import Trace, find_divergence, unseeded
-from holdfast.cli.check.trials import Trials, newest_steps
-from holdfast.cli.diff import Difference, Side, compare
 from holdfast.cli.options import Commands, add_json, command, count
-from holdfast.cli.tables import print_json, print_table
+from holdfast.cli.tables import print_json
+from holdfast.cli.trials.comparison import DifferenceRow, compare_sides, open_side, print_rows
+from holdfast.cli.trials.runs import Trials, newest_steps, script_words, show_progress
+from holdfast.cli.trials.traces import Trace, find_divergence, unseeded
 from holdfast.errors import InvalidInput
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.store import open_store
 from holdfast.units import parse_duration, plural
 
 _EXAMPLES = """
@@ -27,15 +23,6 @@ holdfast check train.py --lr 0.1
 holdfast check --steps 20 train.py
 holdfast check -- torchrun --nproc-per-node 2 train.py
 """
-_MAX_ROWS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class DifferenceRow:
-    """One tensor or value that differs."""
-
-    key: str
-    how: str
 
 
 def add_parser(commands: Commands) -> None:
@@ -62,15 +49,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the trials, and print the differences. The exit status is 1 if resuming is not exact."""
-    words = [args.script, *args.args]
-    if words[0].endswith(".py"):
-        if not Path(words[0]).is_file():
-            raise InvalidInput(f"The script {words[0]!r} does not exist.")
-        words = [sys.executable, *words]  # their script, as they run it
-    elif shutil.which(words[0]) is None:
-        raise InvalidInput(
-            f"The command {words[0]!r} does not exist. Give a Python file, or a command after --."
-        )
+    words = script_words(args.script, args.args)
     folder = Path(tempfile.mkdtemp(prefix="holdfast-check-"))
     try:
         report = _check(words, folder, steps=args.steps, timeout_s=parse_duration(args.timeout, "--timeout"))
@@ -85,12 +64,8 @@ def run(args: argparse.Namespace) -> int:
     return int(not report["exact"])
 
 
-def _show_progress(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
-
-
 def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> dict[str, Any]:
-    trials = Trials(words, folder, timeout_s=timeout_s, on_progress=_show_progress)
+    trials = Trials(words, folder, timeout_s=timeout_s, on_progress=show_progress)
     save_at, whole = _run_whole(trials, steps)
     end_at = min(newest_steps(trials.homes("a")).values())
     kill_at = save_at + max(1, (end_at - save_at) // 2)
@@ -153,39 +128,25 @@ def _differences(a: Path, b: Path, step: int) -> tuple[list[DifferenceRow], int]
         if home not in newest_steps(b):
             rows.append(DifferenceRow("(all)", "missing in the other run"))
             continue
-        one, other = (_side(folder / home, step) for folder in (a, b))
-        found = compare(one, other)
-        num_compared += found.num_compared + len(one.checkpoint.values())
-        rows += _rows(found)
+        one, other = (open_side(os.fspath(folder / home), step) for folder in (a, b))
+        found = compare_sides(one, other, of_a="the uninterrupted run", of_b="the resumed run")
+        num_compared += found.num_compared
+        rows += found.rows
     return rows, num_compared
-
-
-def _side(home: Path, step: int) -> Side:
-    store = open_store(os.fspath(home))
-    return Side(store, open_checkpoint(store, step))
-
-
-def _rows(found: Difference) -> list[DifferenceRow]:
-    rows = [DifferenceRow(key, "only in the uninterrupted run") for key in found.only_a]
-    rows += [DifferenceRow(key, "only in the resumed run") for key in found.only_b]
-    for one in found.changed:
-        apart = "" if one.max_abs is None else f", up to {one.max_abs:.2g} apart"
-        rows.append(DifferenceRow(one.name, f"{one.num_changed} of {one.num_items} numbers{apart}"))
-    return rows + [DifferenceRow(key, f"{a or 'nothing'} and {b or 'nothing'}") for key, a, b in found.values]
 
 
 def _print(report: dict[str, Any]) -> None:
     if report["random"]:
         print("Two uninterrupted runs differ, so the script is not deterministic. Seed it, and use")
         print("deterministic kernels; then resuming can be exact. The two differ in:")
-        _print_rows(report["random"])
+        print_rows(report["random"])
     if report["differences"]:
         print(
             f"Resuming is not exact: killed after step {report['killed_at']} and resumed from step "
             f"{report['restored']},\nthe run differs at step {report['compared_at']} from one that was not "
             "killed:"
         )
-        _print_rows(report["differences"])
+        print_rows(report["differences"])
     elif report["exact"]:
         print(
             f"Resuming is exact: killed after step {report['killed_at']} and resumed from step "
@@ -202,9 +163,3 @@ def _wrapped(text: str) -> str:
     import textwrap
 
     return textwrap.fill(text, 80, initial_indent="- ", subsequent_indent="  ")
-
-
-def _print_rows(rows: list[dict[str, str]]) -> None:
-    print_table(("KEY", "DIFFERENCE"), [(row["key"], row["how"]) for row in rows[:_MAX_ROWS]])
-    if len(rows) > _MAX_ROWS:
-        print(f"and {len(rows) - _MAX_ROWS} more; use --json to print all")

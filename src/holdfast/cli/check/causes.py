@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from holdfast.cli.check.traces import Divergence
+from holdfast.cli.trials.traces import Divergence
 
 _LOADER = (
     "Use torchdata.stateful_dataloader.StatefulDataLoader(..., generator=torch.Generator()) and add it to "

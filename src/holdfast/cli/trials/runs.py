@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holdfast.cli.check.traces import Trace, read_trace
+from holdfast.cli.trials.traces import Trace, read_trace
 from holdfast.environment import TRIAL, sandbox_environment
 from holdfast.errors import InvalidInput
 from holdfast.format import names
@@ -81,6 +83,31 @@ class Trials:
                 return process.wait(self._timeout_s)
             except subprocess.TimeoutExpired:
                 return None
+
+
+def script_words(script: str, args: Sequence[str]) -> list[str]:
+    """Return the command that starts a training script, as the user starts it.
+
+    Args:
+        script: a Python file, or any command.
+
+    Raises:
+        InvalidInput: it does not exist.
+    """
+    if script.endswith(".py"):
+        if not Path(script).is_file():
+            raise InvalidInput(f"The script {script!r} does not exist.")
+        return [sys.executable, script, *args]
+    if shutil.which(script) is None:
+        raise InvalidInput(
+            f"The command {script!r} does not exist. Give a Python file, or a command after --."
+        )
+    return [script, *args]
+
+
+def show_progress(text: str) -> None:
+    """Print a line on stderr."""
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def newest_steps(homes: Path) -> dict[str, int]:

@@ -28,28 +28,29 @@ def main() -> int:
     """Start the same training on machines that have more or less; exit status 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="cpu (C++ kernels) or cuda (Triton)")
     parser.add_argument("--dir", type=Path, default=HERE.parent / ".bench")
     parser.add_argument("--out", type=Path, help="default results/compiled_<hardware>_<date>.json")
     parser.add_argument("--train", metavar="HOME", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        print(json.dumps(_train(options.train)))
+        print(json.dumps(_train(options.train, options.device)))
         return 0
     options.dir.mkdir(parents=True, exist_ok=True)
     facts = machine.describe(options.dir)
     runs = []
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-            runs.append({"round": number, **_round(Path(folder))})
+            runs.append({"round": number, **_round(Path(folder), options.device)})
         console.print("  ".join(f"{key} {value:.3f}" for key, value in runs[-1].items()))
     return _report(options, facts, runs)
 
 
-def _round(folder: Path) -> dict[str, float]:
+def _round(folder: Path, device: str) -> dict[str, float]:
     """Cold; then a restart on the machine that has compiled; then one on an empty one; all of one home."""
     home, found = folder / "home", {}
     for kind, place in zip(KINDS, ("first", "first", "second"), strict=True):
-        told = _start(home, folder / place)
+        told = _start(home, folder / place, device)
         found |= {f"{kind}_{name}": value for name, value in told.items()}
     found["share"] = found["restored_cpu_s"] / found["cold_cpu_s"]
     found["home_bytes"] = sum(
@@ -58,7 +59,7 @@ def _round(folder: Path) -> dict[str, float]:
     return found
 
 
-def _start(home: Path, place: Path) -> dict[str, float]:
+def _start(home: Path, place: Path, device: str) -> dict[str, float]:
     """One start on a machine whose folder for temporary files is `place`, where all that is compiled lies."""
     place.mkdir(exist_ok=True)
     compiler = home.parent / "g++"
@@ -68,7 +69,7 @@ def _start(home: Path, place: Path) -> dict[str, float]:
     compiler.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve()), "--train", str(home)],
+        [sys.executable, str(Path(__file__).resolve()), "--train", str(home), "--device", device],
         env=kept | {"TMPDIR": str(place), "CXX": str(compiler)},
         stdout=subprocess.PIPE,
         text=True,
@@ -83,7 +84,7 @@ def _cpu_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _train(home: Path) -> dict[str, float]:
+def _train(home: Path, device: str) -> dict[str, float]:
     """Restore, if there is something, and train one step; seconds from the Checkpointer to the step's end."""
     import time
 
@@ -104,10 +105,10 @@ def _train(home: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     blocks = [Block() for _ in range(3)]
-    model = nn.Sequential(nn.Embedding(500, 128), *blocks, nn.Linear(128, 500))
+    model = nn.Sequential(nn.Embedding(500, 128), *blocks, nn.Linear(128, 500)).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = torch.compile(model)
-    x = torch.randint(0, 500, (8, 32))
+    x = torch.randint(0, 500, (8, 32), device=device)
     began_cpu_s, began_s = _cpu_s(), time.perf_counter()
     with holdfast.Checkpointer(
         home,
@@ -121,6 +122,8 @@ def _train(home: Path) -> dict[str, float]:
         loss = nn.functional.cross_entropy(compiled(x).view(-1, 500), x.view(-1))
         loss.backward()
         optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
         spent = {"cpu_s": _cpu_s() - began_cpu_s, "wall_s": time.perf_counter() - began_s}
         checkpointer.save(step + 1)
     return spent

@@ -24,7 +24,6 @@ from peers.contract import Peer, Pending
 from states import Subject, build
 
 JUDGED = "holdfast"
-COLD_LOADS = 3
 
 
 def main() -> None:
@@ -36,18 +35,21 @@ def main() -> None:
     parser.add_argument("answer", type=Path)
     parser.add_argument("--pairs", type=int, default=0, help="pairs of training spans; 0 for none")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--loads", type=int, default=3, help="loads with a cold cache; 0 for no loads at all")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # peers log every save
     try:
         subject = functools.partial(build, options.state, options.device)
-        answer = measure(options.contestant, subject, options.directory, pairs=options.pairs)
+        answer = measure(
+            options.contestant, subject, options.directory, pairs=options.pairs, loads=options.loads
+        )
     except BaseException as error:  # noqa: BLE001 - DCP's own is a BaseException; the answer carries it
         answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     options.answer.write_text(json.dumps(answer))
 
 
 def measure(
-    contestant: str, build_subject: Callable[[], Subject], directory: Path, *, pairs: int
+    contestant: str, build_subject: Callable[[], Subject], directory: Path, *, pairs: int, loads: int
 ) -> dict[str, Any]:
     """All numbers of one contestant: `title`, what it is, and `values` in seconds and bytes."""
     if contestant == "limits":
@@ -59,7 +61,7 @@ def measure(
     if importlib.util.find_spec(kind.module) is None:
         return facts | {"not_installed": kind.module}
     subject = build_subject()
-    values = {"state_bytes": float(subject.num_bytes)} | measure_saves(kind, subject, directory)
+    values = {"state_bytes": float(subject.num_bytes)} | measure_saves(kind, subject, directory, loads=loads)
     if contestant == JUDGED:
         # a shared disk changes its speed within minutes: what is judged against a limit needs one close by
         near = {f"near_{key}": value for key, value in limits.measure(subject, directory).items()}
@@ -72,7 +74,7 @@ def measure(
     return facts | {"values": values}
 
 
-def measure_saves(kind: type[Peer], subject: Subject, directory: Path) -> dict[str, float]:
+def measure_saves(kind: type[Peer], subject: Subject, directory: Path, *, loads: int) -> dict[str, float]:
     """A first save, one whose memory is watched, one that is timed, and loads of that one."""
     gc.collect()
     before = footprint()
@@ -98,7 +100,9 @@ def measure_saves(kind: type[Peer], subject: Subject, directory: Path) -> dict[s
         "extra_bytes": float(watch.peak.total - before.total),
         "helper_bytes": float(watch.helpers_peak - before.helpers),
     }
-    return values | (measure_loads(kind, subject, directory, 3) if kind.own_load else {})
+    if not kind.own_load or not loads:
+        return values
+    return values | measure_loads(kind, subject, directory, 3, num_cold=loads)
 
 
 def time_save(peer: Peer, step: int) -> dict[str, float]:
@@ -116,7 +120,9 @@ def time_save(peer: Peer, step: int) -> dict[str, float]:
     return {"blocked_s": blocked_s, "staged_s": staged_s, "complete_s": complete_s, "durable_s": durable_s}
 
 
-def measure_loads(kind: type[Peer], subject: Subject, directory: Path, step: int) -> dict[str, float]:
+def measure_loads(
+    kind: type[Peer], subject: Subject, directory: Path, step: int, *, num_cold: int
+) -> dict[str, float]:
     """Seconds to load with nothing in the page cache (the median of some), and with everything there.
 
     For what is judged, the data file is read raw before each cold load, so that both medians are of the same
@@ -129,7 +135,7 @@ def measure_loads(kind: type[Peer], subject: Subject, directory: Path, step: int
     values: dict[str, float] = {}
     cold: list[float] = []
     raw: dict[int, list[float]] = {depth: [] for depth in limits.DEPTHS}
-    for _ in range(COLD_LOADS):
+    for _ in range(num_cold):
         if kind.title == JUDGED:
             for depth, seconds in limits.read_file_raw(_largest_file(directory)).items():
                 raw[depth].append(seconds)

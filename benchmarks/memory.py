@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
+import torch
 
 PERIOD_S = 0.02
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (\S{4}) \S+ (\S+) (\d+)\s*(.*)$")
@@ -113,3 +117,23 @@ class Watch:
         self.helpers_peak = max(self.helpers_peak, now.helpers)
         if now.total > self.peak.total:
             self.peak = now
+
+
+def peak_tensor_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """Bytes that tensors held at the worst moment of a function, beyond what was held before."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(profile_memory=True) as profile:
+        function()
+        gc.collect()
+    found: Any = profile.profiler
+    changes = [one for one in found.kineto_results.events() if one.name() == "[memory]"]
+    held = most = 0
+    for change in sorted(changes, key=lambda one: one.start_ns()):
+        held += change.nbytes()
+        most = max(most, held)
+    return most

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -20,6 +19,7 @@ import sharded
 import torch
 import torch.distributed as dist
 from cputime import cpu_s
+from memory import peak_tensor_bytes
 from rich.console import Console
 from rich.table import Table
 from states import Gpt2, Shape, randomize
@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4, help="training steps in each turn")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, help="default results/sharding_<hardware>_<date>.json")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -57,7 +58,14 @@ def main() -> int:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(options.ranks), str(Path(__file__).resolve()), "--child", str(answer)]
-        command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+        command += [
+            "--rounds",
+            str(options.rounds),
+            "--steps",
+            str(options.steps),
+            "--device",
+            options.device,
+        ]
         subprocess.run(command, check=True)
         runs = json.loads(answer.read_text())
     return _report(options, facts, runs)
@@ -85,24 +93,32 @@ def _child(options: argparse.Namespace) -> None:
     sys.path.insert(0, str(HERE.parent / "src"))
     import holdfast
 
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
-    runs = [_measure(layout, options.rounds, options.steps) for layout in LAYOUTS]
+    runs = [_measure(layout, options.rounds, options.steps, device) for layout in LAYOUTS]
     if dist.get_rank() == 0:
         options.child.write_text(json.dumps(runs))
     holdfast.hard_exit(0)
 
 
-def _measure(layout: str, rounds: int, steps: int) -> dict[str, Any]:
+def _measure(layout: str, rounds: int, steps: int, device: torch.device) -> dict[str, Any]:
     """Both in one process, in turns that begin with either: first memory, each by itself, then time."""
-    makers: dict[str, Callable[[], Any]] = {"ours": lambda: _ours(layout), "hand": lambda: _by_hand(layout)}
+    makers: dict[str, Callable[[], Any]] = {
+        "ours": lambda: _ours(layout, device),
+        "hand": lambda: _by_hand(layout, device),
+    }
     run: dict[str, Any] = {
         "layout": layout,
         **{who: {"peak_bytes": [], "s": [], "cpu_s": []} for who in makers},
     }
     for who in _turns(list(makers), rounds):
-        run[who]["peak_bytes"].append(_peak(lambda make=makers[who]: _Loop(make()).run(2)))
-    loops = {who: _Loop(make()) for who, make in makers.items()}
+        run[who]["peak_bytes"].append(
+            peak_tensor_bytes(lambda make=makers[who]: _Loop(make(), device).run(2), device)
+        )
+    loops = {who: _Loop(make(), device) for who, make in makers.items()}
     for loop in loops.values():
         loop.run(2)
     for who in _turns(list(loops), rounds):
@@ -123,10 +139,10 @@ def _turns(names: list[str], rounds: int) -> Iterator[str]:
 class _Loop:
     """Training steps of a sharded model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-4)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self._tokens = torch.randint(SHAPE.vocabulary, (BATCH, LENGTH), generator=generator)
+        self._tokens = torch.randint(SHAPE.vocabulary, (BATCH, LENGTH), generator=generator).to(device)
 
     def run(self, steps: int) -> tuple[float, float]:
         """(seconds, seconds of this rank's processor time) of one step."""
@@ -147,22 +163,22 @@ def _fresh() -> Any:
     return model
 
 
-def _ours(layout: str) -> Any:
+def _ours(layout: str, device: torch.device) -> Any:
     import holdfast
 
-    return holdfast.shard(_fresh(), **LAYOUTS[layout], device="cpu", quiet=True)
+    return holdfast.shard(_fresh(), **LAYOUTS[layout], device=device.type, quiet=True)
 
 
-def _by_hand(layout: str) -> Any:
+def _by_hand(layout: str, device: torch.device) -> Any:
     """What one would write for this model, following PyTorch's tutorial and torchtitan."""
-    model, chosen, ranks = _fresh(), LAYOUTS[layout], dist.get_world_size()
+    model, chosen, ranks = _fresh().to(device), LAYOUTS[layout], dist.get_world_size()
     is_ddp = chosen.get("shards") == 1
     shape, names = ((ranks, 1), ("replicate", "shard")) if is_ddp else ((ranks,), ("shard",))
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "dtype" in chosen else MixedPrecisionPolicy()
     )
     options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
+        "mesh": init_device_mesh(device.type, shape, mesh_dim_names=names),
         "mp_policy": policy,
     }
     if "activation_checkpointing" in chosen:
@@ -171,21 +187,6 @@ def _by_hand(layout: str) -> Any:
     for block in model.h:
         fully_shard(block, reshard_after_forward=chosen.get("reshard_after_forward", True), **options)
     return fully_shard(model, **options)
-
-
-def _peak(function: Callable[[], object]) -> int:
-    """Bytes that tensors held at the worst moment of a function, beyond what was held before."""
-    gc.collect()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        function()
-        gc.collect()
-    found: Any = profile.profiler
-    changes = [one for one in found.kineto_results.events() if one.name() == "[memory]"]
-    held = most = 0
-    for change in sorted(changes, key=lambda one: one.start_ns()):
-        held += change.nbytes()
-        most = max(most, held)
-    return most
 
 
 if __name__ == "__main__":

@@ -206,6 +206,7 @@ def _step_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 _BUILDERS: dict[str, Callable[[str, torch.device], Subject]] = {
     "gpt2-124m": _gpt2(Shape(layers=12, width=768, heads=12)),
     "gpt2-355m": _gpt2(Shape(layers=24, width=1024, heads=16)),
+    "gpt2-xl": _gpt2(Shape(layers=48, width=1600, heads=25)),
     "small-8000": _many(8000, 8 << 10),
     "tiny": _gpt2(Shape(layers=2, width=128, heads=4, vocabulary=5003, positions=128)),
 }

@@ -16,6 +16,7 @@ from typing import Any
 
 import limits
 import machine
+import torch
 from pagecache import evict
 from rich.console import Console
 from rich.table import Table
@@ -31,32 +32,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state", default="gpt2-124m")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="of the state: cpu or cuda")
     parser.add_argument("--dir", type=Path, default=HERE.parent / ".bench")
     parser.add_argument("--out", type=Path, help="default results/tiers_<hardware>_<date>.json")
     parser.add_argument("--child", choices=("die", "restore"), help=argparse.SUPPRESS)
     parser.add_argument("--hold", default="2m", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        _child(options.child, options.state, options.dir, options.hold)
+        _child(options.child, options)
         return 0
     directory = options.dir.resolve() / f"tiers-{os.getpid()}"
     directory.mkdir(parents=True)
     facts = machine.describe(directory)
     try:
-        runs = [_round(number, options.state, directory) for number in range(options.rounds)]
+        runs = [_round(number, options, directory) for number in range(options.rounds)]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return _report(options, facts, runs)
 
 
-def _round(number: int, state: str, directory: Path) -> dict[str, float]:
+def _round(number: int, options: argparse.Namespace, directory: Path) -> dict[str, float]:
     """A trainer that is killed, a start from its keeper's memory, another kill, and a start from the disk."""
-    _die(state, directory, hold="2m")
-    from_memory = _restore(state, directory)
+    _die(options, directory, hold="2m")
+    from_memory = _restore(options, directory)
     shutil.rmtree(directory / "home")
-    _die(state, directory, hold="0")
+    _die(options, directory, hold="0")
     evict(directory)
-    from_disk = _restore(state, directory)
+    from_disk = _restore(options, directory)
     shutil.rmtree(directory / "home")
     for found, source in ((from_memory, "memory"), (from_disk, str(directory / "home"))):
         if found["source"] != source:
@@ -73,18 +75,18 @@ def _round(number: int, state: str, directory: Path) -> dict[str, float]:
     return run
 
 
-def _die(state: str, directory: Path, *, hold: str) -> None:
-    status = subprocess.run(_command("die", state, directory, hold), check=False).returncode
+def _die(options: argparse.Namespace, directory: Path, *, hold: str) -> None:
+    status = subprocess.run(_command("die", options, directory, hold), check=False).returncode
     if status != -signal.SIGKILL:
         raise RuntimeError(f"the trainer ended with {status}")
 
 
-def _restore(state: str, directory: Path) -> dict[str, Any]:
-    command = _command("restore", state, directory, "0")
+def _restore(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    command = _command("restore", options, directory, "0")
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def _command(what: str, state: str, directory: Path, hold: str) -> list[str]:
+def _command(what: str, options: argparse.Namespace, directory: Path, hold: str) -> list[str]:
     script = str(Path(__file__).resolve())
     return [
         sys.executable,
@@ -92,7 +94,9 @@ def _command(what: str, state: str, directory: Path, hold: str) -> list[str]:
         "--child",
         what,
         "--state",
-        state,
+        options.state,
+        "--device",
+        options.device,
         "--dir",
         str(directory),
         "--hold",
@@ -100,14 +104,19 @@ def _command(what: str, state: str, directory: Path, hold: str) -> list[str]:
     ]
 
 
-def _child(what: str, state: str, directory: Path, hold: str) -> None:
+def _child(what: str, options: argparse.Namespace) -> None:
     sys.path.insert(0, str(HERE.parent / "src"))
     import holdfast
 
-    subject = build(state)
+    directory: Path = options.dir
+    subject = build(options.state, options.device)
     objects: dict[str, Any] = {"model": subject.model, "optimizer": subject.optimizer}
     checkpointer = holdfast.Checkpointer(
-        directory / "home", objects, every=10**9, quiet=True, memory=holdfast.Memory(keep_for=hold)
+        directory / "home",
+        objects,
+        every=10**9,
+        quiet=True,
+        memory=holdfast.Memory("32GiB", keep_for=options.hold),
     )
     if what == "die":
         checkpointer.prepare()
@@ -123,9 +132,12 @@ def _timed_restore(checkpointer: Any, subject: Subject, directory: Path) -> dict
     subject.scramble()
     started = time.perf_counter()
     step = checkpointer.restore()
+    if subject.device.type == "cuda":
+        torch.cuda.synchronize()
     restore_s = time.perf_counter() - started
     if step != 1 or subject.digest() != expected:
         raise RuntimeError(f"step {step} is not what was saved")
+    checkpointer.save(2)  # a restore alone leaves no line in the history
     checkpointer.close()
     return {"restore_s": restore_s, "memcpy_s": memcpy_s, "source": _source(directory)}
 

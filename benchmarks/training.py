@@ -15,6 +15,8 @@ from states import Subject
 
 BATCHES = {"cpu": (1, 64), "cuda": (8, 1024)}
 """Sequences and tokens of each, by device type: a step then takes some tenths of a second."""
+LARGE_BYTES, LARGE_BATCH = 10 << 30, (1, 1024)
+"""A state from this size on, and its batch, whose activations fit beside it on a device of 80 GB."""
 MIN_STEPS, MAX_SPAN_S = 4, 30.0
 
 
@@ -42,7 +44,8 @@ class Loop:
             raise ValueError(f"{subject.name} cannot be trained")
         self._subject = subject
         self._optimizer = subject.optimizer
-        self._tokens = torch.randint(subject.vocabulary, BATCHES[subject.device.type], device=subject.device)
+        batch = LARGE_BATCH if subject.num_bytes >= LARGE_BYTES else BATCHES[subject.device.type]
+        self._tokens = torch.randint(subject.vocabulary, batch, device=subject.device)
         self._entered_s = 0.0
         self._span = Span()
 
@@ -50,7 +53,7 @@ class Loop:
         """Add the hook that runs after all others; call when the peer has added its own."""
         self._last = self._optimizer.register_step_pre_hook(self._note_start)
 
-    def run(self, num_steps: int, peer: Peer | None = None, save: Callable[[], None] | None = None) -> Span:
+    def run(self, num_steps: int, peer: Peer | None = None, save: Callable[[], object] | None = None) -> Span:
         """Train; with `save`, call it before the first step.
 
         Args:

@@ -20,7 +20,14 @@ LIMIT_S = 1200.0
 
 
 def measure_alone(
-    contestant: str, state: str, number: int, directory: Path, *, pairs: int, device: str = "cpu"
+    contestant: str,
+    state: str,
+    number: int,
+    directory: Path,
+    *,
+    pairs: int,
+    device: str = "cpu",
+    loads: int = 3,
 ) -> Run:
     """One run of round `number`; `error` in it says what went wrong, if anything did.
 
@@ -32,7 +39,8 @@ def measure_alone(
     answer.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / "measure.py"), contestant, state, str(work), str(answer)]
     started = time.monotonic()
-    trouble = _run([*command, "--pairs", str(pairs), "--device", device], log=directory / "log")
+    command += ["--pairs", str(pairs), "--device", device, "--loads", str(loads)]
+    trouble = _run(command, log=directory / "log")
     found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"error": trouble}
     shutil.rmtree(work, ignore_errors=True)
     took_s = round(time.monotonic() - started, 1)

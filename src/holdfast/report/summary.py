@@ -14,6 +14,7 @@ from holdfast.hang import text as hang_text
 from holdfast.hang.incidents import HangIncident, list_hangs
 from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
+from holdfast.home.rollbacks import read_rollbacks
 from holdfast.report.attempts import AttemptSpan, attempt_spans
 from holdfast.report.curves import Curve, collect_curves
 from holdfast.report.events import MEMORY, HistoryEvent, parse_events
@@ -107,6 +108,7 @@ class RunSummary:
     num_torn: int
     curves: tuple[Curve, ...] = ()  # training metrics
     hangs: tuple[HangIncident, ...] = ()
+    rollbacks: tuple[run.Rollback, ...] = ()
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -169,7 +171,8 @@ def read_summary(store: Store) -> RunSummary:
         ),
         num_torn=num_torn,
     )
-    return replace(found, hangs=tuple(list_hangs(lines)))
+    rollbacks = read_rollbacks([store], None).found
+    return replace(found, hangs=tuple(list_hangs(lines)), rollbacks=rollbacks)
 
 
 def _read(store: Store, cls: type[Any], name: str) -> Any:

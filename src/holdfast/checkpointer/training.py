@@ -330,7 +330,7 @@ class Training:
         selection = Selection(None, True, None, None, choices=plan.choices, kept=kept)
         found = self.attempt.restore(selection)
         assert found is not None  # one of those that were chosen, or an error was raised
-        failpoint("trainer.rolled-back")
+        failpoint("rollback.restored")
         self._selection = None
         self._metrics.go_back(found.step)
         self._continue_from(found, selection)
@@ -344,7 +344,7 @@ class Training:
             )
         )
         rollback = record_rollback(self._components, config, plan, found, ranges, kept)
-        failpoint("trainer.rollback-noted")
+        failpoint("rollback.noted")
         leave_out(objects.skippables(), {key: [one] for key, one in ranges.items()}, lambda key: key)
         self._spikes.finish(rollback)
         show_rollback(self._components, rollback)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "examples" / "gpt"), str(Path(__file__).parents[1])]
-from model import Gpt
+from model import Gpt  # pyright: ignore[reportMissingImports]
 
 from checkpointer.sampling import LENGTH, VOCABULARY, SkippingSampler, draw
 

@@ -57,7 +57,7 @@ def _read_log(stores: Sequence[Store], attempt: int) -> bytes:
 
 
 def _values_of(text: bytes) -> Iterator[tuple[int, str, float]]:
-    """Yield step, name and value of each valid value in a line, the last one first."""
+    """Yield step, name and value of each value in a line, the last first."""
     if b'"metrics"' not in text:
         return
     try:

@@ -179,7 +179,7 @@ class Retention:
         return set(line.current) - kept | abandoned
 
     def _healthy_before(self, line: Sequence[CheckpointId], upto: int) -> set[CheckpointId]:
-        """Return the newest healthy checkpoint up to a step, and the oldest one after it, its successor."""
+        """Return the newest healthy checkpoint up to a step, and its successor."""
         healthy = [found for found in line if self._is_healthy(found)]
         before = [found for found in healthy if found[1] <= upto]
         return {*before[:1], *healthy[: len(healthy) - len(before)][-1:]}

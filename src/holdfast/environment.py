@@ -29,7 +29,7 @@ SANDBOX = "HOLDFAST_SANDBOX"
 
 _MAX_DIGITS = 18
 MAX_PLACE = 200
-"""Characters of the place at which a training hangs."""
+"""Characters of the place at which a training hangs, and of the reason why one has diverged."""
 
 
 def read_integer(name: str, default: int, *, minimum: int = 0) -> int:
@@ -100,6 +100,16 @@ def report_hang(step: int, place: str) -> None:
     _append({"hung": step, "place": place[:MAX_PLACE]})
 
 
+def report_divergence(step: int, reason: str) -> None:
+    """Report to the job, if any, that a training ends after too many rollbacks. Failures are ignored.
+
+    Args:
+        step: its newest completed step.
+        reason: text about the spike and the rollbacks.
+    """
+    _append({"diverged": step, "reason": reason[:MAX_PLACE]})
+
+
 def _append(fields: dict[str, str | int]) -> None:
     path = os.environ.get(PROGRESS)
     if not path:
@@ -152,6 +162,20 @@ def find_hang(path: Path, *, after: int) -> str | None:
     for fields in _lines(path, after):
         with contextlib.suppress(Corrupt):  # a line of another kind
             return fields.text("place")[:MAX_PLACE]
+    return None
+
+
+def find_divergence(path: Path, *, after: int) -> str | None:
+    """Return the reason of a training that ended after too many rollbacks; None without one.
+
+    Args:
+        path: file of progress.
+        after: size of the file, in bytes, when the training was started.
+    """
+    for fields in _lines(path, after):
+        with contextlib.suppress(Corrupt):  # a line of another kind
+            fields.integer("diverged")
+            return fields.text("reason")[:MAX_PLACE]
     return None
 
 

@@ -10,6 +10,7 @@ HoldfastError
 ├── Conflict        another owner has the name, or a newer attempt has taken over
 ├── InvalidInput    the arguments or the state cannot be used as given (also a ValueError)
 ├── Unsupported     this version, platform or store does not support the request
+├── Diverged        the loss is in a spike again after as many rollbacks as allowed: change the training
 └── Internal        a bug of Holdfast; please report it
 
 Every class can be pickled, so errors cross process borders with their attributes.
@@ -113,6 +114,12 @@ class Unsupported(HoldfastError):
     """A valid request that this version, platform or store does not support."""
 
     kind = "unsupported"
+
+
+class Diverged(HoldfastError):
+    """A training that is in a spike again after as many rollbacks as allowed."""
+
+    kind = "diverged"
 
 
 class Internal(HoldfastError):

@@ -25,6 +25,8 @@ POINTS = (
     "trainer.staging",  # copy under way
     "trainer.staged",  # copy complete, not submitted
     "trainer.handed",  # submitted to the keeper
+    "rollback.restored",  # an earlier checkpoint is restored because of a spike, without a record
+    "rollback.noted",  # the record is durable, the checkpoint is not saved anew
     "compiled.packed",  # a pack of compiled files is in home, no index lists it
     "writeback.fetched",  # an object is in a temporary file, not yet in the directory
     "writeback.captured",  # the version of a closed file is kept, not in the journal yet

@@ -13,7 +13,8 @@ from holdfast.failpoint import POINTS
 
 @pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "point", [point for point in POINTS if not point.startswith(("writeback.", "compiled.", "jobs."))]
+    "point",
+    [point for point in POINTS if not point.startswith(("writeback.", "compiled.", "jobs.", "rollback."))],
 )
 def test_a_kill_between_any_two_effects_loses_nothing(
     playground: Playground, uninterrupted: str, point: str, count: int

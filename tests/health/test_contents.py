@@ -103,6 +103,15 @@ def test_huge_values_are_finite_though_their_squares_are_not() -> None:
     assert found.squares.parameters is None
 
 
+def test_parameters_may_not_hold_infinities() -> None:
+    """SGD turns a bias of zeros into infinities by one infinite gradient."""
+    lost = torch.full((4,), -math.inf)
+    assert check({"fc.bias": lost}).bad == ("fc.bias",)
+    moments = {"opt.state.gain.exp_avg": values(4, torch.float32)}
+    assert check({"gain": lost, **moments}).bad == ("gain",)
+    assert check({"gain": lost}).bad == ()  # it may be a mask
+
+
 def test_masks_may_hold_infinities_and_optimizers_may_not() -> None:
     mask = torch.full((100, 1000), -math.inf).triu(1)
     tensors = {"attn.mask": mask, "best": torch.tensor(math.inf), "w": values(10, torch.float32)}

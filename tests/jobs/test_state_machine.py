@@ -43,6 +43,7 @@ FAILED = Outcome(Phase.RUN, code=1)
 PREEMPTED = Outcome(Phase.RUN, code=PREEMPTED_STATUS)
 LOST = Outcome(Phase.RUN)
 KILLED = Outcome(Phase.RUN, killed_by=9)
+DIVERGED = Outcome(Phase.RUN, code=1, diverged="loss is 9 at step 7")
 HUNG = Outcome(Phase.RUN, code=HUNG_STATUS, hung="rank 3 in train.py:88 (step)")
 STOPPED = Outcome(Phase.RUN, killed_by=9, is_stopped=True)
 BAD_SETUP = Outcome(Phase.SETUP, code=2)
@@ -338,7 +339,15 @@ def test_a_hang_restarts_the_job_unless_it_is_at_the_same_place_again(
         assert exit_status(scenario.life) == HUNG_STATUS
 
 
-outcomes = st.sampled_from([DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP, HUNG])
+def test_a_training_that_diverged_is_not_restarted() -> None:
+    scenario = Scenario(RestartPolicy(max_restarts=5, free_codes=frozenset({1})))
+    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, DIVERGED))
+    assert scenario.apply(AttemptExited(1, True)) is JobStatus.FAILED
+    assert scenario.life.reason == "node 0 diverged: loss is 9 at step 7"
+    assert exit_status(scenario.life) == 1
+
+
+outcomes = st.sampled_from([DIVERGED, DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP, HUNG])
 events = st.one_of(
     st.just(ControllerStarted()),
     st.builds(NodesRunning, st.integers(1, 4)),

@@ -22,6 +22,7 @@ from nursery import shared
 from servers import reserve_port
 
 TRAINING = Path(__file__).parent / "training.py"
+SPIKING = Path(__file__).parents[1] / "checkpointer" / "spiking.py"
 TOTAL = 60
 EVERY = 5
 PAUSE = ("--pause-at", "40")
@@ -105,6 +106,19 @@ def test_a_training_that_hangs_starts_again_by_itself(
     first = list_attempts(read_changes(harness.files(job)))[0]
     assert first.reason.startswith("node 0 hung (rank 0 in training.py:")
     assert "THE TRAINING HANGS" in harness.log(job)
+
+
+@pytest.mark.slow
+def test_a_training_that_diverges_ends_with_that_reason(harness: JobHarness) -> None:
+    """However many restarts after errors are allowed: each would resume in the same spike."""
+    words = [
+        *(sys.executable, str(SPIKING), str(harness.folder / "home"), "300", "--poison", "400", "100000000"),
+        *("--on-spike", "rollback", "--max-rollbacks", "1"),
+    ]
+    job = harness.wait(harness.submit(" ".join(words), head=RESTARTS), JobStatus.FAILED)
+    assert job.reason.startswith("node 0 diverged: loss is ")
+    assert "again after 1 rollback in a row\n" in job.reason
+    assert len(list_attempts(read_changes(harness.files(job)))) == 1
 
 
 @pytest.mark.slow

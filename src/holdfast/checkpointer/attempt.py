@@ -134,6 +134,7 @@ class Attempt:
             keep_best=options.keep.best,
             keep_metric=options.keep.metric,
             keep_mode=options.keep.mode,
+            healthy_back=options.spike.healthy_back,
             on_hang=options.hang.action,
             hang_step_s=options.hang.limits.step_s,
             hang_first_s=options.hang.limits.first_s,
@@ -360,12 +361,12 @@ class Attempt:
             self._has_noted_end = True
             self.keeper.record("ended", step=self._components.cadence.saved_step, detail=reason)
 
-    def go_back(self) -> Attempt:
+    def go_back(self, reason: str = "") -> Attempt:
         """End this attempt, and return the one that restores and saves from an earlier step."""
         with contextlib.suppress(HoldfastError):
             self.wait()  # training goes back, so a failed save no longer matters
         self._pipeline.stager.wait()
         if self.keeper is not None:
-            self.note_end("went back")
+            self.note_end(f"went back ({reason})" if reason else "went back")
             self.keeper.close(frees_memory=True)
         return Attempt(self._components, run=self._run)

@@ -24,6 +24,7 @@ from holdfast.checkpointer.options import (
     Options,
     Preemption,
     Reads,
+    Spike,
     parse_compile_cache,
     parse_hang,
     parse_home,
@@ -31,6 +32,7 @@ from holdfast.checkpointer.options import (
     parse_local,
     parse_memory,
     parse_preemption,
+    parse_spike,
 )
 from holdfast.checkpointer.restoration import Selection
 from holdfast.checkpointer.training import Training
@@ -65,6 +67,9 @@ class Checkpointer:
         limits: number of failures and waiting times after which the run raises.
         on_hang: what to do when the training makes no progress: "report" the stacks of all ranks, "restart"
             it, "off", or a `Hang` with limits of its own.
+        on_spike: what to do when the recorded loss, or norm of gradients, is in a spike: "report" it,
+            "rollback" to the newest healthy checkpoint before it and leave out the samples since then, "off",
+            or a `Spike` with numbers of its own.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.ranks`.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
@@ -93,6 +98,7 @@ class Checkpointer:
         compile_cache: int | str | bool | CompileCache = "1GiB",
         limits: Limits = Limits(),
         on_hang: str | Hang = "report",
+        on_spike: str | Spike = "report",
         group: RankGroup | None = None,
         take_over: bool = False,
         quiet: bool = False,
@@ -108,9 +114,15 @@ class Checkpointer:
             parse_compile_cache(compile_cache),
             limits,
             parse_hang(on_hang),
+            parse_spike(on_spike),
             take_over,
             quiet,
         )
+        if options.spike.action == "rollback" and state is None:
+            raise InvalidInput(
+                'on_spike="rollback" restores the state while training runs, and this Checkpointer was made '
+                'without one. Give it a state, Checkpointer(home, state), or use on_spike="report".'
+            )
         self._components = Components.make(options, state, group)
         self._training = Training(self._components)
         self.home = self._components.tiers.home
@@ -127,6 +139,14 @@ class Checkpointer:
     def preempted(self) -> str | None:
         """Reason why the run has to stop, agreed by all ranks; None while it need not."""
         return self._training.preempted
+
+    @property
+    def spike(self) -> str | None:
+        """Reason why training has to go back, agreed by all ranks; None while it need not.
+
+        Only with `on_spike="rollback"`. A loop of your own then calls `roll_back`.
+        """
+        return self._training.spike
 
     @property
     def restored_step(self) -> int | None:
@@ -162,13 +182,15 @@ class Checkpointer:
         restored before, with its `strict` and `rename`. Yields the number of steps completed so far; the
         loop's body completes one more. Saves when due, and calls `finish` at the end. A loop that is left by
         `break` or `return` is saved too, but not finished. One that is left by an exception is not saved,
-        since its last step may be incomplete. A run that has all its steps already yields nothing.
+        since its last step may be incomplete. A run that has all its steps already yields nothing. With
+        `on_spike="rollback"` the steps after a rollback come again.
 
         Raises:
             InvalidInput: `total` is not a whole number from 0.
             Conflict: another living process saves to this home; see `take_over`.
             Preempted: after a preemption notice, once the save of the agreed step is durable, unless that is
                 the last step. It is a SystemExit with status 75; do not catch it.
+            Diverged: a metric is in a spike, after as many rollbacks in a row as `on_spike` allows.
 
         Ranks: collective; every rank runs the same steps.
         """
@@ -188,18 +210,23 @@ class Checkpointer:
                 self.save(step)
             if self.preempted and step < total:  # else the run is complete and need not start again
                 self._training.stop(step)
+            if self.spike:
+                step = self.roll_back()
         self.finish(step)
 
     def should_save(self, step: int) -> bool:
         """Return True if `step` should be saved now: it is due, or a preemption notice arrived.
 
-        After a notice `preempted` holds the reason, on all ranks at the same step.
+        After a notice `preempted` holds the reason, on all ranks at the same step, and likewise `spike` if
+        training has to go back.
 
         Args:
             step: optimizer steps completed.
 
         Raises:
-            InvalidInput: `step` is not a whole number from 0, or this thread is within another call.
+            InvalidInput: `step` is not a whole number from 0, or this thread is within another call; or
+                training did not go back where it had to.
+            Diverged: a metric is in a spike, after as many rollbacks in a row as `on_spike` allows.
 
         Ranks: collective; every rank calls it after every step.
         Blocks: hardly; the ranks exchange a few flags while the step runs.
@@ -211,7 +238,8 @@ class Checkpointer:
         """Count one completed step, save it if due, and return the number of completed steps.
 
         One call per step is all that a loop of your own needs between `restore` and `finish`. The count
-        continues from the restored step, and is the step of a checkpoint: the optimizer steps completed.
+        continues from the restored step, and is the step of a checkpoint: the optimizer steps completed. With
+        `on_spike="rollback"` it may go back.
 
         Raises:
             Preempted: after a preemption notice, once the save of this step is durable. It is a SystemExit
@@ -227,7 +255,7 @@ class Checkpointer:
             self.save(step)
         if self.preempted:
             self._training.stop(step)
-        return step
+        return self.roll_back() if self.spike else step
 
     def record(self, step: int | None = None, /, **values: SupportsFloat) -> None:
         """Record metrics of a step in the history, such as `record(loss=loss, lr=lr)`. On rank 0 only.
@@ -556,6 +584,22 @@ class Checkpointer:
                 'keep=Keep(best=1, metric="loss", mode="min"), and call record(loss=...).'
             )
         return None
+
+    def roll_back(self) -> int:
+        """Go back to the newest healthy checkpoint before a spike, and return its step.
+
+        For a loop of your own, once `spike` is set. What can skip samples leaves out those since then, for
+        ever: also after a restore of an older checkpoint. See `Spike`.
+
+        Raises:
+            InvalidInput: `spike` is not set; or an object of the state refuses to skip samples.
+            HoldfastError: as `restore` and `save`.
+
+        Ranks: collective.
+        Blocks: until the saves under way are durable, and the state is restored and saved anew.
+        """
+        with self._training.guard("roll_back()", alone=True):
+            return self._training.roll_back()
 
     # -- ending ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from types import MappingProxyType
 from typing import Any, Protocol, SupportsFloat
 
 from holdfast.checkpointer.save_metrics import SaveMetrics
@@ -48,6 +50,14 @@ _Row = tuple[int, int, dict[str, float]]
 """Step of the values, step of the save that they are about, and the values."""
 
 
+@dataclass(frozen=True, slots=True)
+class ObservedSpike:
+    """Spike of a recorded metric that has not ended: the step of its first high value, and a description."""
+
+    first_step: int
+    detail: str
+
+
 class MetricsBuffer:
     """Buffer of metrics by step, in the order of recording.
 
@@ -68,11 +78,35 @@ class MetricsBuffer:
         self._sent_s = -math.inf
         self._lock = threading.Lock()
 
-    def restart(self, step: int) -> None:
-        """Continue from `step`, which was restored: what is recorded now belongs to the next one."""
+    def restart(self, step: int, before: Mapping[int, Mapping[str, float]] = MappingProxyType({})) -> None:
+        """Continue from `step`, which was restored: what is recorded now belongs to the next one.
+
+        Args:
+            before: values that were recorded for the steps before, in ascending order.
+        """
         with self._lock:
             self.num_done, self._saves = step, SaveMetrics()
             self._watch = SpikeWatch()
+            for at, values in before.items():
+                self._watch.observe(at, values)
+
+    def go_back(self, step: int) -> None:
+        """Continue from `step`, which was restored because of a spike. Values before it still count."""
+        with self._lock:
+            self.num_done, self._saves = step, SaveMetrics()
+            self._watch.go_back()
+
+    def watch(self) -> ObservedSpike | None:
+        """Observe the values of complete steps as far as they have arrived. Return the present spike."""
+        with self._lock:
+            rows = islice(self._rows, self._num_watched, None)
+            arrived = takewhile(
+                lambda row: row[0] <= self.num_done and all(map(_has_arrived, row[2].values())), rows
+            )
+            self._observe([(step, of_save, _read_all(values)) for step, of_save, values in arrived])
+            first = self._watch.spike
+            trend = None if first is None else self._watch.trend()
+            return None if first is None or trend is None else ObservedSpike(first.step, trend.detail)
 
     def begin_save(self, step: int) -> None:
         """Record that a save of `step` begins."""
@@ -174,7 +208,7 @@ class MetricsBuffer:
             must_wait = upto is None or step <= upto
             if not must_wait and not all(_has_arrived(value) for value in values.values()):
                 break
-            found.append((step, of_save, {name: _read(value) for name, value in values.items()}))
+            found.append((step, of_save, _read_all(values)))
         return found
 
 
@@ -183,6 +217,10 @@ def _has_arrived(value: float | PendingScalar) -> bool:
         return not isinstance(value, PendingScalar) or value.is_ready
     except RuntimeError:
         return True  # its device has failed, so it never arrives
+
+
+def _read_all(values: Mapping[str, float | PendingScalar]) -> dict[str, float]:
+    return {name: _read(value) for name, value in values.items()}
 
 
 def _read(value: float | PendingScalar) -> float:

@@ -19,6 +19,10 @@ from holdfast.units import Duration, parse_bytes, parse_duration
 
 HANG_ACTIONS = ("report", "restart", "off")
 """Responses to a training that makes no progress."""
+SPIKE_ACTIONS = ("report", "rollback", "off")
+"""Responses to a spike of the recorded loss or norm of gradients."""
+_MOST_NOTICED_STEPS = 16
+"""Steps after which a spike is usually noticed, on all ranks."""
 _DEFAULT_CACHE = "1GiB"
 
 
@@ -228,6 +232,48 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
+class Spike:
+    """Response to a spike of the recorded loss, or of the norm of gradients.
+
+    Args:
+        action: "report" it; "rollback": also go back to the newest healthy checkpoint before it, and leave
+            out the samples since then; "off" to do neither.
+        max_rollbacks: rollbacks in a row, without a healthy checkpoint after the last spike; one more and
+            the run raises `Diverged`.
+        back: least number of steps between the checkpoint and the first high value.
+        skip: steps whose samples are left out after those of the spike too. The range doubles with each
+            further rollback in a row.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+
+    Source: "rollback" is the recipe of PaLM (arXiv 2204.02311): go back about 100 steps, and skip the
+        batches around the spike.
+    """
+
+    action: str = "report"
+    _: KW_ONLY
+    max_rollbacks: int = 3
+    back: int = 20
+    skip: int = 0
+
+    def __post_init__(self) -> None:
+        if self.action not in SPIKE_ACTIONS:
+            raise InvalidInput(f"on_spike= is one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r:.100}.")
+        _check_count(self.max_rollbacks, "Spike(max_rollbacks=)", least=1)
+        _check_count(self.back, "Spike(back=)", least=0)
+        _check_count(self.skip, "Spike(skip=)", least=0)
+
+    @property
+    def healthy_back(self) -> int | None:
+        """Steps from a healthy checkpoint that is kept to the newest one; None for no limit.
+
+        The newest checkpoint may be of a step of the spike, which is noticed only after some.
+        """
+        return self.back + _MOST_NOTICED_STEPS if self.action == "rollback" else None
+
+
+@dataclass(frozen=True, slots=True)
 class CompileCache:
     """Cache in home for compiled code: a start on another machine loads it instead of compiling.
 
@@ -302,6 +348,7 @@ class Options:
     compile_cache: CompileCache | None
     limits: Limits
     hang: Hang
+    spike: Spike
     take_over: bool
     quiet: bool
 
@@ -334,6 +381,11 @@ def parse_preemption(value: str | Preemption | None) -> Preemption:
 def parse_hang(value: str | Hang) -> Hang:
     """Return the value of an `on_hang=` argument."""
     return value if isinstance(value, Hang) else Hang(value)
+
+
+def parse_spike(value: str | Spike) -> Spike:
+    """Return the value of an `on_spike=` argument."""
+    return value if isinstance(value, Spike) else Spike(value)
 
 
 def parse_compile_cache(value: int | str | bool | CompileCache) -> CompileCache | None:

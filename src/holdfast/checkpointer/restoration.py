@@ -29,6 +29,8 @@ class Selection:
     is_new: bool = False  # into new tensors and values
     with_rng: bool = True  # with the random number generators of the process
     verify: bool = False  # everything, also what is not loaded
+    choices: tuple[tuple[int, int], ...] | None = None  # (attempt, step): the newest of these and no other
+    kept: Collection[str] = ()  # key paths of objects that stay as they are
 
 
 class Restoration:
@@ -85,6 +87,7 @@ class Restoration:
                 step=selection.step,
                 best=options.keep if selection.best else None,
                 healthy=selection.healthy,
+                choices=selection.choices,
                 num_threads=options.reads.threads,
                 share_reads=options.reads.shared,
                 source_rank=options.reads.source_rank,
@@ -124,6 +127,7 @@ class Restoration:
                 others=others,
                 strict=selection.strict,
                 only=selection.only,
+                kept=selection.kept,
                 rename=selection.rename,
                 with_rng=selection.with_rng,
                 own_rank=is_own_rank,

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.callsite import warn
 from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.restoration import describe_skipped
+from holdfast.checkpointer.skipped_samples import describe_skipped_samples, rewound_streams
 from holdfast.errors import ResumeWarning
+from holdfast.format.run import Rollback
+from holdfast.log import get_logger
 from holdfast.restore.request import Restored
 from holdfast.units import format_bytes, format_duration
+
+_log = get_logger("checkpointer")
 
 
 def show_restored(components: Components, found: Restored) -> None:
@@ -37,10 +43,63 @@ def show_what_is_left(components: Components, step: int, total: int) -> None:
         components.show(f"training continues from step {step} to step {total}")
 
 
+def show_rollback(components: Components, rollback: Rollback) -> None:
+    """Log a line about a rollback on rank 0."""
+    if components.ranks.rank == 0:
+        _log.warning(
+            "SPIKE: %s. Training went back from step %d to step %d of attempt %d; %s.",
+            rollback.reason,
+            rollback.last_step,
+            rollback.base_step,
+            rollback.base_attempt,
+            describe_skipped_samples(rollback.skipped, rollback.kept),
+        )
+
+
+def warn_of_samples(found: Restored, unknown: Sequence[str], *, has_kept: bool) -> None:
+    """Warn of samples that rollbacks have left out, and that come again after a restore.
+
+    Args:
+        found: the restored checkpoint.
+        unknown: keys of objects that the state does not have.
+        has_kept: the objects that only iterate stayed at their position.
+    """
+    for text in found.rollbacks.unreadable:
+        warn(
+            f"The record of a rollback cannot be read, so its samples come again: {text} Bring the file back "
+            "from a copy.",
+            ResumeWarning,
+        )
+    if unknown:
+        warn(
+            f"Rollbacks have left out samples of {', '.join(map(repr, unknown))}, and the state has no "
+            "object of that name that can skip, so these samples come again. Use the same key, or rename=.",
+            ResumeWarning,
+        )
+    rewound = None if has_kept else rewound_streams(found.rollbacks, (found.attempt, found.step))
+    if rewound is not None:
+        rollback, keys = rewound
+        warn(
+            f"Step {found.step} of attempt {found.attempt} is from before the rollback of attempt "
+            f"{rollback.attempt}, and {', '.join(map(repr, keys))} cannot skip, so the samples of the spike "
+            f"at step {rollback.first_step} come again. An object with `position` and `skip` would not.",
+            ResumeWarning,
+        )
+
+
 def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     """Warn of state that will not resume exactly; in a new run suggest `holdfast check`."""
     for doubt in components.pipeline.objects.review(has_live_objects=components.has_state):
         warn(f"The run will not resume exactly: {doubt.text}", ResumeWarning)
+    objects = components.pipeline.objects
+    if components.options.spike.action == "rollback" and not (objects.skippables() or objects.streams()):
+        warn(
+            'on_spike="rollback": the state has no object that can skip samples. After a rollback an '
+            "iterator of the loop continues where it is, so the samples of the spike are left out until the "
+            "next start. Batches that depend on the step number or on random numbers come again. Add a "
+            "sampler with `position` and `skip` to the state.",
+            ResumeWarning,
+        )
     if is_new_run:
         name = Path(sys.argv[0]).name
         script = name if name.endswith(".py") else "train.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from holdfast.checkpointer.cadence import Flags
 from holdfast.checkpointer.components import Components
@@ -12,23 +13,39 @@ from holdfast.keeper import Keeper
 from holdfast.notice import NoticeWatcher
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Outcome of an exchange, equal on all ranks.
+
+    Attributes:
+        is_due: all ranks save this step.
+        is_preempted: a rank has received a preemption notice.
+        is_spiking: the ranks have to decide about a spike.
+    """
+
+    is_due: bool
+    is_preempted: bool
+    is_spiking: bool
+
+
 class StepSync:
     """One rank's side of the exchange that follows each step of an attempt."""
 
     def __init__(self, components: Components, saves: Saves) -> None:
         self._components, self._saves = components, saves
+        self._is_late = components.ranks.world_size > 1  # flags arrive with the next exchange
         self._scores = Scores(components.options.keep, is_alone=components.ranks.world_size == 1)
 
-    def exchange(self, step: int, keeper: Keeper | None, notices: NoticeWatcher) -> tuple[bool, bool]:
+    def exchange(
+        self, step: int, keeper: Keeper | None, notices: NoticeWatcher, *, is_spiking: bool = False
+    ) -> StepOutcome:
         """Exchange flags about a completed step with the other ranks.
 
         Args:
             step: optimizer steps completed.
             keeper: this rank's; None before the claim.
             notices: preemption notices of this rank.
-
-        Returns:
-            Whether all ranks save this step, and whether a rank has received a preemption notice.
+            is_spiking: the ranks have to decide about a spike.
 
         Ranks: collective.
         """
@@ -43,18 +60,24 @@ class StepSync:
             is_advised=notices.pop_rebalance() is not None,
             lacks_proposal=lacks_proposal,
             is_torn=saves.must_repeat,
+            is_spiking=is_spiking,
         )
         values, (lowest, score) = self._components.ranks.exchange_flags(
             step, flags, (newest, self._score_of_last())
         )
-        received = Flags(*values)
+        received = self._without_old(Flags(*values))
         self._receive_stable(lowest, keeper, is_lacked=received.lacks_proposal)
         self._receive_score(score, keeper)
         decision = cadence.decide(step, now_s, received)
         if decision.is_repeat:
             saves.note_tear()
         is_saved = saves.last is not None and saves.last.step == step
-        return decision.is_due and not is_saved, received.is_preempted
+        return StepOutcome(decision.is_due and not is_saved, received.is_preempted, received.is_spiking)
+
+    def _without_old(self, received: Flags) -> Flags:
+        """Return the received flags; at first without what an attempt before has sent about its steps."""
+        is_old, self._is_late = self._is_late, False
+        return Flags(is_preempted=received.is_preempted) if is_old else received
 
     def _receive_stable(self, lowest: int, keeper: Keeper | None, *, is_lacked: bool) -> None:
         """Process the exchange about the newest step that all ranks have; see `StableStep`."""

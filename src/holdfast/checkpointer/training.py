@@ -18,15 +18,29 @@ from holdfast.checkpointer.call_guard import CallGuard
 from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.position import Position
 from holdfast.checkpointer.restoration import Selection
-from holdfast.checkpointer.status_lines import show_restored, show_what_is_left, warn_of_doubts
+from holdfast.checkpointer.rollback import positions_of, ranges_to_skip, record_rollback
+from holdfast.checkpointer.skipped_samples import describe_skipped_samples, leave_out
+from holdfast.checkpointer.spike_response import SpikeResponse
+from holdfast.checkpointer.status_lines import (
+    show_restored,
+    show_rollback,
+    show_what_is_left,
+    warn_of_doubts,
+    warn_of_samples,
+)
 from holdfast.checkpointer.trial import Trial
 from holdfast.compiled import CLOSE_LIMIT_S
 from holdfast.environment import report_preemption
 from holdfast.errors import PREEMPTED_STATUS, HoldfastError, InvalidInput, Preempted, SaveWarning
+from holdfast.failpoint import failpoint
+from holdfast.health.spikes import NUM_RECENT, WINDOW
+from holdfast.home.recorded_values import read_recent_values
 from holdfast.keeper import Save
 from holdfast.notice import NoticeWatcher
 from holdfast.process_exit import hard_exit, hard_exit_at_exit
+from holdfast.restore.request import Restored
 from holdfast.state import stepping
+from holdfast.state.load import renamer
 
 
 class Training:
@@ -48,6 +62,7 @@ class Training:
         self._pipeline, self._cadence = components.pipeline, components.cadence
         self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
         self._selection: Selection | None = None  # of a `restore` that `begin_loop` repeats
+        self._spikes = SpikeResponse(components)
         self._trial = Trial.of_environment()
         self._calls = CallGuard()
         self._has_reviewed = False
@@ -114,17 +129,28 @@ class Training:
         attempt, self._metrics.num_done = self.attempt, step
         if self._components.pulse is not None:
             self._components.pulse.beat(step)
-        is_due, is_preempted = attempt.step_sync.exchange(step, attempt.keeper, self.notices)
+        self._spikes.check()
+        is_spiking = self._spikes.observe(attempt)
+        outcome = attempt.step_sync.exchange(step, attempt.keeper, self.notices, is_spiking=is_spiking)
         attempt.warn_if_overdue()
-        if is_preempted and self.preempted is None:
+        if outcome.is_spiking and not outcome.is_preempted:
+            with self.phase("the decision about a spike"):
+                self._spikes.decide(step, attempt)
+        if outcome.is_preempted and self.preempted is None:
             self.preempted = self.notices.reason or "another rank's notice"
         if self._components.has_state and not self._pipeline.has_plan:
             self._pipeline.prepare_in_background()
         self._cadence.begin_step(time.monotonic())
+        is_due = outcome.is_due and self._spikes.planned is None
         if self._trial is not None:
             is_due = self._trial.reach(step, is_due=is_due, wait=attempt.wait)
         self.position.reach(step)
         return is_due
+
+    @property
+    def spike(self) -> str | None:
+        """Reason why training has to go back, agreed by all ranks; None while it need not."""
+        return None if self._spikes.planned is None else self._spikes.planned.reason
 
     def record(self, step: int | None, values: Mapping[str, SupportsFloat]) -> None:
         """Record metrics of a step; of the one that is running if it is None."""
@@ -259,14 +285,72 @@ class Training:
         self._selection = selection
         if found is None:
             return None
+        self._metrics.restart(found.step, self._read_values_before(found))
+        self._continue_from(found, selection)
+        return found.step
+
+    def _read_values_before(self, found: Restored) -> Mapping[int, Mapping[str, float]]:
+        """Return the values recorded before a restored checkpoint, which later ones are compared with."""
+        if self._components.options.spike.action == "off" or self._ranks.rank != 0:
+            return {}
+        line = (*found.ancestors, (found.attempt, found.step))
+        return read_recent_values(self._components.tiers.durable_stores(), line, WINDOW + NUM_RECENT)
+
+    def _continue_from(self, found: Restored, selection: Selection) -> None:
+        """Continue from a checkpoint that was restored, without the samples of earlier rollbacks."""
         show_restored(self._components, found)
         self.position.clear()  # the state is no longer that of the step which a loop has reached
-        self._metrics.restart(found.step)
         self._saved.clear()
+        self._spikes.restart(found.rollbacks)
+        objects = self._pipeline.objects
+        unknown = leave_out(objects.skippables(), found.rollbacks.skipped(), renamer(selection.rename))
+        if self._ranks.rank == 0:
+            warn_of_samples(found, unknown, has_kept=bool(selection.kept))
         if self._trial is not None:
             self._trial.note("restored", found.step)
         self._cadence.restart(found.step, time.monotonic())
         self.attempt.report_progress(found.step)
+
+    def roll_back(self) -> int:
+        """Go back to the agreed checkpoint, save it anew, and return its step.
+
+        If this process is killed before the record is written, nothing has happened: the next start resumes
+        from the newest checkpoint, and notices the spike again. After that, no start resumes from the stretch
+        that the record names.
+        """
+        plan = self._spikes.planned
+        if plan is None:
+            raise InvalidInput(
+                'roll_back() is for a loop of your own with on_spike="rollback", once `spike` is set. '
+                "Nothing was done."
+            )
+        objects, config = self._pipeline.objects, self.attempt.begin().config
+        before, kept = positions_of(objects.skippables()), tuple(objects.streams())
+        self.attempt = self.attempt.go_back(plan.reason)
+        selection = Selection(None, True, None, None, choices=plan.choices, kept=kept)
+        found = self.attempt.restore(selection)
+        assert found is not None  # one of those that were chosen, or an error was raised
+        failpoint("rollback.restored")
+        self._selection = None
+        self._metrics.go_back(found.step)
+        self._continue_from(found, selection)
+        ranges = self._ranks.share(
+            ranges_to_skip(
+                before,
+                objects.skippables(),
+                plan,
+                restored_step=found.step,
+                extra_steps=self._components.options.spike.skip,
+            )
+        )
+        rollback = record_rollback(self._components, config, plan, found, ranges, kept)
+        failpoint("rollback.noted")
+        leave_out(objects.skippables(), {key: [one] for key, one in ranges.items()}, lambda key: key)
+        self._spikes.finish(rollback)
+        show_rollback(self._components, rollback)
+        samples = describe_skipped_samples(rollback.skipped, rollback.kept)
+        self.attempt.note("rollback", step=found.step, detail=f"{rollback.reason}; {samples}")
+        self._save(found.step, must=True)
         return found.step
 
     def load(self, selection: Selection, into: MutableMapping[str, Any]) -> bool:

@@ -28,6 +28,7 @@ _RANK_FILE = re.compile(
     rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-{_A}(\.json|\.safetensors|-frozen\.safetensors)"
 )
 
+_ROLLBACK = re.compile(rf"attempts/{_A}-rollback\.json")
 _EMPTIED = re.compile(rf"attempts/{_A}-emptied\.json")
 _NUMBERED = re.compile(
     r"(?:attempts|history|compiled/[^/]+|step-[0-9]{8,})/(?:[^/]*-)?a([0-9]{4,18})[-.][^/]*"
@@ -64,6 +65,11 @@ def emptied(attempt_number: int) -> str:
     Every checkpoint up to this attempt was deleted on purpose.
     """
     return f"attempts/a{attempt_number:04d}-emptied.json"
+
+
+def rollback(attempt_number: int) -> str:
+    """Return the name of the record of an attempt that went back: `attempts/a0003-rollback.json`."""
+    return f"attempts/a{attempt_number:04d}-rollback.json"
 
 
 def manifest(step: int, attempt_number: int) -> str:
@@ -124,6 +130,12 @@ def parse_emptied(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def parse_rollback(name: str) -> int | None:
+    """Return the attempt number of the record of a rollback, or None for another name."""
+    found = _ROLLBACK.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def check_size(name: str, num_bytes: int) -> None:
     """Raise for a document larger than its kind allows, before it is read.
 
@@ -139,7 +151,7 @@ def check_size(name: str, num_bytes: int) -> None:
 
 
 def _limit_of(name: str) -> int | None:
-    if name in (RUN, DONE) or parse_emptied(name) is not None:
+    if name in (RUN, DONE) or parse_emptied(name) is not None or parse_rollback(name) is not None:
         return MAX_SMALL_BYTES
     if parse_history(name):
         return MAX_LOG_BYTES

@@ -1,4 +1,4 @@
-"""Small sealed documents of a run: run, claim, proof of saves, done, refusal, note of a restore, metrics."""
+"""Small sealed documents of a run: run, claim, rollback, proof of saves, done, refusal, note, metrics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from holdfast.documents import MAX_NUMBER, Fields
+from holdfast.documents import MAX_NUMBER, Fields, refuse
+from holdfast.format.health import MAX_REASON_CHARS
 from holdfast.format.limits import MAX_ATTEMPT, MAX_NAME_CHARS, MAX_RANKS, MAX_SMALL_BYTES, MAX_STEP, RUN_ID
 from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.format.versions import Versions
 
-_T = TypeVar("_T", "Run", "AttemptClaim", "Saved", "Emptied", "Done", "Refusal", "SkippedNote", "Metrics")
+_T = TypeVar(
+    "_T", "Run", "AttemptClaim", "Saved", "Emptied", "Done", "Refusal", "SkippedNote", "Metrics", "Rollback"
+)
+
+MAX_ROLLBACK_KEYS = 64
+"""Objects that a rollback's record names as skipping, and as kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,39 @@ class Emptied:
     run: str
     attempt: int
     deleted_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """`attempts/aNNNN-rollback.json`: record of an attempt that went back behind a spike.
+
+    Attributes:
+        attempt: the attempt, which ended with it.
+        base_attempt: attempt of the checkpoint that training went back to.
+        base_step: its step.
+        first_step: first step of the spike.
+        last_step: last step of the attempt.
+        in_a_row: rollbacks without progress, with this one.
+        reason: the value that was high.
+        skipped: for each object of the state that can skip samples, the first one skipped and the end.
+        kept: objects of the state that stayed at their position, and cannot skip after another restore.
+    """
+
+    run: str
+    attempt: int
+    base_attempt: int
+    base_step: int
+    first_step: int
+    last_step: int
+    in_a_row: int
+    reason: str
+    skipped: Mapping[str, tuple[int, int]]
+    kept: tuple[str, ...]
+    noted_unix_s: float
+
+    def supersedes(self, attempt: int, step: int) -> bool:
+        """Return True for a checkpoint of the stretch that training went back behind."""
+        return attempt <= self.attempt and (attempt, step) > (self.base_attempt, self.base_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +147,9 @@ def encode_metric(value: float) -> float | str:
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
-def document(value: Run | AttemptClaim | Saved | Emptied | Done | Refusal | SkippedNote | Metrics) -> bytes:
+def document(
+    value: Run | AttemptClaim | Saved | Emptied | Rollback | Done | Refusal | SkippedNote | Metrics,
+) -> bytes:
     """Return the sealed document of a value."""
     members = value.members() if isinstance(value, Metrics) else asdict(value)
     return seal(dumps({**VERSIONS[type(value)].header, **members}))
@@ -163,6 +204,32 @@ def _emptied(body: Fields) -> dict[str, Any]:
     }
 
 
+def _rollback(body: Fields) -> dict[str, Any]:
+    ranges = body.fields("skipped")
+    if len(ranges.members) > MAX_ROLLBACK_KEYS:
+        refuse(body.what, "skipped", f"at most {MAX_ROLLBACK_KEYS} members", ranges.members)
+    return {
+        "run": body.text("run", pattern=RUN_ID),
+        "attempt": body.integer("attempt", at_most=MAX_ATTEMPT),
+        "base_attempt": body.integer("base_attempt", at_most=MAX_ATTEMPT),
+        "base_step": body.integer("base_step", at_most=MAX_STEP),
+        "first_step": body.integer("first_step", at_most=MAX_STEP),
+        "last_step": body.integer("last_step", at_most=MAX_STEP),
+        "in_a_row": body.integer("in_a_row", at_least=1),
+        "reason": body.text("reason", max_chars=MAX_REASON_CHARS),
+        "skipped": {key: _range(ranges, key) for key in ranges.members},
+        "kept": body.texts("kept", max_items=MAX_ROLLBACK_KEYS, max_chars=MAX_NAME_CHARS),
+        "noted_unix_s": body.number("noted_unix_s", at_least=0.0),
+    }
+
+
+def _range(ranges: Fields, key: str) -> tuple[int, int]:
+    found = ranges.integers(key, max_items=2)
+    if len(found) != 2 or found[0] > found[1] or len(key) > MAX_NAME_CHARS:
+        refuse(ranges.what, key[:80], "the first sample and the end", list(found))
+    return found[0], found[1]
+
+
 def _refusal(body: Fields) -> dict[str, Any]:
     return {
         **_saved(body),
@@ -196,6 +263,7 @@ VERSIONS: dict[type, Versions[Callable[[Fields], dict[str, Any]]]] = {
     AttemptClaim: Versions("holdfast-attempt", written=1, parsers={1: _attempt}),
     Saved: Versions("holdfast-saved", written=1, parsers={1: _saved}),
     Emptied: Versions("holdfast-emptied", written=1, parsers={1: _emptied}),
+    Rollback: Versions("holdfast-rollback", written=1, parsers={1: _rollback}),
     Done: Versions("holdfast-done", written=1, parsers={1: _done}),
     Refusal: Versions("holdfast-refusal", written=1, parsers={1: _refusal}),
     SkippedNote: Versions("holdfast-passed", written=1, parsers={1: _passed}),

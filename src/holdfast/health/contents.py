@@ -22,6 +22,8 @@ from holdfast.format.layout import header_bytes, parse_header
 _BLOCK_BYTES = 256 << 10
 """Bytes that are checked at once: they fit into the cache, and BLAS uses one thread for them."""
 _MOMENT = re.compile(r"(?:^|\.)state\.")
+_TRAINED = re.compile(r"(?:^|\.)(?:weight|bias)$")
+"""Usual names of parameters. Masks have others."""
 _STEP = re.compile(r"\.step(?:@r\d+)?$")
 _SMALL = {  # dtype -> mask, largest finite value of the masked bits
     "F16": (0x7FFF, 0x7BFF),
@@ -64,8 +66,9 @@ class _Run:
 class ContentCheck:
     """Check of one data file, fed with its bytes in any order, each once.
 
-    Infinities are allowed in a tensor whose other elements are all 0, if it is not an optimizer's: attention
-    masks and limits that are not set yet look like this.
+    Infinities are allowed in a tensor whose other elements are all 0: attention masks and limits that are not
+    set yet look like this. They are not allowed in an optimizer's tensors, and in the parameters that these
+    are about or that have the usual names.
 
     Args:
         image: the whole file. Its header is read now.
@@ -77,6 +80,7 @@ class ContentCheck:
         self._sums = [0.0, 0.0]  # of parameters, of moments
         self._has_nan: dict[_Tensor, bool] = {}  # tensors with an element that is not finite
         self._image = image
+        self._moments = [one.name for run in self._runs for one in run.tensors if one.is_moment]
 
     def add(self, start: int, stop: int) -> None:
         """Check the elements in a range of the file that does not cut an element."""
@@ -123,7 +127,9 @@ class ContentCheck:
         return TensorHealth(len(bad), tuple(bad[:MAX_NAMES]), Squares(parameters, moments))
 
     def _is_mask(self, tensor: _Tensor) -> bool:
-        """Return True if only infinities differ from 0, in no optimizer's tensor."""
+        """Return True if only infinities differ from 0, in a tensor that is not trained."""
+        if _TRAINED.search(tensor.name) or any(f".{tensor.name}." in name for name in self._moments):
+            return False
         blocks = range(tensor.start, tensor.stop, _BLOCK_BYTES)
         return not tensor.is_moment and all(
             _count(_as_doubles(self._image[at : min(at + _BLOCK_BYTES, tensor.stop)], tensor.dtype))[2] == 0.0

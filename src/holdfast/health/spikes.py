@@ -79,6 +79,11 @@ class SpikeDetector:
             self._num_high = 0
         self._note_first()
 
+    def go_back(self) -> None:
+        """Continue after training went back behind the present spike. The usual values stay."""
+        self._recent.clear()
+        self._num_high, self.first_high = 0, None
+
     def _note_first(self) -> None:
         if not self.is_spiking:
             self.first_high = None

@@ -27,6 +27,11 @@ class SpikeWatch:
                 detector = self._detectors[name] = SpikeDetector(name, kind)
             detector.add(step, value)
 
+    def go_back(self) -> None:
+        """Continue after training went back behind the present spikes."""
+        for one in self._detectors.values():
+            one.go_back()
+
     @property
     def spike(self) -> RecordedValue | None:
         """First value of a spike that has not ended; None without one."""

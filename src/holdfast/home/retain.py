@@ -72,12 +72,21 @@ class Retention:
         keep: the policy.
         refuse: called with each incomplete step of the newest attempt before its files are deleted. It writes
             a refusal: keepers of other ranks would take the step for a checkpoint that was deleted.
+        healthy_back: also keep a healthy checkpoint that is at least this many steps before the newest one,
+            to go back to, and the one that will replace it; None for no such ones.
     """
 
-    def __init__(self, store: Store, keep: Keep, *, refuse: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        keep: Keep,
+        *,
+        refuse: Callable[[int], None] = lambda _: None,
+        healthy_back: int | None = None,
+    ) -> None:
         self.store = store
         self.keep = keep
-        self._refuse = refuse
+        self._refuse, self._healthy_back = refuse, healthy_back
         self._was_complete: set[CheckpointId] = set()  # whose deletion has begun, and may be repeated
         self._healthy: dict[CheckpointId, bool] = {}  # of readable manifests
         self._metrics: dict[CheckpointId, Mapping[str, float] | None] = {}  # None: unreadable
@@ -164,8 +173,16 @@ class Retention:
         kept = self.keep.kept(line.current, values) | unreadable
         if len(kept) < len(line.current):
             kept.update(itertools.islice(filter(self._is_healthy, line.current), 1))
+        if len(kept) < len(line.current) and self._healthy_back is not None:
+            kept |= self._healthy_before(line.current, newest[1] - self._healthy_back)
         abandoned = {found for found in line.superseded if found[1] <= newest[1]}
         return set(line.current) - kept | abandoned
+
+    def _healthy_before(self, line: Sequence[CheckpointId], upto: int) -> set[CheckpointId]:
+        """Return the newest healthy checkpoint up to a step, and its successor."""
+        healthy = [found for found in line if self._is_healthy(found)]
+        before = [found for found in healthy if found[1] <= upto]
+        return {*before[:1], *healthy[: len(healthy) - len(before)][-1:]}
 
     def _values(
         self, line: Sequence[CheckpointId], files: Mapping[CheckpointId, Sequence[str]]

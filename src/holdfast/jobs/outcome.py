@@ -27,6 +27,7 @@ class Outcome:
     code: int | None = None  # exit code of the shell
     killed_by: int | None = None  # signal that killed the shell
     hung: str = ""  # place at which the training hung before it was ended
+    diverged: str = ""  # why the training has ended after too many rollbacks
     is_stopped: bool = False  # killed by the controller, after another node's exit or a cancellation
 
     @property
@@ -60,6 +61,8 @@ class Outcome:
             return "was lost"
         if self.hung:
             return f"hung ({self.hung})"
+        if self.diverged:
+            return f"diverged: {self.diverged}"
         if self.killed_by is not None:
             return f"was killed by {_name(self.killed_by)} in {self.phase.value}"
         if self.code == PREEMPTED_STATUS:

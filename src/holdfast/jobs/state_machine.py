@@ -345,6 +345,8 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
     if hung and hung == last_hung and not has_advanced:
         reason = f"the training hung twice at the same place, without a newer checkpoint: {hung}"
         return dataclasses.replace(life, status=JobStatus.FAILED, reason=reason), ()
+    if any(one.diverged for one in own):  # a restart would resume in the same spike
+        return dataclasses.replace(life, status=JobStatus.FAILED, reason=summary), ()
     if life.is_noticed or any(one.is_lost for one in own):
         why = _joined(life.reason if life.is_noticed else summary, lost)
         return _recover(

@@ -67,7 +67,9 @@ class CommitTier:
         self._store, self._config, self._inbox, self._reports = store, config, inbox, reports
         self._in_work = in_work
         self._newest: tuple[int, Ancestors] | None = None  # newest step seen committed, not always the last
-        self._retention = Retention(store, keep, refuse=self._refuse_incomplete)
+        self._retention = Retention(
+            store, keep, refuse=self._refuse_incomplete, healthy_back=config.healthy_back
+        )
         self._retention_thread = RetentionThread(self._retain)
         self._squares: deque[Squares] | None = None  # of the newest checkpoints that were not unhealthy
         self._drops: list[DropSave] = []  # not written yet, as the store failed

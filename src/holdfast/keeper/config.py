@@ -39,6 +39,7 @@ class KeeperConfig:
     keep_best: int | None = None  # best checkpoints to keep in home
     keep_metric: str | None = None  # metric that they are compared by
     keep_mode: str = "min"
+    healthy_back: int | None = None  # also keep a healthy checkpoint this many steps before the newest
     on_hang: str = "off"  # "report", "restart" or "off"
     hang_step_s: float | None = None  # limit of a step; None to learn it
     hang_first_s: float = 1800.0  # limit of the first step

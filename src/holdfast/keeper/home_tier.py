@@ -35,7 +35,7 @@ class HomeTier:
     ) -> None:
         self._store, self._config, self._reports = home, config, reports
         self._is_complete, self._on_arrived = is_complete, on_arrived
-        self._retention = Retention(home, config.keep)
+        self._retention = Retention(home, config.keep, healthy_back=config.healthy_back)
         self._newest: Drained | None = None
         self._is_failing = False
         self._best: set[CheckpointId] = set()  # they stay in the local tier until they are in home

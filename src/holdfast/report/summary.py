@@ -14,6 +14,7 @@ from holdfast.hang import text as hang_text
 from holdfast.hang.incidents import HangIncident, list_hangs
 from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
+from holdfast.home.rollbacks import read_rollbacks
 from holdfast.report.attempts import AttemptSpan, attempt_spans
 from holdfast.report.curves import Curve, collect_curves
 from holdfast.report.events import MEMORY, HistoryEvent, parse_events
@@ -33,7 +34,10 @@ from holdfast.store import Store
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Mean times between failures for the best interval, besides the run's own."""
 
-PROBLEMS = ("failed", "dropped", "skipped", "fenced", "drain-failed", "retain-failed")
+PROBLEMS = (
+    *("failed", "dropped", "skipped", "fenced", "drain-failed", "retain-failed"),
+    *("unhealthy", "spike"),
+)
 """Kinds of events that need attention."""
 
 
@@ -107,6 +111,7 @@ class RunSummary:
     num_torn: int
     curves: tuple[Curve, ...] = ()  # training metrics
     hangs: tuple[HangIncident, ...] = ()
+    rollbacks: tuple[run.Rollback, ...] = ()
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -169,7 +174,8 @@ def read_summary(store: Store) -> RunSummary:
         ),
         num_torn=num_torn,
     )
-    return replace(found, hangs=tuple(list_hangs(lines)))
+    rollbacks = read_rollbacks([store], None).found
+    return replace(found, hangs=tuple(list_hangs(lines)), rollbacks=rollbacks)
 
 
 def _read(store: Store, cls: type[Any], name: str) -> Any:

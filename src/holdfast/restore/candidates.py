@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.errors import Denied, NotFound, RetryLater
+from holdfast.format.run import Rollback
 from holdfast.home.documents import read_run
 from holdfast.home.listing import CheckpointId, Listing, candidates, list_home
 from holdfast.home.losses import find_losses
 from holdfast.home.metrics import read_values
 from holdfast.home.patience import Patience
 from holdfast.home.recovery import merge_saved, recover_commit
+from holdfast.home.rollbacks import NO_ROLLBACKS, Rollbacks, read_rollbacks
 from holdfast.home.skipped import Skipped
 from holdfast.ranks import raise_first, values_of
 from holdfast.restore.node_local import Holding, NodeLocalCheckpoint, find_holdings, put_together
@@ -31,6 +33,7 @@ class Survey:
     finished: tuple[tuple[int, int, str], ...] = ()  # (step, attempt, URL) where it was written
     marked: tuple[CheckpointId, ...] = ()  # skipped by an earlier restore
     losses: tuple[str, ...] = ()  # signs of lost checkpoints, if none was found
+    rollbacks: Rollbacks = NO_ROLLBACKS
     holdings: tuple[Holding, ...] = ()  # files in home of checkpoints that are not complete there
 
 
@@ -93,7 +96,12 @@ def _survey(request: Request, patience: Patience) -> Survey:
     if outcome.error is not None:
         raise_first([outcome], request.group.rank, f"could not list {store.url}")
     found = outcome.value or {}
-    return Survey(**{**found, "holdings": tuple(Holding(**one) for one in found["holdings"])})
+    holdings = tuple(Holding(**one) for one in found["holdings"])
+    return Survey(**{**found, "holdings": holdings, "rollbacks": _rollbacks_of(found["rollbacks"])})
+
+
+def _rollbacks_of(members: Mapping[str, Any]) -> Rollbacks:
+    return Rollbacks(tuple(Rollback(**one) for one in members["found"]), members["unreadable"])
 
 
 def _list_tiers(store: Store, request: Request) -> Survey:
@@ -123,6 +131,7 @@ def _list_tiers(store: Store, request: Request) -> Survey:
         finished=tuple(finished),
         marked=tuple(sorted(marked)),
         losses=() if found else tuple(find_losses(store.copies())),
+        rollbacks=read_rollbacks(store.copies(), run_id),
         holdings=() if is_alone else tuple(find_holdings(store, run_id, besides=found)),
     )
 

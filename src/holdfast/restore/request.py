@@ -10,6 +10,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.home.listing import CheckpointId
 from holdfast.home.patience import LIMIT_S
+from holdfast.home.rollbacks import NO_ROLLBACKS, Rollbacks
 from holdfast.home.skipped import Skipped
 from holdfast.policy import Keep
 from holdfast.ranks import RankGroup
@@ -53,6 +54,7 @@ class Request:
     step: int | None = None  # restore only this step; the newest attempt that saved it is tried first
     best: Keep | None = None  # restore the best checkpoint by the metric of this policy
     healthy: bool = False  # restore the newest checkpoint that is marked as healthy
+    choices: tuple[CheckpointId, ...] | None = None  # restore the newest of these and no other
     num_threads: int | None = None  # threads that read, hash and copy; None for what suits the nearest tier
     on_bytes: Callable[[int], None] | None = (
         None  # called with the size of each read, by one thread at a time
@@ -83,3 +85,4 @@ class Restored:
     finished: tuple[tuple[int, int, str], ...] = ()  # (step, attempt, URL) of manifests that were written
     whole: tuple[CheckpointId, ...] = ()  # checkpoints that still lack only their manifest
     seen: tuple[CheckpointId, ...] = ()  # everything that could have been restored
+    rollbacks: Rollbacks = NO_ROLLBACKS  # of the run

@@ -79,7 +79,7 @@ class _Restore:
         request = self._request
         order = self._found.order if request.best is None else self._order_by_value()
         for index, one in enumerate(order):
-            if request.step is None and request.best is None and self._skip_superseded(one):
+            if self._must_pass(one):
                 continue
             if request.healthy and self._pass_unhealthy(one, order[index + 1 :]):
                 continue
@@ -137,6 +137,13 @@ class _Restore:
         failed = [one for one in outcomes if one.error is not None]
         raise_first(failed, self._group.rank, "failed to restore the state")
 
+    def _must_pass(self, one: CheckpointId) -> bool:
+        """Return True for a checkpoint that is not wanted, or was left behind."""
+        request = self._request
+        if request.choices is not None:
+            return one not in request.choices
+        return request.step is None and request.best is None and self._skip_superseded(one)
+
     # -- the order -------------------------------------------------------------------------------------------
 
     def _order_by_value(self) -> Sequence[CheckpointId]:
@@ -166,7 +173,8 @@ class _Restore:
         Raises:
             RetryLater: one could not be read until the patience ended.
         """
-        order = self._found.order
+        superseding = self._found.survey.rollbacks.superseding
+        order = [one for one in self._found.order if superseding(one) is None]
         for index, one in enumerate(order):
             _, verdict = self._try_patiently(one, only_open=True)
             if verdict.is_unread:
@@ -174,7 +182,7 @@ class _Restore:
             self._patience.reset()
             if verdict.is_good and verdict.ancestors is not None:
                 return one, verdict.ancestors
-        return order[0], ()
+        return self._found.order[0], ()
 
     def _pass_unhealthy(self, one: CheckpointId, left: Sequence[CheckpointId]) -> bool:
         """Pass a checkpoint that is not marked as healthy. Return False if it is, or cannot be read.
@@ -207,11 +215,14 @@ class _Restore:
 
     def _skip_superseded(self, one: CheckpointId) -> bool:
         """Skip a checkpoint if a newer attempt resumed from an older one. Otherwise return False."""
-        newer = self._resumed_before(one)
-        if newer is None:
+        newer, rollback = self._resumed_before(one), self._found.survey.rollbacks.superseding(one)
+        if newer is not None:
+            base = list(self._lines[newer].values())[-1:] or [0]
+            reason = f"superseded: attempt {newer} continued from step {base[0]}"
+        elif rollback is not None:
+            reason = f"superseded: training went back to step {rollback.base_step} ({rollback.reason})"
+        else:
             return False
-        base = list(self._lines[newer].values())[-1:] or [0]
-        reason = f"superseded: attempt {newer} continued from step {base[0]}"
         self._skipped.append(Skipped(one[1], one[0], reason, is_superseded=True))
         self._kinds.append(SUPERSEDED)
         return True
@@ -251,6 +262,7 @@ class _Restore:
             finished=survey.finished,
             whole=survey.whole,
             seen=self._found.seen,
+            rollbacks=survey.rollbacks,
         )
 
     def _sync(self, step: int) -> None:

@@ -7,6 +7,7 @@ from holdfast.state.load import FillTarget, Load
 from holdfast.state.optimizers import stepping
 from holdfast.state.replication import per_rank, replicated
 from holdfast.state.sharding import Sharding, local_of, sharding_of
+from holdfast.state.skippable import Skippable
 from holdfast.state.tensors import dtype_name, torch_dtype
 from holdfast.state.training_objects import State
 
@@ -15,6 +16,7 @@ __all__ = [
     "FillTarget",
     "Load",
     "Sharding",
+    "Skippable",
     "State",
     "assign",
     "catalog_of",

@@ -32,6 +32,7 @@ from holdfast.state.partitioned_objects import check_not_partitioned, may_be_par
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import ResumeRisk, find_resume_risks
 from holdfast.state.sharding import ShardLayout, layout_of
+from holdfast.state.skippable import Skippable, is_skippable, is_stream
 from holdfast.state.tensor_table import StateStructure, TensorTable
 from holdfast.state.tensors import unsavable
 from holdfast.state.tree import insert_tensors, references
@@ -145,6 +146,19 @@ class State:
         self._table, self._structure = collector.table, captured_now.structure
         return captured_now
 
+    def skippables(self) -> dict[str, Skippable]:
+        """Return the objects that can skip samples, by key path."""
+        return {key: one.value for key, one in self._current().items() if is_skippable(one.value)}
+
+    def streams(self) -> list[str]:
+        """Return the key paths of loaders and samplers that cannot skip samples."""
+        entries = self._current()
+        return [
+            key
+            for key, one in entries.items()
+            if isinstance(one, StatefulEntry) and is_stream(one.value) and not is_skippable(one.value)
+        ]
+
     def review(self, *, has_live_objects: bool = True) -> list[ResumeRisk]:
         """Return the parts of the state that will not resume exactly; see `find_resume_risks`."""
         values = {key: entry.value for key, entry in self._current().items()}
@@ -201,6 +215,7 @@ class State:
         others: Sequence[Mapping[str, Any]] = (),
         strict: bool = True,
         only: Collection[str] | None = None,
+        kept: Collection[str] = (),
         rename: Mapping[str, str] | Callable[[str], str] | None = None,
         with_rng: bool = True,
         own_rank: bool = True,
@@ -217,6 +232,7 @@ class State:
                 unchanged. Names that only other ranks hold now (see `agree`) do not count.
             only: top-level keys (live names) to restore, or key paths of objects in containers; all of them
                 by default.
+            kept: key paths of objects that stay as they are.
             rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of
                 tensors, of top-level keys and of parameters inside an optimizer's state.
             with_rng: restore the process-wide random number generators, unless `only` leaves them out.
@@ -233,7 +249,7 @@ class State:
         """
         self._table = None  # a load replaces tensors: the memory of the old ones must be free
         entries = self._current()
-        wanted = self._wanted(only)
+        wanted = self._wanted(only, kept)
         plan = LoadPlan(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
         for key, entry in _ordered(entries):
             if wanted is None or key in wanted:
@@ -288,16 +304,16 @@ class State:
             _plan_rng(plan, *self._world(), own_rank=own_rank)
         return Load(plan, [])
 
-    def _wanted(self, only: Collection[str] | None) -> set[str] | None:
+    def _wanted(self, only: Collection[str] | None, kept: Collection[str]) -> set[str] | None:
         if only is None:
-            return None
+            return {*self._found, rng.KEY}.difference(kept) if kept else None
         chosen = {only} if isinstance(only, str) else set(only)
         if unknown := sorted(chosen - set(self._found) - {rng.KEY}):
             raise InvalidInput(
                 f"only= names {unknown}, which are not in the state. Its keys: {sorted(self._found)}.",
                 key=unknown[0],
             )
-        return chosen | {key for key, one in self._found.items() if one.root in chosen}
+        return (chosen | {key for key, one in self._found.items() if one.root in chosen}).difference(kept)
 
     def _current(self) -> dict[str, StateEntry]:
         """Return the entries of the current mapping. Entries of unchanged objects are kept."""

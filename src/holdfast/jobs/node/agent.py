@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.environment import PROGRESS, find_hang, was_preempted
+from holdfast.environment import PROGRESS, find_divergence, find_hang, was_preempted
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node import processes
@@ -183,6 +183,8 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
         outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
     if not outcome.is_success and (place := find_hang(progress, after=begin)) is not None:
         outcome = Outcome(phase, code=HUNG_STATUS, hung=place)
+    if not outcome.is_success and (reason := find_divergence(progress, after=begin)) is not None:
+        outcome = Outcome(phase, code=outcome.code, killed_by=outcome.killed_by, diverged=reason)
     if _may_still_save(outcome, Path(plan.notice)):
         processes.wait_exited(_rest(), plan.grace_s)
     _sweep()

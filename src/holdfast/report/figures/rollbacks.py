@@ -1,0 +1,54 @@
+"""Rollbacks of the run: the spikes, the steps that were lost, and the samples that are left out."""
+
+from __future__ import annotations
+
+from holdfast.format.run import Rollback
+from holdfast.report import style
+from holdfast.report.style import Cell, Figure
+from holdfast.report.summary import RunSummary
+from holdfast.units import plural
+
+_TEXT = (
+    "The recorded loss, or the norm of gradients, was in a spike, so training went back to the newest "
+    "healthy checkpoint before it. The steps from there to the end of the attempt were lost. The samples "
+    "that were read in these steps are left out for ever."
+)
+
+
+def rollbacks(found: RunSummary) -> Figure | None:
+    """Return the figure, or None without rollbacks."""
+    if not found.rollbacks:
+        return None
+    lost = sum(one.last_step - one.base_step for one in found.rollbacks)
+    count = f"{plural(len(found.rollbacks), 'rollback')}, which lost {plural(lost, 'step')}."
+    return style.make_figure(
+        "rollbacks",
+        "Rollbacks",
+        f"{count} {_TEXT}",
+        None,
+        (
+            "recorded (UTC)",
+            "attempt",
+            "spike at step",
+            "from step",
+            "to step",
+            "in a row",
+            "left out",
+            "reason",
+        ),
+        [_row(one) for one in found.rollbacks],
+    )
+
+
+def _row(one: Rollback) -> tuple[Cell, ...]:
+    left_out = [f"samples {start} to {stop - 1} of {key}" for key, (start, stop) in one.skipped.items()]
+    return (
+        style.format_time(one.noted_unix_s),
+        one.attempt,
+        one.first_step,
+        one.last_step,
+        one.base_step,
+        one.in_a_row,
+        "; ".join([*left_out, *(f"{key} stayed at its position" for key in one.kept)]),
+        one.reason,
+    )

@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages crds lint bench campaigns crash-states damage kills hangs soak fuzz docs clean torn
+.PHONY: help demo test test-all test-engines-packages crds lint bench campaigns crash-states damage kills hangs troubles soak fuzz docs clean torn
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -66,7 +66,7 @@ lint: $(DEV) ## formatting, lint and types
 bench: $(BENCH) ## measure against raw limits and peers
 	$(BIN)/python benchmarks/run.py
 
-campaigns: crash-states damage kills hangs soak torn fuzz ## every long search for failures, with its defaults
+campaigns: crash-states damage kills hangs troubles soak torn fuzz ## every long search for failures, with its defaults
 
 soak: $(DEV) ## trainings on a file system whose calls fail at random
 	$(BIN)/python -m campaigns.faults
@@ -86,6 +86,9 @@ kills: $(DEV) ## kill -9 of trainers and keepers at random moments
 
 hangs: $(DEV) ## trainings that hang, whose odd rank must be named, and slow ones that must not be reported
 	$(BIN)/python -m campaigns.hangs
+
+troubles: $(DEV) ## one job with one trouble after another, compared with a job without
+	$(BIN)/python -m campaigns.troubles
 
 torn: $(DEV) ## write to states while they are copied, in 90 ways
 	$(BIN)/python -m campaigns.tears

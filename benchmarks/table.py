@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import columns
+import replayed
 import sharded
 import trainers
 from goals import judge
@@ -119,6 +120,22 @@ def render_trainers(documents: list[dict[str, Any]]) -> str:
     return f"{facts}\n\n" + _table([*trainers.HEADINGS], trainers.rows(runs))
 
 
+def render_goodput(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of the newest replay of traces: how, goodput, parts of pauses, goals."""
+    document = documents[0]
+    how = f"load {document['machine']['load_before']:.1f} before and {document['load_after']:.1f} after"
+    facts = f"_{columns.facts(document['machine'], document['rounds'])}; {how}_"
+    tables = [
+        _table([*replayed.HEADINGS], replayed.rows(document)),
+        _table([*replayed.TRACE_HEADINGS], replayed.trace_rows(document)),
+        _table([*replayed.PAUSE_HEADINGS], replayed.pause_rows(document)),
+        _table(
+            ["goal", "bound", "found", ""], [list(columns.verdict(one)) for one in replayed.judge(document)]
+        ),
+    ]
+    return "\n\n".join([facts, *tables])
+
+
 def _trainer_facts(document: dict[str, Any], names: list[str]) -> str:
     packages = document["machine"]["packages"]
     modules = [trainers.FRAMEWORKS[name] for name in names]
@@ -202,6 +219,7 @@ RENDERERS = {
     "sharding": render_sharding,
     "scale": render_scale,
     "trainers": render_trainers,
+    "goodput": render_goodput,
     "tiers": render_numbers(
         {
             "memory_s": "seconds to restore from the keeper's memory after kill -9 of the trainer",

@@ -1,0 +1,1 @@
+"""Ways of saving and resuming, each as a careful user would write it."""

@@ -18,7 +18,13 @@ from holdfast.checkpointer.call_guard import CallGuard
 from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.position import Position
 from holdfast.checkpointer.restoration import Selection
-from holdfast.checkpointer.status_lines import show_restored, show_what_is_left, warn_of_doubts
+from holdfast.checkpointer.status_lines import (
+    show_restored,
+    show_what_is_left,
+    warn_of_doubts,
+    warn_of_loaders,
+)
+from holdfast.checkpointer.step_followers import StepFollowers
 from holdfast.checkpointer.trial import Trial
 from holdfast.compiled import CLOSE_LIMIT_S
 from holdfast.environment import report_preemption
@@ -27,6 +33,7 @@ from holdfast.keeper import Save
 from holdfast.notice import NoticeWatcher
 from holdfast.process_exit import hard_exit, hard_exit_at_exit
 from holdfast.state import stepping
+from holdfast.state.loader_watch import unwatched_loaders
 
 
 class Training:
@@ -46,6 +53,7 @@ class Training:
         """Step of the last save, as long as training has not changed the state since."""
         self._components = components
         self._pipeline, self._cadence = components.pipeline, components.cadence
+        self._followers = StepFollowers(components.pipeline.objects)
         self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
         self._selection: Selection | None = None  # of a `restore` that `begin_loop` repeats
         self._trial = Trial.of_environment()
@@ -84,6 +92,12 @@ class Training:
         pulse = self._components.pulse
         return contextlib.nullcontext() if pulse is None else pulse.phase(name)
 
+    @contextlib.contextmanager
+    def phase_of_user(self, name: str) -> Iterator[None]:
+        """Mark a phase of the user's loop. Data loaders that it reads do not feed the training."""
+        with unwatched_loaders(), self.phase(name):
+            yield
+
     # -- the loop --------------------------------------------------------------------------------------------
 
     def begin_loop(self, total: int) -> int:
@@ -112,6 +126,7 @@ class Training:
     def end_step(self, step: int) -> bool:
         """Record that a step is complete; return True if all ranks save it."""
         attempt, self._metrics.num_done = self.attempt, step
+        self._followers.reach(step)
         if self._components.pulse is not None:
             self._components.pulse.beat(step)
         is_due, is_preempted = attempt.step_sync.exchange(step, attempt.keeper, self.notices)
@@ -202,10 +217,13 @@ class Training:
         return save
 
     def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
+        self._followers.reach(step)
         save = self.attempt.save(step, must=must, to_home=to_home)
         if self._ranks.rank == 0:
             self._saved.reach(step)
-        if not (self._has_reviewed or save.skipped):
+        if self._has_reviewed and self._trial is None:
+            warn_of_loaders(self._components)  # the first save may have been between two epochs
+        elif not (self._has_reviewed or save.skipped):
             self._has_reviewed = True
             if self._trial is not None:
                 doubts = self._pipeline.objects.review(has_live_objects=self._components.has_state)
@@ -257,6 +275,7 @@ class Training:
             self.attempt = self.attempt.go_back()  # checkpoints of both must not mix
         found = self.attempt.restore(selection)
         self._selection = selection
+        self._followers.restart(0 if found is None else found.step)
         if found is None:
             return None
         show_restored(self._components, found)

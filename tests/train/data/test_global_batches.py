@@ -14,24 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.train.data import GlobalBatches
 from stage.training import make_checkpointer
-
-
-class Numbers(Dataset[int]):
-    """Dataset whose samples are their indices."""
-
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> int:
-        return index
+from train.data.numbers import Numbers
 
 
 def ranks_of(num_samples: int, batch: int, world: int, state: Any = None, **options: Any) -> list[Any]:
@@ -60,7 +48,7 @@ def endless(batches: GlobalBatches, ahead: int) -> Iterator[list[int]]:
 START = st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 12), st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(8, 90), st.integers(1, 2), st.lists(START, min_size=1, max_size=6))
 def test_any_sequence_of_starts_covers_each_unskipped_sample_once_per_epoch(
     num: int, parts: int, starts: list[tuple[int, int, int, bool]]
@@ -99,7 +87,7 @@ def order_of(num: int, epoch: int) -> list[int]:
     return [index for _ in range(epoch + 1) for index in itertools.chain(*list(batches))][epoch * num :]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(8, 60), st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 9)), max_size=5))
 def test_steps_see_the_same_samples_whatever_the_ranks(num: int, starts: list[tuple[int, int]]) -> None:
     whole = (sorted(one) for one in endless(GlobalBatches(num * 8, 8, rank=0, world_size=1), 0))

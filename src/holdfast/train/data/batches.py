@@ -126,7 +126,7 @@ class Batches(ABC, Generic[Unit]):
 
     @property
     def position(self) -> int:
-        """Units that completed steps have used or passed over since the run began, on all ranks.
+        """Units that completed steps of the run have used or passed over, on all ranks.
 
         Epochs are numbered through: the first unit of an epoch follows the last of the one before.
         """

@@ -292,7 +292,7 @@ class Checkpointer:
         Ranks: not collective.
         Blocks: no.
         """
-        return self._training.phase(name)
+        return self._training.phase_of_user(name)
 
     # -- saving ----------------------------------------------------------------------------------------------
 

@@ -87,6 +87,12 @@ def warn_of_samples(found: Restored, unknown: Sequence[str], *, has_kept: bool) 
         )
 
 
+def warn_of_loaders(components: Components) -> None:
+    """Warn of data loaders that are being read and will not resume."""
+    for doubt in components.pipeline.objects.review_loaders():
+        warn(f"The run will not resume exactly: {doubt}", ResumeWarning)
+
+
 def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     """Warn of state that will not resume exactly; in a new run suggest `holdfast check`."""
     for doubt in components.pipeline.objects.review(has_live_objects=components.has_state):

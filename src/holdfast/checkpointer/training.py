@@ -26,8 +26,10 @@ from holdfast.checkpointer.status_lines import (
     show_rollback,
     show_what_is_left,
     warn_of_doubts,
+    warn_of_loaders,
     warn_of_samples,
 )
+from holdfast.checkpointer.step_followers import StepFollowers
 from holdfast.checkpointer.trial import Trial
 from holdfast.compiled import CLOSE_LIMIT_S
 from holdfast.environment import report_preemption
@@ -41,6 +43,7 @@ from holdfast.process_exit import hard_exit, hard_exit_at_exit
 from holdfast.restore.request import Restored
 from holdfast.state import stepping
 from holdfast.state.load import renamer
+from holdfast.state.loader_watch import unwatched_loaders
 
 
 class Training:
@@ -60,6 +63,7 @@ class Training:
         """Step of the last save, as long as training has not changed the state since."""
         self._components = components
         self._pipeline, self._cadence = components.pipeline, components.cadence
+        self._followers = StepFollowers(components.pipeline.objects)
         self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
         self._selection: Selection | None = None  # of a `restore` that `begin_loop` repeats
         self._spikes = SpikeResponse(components)
@@ -99,6 +103,12 @@ class Training:
         pulse = self._components.pulse
         return contextlib.nullcontext() if pulse is None else pulse.phase(name)
 
+    @contextlib.contextmanager
+    def phase_of_user(self, name: str) -> Iterator[None]:
+        """Mark a phase of the user's loop. Data loaders that it reads do not feed the training."""
+        with unwatched_loaders(), self.phase(name):
+            yield
+
     # -- the loop --------------------------------------------------------------------------------------------
 
     def begin_loop(self, total: int) -> int:
@@ -127,6 +137,7 @@ class Training:
     def end_step(self, step: int) -> bool:
         """Record that a step is complete; return True if all ranks save it."""
         attempt, self._metrics.num_done = self.attempt, step
+        self._followers.reach(step)
         if self._components.pulse is not None:
             self._components.pulse.beat(step)
         self._spikes.check()
@@ -228,10 +239,13 @@ class Training:
         return save
 
     def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
+        self._followers.reach(step)
         save = self.attempt.save(step, must=must, to_home=to_home)
         if self._ranks.rank == 0:
             self._saved.reach(step)
-        if not (self._has_reviewed or save.skipped):
+        if self._has_reviewed and self._trial is None:
+            warn_of_loaders(self._components)  # the first save may have been between two epochs
+        elif not (self._has_reviewed or save.skipped):
             self._has_reviewed = True
             if self._trial is not None:
                 doubts = self._pipeline.objects.review(has_live_objects=self._components.has_state)
@@ -284,6 +298,7 @@ class Training:
         found = self.attempt.restore(selection)
         self._selection = selection
         if found is None:
+            self._followers.restart(0)
             return None
         self._metrics.restart(found.step, self._read_values_before(found))
         self._continue_from(found, selection)
@@ -301,6 +316,7 @@ class Training:
         show_restored(self._components, found)
         self.position.clear()  # the state is no longer that of the step which a loop has reached
         self._saved.clear()
+        self._followers.restart(found.step)
         self._spikes.restart(found.rollbacks)
         objects = self._pipeline.objects
         unknown = leave_out(objects.skippables(), found.rollbacks.skipped(), renamer(selection.rename))

@@ -23,6 +23,11 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def is_follower(value: Any) -> bool:
+    """Return True if an object counts completed steps, such as the position in the data."""
+    return callable(getattr(value, "complete_steps", None)) and not isinstance(value, type)
+
+
 def is_generator(value: Any) -> bool:
     """Return True for a torch, python or numpy random number generator."""
     if isinstance(value, (torch.Generator, random.Random)):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()
+_evaluation = threading.local()  # depth of `unwatched_loaders` in each thread
 _watched: set[type] = set()  # base classes of iterators
 
 
@@ -45,6 +48,15 @@ def plain_iterators() -> list[Any]:
         return [one for one in _iterators if type(one) in kinds]
 
 
+def num_returned(order: object) -> int | None:
+    """Return how many batches a live iterator of a data loader has returned.
+
+    Args:
+        order: iterator that it draws its batches from. None is returned if no plain loader draws from it.
+    """
+    return next((one._num_yielded for one in plain_iterators() if one._sampler_iter is order), None)
+
+
 def _kinds(loading: Any) -> tuple[type, type]:
     return loading._SingleProcessDataLoaderIter, loading._MultiProcessingDataLoaderIter
 
@@ -61,6 +73,18 @@ def _note_starts(base: Any) -> None:
     base.__init__ = begin_noted
 
 
+@contextlib.contextmanager
+def unwatched_loaders() -> Iterator[None]:
+    """Leave out iterators that this thread begins meanwhile: they do not feed the training."""
+    _evaluation.depth = getattr(_evaluation, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _evaluation.depth -= 1
+
+
 def _note(iterator: Any) -> None:
+    if getattr(_evaluation, "depth", 0):
+        return
     with _lock:
         _iterators.add(iterator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -12,9 +12,11 @@ import torch
 
 from holdfast.errors import InvalidInput
 from holdfast.state.containers import kind_of
+from holdfast.state.entry_kinds import is_follower
 from holdfast.state.loader_watch import plain_iterators
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
+_REPORTED = "_holdfast_has_reported"
 _RANDOM = frozenset(
     (
         *("random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "uniform"),
@@ -107,7 +109,7 @@ def find_resume_risks(values: Mapping[str, Any], *, has_live_objects: bool = Tru
             hidden += _empty_doubts(key, value)
         elif has_live_objects:
             hidden += _snapshot_doubts(key, value, modules)
-    shown += _plain_loader_doubts()
+    shown += loader_doubts(list(values.values()))
     return [
         *(ResumeRisk(text, would_show=False) for text in hidden),
         *(ResumeRisk(text, would_show=True) for text in shown),
@@ -306,22 +308,60 @@ def _is_of_users(thing: Any) -> bool:
     return module.split(".")[0] not in ("torch", "torchdata", "numpy", "builtins")
 
 
-def _plain_loader_doubts() -> Iterator[str]:
-    """Yield a sentence for each data loader that is being read and cannot be resumed."""
+def loader_doubts(values: Collection[Any]) -> Iterator[str]:
+    """Yield a sentence for each data loader in mid-epoch that cannot be resumed; for each iterator once.
+
+    One that was read to its end is left out: it was an evaluation, or the next epoch draws its order from
+    generators that are restored.
+    """
     for one in plain_iterators():
         if not getattr(one, "_num_yielded", 0):  # it may be starting in another thread
             continue
         order = one._index_sampler  # of batches, or of single elements without batching
-        if hasattr(order, "state_dict"):  # it can be added to the state, and then the order resumes
+        if _is_ended(one, order) or getattr(one, _REPORTED, False):
             continue
-        is_shuffled = isinstance(getattr(order, "sampler", order), torch.utils.data.RandomSampler)
-        how = "shuffled " if is_shuffled else ""
-        yield (
-            f"a {how}DataLoader over {type(one._dataset).__qualname__} is being read, and cannot be resumed: "
-            "a resumed run starts it again, with different batches. If it feeds the training, use "
-            "torchdata.stateful_dataloader.StatefulDataLoader(..., generator=torch.Generator()) and add "
-            "it to the state."
-        )
+        data = type(one._dataset).__qualname__
+        if is_follower(order):
+            doubt = _follower_doubt(order, data, values)
+        elif hasattr(order, "state_dict"):  # it can be added to the state, and then the order resumes
+            doubt = None
+        else:
+            doubt = _order_doubt(order, data)
+        if doubt is not None:
+            setattr(one, _REPORTED, True)
+            yield doubt
+
+
+def _is_ended(iterator: Any, order: Any) -> bool:
+    """Return True if a loader's iterator has returned all of its batches."""
+    try:
+        return iterator._num_yielded >= len(order)
+    except TypeError:  # without a length
+        return False
+
+
+def _follower_doubt(order: Any, data: str, values: Collection[Any]) -> str | None:
+    if any(order is value for value in values):
+        return None
+    kind = type(order).__qualname__
+    return (
+        f"a DataLoader over {data} is being read in the order of a {kind} that is not in the state, so a "
+        "resumed run starts again from its first batch. Add it: state={..., 'batches': batches}."
+    )
+
+
+def _order_doubt(order: Any, data: str) -> str:
+    sampler = getattr(order, "sampler", order)
+    is_shuffled = isinstance(sampler, torch.utils.data.RandomSampler) or (
+        hasattr(sampler, "generator") and sampler.generator is None
+    )
+    how = "shuffled " if is_shuffled else ""
+    return (
+        f"a {how}DataLoader over {data} is being read, and cannot be resumed: a resumed run starts it again, "
+        "with different batches. If it feeds the training, use DataLoader(data, "
+        "batch_sampler=holdfast.train.data.GlobalBatches(len(data), batch_size)) and add these batches to "
+        'the state. If it is an evaluation, read it within `with ckpt.phase("eval"):`.'
+    )
 
 
 def is_repeatable(value: Any) -> bool:

@@ -15,7 +15,7 @@ from holdfast.format.nesting import is_under
 from holdfast.state import rng
 from holdfast.state.capture import CapturedState, TensorCollector
 from holdfast.state.entry import StateEntry
-from holdfast.state.entry_kinds import is_entry, is_generator, is_stateful, nested_entries
+from holdfast.state.entry_kinds import is_entry, is_follower, is_generator, is_stateful, nested_entries
 from holdfast.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
 from holdfast.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
 from holdfast.state.load import Load, LoadPhase, LoadPlan, leftover, mismatch, renamer
@@ -30,7 +30,7 @@ from holdfast.state.objects import (
 from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters, tensors_of
 from holdfast.state.partitioned_objects import check_not_partitioned, may_be_partitioned
 from holdfast.state.replication import MarkedObject, Replication
-from holdfast.state.review import ResumeRisk, find_resume_risks
+from holdfast.state.review import ResumeRisk, find_resume_risks, loader_doubts
 from holdfast.state.sharding import ShardLayout, layout_of
 from holdfast.state.skippable import Skippable, is_skippable, is_stream
 from holdfast.state.tensor_table import StateStructure, TensorTable
@@ -72,6 +72,7 @@ class State:
         self._given_world = world
         self._entries: dict[str, StateEntry] = {}
         self._found: dict[str, _Found] = {}
+        self._followers: list[Any] | None = None
         self._marked: dict[str, tuple[int, ...]] = {}
         self._checked: set[str] = set()
         self._table: TensorTable | None = None  # of the previous capture
@@ -159,10 +160,21 @@ class State:
             if isinstance(one, StatefulEntry) and is_stream(one.value) and not is_skippable(one.value)
         ]
 
+    def followers(self) -> list[Any]:
+        """Return the objects that follow completed steps, as of the last capture or load."""
+        if self._followers is None:
+            values = {id(one.value): one.value for one in self._found.values()}
+            self._followers = [one for one in values.values() if is_follower(one)]
+        return self._followers
+
     def review(self, *, has_live_objects: bool = True) -> list[ResumeRisk]:
         """Return the parts of the state that will not resume exactly; see `find_resume_risks`."""
         values = {key: entry.value for key, entry in self._current().items()}
         return find_resume_risks(values, has_live_objects=has_live_objects)
+
+    def review_loaders(self) -> list[str]:
+        """Return a sentence for each data loader that is being read and will not resume; each once."""
+        return list(loader_doubts([one.value for one in self._found.values()]))
 
     @contextlib.contextmanager
     def lent(
@@ -318,7 +330,8 @@ class State:
     def _current(self) -> dict[str, StateEntry]:
         """Return the entries of the current mapping. Entries of unchanged objects are kept."""
         entries: dict[str, StateEntry] = {}
-        objects = self._found = self._find()
+        objects, self._followers = self._find(), None
+        self._found = objects
         for key, one in objects.items():
             known = self._entries.get(key)
             if (

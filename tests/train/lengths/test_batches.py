@@ -15,8 +15,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast.errors import InvalidInput
+from holdfast.train.data.layout import EpochLayout
 from holdfast.train.lengths import Batches, BucketBatches, PackedBatches
-from holdfast.train.lengths.batches import batch_bounds
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=16, max_size=90)
 
@@ -105,9 +105,11 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 8), st.booleans())
 def test_no_batch_is_too_large_and_few_are_small(n: int, size: int, min_units: int, drop_last: bool) -> None:
     min_units = min(min_units, size, n)
-    bounds = batch_bounds(n, size, min_units=min_units, drop_last=drop_last)
-    lengths = [end - start for start, end in bounds]
-    assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
+    layout, left, lengths = EpochLayout(size, min_units, drop_last, lambda _: n), n, list[int]()
+    while (length := layout.next_size(left)) > 0:
+        lengths.append(length)
+        left -= length
+    assert layout.num_batches(n) == len(lengths)
     if drop_last:
         assert lengths == [size] * (n // size)
         return

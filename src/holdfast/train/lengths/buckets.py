@@ -8,7 +8,8 @@ from typing import Any, final
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.train.lengths.batches import Batches, fingerprint
+from holdfast.train.data.batches import Batches, fingerprint
+from holdfast.train.lengths.arranged import ArrangedEpochs
 from holdfast.units import plural
 
 
@@ -41,11 +42,20 @@ class BucketBatches(Batches[int]):
         self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
         self._pool = pool
         self._mark = fingerprint(lengths)
+        self._epochs = ArrangedEpochs(self.seed, self._arrange)
+
+    def _count_units(self, epoch: int) -> int:
+        return len(self._lengths)
+
+    def _units(self, epoch: int, offsets: Sequence[int]) -> list[int]:
+        arranged = self._epochs.units(epoch)
+        return [arranged[offset] for offset in offsets]
 
     def _identity(self) -> dict[str, Any]:
         return {"lengths": self._mark, "pool": self._pool}
 
     def _arrange(self, generator: torch.Generator) -> list[int]:
+        """Return all samples of an epoch, in order."""
         order = torch.randperm(len(self._lengths), generator=generator)
         if self._pool == 0:
             return order.tolist()

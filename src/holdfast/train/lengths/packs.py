@@ -8,7 +8,8 @@ from typing import Any, final
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.train.lengths.batches import Batches, fingerprint
+from holdfast.train.data.batches import Batches, fingerprint
+from holdfast.train.lengths.arranged import ArrangedEpochs
 from holdfast.units import plural
 
 
@@ -43,19 +44,28 @@ class PackedBatches(Batches[list[int]]):
         self._lengths = list(lengths)
         self._row_length, self._pool = row_length, pool
         self._mark = fingerprint(lengths)
+        self._epochs = ArrangedEpochs(self.seed, self._arrange)
         min_rows = batch_size if self.drop_last else self._num_shares
-        if len(self._units()) < min_rows:  # also rejects samples that are too long, before training starts
+        if self._count_units(0) < min_rows:  # also rejects samples that are too long, before training starts
             raise InvalidInput(
-                f"{plural(len(lengths), 'sample')} fill {len(self._units())} rows of "
+                f"{plural(len(lengths), 'sample')} fill {self._count_units(0)} rows of "
                 f"{row_length}, fewer than one batch of {batch_size} for {self.world_size} ranks "
                 f"(accumulation_steps={self.accumulation_steps}, drop_last={self.drop_last}).",
                 rank=self.rank,
             )
 
+    def _count_units(self, epoch: int) -> int:
+        return len(self._epochs.units(epoch))
+
+    def _units(self, epoch: int, offsets: Sequence[int]) -> list[list[int]]:
+        arranged = self._epochs.units(epoch)
+        return [arranged[offset] for offset in offsets]
+
     def _identity(self) -> dict[str, Any]:
         return {"lengths": self._mark, "row_length": self._row_length, "pool": self._pool}
 
     def _arrange(self, generator: torch.Generator) -> list[list[int]]:
+        """Return all rows of an epoch, in order."""
         rows: list[list[int]] = []
         for pool in torch.randperm(len(self._lengths), generator=generator).split(self._pool):
             members = pool.tolist()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from holdfast.train.lengths.batches import Batches
+from holdfast.train.data.batches import Batches
 from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.measurements import LoaderInfo, SourceLine
 

@@ -1,0 +1,6 @@
+"""Data whose position is part of the state: shuffled batches that resume on any number of ranks."""
+
+from holdfast.train.data.batches import Batches
+from holdfast.train.data.global_batches import GlobalBatches
+
+__all__ = ["Batches", "GlobalBatches"]

@@ -1,0 +1,284 @@
+"""Batches in an order shared by all ranks: each unit once per epoch, resumable at any batch."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from holdfast.callsite import warn
+from holdfast.errors import InvalidInput, ResumeWarning
+from holdfast.rawbytes import view_bytes
+from holdfast.state.loader_watch import num_returned
+from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch
+from holdfast.train.data.progress import Pass, Progress
+from holdfast.train.data.ranges import Ranges, add_range
+
+Unit = TypeVar("Unit")
+
+_MAX_AHEAD = 8
+"""Steps that a program may read ahead of training, besides the worker processes of a loader."""
+
+
+class Batches(ABC, Generic[Unit]):
+    """This rank's share of each global batch, epoch after epoch: a `batch_sampler=` for a DataLoader.
+
+    A batch is drawn for all ranks together and divided among them, so its contents do not depend on their
+    number. Put this object into the state of a Checkpointer, and a resumed run continues with the next batch
+    on any number of ranks and worker processes. Each unit occurs once per epoch, on one rank. All ranks get
+    the same number of batches.
+
+    The last two batches of an epoch share the remaining units, so neither is larger than `batch_size` or
+    smaller than half of it. If that is fewer units than ranks, they become one batch. After a resume in
+    mid-epoch on more ranks, a remainder of fewer units than ranks is dropped.
+
+    A loader with worker processes draws batches ahead of training. The position in the data is that of the
+    samples which completed optimizer steps have used: the Checkpointer calls `complete_steps`. Without a
+    Checkpointer call it yourself, or the position is that of the batches drawn.
+
+    Args:
+        batch_size: units of all ranks in one optimizer step.
+        seed: random seed of the order.
+        accumulation_steps: number of batches that each rank's share is divided into, for gradient
+            accumulation. Iteration yields that many batches per optimizer step.
+        drop_last: drop the remaining units at the end of an epoch, so that all batches have the same size.
+        rank: this rank's number. Default: the rank in torch.distributed, or 0.
+        world_size: number of ranks. Default: the world size in torch.distributed, or 1.
+
+    Raises:
+        InvalidInput: an argument is out of range, or a batch has fewer units than there are ranks.
+
+    Ranks: not collective; every rank makes it with the same arguments, apart from `rank`.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        accumulation_steps: int = 1,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        has_ranks = dist.is_available() and dist.is_initialized()
+        self.rank = rank if rank is not None else dist.get_rank() if has_ranks else 0
+        self.world_size = world_size or (dist.get_world_size() if has_ranks else 1)
+        self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
+        self.drop_last, self.seed = drop_last, seed
+        if not 0 <= self.rank < self.world_size or accumulation_steps < 1 or batch_size < self._num_shares:
+            raise InvalidInput(
+                f"A batch of {batch_size} cannot be divided for rank {self.rank} of {self.world_size} with "
+                f"{accumulation_steps=}: it needs at least one unit per rank and accumulation step.",
+                rank=self.rank,
+            )
+        self._layout = EpochLayout(batch_size, self._num_shares, drop_last, self._count_units)
+        self._progress = Progress(self._layout)
+        self._newest: weakref.ref[_Epoch[Unit]] | None = None
+        self._has_warned = False
+
+    @property
+    def _num_shares(self) -> int:
+        return self.world_size * self.accumulation_steps
+
+    @abstractmethod
+    def _count_units(self, epoch: int) -> int:
+        """Return the number of units of an epoch, at least one."""
+
+    @abstractmethod
+    def _units(self, epoch: int, offsets: Sequence[int]) -> list[Unit]:
+        """Return the units at some places of an epoch's order."""
+
+    @abstractmethod
+    def _identity(self) -> dict[str, Any]:
+        """Return the facts that the order depends on, besides the seed. A resume compares them."""
+
+    # -- iteration -------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[list[Unit]]:
+        """Return this rank's remaining batches of the epoch. The next call starts another epoch.
+
+        Once steps are counted, batches of an unfinished iteration that no step has used are yielded again.
+        """
+        return _Epoch(self)
+
+    def __len__(self) -> int:
+        """Return the number of batches of a complete epoch on this rank."""
+        num_batches = self._layout.num_batches(self._count_units(self.epoch))
+        return num_batches * self.accumulation_steps
+
+    def _share(self, batch: GlobalBatch, part: int) -> list[Unit]:
+        """Return this rank's units of one part of a batch."""
+        offsets = batch.offsets[part * self.world_size + self.rank :: self._num_shares]
+        return self._units(batch.before.epoch, offsets)
+
+    # -- position --------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch."""
+        return self._progress.cursor.epoch
+
+    @property
+    def position(self) -> int:
+        """Units that completed steps of the run have used or passed over, on all ranks.
+
+        Epochs are numbered through: the first unit of an epoch follows the last of the one before.
+        """
+        return self._progress.cursor.position
+
+    @property
+    def skipped(self) -> Ranges:
+        """Ranges of positions that are left out for ever."""
+        return self._progress.skipped
+
+    def complete_steps(self, num_steps: int) -> None:
+        """Count completed optimizer steps. The position moves behind their samples.
+
+        The Checkpointer calls it for the objects of its state. From the first call on, the position counts
+        completed steps and not drawn batches; a call with 0 only begins this.
+
+        Ranks: not collective; every rank calls it for the same steps.
+        """
+        self._progress.complete(num_steps)
+
+    def skip(self, start: int, stop: int) -> None:
+        """Leave the samples at positions [start, stop) out for ever. A position among them moves to `stop`.
+
+        A loader that is being read continues after them. Samples that it has read already are still
+        delivered, once.
+
+        Raises:
+            InvalidInput: the range is empty, or there are too many.
+
+        Ranks: not collective; every rank calls it with the same range.
+        """
+        self._progress.skip(start, stop)
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, the skipped ranges, and the facts that the order depends on."""
+        self._check_count()
+        return self._state_of(self._progress.cursor)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the position of `state`, on any number of ranks.
+
+        Raises:
+            InvalidInput: the data, batch size or seed differ from those of `state`.
+        """
+        self._check_order(state)
+        cursor, skipped = self._parse(state)
+        self._progress.load(cursor, skipped)
+
+    def _state_of(self, cursor: Cursor) -> dict[str, Any]:
+        return {
+            "epoch": cursor.epoch,
+            "epoch_start": cursor.epoch_start,
+            "taken": cursor.position - cursor.epoch_start,
+            "skipped": [list(one) for one in self.skipped],
+            "order": self._order_identity(),
+        }
+
+    def _parse(self, state: dict[str, Any]) -> tuple[Cursor, Ranges]:
+        epoch = state["epoch"]
+        start = state.get("epoch_start")
+        if start is None:  # saved before positions were numbered through
+            start = sum(self._count_units(one) for one in range(epoch))
+        skipped: Ranges = ()
+        for low, high in state.get("skipped", ()):
+            skipped = add_range(skipped, low, high)
+        return Cursor(epoch, start, start + state["taken"]), skipped
+
+    def _check_order(self, state: dict[str, Any]) -> None:
+        mine = self._order_identity()
+        if differing := [name for name in mine if state["order"].get(name) != mine[name]]:
+            changes = ", ".join(
+                f"{name} was {state['order'].get(name)}, is {mine[name]}" for name in differing
+            )
+            raise InvalidInput(
+                f"The order of batches cannot be resumed: {changes}. The rest of the epoch would "
+                "repeat or skip samples. Use the same data and settings, or remove this object from "
+                "the state.",
+                rank=self.rank,
+            )
+
+    def _order_identity(self) -> dict[str, Any]:
+        common = {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
+        return {**common, **self._identity()}
+
+    def _check_count(self) -> None:
+        """Warn once if the loader returned other batches than the completed steps have used."""
+        epoch = self._newest() if self._newest is not None else None
+        if epoch is None or self._has_warned or not self._progress.counts_steps:
+            return
+        returned = num_returned(epoch)
+        num_used = epoch.drawer.num_completed * self.accumulation_steps
+        if returned is None or 0 <= returned - num_used <= _MAX_AHEAD * self.accumulation_steps:
+            return
+        self._has_warned = True
+        warn(
+            f"The run will not resume exactly: the data loader has returned {returned} batches of this "
+            f"epoch, and the completed steps have used {num_used}. Each optimizer step that the Checkpointer "
+            "completes counts as one global batch: give the batches `accumulation_steps=` if a step uses "
+            "several, and count each optimizer step once.",
+            ResumeWarning,
+        )
+
+
+class _Epoch(Generic[Unit]):
+    """The rest of one epoch. Has its own state for loaders that save their iterator."""
+
+    def __init__(self, batches: Batches[Unit]) -> None:
+        self.drawer = Pass(self)
+        self._batches = batches
+        self._progress = batches._progress
+        self._batch: GlobalBatch | None = None  # some of its parts are not returned yet
+        self._part = 0
+
+    def __iter__(self) -> _Epoch[Unit]:
+        return self
+
+    def __next__(self) -> list[Unit]:
+        if self._batch is None and not self._draw():
+            raise StopIteration
+        batch, part = self._batch, self._part
+        assert batch is not None
+        self._part += 1
+        if self._part == self._batches.accumulation_steps:
+            self._progress.finish_draw(batch)
+            self._batch = None
+        return self._batches._share(batch, part)
+
+    def _draw(self) -> bool:
+        if self.drawer.cursor is None:
+            self._batches._newest = weakref.ref(self)
+        self._batch, self._part = self._progress.draw(self.drawer), 0
+        return self._batch is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the next batch."""
+        if self._batch is not None:
+            cursor, part = self._batch.before, self._part
+        else:
+            cursor, part = self.drawer.cursor or self._progress.cursor, 0
+        return {**self._batches._state_of(cursor), "part": part, "is_ended": self.drawer.is_ended}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the position of `state`."""
+        self._batches.load_state_dict(state)
+        self.drawer, self._batch = Pass(self), None
+        if state.get("part") and self._draw():
+            self._part = state["part"]
+
+
+def fingerprint(lengths: Sequence[int]) -> str:
+    """Return a short digest of the lengths, to detect other data."""
+    data = torch.as_tensor(lengths, dtype=torch.int64)
+    return f"{len(lengths)} of {int(data.sum())} tokens, {zlib.crc32(view_bytes(data.contiguous())):08x}"

@@ -1,0 +1,207 @@
+"""Global batches: each sample once per epoch through any crashes, and the position of completed steps."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from holdfast.errors import InvalidInput, ResumeWarning
+from holdfast.train.data import GlobalBatches
+from stage.training import make_checkpointer
+from train.data.numbers import Numbers
+
+
+def ranks_of(num_samples: int, batch: int, world: int, state: Any = None, **options: Any) -> list[Any]:
+    """The batches of every rank, at the position of a state."""
+    found = [
+        GlobalBatches(num_samples, batch, rank=rank, world_size=world, **options) for rank in range(world)
+    ]
+    for one in found:
+        if state is not None:
+            one.load_state_dict(state)
+        one.complete_steps(0)
+    return found
+
+
+def endless(batches: GlobalBatches, ahead: int) -> Iterator[list[int]]:
+    """Batches for ever, each drawn some time before it is returned, as by worker processes."""
+    while True:
+        waiting: list[list[int]] = []
+        for one in batches:
+            waiting.append(one)
+            if len(waiting) > ahead:
+                yield waiting.pop(0)
+        yield from waiting
+
+
+START = st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 12), st.booleans())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(8, 90), st.integers(1, 2), st.lists(START, min_size=1, max_size=6))
+def test_any_sequence_of_starts_covers_each_unskipped_sample_once_per_epoch(
+    num: int, parts: int, starts: list[tuple[int, int, int, bool]]
+) -> None:
+    """Each start has other ranks, reads ahead, completes some steps, may skip, and crashes."""
+    used, skipped, state = list[list[int]](), set[int](), None
+    for world, ahead, num_steps, skips in starts:
+        ranks = ranks_of(num, 8, world, state, accumulation_steps=parts)
+        streams = [endless(one, ahead) for one in ranks]
+        for _ in range(num_steps):
+            before = ranks[0].position
+            shares = [next(stream) for stream in streams for _ in range(parts)]
+            for one in ranks:
+                one.complete_steps(1)
+            used.append(sorted(itertools.chain(*shares)))
+            assert len({one.position for one in ranks}) == 1
+            assert ranks[0].position > before
+        state = ranks[0].state_dict()
+        if skips:  # after a restore, as a rollback does
+            one = ranks_of(num, 8, 1, state)[0]
+            start = one.position
+            one.skip(start, start + 5)
+            skipped |= set(range(start, start + 5))
+            state = one.state_dict()
+    dropped = ranks_of(num, 8, 1, state)[0].position  # of the epochs passed
+    order = [index for epoch in range(dropped // num + 1) for index in order_of(num, epoch)]
+    expected = Counter(order[place] for place in range(dropped) if place not in skipped)
+    found = Counter(itertools.chain(*used))
+    lost = expected - found
+    assert not found - expected, "a sample was used twice"
+    assert lost.total() <= 8 * (dropped // num)  # ends of epochs with fewer samples than shares
+
+
+def order_of(num: int, epoch: int) -> list[int]:
+    batches = GlobalBatches(num, 1, rank=0, world_size=1)
+    return [index for _ in range(epoch + 1) for index in itertools.chain(*list(batches))][epoch * num :]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(8, 60), st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 9)), max_size=5))
+def test_steps_see_the_same_samples_whatever_the_ranks(num: int, starts: list[tuple[int, int]]) -> None:
+    whole = (sorted(one) for one in endless(GlobalBatches(num * 8, 8, rank=0, world_size=1), 0))
+    state = None
+    for world, num_steps in starts:
+        ranks = ranks_of(num * 8, 8, world, state)
+        streams = [endless(one, 3) for one in ranks]
+        for _ in range(num_steps):
+            assert sorted(itertools.chain(*(next(one) for one in streams))) == next(whole)
+            for one in ranks:
+                one.complete_steps(1)
+        state = ranks[0].state_dict()
+
+
+def test_a_live_iterator_continues_after_a_rollback_and_no_sample_is_used_twice() -> None:
+    batches = ranks_of(100, 10, 1)[0]
+    stream = endless(batches, 3)
+    seen = list[int]()
+
+    def step() -> None:
+        seen.extend(next(stream))
+        batches.complete_steps(1)
+
+    step()
+    old = batches.state_dict()
+    for _ in range(4):
+        step()
+    position = batches.position
+    batches.load_state_dict(old)
+    assert batches.position == 10
+    batches.skip(batches.position, position)
+    assert (batches.position, batches.skipped) == (50, ((10, 50),))
+    for _ in range(5):
+        step()
+    assert sorted(seen) == list(range(100))
+    assert batches.position == 100
+    again = ranks_of(100, 10, 2, batches.state_dict())
+    assert again[0].skipped == ((10, 50),)
+
+
+def test_an_iterator_that_has_read_ahead_before_the_restore_is_refused() -> None:
+    batches = GlobalBatches(100, 10)
+    stream = iter(batches)
+    next(stream)
+    batches.load_state_dict({**batches.state_dict(), "taken": 50})
+    with pytest.raises(InvalidInput, match="iterator of the data loader after the restore"):
+        next(stream)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_with_workers_resumes_where_completed_steps_were(tmp_path: Path, num_workers: int) -> None:
+    def train(total: int) -> list[list[int]]:
+        batches = GlobalBatches(50, 8)
+        loader = DataLoader(Numbers(50), batch_sampler=batches, num_workers=num_workers)
+        found = list[list[int]]()
+        with make_checkpointer(tmp_path / "run", {"batches": batches}, every=4) as ckpt:
+            stream = itertools.chain.from_iterable(loader for _ in itertools.count())
+            found.extend(next(stream).tolist() for _ in ckpt.steps(total))
+        return found
+
+    expected = list(itertools.islice(endless(GlobalBatches(50, 8), 0), 18))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumeWarning)
+        assert train(5) == expected[:5]
+        assert train(18) == expected[5:]
+
+
+def test_steps_that_use_more_batches_than_they_count_are_noticed(tmp_path: Path) -> None:
+    batches = GlobalBatches(2000, 4)
+    loader = DataLoader(Numbers(2000), batch_sampler=batches)
+
+    def train() -> None:
+        with make_checkpointer(tmp_path, {"batches": batches}, every=20) as ckpt:
+            stream = iter(loader)
+            for _ in ckpt.steps(20):
+                for _ in range(4):
+                    next(stream)
+
+    with pytest.warns(ResumeWarning, match="returned 80 batches of this epoch, and the completed steps"):
+        train()
+
+
+def test_batches_that_are_not_in_the_state_are_noticed(tmp_path: Path) -> None:
+    gc.collect()
+    stream = iter(DataLoader(Numbers(20), batch_sampler=GlobalBatches(20, 4)))
+    next(stream)
+    made = make_checkpointer(tmp_path, {"numbers": torch.zeros(2)})
+    with made as ckpt, pytest.warns(ResumeWarning, match="GlobalBatches that is not in the state"):
+        ckpt.save(1)
+
+
+def test_an_evaluation_does_not_warn_and_a_later_epoch_does(tmp_path: Path) -> None:
+    gc.collect()
+    with make_checkpointer(tmp_path, {"numbers": torch.zeros(2)}, every=1) as ckpt:
+        with ckpt.phase("eval"):
+            evaluation = iter(DataLoader(Numbers(20), shuffle=True))
+            next(evaluation)
+        ended = iter(DataLoader(Numbers(2), shuffle=True))
+        list(ended)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ResumeWarning)
+            ckpt.save(1)
+        reading = iter(DataLoader(Numbers(20), shuffle=True))
+        next(reading)
+        with pytest.warns(ResumeWarning, match="shuffled DataLoader over Numbers is being read"):
+            ckpt.save(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ResumeWarning)
+            ckpt.save(3)
+    del evaluation, ended, reading
+
+
+def test_the_size_of_the_data_does_not_matter() -> None:
+    batches = GlobalBatches(10**9, 64)
+    first = next(iter(batches))
+    assert len(set(first)) == 64
+    assert max(first) > 10**8

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Memory,
         Preemption,
         Reads,
+        SlowRanks,
     )
     from holdfast.errors import (
         Conflict,
@@ -74,6 +75,7 @@ _PLACES = {
     "RetryLater": "errors",
     "Save": "keeper.save",
     "SaveWarning": "errors",
+    "SlowRanks": "checkpointer.options",
     "Unsupported": "errors",
     "describe": "train.sharding.inspection",
     "fit_batch": "train.batch",
@@ -115,6 +117,7 @@ __all__ = [
     "RetryLater",
     "Save",
     "SaveWarning",
+    "SlowRanks",
     "Unsupported",
     "describe",
     "fit_batch",

@@ -102,6 +102,8 @@ class Attempt:
             released=self._pipeline.release,
             pulse_fd=-1 if pulse is None else pulse.share(),
         )
+        if self._components.sampler is not None:
+            self._components.sampler.start()
         for note in self._early_notes:
             keeper.record(**note)
         for step in self._early_deletions:
@@ -138,6 +140,9 @@ class Attempt:
             hang_step_s=options.hang.limits.step_s,
             hang_first_s=options.hang.limits.first_s,
             hang_phase_s=options.hang.limits.phase_s,
+            on_slow=options.slow.action,
+            slow_factor=options.slow.factor,
+            slow_window_s=options.slow.window_s,
             **self._tiers.config,
         )
 

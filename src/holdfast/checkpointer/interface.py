@@ -24,6 +24,7 @@ from holdfast.checkpointer.options import (
     Options,
     Preemption,
     Reads,
+    SlowRanks,
     parse_compile_cache,
     parse_hang,
     parse_home,
@@ -31,6 +32,7 @@ from holdfast.checkpointer.options import (
     parse_local,
     parse_memory,
     parse_preemption,
+    parse_slow,
 )
 from holdfast.checkpointer.restoration import Selection
 from holdfast.checkpointer.training import Training
@@ -65,6 +67,7 @@ class Checkpointer:
         limits: number of failures and waiting times after which the run raises.
         on_hang: what to do when the training makes no progress: "report" the stacks of all ranks, "restart"
             it, "off", or a `Hang` with limits of its own.
+        on_slow: what to do about a rank that all others wait for: "report" it, "off", or a `SlowRanks`.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.ranks`.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
@@ -93,6 +96,7 @@ class Checkpointer:
         compile_cache: int | str | bool | CompileCache = "1GiB",
         limits: Limits = Limits(),
         on_hang: str | Hang = "report",
+        on_slow: str | SlowRanks = "report",
         group: RankGroup | None = None,
         take_over: bool = False,
         quiet: bool = False,
@@ -108,6 +112,7 @@ class Checkpointer:
             parse_compile_cache(compile_cache),
             limits,
             parse_hang(on_hang),
+            parse_slow(on_slow),
             take_over,
             quiet,
         )

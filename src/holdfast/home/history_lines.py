@@ -9,8 +9,11 @@ from holdfast.documents import decode
 from holdfast.errors import Corrupt, NotFound
 from holdfast.format import names
 from holdfast.format.limits import MAX_LINE_BYTES
+from holdfast.format.sealed import dumps
 from holdfast.store import Store
 
+_MAX_NEW_BYTES = 8 << 20
+"""Bytes of a log that are read at a time."""
 Line = dict[str, Any]
 """One line of a history log."""
 
@@ -40,6 +43,35 @@ def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], in
             else:
                 lines.append(line)
     return sorted(lines, key=lambda line: line["t"]), num_torn
+
+
+def read_new_lines(store: Store, attempt: int, offsets: dict[str, int], event: str) -> list[Line]:
+    """Read the lines of one kind that were appended to the logs of an attempt since the last call.
+
+    Args:
+        offsets: bytes of each log that were read; updated.
+        event: kind of the lines. Others are skipped without decoding them.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    mark, found = dumps(event), []
+    for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
+        if not entry.name.endswith(".jsonl") or names.attempt_in(entry.name) != attempt:
+            continue
+        offset = offsets.get(entry.name, 0)
+        length = min(entry.num_bytes - offset, _MAX_NEW_BYTES)
+        if length <= 0:
+            continue
+        text = bytearray(length)
+        try:
+            store.read_into(entry.name, offset, memoryview(text))
+        except (NotFound, Corrupt):  # deleted, or shorter, since it was listed
+            continue
+        whole = text.rfind(b"\n") + 1
+        offsets[entry.name] = offset + (whole or (length if length == _MAX_NEW_BYTES else 0))
+        found += [line for one in bytes(text[:whole]).splitlines() if mark in one and (line := _parse(one))]
+    return [line for line in found if line["event"] == event]
 
 
 def _parse(text: bytes) -> Line | None:

@@ -14,6 +14,8 @@ from holdfast.hang import text as hang_text
 from holdfast.hang.incidents import HangIncident, list_hangs
 from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
+from holdfast.pace.slow_periods import SlowAttempt, list_slow_periods
+from holdfast.pace.windows import PaceReading, list_paces
 from holdfast.report.attempts import AttemptSpan, attempt_spans
 from holdfast.report.curves import Curve, collect_curves
 from holdfast.report.events import MEMORY, HistoryEvent, parse_events
@@ -107,6 +109,8 @@ class RunSummary:
     num_torn: int
     curves: tuple[Curve, ...] = ()  # training metrics
     hangs: tuple[HangIncident, ...] = ()
+    slow_periods: tuple[SlowAttempt, ...] = ()
+    paces: tuple[PaceReading, ...] = ()
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -136,6 +140,11 @@ class RunSummary:
                 "place": hang_text.summary(one.ranks),
             }
             for one in self.hangs
+        ]
+        del document["paces"]  # the history has them
+        document["slow_periods"] = [
+            {"attempt": one.attempt, **asdict(one.period), "cost_s": one.period.cost_s}
+            for one in self.slow_periods
         ]
         document["times"]["lost_s"] = self.times.lost_s
         document["advice"]["useful_s"] = self.advice.useful_s
@@ -169,7 +178,12 @@ def read_summary(store: Store) -> RunSummary:
         ),
         num_torn=num_torn,
     )
-    return replace(found, hangs=tuple(list_hangs(lines)))
+    return replace(
+        found,
+        hangs=tuple(list_hangs(lines)),
+        slow_periods=tuple(list_slow_periods(lines)),
+        paces=tuple(list_paces(lines)),
+    )
 
 
 def _read(store: Store, cls: type[Any], name: str) -> Any:

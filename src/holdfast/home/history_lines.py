@@ -32,17 +32,31 @@ def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], in
     for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
         if not entry.name.endswith(".jsonl") or attempt not in (None, names.attempt_in(entry.name)):
             continue
-        try:
-            text = store.get(entry.name)
-        except NotFound:
-            continue  # deleted since it was listed
-        for one in dict.fromkeys(text.splitlines()):  # a keeper's successor may write its lines again
-            line = _parse(one)
-            if line is None:
-                num_torn += 1
-            else:
-                lines.append(line)
+        found, torn = _read_log(store, entry.name)
+        lines += found
+        num_torn += torn
     return sorted(lines, key=lambda line: line["t"]), num_torn
+
+
+def read_log(store: Store, name: str) -> list[Line]:
+    """Return the lines of one log that are complete.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    return _read_log(store, name)[0]
+
+
+def _read_log(store: Store, name: str) -> tuple[list[Line], int]:
+    """Return the lines of one log, and the number of incomplete ones."""
+    try:
+        text = store.get(name)
+    except NotFound:
+        return [], 0  # deleted since it was listed
+    # A keeper's successor may write its lines again.
+    parsed = [_parse(one) for one in dict.fromkeys(text.splitlines())]
+    lines = [line for line in parsed if line is not None]
+    return lines, len(parsed) - len(lines)
 
 
 def read_new_lines(store: Store, attempt: int, offsets: dict[str, int], event: str) -> list[Line]:

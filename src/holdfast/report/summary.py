@@ -26,10 +26,10 @@ from holdfast.report.interruptions import (
     save_intervals_s,
     seconds_per_step,
 )
-from holdfast.report.save_interval import BestInterval, best_interval, lost_share, mtbf_bounds_s
 from holdfast.report.saves import SaveRecord, collect_saves
 from holdfast.report.spans import Span, seconds_of
 from holdfast.report.tier_levels import TierLevel, tier_levels
+from holdfast.save_interval import BestInterval, best_interval, lost_share, mtbf_bounds_s
 from holdfast.store import Store
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
@@ -111,6 +111,7 @@ class RunSummary:
     hangs: tuple[HangIncident, ...] = ()
     slow_periods: tuple[SlowAttempt, ...] = ()
     paces: tuple[PaceReading, ...] = ()
+    unhealthy: tuple[HistoryEvent, ...] = ()  # committed checkpoints of states that are not healthy
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -231,6 +232,7 @@ def summarize(
         home_contents,
         num_torn,
         tuple(collect_curves(events, [(save.attempt, save.step) for save in saves])),
+        unhealthy=tuple(event for event in events if event.kind == "unhealthy"),
     )
 
 

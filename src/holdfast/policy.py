@@ -85,7 +85,7 @@ class IntervalChoice:
 
 @dataclass(frozen=True, slots=True)
 class EveryAuto(Every):
-    """Policy to save as often as pays, while the measured cost stays within `budget` of all time.
+    """Policy to save as often as pays, within `budget` of all time.
 
     The first save comes after `first_steps` steps, to measure what one costs. A save is never due before
     the last one could have become durable. Once the run has failed a few times, the interval is the best one

@@ -16,7 +16,7 @@ _CHANGE = 1.5
 
 
 class SaveInterval:
-    """Interval that the policy of one attempt chooses, on rank 0, whose clock counts for all."""
+    """Interval that the policy of one attempt chooses, on rank 0."""
 
     def __init__(self, components: Components) -> None:
         self._components = components

@@ -157,6 +157,6 @@ def _handler(numbers: _Numbers) -> type[BaseHTTPRequestHandler]:
 
         @override
         def log_message(self, format: str, *args: object) -> None:
-            """Log nothing: a request every few seconds is no news."""
+            """Ignore the request, since there is one every few seconds."""
 
     return Handler

@@ -21,7 +21,7 @@ _MAX_LOG_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class FailureRate:
-    """Failures of a run, and the time in which they happened.
+    """Failures of a run during its training time.
 
     Attributes:
         num_failures: attempts that ended without a recorded reason, or that hung.

@@ -60,7 +60,7 @@ def _read_log(store: Store, name: str) -> tuple[list[Line], int]:
 
 
 def read_new_lines(store: Store, attempt: int, offsets: dict[str, int], event: str) -> list[Line]:
-    """Read the lines of one kind that were appended to the logs of an attempt since the last call.
+    """Read the lines of one kind that are new in the logs.
 
     Args:
         offsets: bytes of each log that were read; updated.

@@ -27,7 +27,7 @@ _AGE_WINDOWS = 60
 
 
 class PaceWatch:
-    """Thread that compares the ranks of its host, if its own rank is the lowest there.
+    """Thread that compares the ranks of its host, for the lowest one.
 
     In each window of time it reads the pulses of all trainers of the host. A few windows make a line of the
     history, from which rank 0's keeper takes the ranks of other hosts.
@@ -180,7 +180,7 @@ class _RankReader:
 
 
 def _queued_s(pid: int, thread: int) -> float:
-    """Return the seconds that a thread has waited for a processor; 0 if they are not known.
+    """Return the seconds that a thread has waited for a processor, else 0.
 
     Source: proc_pid_schedstat, the second number.
     """

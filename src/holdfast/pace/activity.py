@@ -1,4 +1,4 @@
-"""Activity of the thread that trains, from its Python frames and its state in the kernel; pure."""
+"""Activity of the training thread, from its frames and its state; pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_CODES = 10_000
 
 
 class Activity(IntEnum):
-    """Activity of a thread at the time of a sample, as an index of the counts in its pulse."""
+    """Activity of a thread, as an index of the counts in its pulse."""
 
     RUNS = 0  # uses a processor, or waits for one
     LOADS = 1  # in a data loader

@@ -1,4 +1,4 @@
-"""Judgement of which ranks slow down all others, from the own time of each rank; pure."""
+"""Judgement about slow ranks, from the own time of each rank; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Periods in which a rank was slower than the others, as events of the history; pure."""
+"""Periods of slow ranks, as events of the history; pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHAT = "a slow rank"
 
 @dataclass(frozen=True, slots=True)
 class SlowPeriod:
-    """Time in which the other ranks waited for one.
+    """Period during which the other ranks waited for one.
 
     Attributes:
         rank: its number.
@@ -73,7 +73,7 @@ class SlowAttempt:
 
 
 def decode_period(line: Mapping[str, Any]) -> SlowPeriod | None:
-    """Return the period in a line of the history; None if it has none that can be used."""
+    """Return the period in a line of the history, else None."""
     if line.get("event") not in (BEGUN, OVER) or not isinstance(line.get("slow"), dict):
         return None
     try:
@@ -103,7 +103,7 @@ def block_of_slow(periods: Iterable[SlowPeriod], home: str) -> str:
 
 
 def block_of_end(period: SlowPeriod) -> str:
-    """Return the line that a training prints when a rank is no longer slow."""
+    """Return the line that a training prints at the end of a period."""
     lasted_s = (period.until_unix_s or period.since_unix_s) - period.since_unix_s
     cost = format_duration(period.cost_share * lasted_s)
     return printable(

@@ -155,7 +155,7 @@ def _encode(one: RankWindow) -> tuple[float, ...]:
 
 
 def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow]] | None:
-    """Return host, length and windows of a line of the history; None if it has none that can be used."""
+    """Return host, length and windows of a line of the history, else None."""
     if line.get("event") != EVENT:
         return None
     try:
@@ -208,7 +208,7 @@ QUEUE_CAUSE = "waiting for a processor that something else uses"
 
 
 def find_cause(windows: Sequence[PaceWindow], rank: int) -> str:
-    """Return as text what most of the own time is that a rank has beyond the other ranks; "" without any."""
+    """Return the largest part of a rank's excess as text, else ""."""
     excess = {
         Activity.RUNS: _excess(windows, rank, "runs"),
         Activity.LOADS: _excess(windows, rank, "loads"),
@@ -222,7 +222,7 @@ def find_cause(windows: Sequence[PaceWindow], rank: int) -> str:
 
 
 def _excess(windows: Sequence[PaceWindow], rank: int, name: str) -> float:
-    """Return a rank's share of one kind beyond the mean of the others, over some windows."""
+    """Return a rank's share of one kind beyond the mean of the others."""
     own, others = [], []
     for window in windows:
         for number, one in window.ranks.items():

@@ -58,7 +58,7 @@ def format_metrics(summary: RunSummary, home: str) -> str:
 
 
 def metric_families(summary: RunSummary, home: str) -> list[MetricFamily]:
-    """Return the numbers of a run, without those that are not known."""
+    """Return the numbers of a run; unknown ones are left out."""
     label = {"home": home}
     found = [*_progress(summary, label), *_events(summary, label), *_times(summary, label)]
     return [one for one in found if one.samples]

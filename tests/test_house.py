@@ -26,7 +26,7 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
     backoff callsite entry failpoint host_memory linux log rawbytes redaction | errors
-    | documents units privacy | policy format environment hang | health store
+    | documents save_interval units privacy | policy format environment hang | health pace store
     | home state stage notice process_exit ranks
     | keeper restore | writeback compiled
     | checkpointer exchange jobs train | report | dash
@@ -65,6 +65,7 @@ PUBLIC = [
     "Save",
     "SaveWarning",
     "Spike",
+    "SlowRanks",
     "Unsupported",
     "describe",
     "fit_batch",

@@ -23,6 +23,7 @@ from holdfast.policy import (
     every,
     line_of,
 )
+from holdfast.save_interval import daly_s
 
 
 def pace(step: int, **facts: float) -> Pace:
@@ -285,3 +286,26 @@ def test_a_success_ends_the_count_of_failures_and_the_doubling():
         overdue.begin(moment_s)
         overdue.fail()
     assert overdue.check(10.0) is not None, "three are enough again"
+
+
+def test_auto_uses_daly_s_interval_for_the_run_s_own_failures_within_the_budget() -> None:
+    auto = EveryAuto()
+    without = auto.choose(0.01, 0.1, None)
+    assert (without.interval_s, "budget" in without.reason) == (pytest.approx(1.0), True)
+    rare = auto.choose(0.01, 0.1, 3600.0)
+    assert rare.interval_s == pytest.approx(daly_s(0.01, 3600.0))
+    assert rare.interval_s > without.interval_s
+    assert "Daly" in rare.reason
+    often = auto.choose(5.0, 0.1, 600.0)
+    assert (often.interval_s, "budget" in often.reason) == (pytest.approx(500.0), True)
+    slow = auto.choose(0.01, 1000.0, 3600.0)
+    assert (slow.interval_s, "durable" in slow.reason) == (1000.0, True)
+
+
+def test_auto_is_due_after_the_interval_for_the_run_s_own_failures() -> None:
+    def due(after_s: float, mtbf_s: float | None) -> bool:
+        return EveryAuto().due(Pace(20, after_s, 10, 0.0, 0.01, 0.1, mtbf_s))
+
+    assert due(1.1, None)
+    assert not due(1.1, 3600.0)
+    assert due(daly_s(0.01, 3600.0) + 0.1, 3600.0)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Memory,
         Preemption,
         Reads,
+        SlowRanks,
         Spike,
     )
     from holdfast.errors import (
@@ -78,6 +79,7 @@ _PLACES = {
     "Save": "keeper.save",
     "SaveWarning": "errors",
     "Spike": "checkpointer.options",
+    "SlowRanks": "checkpointer.options",
     "Unsupported": "errors",
     "describe": "train.sharding.inspection",
     "fit_batch": "train.batch",
@@ -120,6 +122,7 @@ __all__ = [
     "RetryLater",
     "Save",
     "SaveWarning",
+    "SlowRanks",
     "Spike",
     "Unsupported",
     "describe",

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing_extensions import override
 
 from holdfast.errors import InvalidInput
+from holdfast.save_interval import best_interval
 from holdfast.units import parse_duration
 
 _LATE_S = 60.0
@@ -30,6 +31,7 @@ class Pace:
     saved_s: float  # monotonic clock at that time
     save_cost_s: float | None = None  # training time lost per save, measured; None before the first
     durable_s: float | None = None  # from save() to durable, measured; None before the first
+    mtbf_s: float | None = None  # mean time between the run's own failures; None for too few of them
 
 
 class Every(ABC):
@@ -69,12 +71,25 @@ class EveryTime(Every):
         return pace.step > pace.saved_step and pace.now_s - pace.saved_s >= self.seconds
 
 
+MIN_FAILURES = 3
+"""Failures of a run from which they count for the interval between its saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalChoice:
+    """Interval between saves, in seconds, with its reason."""
+
+    interval_s: float
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class EveryAuto(Every):
-    """Policy to save as often as the measured cost stays within `budget` of all time.
+    """Policy to save as often as pays, within `budget` of all time.
 
     The first save comes after `first_steps` steps, to measure what one costs. A save is never due before
-    the last one could have become durable.
+    the last one could have become durable. Once the run has failed a few times, the interval is the best one
+    for its own failures, by Daly's formula, if that is longer than the budget asks for.
     """
 
     budget: float = 0.01
@@ -84,8 +99,25 @@ class EveryAuto(Every):
     def due(self, pace: Pace) -> bool:
         if pace.save_cost_s is None:
             return pace.step - pace.saved_step >= self.first_steps
-        interval_s = max(pace.save_cost_s / self.budget, pace.durable_s or 0.0)
+        interval_s = self.choose(pace.save_cost_s, pace.durable_s, pace.mtbf_s).interval_s
         return pace.step > pace.saved_step and pace.now_s - pace.saved_s >= interval_s
+
+    def choose(self, cost_s: float, durable_s: float | None, mtbf_s: float | None) -> IntervalChoice:
+        """Return the interval between saves, and its reason.
+
+        Args:
+            cost_s: training time lost per save.
+            durable_s: time until a save is durable; None if it is not known.
+            mtbf_s: mean time between the run's own failures; None for too few of them.
+        """
+        best = None if mtbf_s is None else best_interval(cost_s, mtbf_s)
+        choices = [
+            IntervalChoice(cost_s / self.budget, f"the budget of {self.budget:.3g} of the time"),
+            IntervalChoice(durable_s or 0.0, "the time until a save is durable"),
+        ]
+        if best is not None:
+            choices.append(IntervalChoice(best.daly_s, "Daly's formula for the run's own failures"))
+        return max(choices, key=lambda one: one.interval_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,15 @@ import html
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from holdfast.format.run import Done
+from holdfast.pace.slow_periods import SlowAttempt, SlowPeriod
+from holdfast.pace.windows import PaceReading
 from holdfast.report import RunSummary, summarize
 from holdfast.report.figures import make_figures
 from holdfast.report.style import MAX_MARKS, MAX_ROWS, format_share
@@ -20,7 +23,7 @@ from report.made_up_run import START, Fate, MadeUpRun, simulate
 
 vl_convert = pytest.importorskip("vl_convert")
 
-IDS = ["timeline", "curve-1", "progress", "shares", "costs", "durations", "levels", "intervals"]
+IDS = ["timeline", "curve-1", "progress", "shares", "costs", "pace", "durations", "levels", "intervals"]
 
 
 def eventful() -> RunSummary:
@@ -33,7 +36,10 @@ def eventful() -> RunSummary:
     made_up.add_metrics(1, 20.0, "<loss>", {step: 1.0 / step for step in range(1, 24)})
     made_up.add_metrics(3, 90.0, "<loss>", {step: 1.0 / step for step in range(12, 30)} | {30: math.nan})
     made_up.add(3, 98.5, "failed", 105, detail="</script><script>alert(1)</script>")
-    return summarize(made_up.by_time(), made_up.claims)
+    paces = [PaceReading(1, START + 10 + at, {0: 0.4, 1: 0.9, 2: 0.41}) for at in range(8)]
+    slow = SlowPeriod(1, "kelp-<2>", START + 10, 2.2, 0.5, 1.0, "its data loader", START + 18)
+    found = summarize(made_up.by_time(), made_up.claims)
+    return replace(found, paces=tuple(paces), slow_periods=(SlowAttempt(1, slow),))
 
 
 def quiet() -> RunSummary:

@@ -10,6 +10,7 @@ from holdfast.callsite import warn
 from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.pipeline import Order
 from holdfast.checkpointer.restoration import Restoration, Selection
+from holdfast.checkpointer.save_interval import SaveInterval
 from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
 from holdfast.checkpointer.step_sync import StepSync
 from holdfast.checkpointer.takeover import claim_together
@@ -53,6 +54,7 @@ class Attempt:
         )
         self.step_sync = StepSync(components, self.saves)
         self._restoration = Restoration(components)
+        self._interval = SaveInterval(components)
         self._early_notes: list[dict[str, Any]] = []  # events for the history, until the claim
         self._early_deletions: list[int] = []  # steps, until the claim
         self._guarantee: str | None = None
@@ -102,6 +104,8 @@ class Attempt:
             released=self._pipeline.release,
             pulse_fd=-1 if pulse is None else pulse.share(),
         )
+        if self._components.sampler is not None:
+            self._components.sampler.start()
         for note in self._early_notes:
             keeper.record(**note)
         for step in self._early_deletions:
@@ -113,6 +117,7 @@ class Attempt:
                 self._components.compiled, self._ranks, attempt=claim.number, notify=self._note_compiled
             )
         self._restoration.end_claim(keeper)
+        self._interval.begin(keeper)
         return keeper
 
     def _config(
@@ -139,6 +144,9 @@ class Attempt:
             hang_step_s=options.hang.limits.step_s,
             hang_first_s=options.hang.limits.first_s,
             hang_phase_s=options.hang.limits.phase_s,
+            on_slow=options.slow.action,
+            slow_factor=options.slow.factor,
+            slow_window_s=options.slow.window_s,
             **self._tiers.config,
         )
 
@@ -267,6 +275,8 @@ class Attempt:
         if self._components.compiled is not None:
             self._components.compiled.upload_soon()
         self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
+        if self.keeper is not None:
+            self._interval.note(save.step, self.keeper)
 
     def report_progress(self, step: int) -> None:
         """Report the newest checkpoint to the job that this training is part of, if any."""

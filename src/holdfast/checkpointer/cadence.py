@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.policy import Every, Meter, Pace
+from holdfast.policy import Every, EveryAuto, Meter, Pace
 
 
 class Flags(NamedTuple):
@@ -44,6 +44,7 @@ class Cadence:
     ) -> None:
         self.home = home
         self.meter = Meter()
+        self.mtbf_s: float | None = None  # mean time between the run's own failures, if there are enough
         self._every = every
         self._is_clock, self._is_alone = rank == 0, world_size == 1
         self._sent_step = 0  # step of the flags on their way
@@ -115,8 +116,13 @@ class Cadence:
         )
         return Decision(is_due, is_repeat)
 
+    @property
+    def auto(self) -> EveryAuto | None:
+        """The policy that chooses its interval, if there is one."""
+        return next((one for one in self._every if isinstance(one, EveryAuto)), None)
+
     def _is_due(self, step: int, now_s: float, *, timed: bool) -> bool:
-        costs = self.meter.save_cost_s, self.meter.durable_s
+        costs = self.meter.save_cost_s, self.meter.durable_s, self.mtbf_s
         return _is_due(self._every, Pace(step, now_s, self.saved_step, self._saved_s, *costs), timed=timed)
 
 

@@ -17,6 +17,7 @@ from holdfast.compiled import CompiledCode
 from holdfast.hang.handlers import install_handlers
 from holdfast.hang.pulse import Pulse
 from holdfast.log import get_logger
+from holdfast.pace.sampler import ActivitySampler
 from holdfast.ranks import RankGroup, Ranks
 from holdfast.state import State
 from holdfast.state.loader_watch import watch_loaders
@@ -37,7 +38,8 @@ class Components:
     metrics: MetricsBuffer
     done: DoneMarker
     compiled: CompiledCode | None
-    pulse: Pulse | None  # None if hangs are not watched
+    pulse: Pulse | None  # None if neither hangs nor slow ranks are watched
+    sampler: ActivitySampler | None  # None if ranks are not compared
     has_state: bool  # otherwise each save brings its own
 
     @classmethod
@@ -83,6 +85,7 @@ class Components:
             world_size=ranks.world_size,
             now_s=now_s,
         )
+        pulse, sampler = _watched(options, ranks)
         done = DoneMarker(tiers.home_store, rank=ranks.rank)
         return cls(
             options,
@@ -93,7 +96,8 @@ class Components:
             metrics,
             done,
             compiled,
-            pulse=None if options.hang.action == "off" else Pulse(install_handlers()),
+            pulse=pulse,
+            sampler=sampler,
             has_state=state is not None,
         )
 
@@ -101,6 +105,16 @@ class Components:
         """Log a line for the user on rank 0, unless the option `quiet` is set."""
         if self.ranks.rank == 0 and not self.options.quiet:
             _log.info(text)
+
+
+def _watched(options: Options, ranks: RankGroup) -> tuple[Pulse | None, ActivitySampler | None]:
+    """Return the pulse and the sampler that the options ask for."""
+    watches_hangs = options.hang.action != "off"
+    compares = options.slow.action != "off" and ranks.world_size > 1
+    if not (watches_hangs or compares):
+        return None, None
+    pulse = Pulse(install_handlers() if watches_hangs else -1)
+    return pulse, ActivitySampler(pulse, options.slow.window_s) if compares else None
 
 
 def _compiled(tiers: Tiers, options: Options) -> CompiledCode | None:

@@ -24,6 +24,7 @@ from holdfast.checkpointer.options import (
     Options,
     Preemption,
     Reads,
+    SlowRanks,
     Spike,
     parse_compile_cache,
     parse_hang,
@@ -32,6 +33,7 @@ from holdfast.checkpointer.options import (
     parse_local,
     parse_memory,
     parse_preemption,
+    parse_slow,
     parse_spike,
 )
 from holdfast.checkpointer.restoration import Selection
@@ -70,6 +72,7 @@ class Checkpointer:
         on_spike: what to do when the recorded loss, or norm of gradients, is in a spike: "report" it,
             "rollback" to the newest healthy checkpoint before it and leave out the samples since then, "off",
             or a `Spike` with numbers of its own.
+        on_slow: what to do about a rank that all others wait for: "report" it, "off", or a `SlowRanks`.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.ranks`.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
@@ -99,6 +102,7 @@ class Checkpointer:
         limits: Limits = Limits(),
         on_hang: str | Hang = "report",
         on_spike: str | Spike = "report",
+        on_slow: str | SlowRanks = "report",
         group: RankGroup | None = None,
         take_over: bool = False,
         quiet: bool = False,
@@ -115,6 +119,7 @@ class Checkpointer:
             limits,
             parse_hang(on_hang),
             parse_spike(on_spike),
+            parse_slow(on_slow),
             take_over,
             quiet,
         )

@@ -7,6 +7,7 @@ The first field is what most users set. The Checkpointer also accepts it alone: 
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -14,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from holdfast.environment import KEEP_IN_MEMORY
 from holdfast.errors import InvalidInput
 from holdfast.hang.limit import HangLimits
+from holdfast.pace.judgement import FACTOR
 from holdfast.policy import Every, Keep, every
 from holdfast.units import Duration, parse_bytes, parse_duration
 
@@ -23,6 +25,7 @@ SPIKE_ACTIONS = ("report", "rollback", "off")
 """Responses to a spike of the recorded loss or norm of gradients."""
 _MOST_NOTICED_STEPS = 16
 """Steps after which a spike is usually noticed, on all ranks."""
+_MIN_WINDOW_S = 0.2
 _DEFAULT_CACHE = "1GiB"
 
 
@@ -274,6 +277,39 @@ class Spike:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowRanks:
+    """Response to a rank that all others wait for, step after step.
+
+    Args:
+        action: "report" it once in the history and on stderr; "off" to compare no ranks.
+        factor: own time of a slow rank, as a multiple of that of a usual one. Own time is what it does not
+            spend waiting for other ranks.
+        window: time over which own times are averaged. A rank is slow if it is in six of eight windows.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    action: str = "report"
+    _: KW_ONLY
+    factor: float = FACTOR
+    window: Duration = "15s"
+
+    def __post_init__(self) -> None:
+        if self.action not in ("report", "off"):
+            raise InvalidInput(f"on_slow= is one of report, off, got {self.action!r:.100}.")
+        if not (isinstance(self.factor, (int, float)) and 1 < self.factor < math.inf):
+            raise InvalidInput(f"SlowRanks(factor=) must be a number above 1, got {self.factor!r:.100}.")
+        if self.window_s < _MIN_WINDOW_S:
+            raise InvalidInput(f"SlowRanks(window=) must be at least 0.2 s, got {self.window!r:.100}.")
+
+    @property
+    def window_s(self) -> float:
+        """Length of a window, in seconds."""
+        return parse_duration(self.window, "SlowRanks(window=)")
+
+
+@dataclass(frozen=True, slots=True)
 class CompileCache:
     """Cache in home for compiled code: a start on another machine loads it instead of compiling.
 
@@ -349,6 +385,7 @@ class Options:
     limits: Limits
     hang: Hang
     spike: Spike
+    slow: SlowRanks
     take_over: bool
     quiet: bool
 
@@ -386,6 +423,11 @@ def parse_hang(value: str | Hang) -> Hang:
 def parse_spike(value: str | Spike) -> Spike:
     """Return the value of an `on_spike=` argument."""
     return value if isinstance(value, Spike) else Spike(value)
+
+
+def parse_slow(value: str | SlowRanks) -> SlowRanks:
+    """Return the value of an `on_slow=` argument."""
+    return value if isinstance(value, SlowRanks) else SlowRanks(value)
 
 
 def parse_compile_cache(value: int | str | bool | CompileCache) -> CompileCache | None:

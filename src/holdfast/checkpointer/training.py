@@ -457,5 +457,7 @@ class Training:
         if keeper is not None:
             keeper.close(timeout_s, frees_memory=goodbye)
         self._pipeline.arenas.close()
+        if self._components.sampler is not None:
+            self._components.sampler.close()
         if self._components.pulse is not None:
             self._components.pulse.close()

@@ -17,6 +17,7 @@ COMMANDS = {
     "history": "Show the events of a run: saves, commits, restores and failures.",
     "stacks": "Show the place of each rank of a training, now or when it hung.",
     "report": "Report on a run: its saves, interruptions and overhead, and the best save interval.",
+    "metrics": "Print, write or serve live numbers of a run for Prometheus.",
     "rm": "Delete checkpoints.",
     "drain": "Wait until all files of a write-back directory are in its bucket.",
     "demo": "Train a small GPT, kill it, damage a checkpoint, resume, and prove that nothing was lost.",

@@ -15,11 +15,14 @@ from holdfast.cli.tables import format_time, print_csv, print_json, print_table
 from holdfast.errors import InvalidInput
 from holdfast.home.history import EVENTS
 from holdfast.home.history_lines import read_lines
+from holdfast.pace.windows import EVENT as PACE
 from holdfast.report.curves import Point, collect_curves
 from holdfast.report.events import METRICS, TIERS, parse_events, tier_of
 from holdfast.report.saves import Copy, SaveRecord, collect_saves
 from holdfast.units import format_bytes, format_duration, plural
 
+_HIDDEN = (METRICS, PACE)
+"""Events that would hide the others: a line every few seconds or minutes. The report draws them."""
 COLUMNS = ("t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier", "bytes_per_s")
 """Columns of an event, in the order of the CSV. New ones are appended."""
 SAVE_COLUMNS = (
@@ -102,9 +105,8 @@ def _rows(lines: list[Event], args: argparse.Namespace) -> list[Event]:
         return _metrics(lines, with_lost=args.lost)
     if args.checkpoints:
         return _checkpoints(lines)
-    # Metrics would hide the other events. They have rows of their own.
     _check_events(args.event or (), {line["event"] for line in lines})
-    rows = [_with_speed(line) for line in lines if args.event or line["event"] != METRICS]
+    rows = [_with_speed(line) for line in lines if args.event or line["event"] not in _HIDDEN]
     return [row for row in rows if not args.event or row["event"] in args.event]
 
 

@@ -16,6 +16,8 @@ _LIBRARY = re.compile(
 _TORCH = re.compile(r"(?:^|/)torch/(.*)$")
 _HOLDFAST = re.compile(r"(?:^|/)holdfast/([a-z_/]+)\.py$")
 _COMPILERS = re.compile(r"/torch/(?:_dynamo|_inductor|_functorch|fx/experimental)/|/triton/|/torch/export/")
+_COMPILING = re.compile(r"/torch/(?:_dynamo/convert_frame|_inductor/compile_fx)\.py$")
+"""Files whose functions compile. The others of compilers also run the compiled code, in each step."""
 _EVALUATES = re.compile(
     r"(?:^|_)(?:eval|evaluate|evaluation|validate|validation|val|generate)(?:_|$)|^test(?:_(?:step|epoch|loop|model))?$"
 )
@@ -77,6 +79,27 @@ def find_place(thread: Thread) -> Place:
         elif any(_EVALUATES.search(one.function) and "train" not in one.function for one in frames):
             kind = Kind.EVALUATES
     return Place(kind, operation, user)
+
+
+def frame_kind(frame: Frame) -> Kind | None:
+    """Return the kind of place that one frame alone decides; None if the frames around it do."""
+    if (found := _HOLDFAST.search(frame.file)) and found[1] == "ranks":
+        return Kind.SYNCS
+    if frame.file.endswith(_DEBUGGERS):
+        return Kind.DEBUGS
+    if _COMPILING.search(frame.file) and "compil" in frame.function:
+        return Kind.COMPILES
+    if (found := _TORCH.search(frame.file)) and (kind := _torch_kind(found[1], frame.function)):
+        return kind
+    if _EVALUATES.search(frame.function) and "train" not in frame.function:
+        return Kind.EVALUATES
+    return None if _is_library(frame) else Kind.WORKS
+
+
+def loads_data(frame: Frame) -> bool:
+    """Return True for a frame of PyTorch's data loaders."""
+    found = _TORCH.search(frame.file)
+    return found is not None and found[1].startswith("utils/data/")
 
 
 def _is_library(frame: Frame) -> bool:

@@ -20,9 +20,12 @@ _NAME_BYTES = 64
 
 # Positions of 64-bit words in the memory.
 _IS_TRAINING, _STARTED_AT, _BEATS, _STEP, _BEAT_NS = 1, 2, 3, 4, 5
-_PHASE_COUNT, _PHASE_NS, _STACKS_FD, _THREAD = 6, 7, 8, 9
+_PHASE_COUNT, _PHASE_NS, _STACKS_FD, _THREAD, _KERNEL_THREAD = 6, 7, 8, 9, 10
 _NAME = 16
+_ACTIVITY = 24
 _DURATIONS = 32
+NUM_ACTIVITIES = 8
+"""Kinds of samples that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,9 @@ class TrainerProgress:
         phase_ns: time of the last of them; 0 without any.
         durations_s: durations of the last steps, without their phases; in no order.
         thread: identifier of the thread that trains.
+        kernel_thread: the kernel's identifier of it; 0 before a loop began.
         stacks_fd: the trainer's descriptor of the file that receives its stacks; -1 without one.
+        activity: number of samples of each kind of activity of that thread; see `holdfast.pace`.
     """
 
     is_training: bool
@@ -54,6 +59,8 @@ class TrainerProgress:
     durations_s: tuple[float, ...]
     thread: int
     stacks_fd: int
+    kernel_thread: int = 0
+    activity: tuple[int, ...] = (0,) * NUM_ACTIVITIES
 
 
 class Pulse:
@@ -85,10 +92,36 @@ class Pulse:
             self._words = shared
         return self._fd
 
+    @property
+    def thread(self) -> int:
+        """Identifier of the thread that trains; 0 before a loop began."""
+        return self._thread
+
+    @property
+    def kernel_thread(self) -> int:
+        """The kernel's identifier of that thread; 0 before a loop began."""
+        return self._words[_KERNEL_THREAD]
+
+    @property
+    def is_in_loop(self) -> bool:
+        """True within a loop that has completed its first step."""
+        words = self._words
+        return bool(words[_IS_TRAINING]) and self._beats > words[_STARTED_AT]
+
+    @property
+    def is_in_phase(self) -> bool:
+        """True within a phase."""
+        return bool(self._phases)
+
+    def count(self, activity: int) -> None:
+        """Count one sample of an activity of the thread that trains. Called by one other thread only."""
+        self._words[_ACTIVITY + activity] += 1
+
     def begin(self, step: int) -> None:
         """Record that a loop begins after `step`. Its first step may take long."""
         words = self._words
         self._thread = words[_THREAD] = threading.get_ident()
+        words[_KERNEL_THREAD] = threading.get_native_id()
         self._began_ns = words[_BEAT_NS] = time.monotonic_ns()
         self._in_phases_ns = 0
         words[_STARTED_AT], words[_STEP], words[_IS_TRAINING] = self._beats, step, 1
@@ -181,6 +214,8 @@ class PulseReader:
             durations_s=tuple(one / 1e9 for one in durations if one > 0),
             thread=words[_THREAD],
             stacks_fd=words[_STACKS_FD],
+            kernel_thread=words[_KERNEL_THREAD],
+            activity=tuple(words[_ACTIVITY : _ACTIVITY + NUM_ACTIVITIES]),
         )
 
     def close(self) -> None:

@@ -33,6 +33,10 @@ EVENTS = (
     "retain-failed",
     "hang",  # of a rank without progress; with the member `evidence`
     "hang-over",  # the rank makes progress again; seconds are those without
+    "interval",  # between saves, chosen by `every="auto"`; seconds, and the detail has the reason
+    "pace",  # own times of the ranks of one host in a few windows of time; with the member `pace`
+    "slow-rank",  # all others wait for a rank; with the member `slow`
+    "slow-rank-over",  # it is as quick as the others again; seconds are those in which it was slow
     "metrics",  # of training, such as its loss; with members `steps` and `values`
 )
 """All kinds of events."""

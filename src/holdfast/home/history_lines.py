@@ -9,8 +9,11 @@ from holdfast.documents import decode
 from holdfast.errors import Corrupt, NotFound
 from holdfast.format import names
 from holdfast.format.limits import MAX_LINE_BYTES
+from holdfast.format.sealed import dumps
 from holdfast.store import Store
 
+_MAX_NEW_BYTES = 8 << 20
+"""Bytes of a log that are read at a time."""
 Line = dict[str, Any]
 """One line of a history log."""
 
@@ -29,17 +32,60 @@ def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], in
     for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
         if not entry.name.endswith(".jsonl") or attempt not in (None, names.attempt_in(entry.name)):
             continue
-        try:
-            text = store.get(entry.name)
-        except NotFound:
-            continue  # deleted since it was listed
-        for one in dict.fromkeys(text.splitlines()):  # a keeper's successor may write its lines again
-            line = _parse(one)
-            if line is None:
-                num_torn += 1
-            else:
-                lines.append(line)
+        found, torn = _read_log(store, entry.name)
+        lines += found
+        num_torn += torn
     return sorted(lines, key=lambda line: line["t"]), num_torn
+
+
+def read_log(store: Store, name: str) -> list[Line]:
+    """Return the lines of one log that are complete.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    return _read_log(store, name)[0]
+
+
+def _read_log(store: Store, name: str) -> tuple[list[Line], int]:
+    """Return the lines of one log, and the number of incomplete ones."""
+    try:
+        text = store.get(name)
+    except NotFound:
+        return [], 0  # deleted since it was listed
+    # A keeper's successor may write its lines again.
+    parsed = [_parse(one) for one in dict.fromkeys(text.splitlines())]
+    lines = [line for line in parsed if line is not None]
+    return lines, len(parsed) - len(lines)
+
+
+def read_new_lines(store: Store, attempt: int, offsets: dict[str, int], event: str) -> list[Line]:
+    """Read the lines of one kind that are new in the logs.
+
+    Args:
+        offsets: bytes of each log that were read; updated.
+        event: kind of the lines. Others are skipped without decoding them.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    mark, found = dumps(event), []
+    for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
+        if not entry.name.endswith(".jsonl") or names.attempt_in(entry.name) != attempt:
+            continue
+        offset = offsets.get(entry.name, 0)
+        length = min(entry.num_bytes - offset, _MAX_NEW_BYTES)
+        if length <= 0:
+            continue
+        text = bytearray(length)
+        try:
+            store.read_into(entry.name, offset, memoryview(text))
+        except (NotFound, Corrupt):  # deleted, or shorter, since it was listed
+            continue
+        whole = text.rfind(b"\n") + 1
+        offsets[entry.name] = offset + (whole or (length if length == _MAX_NEW_BYTES else 0))
+        found += [line for one in bytes(text[:whole]).splitlines() if mark in one and (line := _parse(one))]
+    return [line for line in found if line["event"] == event]
 
 
 def _parse(text: bytes) -> Line | None:

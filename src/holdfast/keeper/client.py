@@ -304,6 +304,9 @@ class Keeper(KeeperOwner):
             _log.error(message.text)
             self._supervisor.send(messages.HangShown())
             return
+        if isinstance(message, messages.ShowText):
+            _log.warning(message.text)
+            return
         with self._lock:
             self._handle(message)
 

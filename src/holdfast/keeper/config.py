@@ -44,6 +44,9 @@ class KeeperConfig:
     hang_step_s: float | None = None  # limit of a step; None to learn it
     hang_first_s: float = 1800.0  # limit of the first step
     hang_phase_s: float = 1800.0  # limit of a phase
+    on_slow: str = "off"  # "report" or "off"
+    slow_factor: float = 1.15  # own time of a slow rank, as a multiple of that of the others
+    slow_window_s: float = 15.0  # length of the windows of time that ranks are compared in
 
     @property
     def writer(self) -> WriterId:

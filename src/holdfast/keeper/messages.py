@@ -247,6 +247,13 @@ class ShowHang:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class ShowText:
+    """Text for the trainer to print, without a reply."""
+
+    text: str
+
+
 # -- between a keeper and a later attempt --------------------------------------------------------------------
 
 
@@ -309,6 +316,7 @@ KeeperMessage: TypeAlias = (
     | RetentionFailed
     | HistoryFailed
     | ShowHang
+    | ShowText
 )
 MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages | EndOfImages
 Message: TypeAlias = TrainerMessage | KeeperMessage | MemoryMessage

@@ -21,6 +21,7 @@ from holdfast.keeper.inbox import Received, StagedSave, TrainerInbox
 from holdfast.keeper.lockfile import Lockfile
 from holdfast.keeper.mapped_arenas import MappedArenas
 from holdfast.keeper.memory_offer import offer_images
+from holdfast.keeper.pace_watch import PaceWatch
 from holdfast.keeper.reports import TRANSIENT_ERRORS, Reports, bugs_as_errors
 from holdfast.keeper.save_files import SaveFiles
 from holdfast.keeper.topologies import Surroundings, make_topology
@@ -42,7 +43,7 @@ def serve(end: socket.socket, lockfile: Lockfile) -> None:
             inbox = TrainerInbox(end, lockfile.info.trainer_pid)
             inbox.start()
             worker = Worker(inbox, message.config, lockfile)
-            worker.watch_for_hangs()
+            worker.watch_trainer()
             worker.run()
             worker.wind_up()
     finally:
@@ -80,12 +81,11 @@ class Worker:
             )
         )
 
-    def watch_for_hangs(self) -> None:
-        """Start to watch the trainer's progress, in a thread that ends with the trainer."""
-        watch = HangWatch(
-            self._config, self._lockfile.info, self._inbox, self._reports.history, self._has_work
-        )
-        watch.start()
+    def watch_trainer(self) -> None:
+        """Start to watch the trainer's progress and pace, in threads that end with the trainer."""
+        watched = self._config, self._lockfile.info, self._inbox, self._reports.history
+        HangWatch(*watched, self._has_work).start()
+        PaceWatch(*watched).start()
 
     def _has_work(self) -> bool:
         return bool(self._in_work())

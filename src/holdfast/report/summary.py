@@ -15,6 +15,8 @@ from holdfast.hang.incidents import HangIncident, list_hangs
 from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
 from holdfast.home.rollbacks import read_rollbacks
+from holdfast.pace.slow_periods import SlowAttempt, list_slow_periods
+from holdfast.pace.windows import PaceReading, list_paces
 from holdfast.report.attempts import AttemptSpan, attempt_spans
 from holdfast.report.curves import Curve, collect_curves
 from holdfast.report.events import MEMORY, HistoryEvent, parse_events
@@ -25,10 +27,10 @@ from holdfast.report.interruptions import (
     save_intervals_s,
     seconds_per_step,
 )
-from holdfast.report.save_interval import BestInterval, best_interval, lost_share, mtbf_bounds_s
 from holdfast.report.saves import SaveRecord, collect_saves
 from holdfast.report.spans import Span, seconds_of
 from holdfast.report.tier_levels import TierLevel, tier_levels
+from holdfast.save_interval import BestInterval, best_interval, lost_share, mtbf_bounds_s
 from holdfast.store import Store
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
@@ -112,6 +114,9 @@ class RunSummary:
     curves: tuple[Curve, ...] = ()  # training metrics
     hangs: tuple[HangIncident, ...] = ()
     rollbacks: tuple[run.Rollback, ...] = ()
+    slow_periods: tuple[SlowAttempt, ...] = ()
+    paces: tuple[PaceReading, ...] = ()
+    unhealthy: tuple[HistoryEvent, ...] = ()  # committed checkpoints of states that are not healthy
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -141,6 +146,11 @@ class RunSummary:
                 "place": hang_text.summary(one.ranks),
             }
             for one in self.hangs
+        ]
+        del document["paces"]  # the history has them
+        document["slow_periods"] = [
+            {"attempt": one.attempt, **asdict(one.period), "cost_s": one.period.cost_s}
+            for one in self.slow_periods
         ]
         document["times"]["lost_s"] = self.times.lost_s
         document["advice"]["useful_s"] = self.advice.useful_s
@@ -174,8 +184,13 @@ def read_summary(store: Store) -> RunSummary:
         ),
         num_torn=num_torn,
     )
-    rollbacks = read_rollbacks([store], None).found
-    return replace(found, hangs=tuple(list_hangs(lines)), rollbacks=rollbacks)
+    return replace(
+        found,
+        hangs=tuple(list_hangs(lines)),
+        rollbacks=read_rollbacks([store], None).found,
+        slow_periods=tuple(list_slow_periods(lines)),
+        paces=tuple(list_paces(lines)),
+    )
 
 
 def _read(store: Store, cls: type[Any], name: str) -> Any:
@@ -223,6 +238,7 @@ def summarize(
         home_contents,
         num_torn,
         tuple(collect_curves(events, [(save.attempt, save.step) for save in saves])),
+        unhealthy=tuple(event for event in events if event.kind == "unhealthy"),
     )
 
 

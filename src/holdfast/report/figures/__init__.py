@@ -8,6 +8,7 @@ from holdfast.report.figures.durations import durations
 from holdfast.report.figures.hangs import hangs
 from holdfast.report.figures.intervals import intervals
 from holdfast.report.figures.levels import levels
+from holdfast.report.figures.pace import pace
 from holdfast.report.figures.progress import progress
 from holdfast.report.figures.rollbacks import rollbacks
 from holdfast.report.figures.shares import shares
@@ -20,6 +21,6 @@ def make_figures(summary: RunSummary) -> list[Figure]:
     """Return all figures with content."""
     first, *others = (
         make(summary)
-        for make in (timeline, progress, shares, costs, hangs, rollbacks, durations, levels, intervals)
+        for make in (timeline, progress, shares, costs, hangs, pace, rollbacks, durations, levels, intervals)
     )
     return [one for one in (first, *curves(summary), *others) if one is not None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from holdfast.report import style
-from holdfast.report.save_interval import BestInterval, lost_share
 from holdfast.report.style import Cell, Figure, Spec
 from holdfast.report.summary import IntervalAdvice, RunSummary
+from holdfast.save_interval import BestInterval, lost_share
 from holdfast.units import plural
 
 _POINTS = 80

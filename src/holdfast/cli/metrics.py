@@ -1,0 +1,162 @@
+"""`holdfast metrics`: prints, writes or serves live numbers of a run for Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from typing_extensions import override
+
+from holdfast.cli.homes import open_home
+from holdfast.cli.options import Commands, add_home, add_json, command, step_number
+from holdfast.cli.tables import print_json
+from holdfast.errors import HoldfastError, InvalidInput, RetryLater
+from holdfast.report.open_metrics import CONTENT_TYPE, format_metrics, metric_families
+from holdfast.report.summary import read_summary
+from holdfast.restore.atomic_output import atomic_file
+from holdfast.store import Store
+
+_EXAMPLES = """
+holdfast metrics runs/gpt
+holdfast metrics runs/gpt --output /var/lib/node_exporter/gpt.prom
+holdfast metrics runs/gpt --serve 9877
+"""
+_LEAST_AGE_S = 5.0
+"""Age from which the numbers are read again when they are asked for."""
+_MAX_PORT = 65535
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    details = (
+        "The text has the format of OpenMetrics. Each number has the label `home`. It is read from the "
+        "history, also while the run trains, and the training is not disturbed. --serve listens on "
+        "127.0.0.1 only, without a password, and runs until Ctrl-C."
+    )
+    parser = command(commands, "metrics", run, details=details, examples=_EXAMPLES)
+    add_home(parser)
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write a file atomically, for node_exporter's textfile collector",
+    )
+    group.add_argument(
+        "--serve",
+        type=step_number,
+        metavar="PORT",
+        help="serve the text over HTTP on 127.0.0.1 (0: any port)",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print, write or serve the numbers of a run."""
+    store, _ = open_home(args.home)
+    if args.serve is not None:
+        return _serve(store, args.serve, is_json=args.json)
+    if args.output is not None:
+        _write(Path(args.output), _text(store))
+    elif args.json:
+        print_json(_rows(store))
+    else:
+        sys.stdout.write(_text(store))
+    return 0
+
+
+def _text(store: Store) -> str:
+    return format_metrics(read_summary(store), store.url)
+
+
+def _rows(store: Store) -> list[dict[str, object]]:
+    return [
+        {"name": one.name, "labels": dict(labels), "value": float(value)}
+        for one in metric_families(read_summary(store), store.url)
+        for labels, value in one.samples
+    ]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with atomic_file(path, overwrite=True) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except (InvalidInput, RetryLater) as error:
+        raise InvalidInput(f"Cannot write the numbers to {path}: {error}") from error
+
+
+# -- serving -------------------------------------------------------------------------------------------------
+
+
+class _Numbers:
+    """Text of a home, which is read again once it is old."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._lock = store, threading.Lock()
+        self._text, self._read_s = "", -_LEAST_AGE_S
+
+    def text(self) -> str:
+        """Return the text.
+
+        Raises:
+            HoldfastError: the store failed.
+        """
+        with self._lock:
+            if time.monotonic() - self._read_s >= _LEAST_AGE_S:
+                self._text, self._read_s = _text(self._store), time.monotonic()
+            return self._text
+
+
+def _serve(store: Store, port: int, *, is_json: bool) -> int:
+    if port > _MAX_PORT:
+        raise InvalidInput(f"A port is at most {_MAX_PORT}, got {port}.")
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), _handler(_Numbers(store)))
+    except OSError as error:
+        raise InvalidInput(f"Cannot listen on 127.0.0.1:{port}: {error.strerror}.") from error
+    url = f"http://127.0.0.1:{server.server_port}/metrics"
+    if is_json:
+        print_json({"url": url, "port": server.server_port})
+    else:
+        print(url)
+    sys.stdout.flush()
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    finally:
+        server.server_close()
+    return 0
+
+
+def _handler(numbers: _Numbers) -> type[BaseHTTPRequestHandler]:
+    """Return the class that answers requests."""
+
+    class Handler(BaseHTTPRequestHandler):
+        """Reply to one request."""
+
+        def do_GET(self) -> None:
+            """Send the numbers."""
+            if self.path.partition("?")[0] not in ("/", "/metrics"):
+                self.send_error(404)
+                return
+            try:
+                body = numbers.text().encode()
+            except HoldfastError as error:
+                self.send_error(503, explain=str(error))
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        @override
+        def log_message(self, format: str, *args: object) -> None:
+            """Ignore the request, since there is one every few seconds."""
+
+    return Handler

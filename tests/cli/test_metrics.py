@@ -1,0 +1,64 @@
+"""`holdfast metrics` as text, JSON, a file and a server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Command
+
+
+def families(text: str) -> dict[str, float]:
+    """Return the unlabelled values, as the official parser reads them."""
+    parser = pytest.importorskip(
+        "prometheus_client.openmetrics.parser", reason="prometheus_client is not installed"
+    )
+    return {
+        one.name: one.value
+        for family in parser.text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
+def test_the_text_is_that_of_the_run(holdfast: Command, home: Path) -> None:
+    found = families(holdfast("metrics", home).out)
+    newest = next(row for row in holdfast("ls", home, "--json").json["checkpoints"] if row["is_newest"])
+    assert found["holdfast_checkpoint_step"] == newest["step"]
+    assert found["holdfast_attempts_total"] >= 1
+
+
+def test_json_has_every_number(holdfast: Command, home: Path) -> None:
+    rows = holdfast("metrics", home, "--json").json
+    assert {"holdfast_checkpoint_step", "holdfast_steps_lost"} <= {row["name"] for row in rows}
+
+
+def test_a_file_is_replaced_as_a_whole(holdfast: Command, home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "gpt.prom"
+    file.write_text("older")
+    holdfast("metrics", home, "--output", file)
+    assert file.read_text().endswith("# EOF\n")
+    assert families(file.read_text())
+    assert [one.name for one in tmp_path.iterdir() if one.name.endswith(".partial")] == []
+
+
+def test_a_server_of_this_machine_sends_the_text(home: Path) -> None:
+    command = [sys.executable, "-m", "holdfast.cli", "metrics", str(home), "--serve", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.1:")
+            with urllib.request.urlopen(url) as reply:
+                assert reply.headers["Content-Type"].startswith("application/openmetrics-text")
+                assert families(reply.read().decode())["holdfast_attempts_total"] >= 1
+            with pytest.raises(urllib.error.HTTPError) as missing:
+                urllib.request.urlopen(url.replace("/metrics", "/other"))
+            assert missing.value.code == 404
+            missing.value.close()
+        finally:
+            process.kill()

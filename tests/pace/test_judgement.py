@@ -1,0 +1,121 @@
+"""Verdicts about the pace of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.pace.judgement import PaceJudge, PaceKind, PaceVerdict, judge
+
+NOISE = random.Random(1)
+
+
+def rows(number: int, ranks: int, own: Callable[[int, int], float]) -> list[dict[int, float]]:
+    """Return windows with the own time of each rank, by window and rank, and 3 % of noise."""
+    return [
+        {rank: own(window, rank) * NOISE.uniform(0.97, 1.03) for rank in range(ranks)}
+        for window in range(number)
+    ]
+
+
+def last(found: list[dict[int, float]]) -> PaceVerdict:
+    return judge(found)[-1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 100])
+def test_one_slow_rank_is_named_with_its_factor_and_cost(ranks: int) -> None:
+    found = last(rows(30, ranks, lambda _, rank: 2.0 if rank == 1 else 1.0))
+    assert found.kind is PaceKind.SLOW_RANKS
+    assert [one.rank for one in found.slow] == [1]
+    assert found.slow[0].factor == pytest.approx(2.0, rel=0.1)
+    assert found.cost_share == pytest.approx(0.5, abs=0.05)
+
+
+def test_even_ranks_are_even() -> None:
+    assert last(rows(60, 8, lambda *_: 1.0)).kind is PaceKind.EVEN
+
+
+def test_few_windows_are_no_evidence() -> None:
+    found = judge(rows(30, 4, lambda _, rank: 3.0 if rank == 1 else 1.0))
+    assert [one.kind for one in found[:5]] == [PaceKind.UNKNOWN] * 5
+    assert found[5].kind is PaceKind.SLOW_RANKS
+
+
+def test_a_rank_that_was_slow_for_a_few_windows_is_not_named() -> None:
+    found = judge(rows(60, 8, lambda window, rank: 3.0 if rank == 1 and 20 <= window < 24 else 1.0))
+    assert not any(one.slow for one in found)
+
+
+def test_long_work_of_another_rank_in_each_window_names_nobody() -> None:
+    found = judge(rows(60, 4, lambda window, rank: 2.0 if rank == window * 7 % 4 else 1.0))
+    assert not any(one.slow for one in found)
+    assert found[-1].kind is PaceKind.UNEVEN
+
+
+def test_half_of_the_ranks_with_more_work_are_not_to_blame() -> None:
+    found = last(rows(60, 8, lambda _, rank: 2.0 if rank % 2 else 1.0))
+    assert (found.kind, found.slow) == (PaceKind.UNEVEN, ())
+
+
+def test_of_a_half_with_more_work_the_rank_that_becomes_slower_is_named() -> None:
+    def own(window: int, rank: int) -> float:
+        usual = 2.0 if rank % 2 else 1.0
+        return 2 * usual if rank == 3 and window >= 40 else usual
+
+    assert [one.rank for one in last(rows(60, 8, own)).slow] == [3]
+
+
+def test_all_ranks_that_become_slow_together_are_not_to_blame() -> None:
+    found = last(rows(60, 4, lambda window, _: 2.0 if window >= 40 else 1.0))
+    assert (found.kind, found.slow) == (PaceKind.ALL_SLOW, ())
+    assert found.rise == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_slow_rank_that_costs_nothing_is_not_named() -> None:
+    """A slower one of another kind would remain, so that all would wait as long without it."""
+    found = last(rows(60, 10, lambda _, rank: {0: 1.5, 1: 1.5, 2: 1.49, 3: 1.49, 4: 1.48}.get(rank, 1.0)))
+    assert found.slow == ()
+
+
+def test_a_rank_is_slow_until_most_of_its_excess_is_gone() -> None:
+    def own(window: int, rank: int) -> float:
+        return 1.0 if rank != 2 or window >= 80 else 2.0 if window < 40 else 1.12
+
+    found = judge(rows(100, 4, own))
+    assert [one.rank for one in found[39].slow] == [2]
+    assert [one.rank for one in found[78].slow] == [2], "the verdict does not flicker"
+    assert not found[-1].slow
+
+
+def test_windows_without_most_ranks_are_ignored() -> None:
+    judging, found = PaceJudge(), PaceVerdict(PaceKind.UNKNOWN)
+    for row in rows(20, 4, lambda _, rank: 2.0 if rank == 1 else 1.0):
+        assert judging.add({0: 1.0, 1: 2.0}, world_size=4).kind is PaceKind.UNKNOWN
+        found = judging.add(row, world_size=4)
+    assert [one.rank for one in found.slow] == [1]
+
+
+def test_shares_of_a_window_give_the_cost_as_a_share_of_all_time() -> None:
+    judging, found = PaceJudge(), PaceVerdict(PaceKind.UNKNOWN)
+    for _ in range(20):
+        found = judging.add({0: 0.2, 1: 0.5, 2: 0.2}, world_size=3, whole_s=1.0)
+    assert found.cost_share == pytest.approx(0.3), "the rest of the time is communication of all"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(st.integers(0, 5), st.floats(allow_nan=True, allow_infinity=True), max_size=6),
+        max_size=25,
+    )
+)
+def test_any_numbers_have_a_verdict_within_bounds(windows: list[dict[int, float]]) -> None:
+    judging = PaceJudge()
+    for row in windows:
+        found = judging.add(row, world_size=6)
+        assert 0 <= found.cost_share <= 1
+        assert {one.rank for one in found.slow} <= set(range(6))

@@ -24,6 +24,7 @@ from holdfast.checkpointer.options import (
     Options,
     Preemption,
     Reads,
+    parse_audit,
     parse_compile_cache,
     parse_hang,
     parse_home,
@@ -65,6 +66,8 @@ class Checkpointer:
         limits: number of failures and waiting times after which the run raises.
         on_hang: what to do when the training makes no progress: "report" the stacks of all ranks, "restart"
             it, "off", or a `Hang` with limits of its own.
+        audit: number of saves within which every tensor that several ranks hold is compared, "off", or "auto"
+            for as many as keep the cost small, at most 64.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.ranks`.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
@@ -93,6 +96,7 @@ class Checkpointer:
         compile_cache: int | str | bool | CompileCache = "1GiB",
         limits: Limits = Limits(),
         on_hang: str | Hang = "report",
+        audit: int | str = "auto",
         group: RankGroup | None = None,
         take_over: bool = False,
         quiet: bool = False,
@@ -108,6 +112,7 @@ class Checkpointer:
             parse_compile_cache(compile_cache),
             limits,
             parse_hang(on_hang),
+            parse_audit(audit),
             take_over,
             quiet,
         )

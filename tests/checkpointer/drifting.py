@@ -156,6 +156,7 @@ def _loop(
         )
         for step in ckpt.steps(num_steps):
             step_once()
+            ckpt.wait()  # saves that are made at once may be committed in another order
             if flip is not None and (dist.get_rank(), step + 1) == (flip.rank, flip.step):
                 flip_bit(targets[flip.what]())
     return [str(one.message) for one in found if issubclass(one.category, holdfast.SaveWarning)]

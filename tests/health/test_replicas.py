@@ -130,6 +130,13 @@ def test_an_older_checkpoint_that_is_committed_later_settles_nothing() -> None:
     assert [one.step for one in watch.compare(40, hashes([None, None])).differences] == [30]
 
 
+def test_an_older_checkpoint_with_the_difference_is_not_healthy_either() -> None:
+    watch, _ = compare([A, A, A], [A, A, A], [A, B, A])
+    (found,) = watch.compare(25, hashes([A, B, A])).differences
+    assert (found.step, found.ranks, found.equal_at) == (25, (1,), 20)
+    assert watch.take_new()
+
+
 def test_a_part_with_an_audit_of_an_unknown_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor 7, but the catalog has 2"):
         ReplicaHashes().add(0, Audit("n", (Replica(7, 0, is_trained=True),), (A,)), NAMES)

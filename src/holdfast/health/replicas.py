@@ -115,6 +115,13 @@ class _Seen:
     equal_at: int | None = None
     split: tuple[int, _Split] | None = None  # with the step that first showed it
 
+    def note_older(self, step: int, *, is_equal: bool) -> None:
+        """Note a checkpoint that is committed after a newer one, which has decided already."""
+        if is_equal:
+            self.equal_at = max(step, self.equal_at or 0)
+        elif self.split is not None:
+            self.split = min(step, self.split[0]), self.split[1]
+
 
 class ReplicaWatch:
     """Memory of one attempt's audits.
@@ -154,8 +161,8 @@ class ReplicaWatch:
         """Compare one region; return True if all copies are equal."""
         seen = self._seen.setdefault(key, _Seen())
         is_equal = len(set(hashes.values())) == 1
-        if seen.audits and seen.audits[-1][0] > step:  # committed after a newer one, which has decided
-            seen.equal_at = max(step, seen.equal_at or 0) if is_equal else seen.equal_at
+        if seen.audits and seen.audits[-1][0] > step:
+            seen.note_older(step, is_equal=is_equal)
             return is_equal
         seen.audits = [one for one in seen.audits if one[0] < step]  # not of an earlier try to commit
         if is_equal:

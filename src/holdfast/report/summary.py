@@ -107,6 +107,7 @@ class RunSummary:
     num_torn: int
     curves: tuple[Curve, ...] = ()  # training metrics
     hangs: tuple[HangIncident, ...] = ()
+    differences: tuple[HistoryEvent, ...] = ()  # of the ranks' copies of a tensor
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -160,8 +161,9 @@ def read_summary(store: Store) -> RunSummary:
             claims[number] = claim
     whole = [saved for saved in home.saved.values() if saved.is_committed]
     newest = candidates(home)
+    events = parse_events(lines)
     found = summarize(
-        parse_events(lines),
+        events,
         claims,
         finished=_read(store, run.Done, names.DONE),
         home_contents=HomeContents(
@@ -169,7 +171,8 @@ def read_summary(store: Store) -> RunSummary:
         ),
         num_torn=num_torn,
     )
-    return replace(found, hangs=tuple(list_hangs(lines)))
+    differences = tuple(event for event in events if event.kind == "replicas-differ")
+    return replace(found, hangs=tuple(list_hangs(lines)), differences=differences)
 
 
 def _read(store: Store, cls: type[Any], name: str) -> Any:

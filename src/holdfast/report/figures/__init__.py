@@ -9,6 +9,7 @@ from holdfast.report.figures.hangs import hangs
 from holdfast.report.figures.intervals import intervals
 from holdfast.report.figures.levels import levels
 from holdfast.report.figures.progress import progress
+from holdfast.report.figures.replicas import replicas
 from holdfast.report.figures.shares import shares
 from holdfast.report.figures.timeline import timeline
 from holdfast.report.style import Figure
@@ -18,6 +19,7 @@ from holdfast.report.summary import RunSummary
 def make_figures(summary: RunSummary) -> list[Figure]:
     """Return all figures with content."""
     first, *others = (
-        make(summary) for make in (timeline, progress, shares, costs, hangs, durations, levels, intervals)
+        make(summary)
+        for make in (timeline, progress, shares, costs, hangs, replicas, durations, levels, intervals)
     )
     return [one for one in (first, *curves(summary), *others) if one is not None]

@@ -176,6 +176,7 @@ def _run(case: Case, rank: int, home: Path) -> dict[str, Any]:
         )
         for _ in ckpt.steps(STEPS):
             train()
+            ckpt.wait()  # steps of milliseconds would have several saves under way at once
     dist.barrier()  # the keeper of rank 0 has written all of its history
     lines, _ = read_lines(open_store(str(home)))
     first = next((line for line in lines if line["event"] == "replicas-differ"), None)

@@ -137,6 +137,14 @@ def test_an_older_checkpoint_with_the_difference_is_not_healthy_either() -> None
     assert watch.take_new()
 
 
+def test_an_older_checkpoint_with_a_difference_that_is_gone_is_not_healthy() -> None:
+    """A flipped bit that made all ranks NaN: equal again in the newer checkpoint."""
+    watch, _ = compare([A, A, A], [A, A, A], [C, C, C])
+    assert [(one.step, one.ranks) for one in watch.compare(25, hashes([A, B, A])).differences] == [(25, (1,))]
+    assert [one.ranks for one in watch.take_new()] == [(1,)]
+    assert watch.compare(40, hashes([C, C, C])).differences == ()
+
+
 def test_a_part_with_an_audit_of_an_unknown_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor 7, but the catalog has 2"):
         ReplicaHashes().add(0, Audit("n", (Replica(7, 0, is_trained=True),), (A,)), NAMES)

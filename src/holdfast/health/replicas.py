@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,26 +136,28 @@ class ReplicaWatch:
         self._seen: dict[_Key, _Seen] = {}
         self._reported: set[tuple[_Key, tuple[int, ...]]] = set()
         self._hosts: dict[int, str] = {}
+        self._late: dict[_Key, tuple[int, _Split]] = {}  # of the checkpoint that is compared, if it is older
 
     def compare(self, step: int, found: ReplicaHashes) -> Comparison:
         """Compare the replicas of a checkpoint. A second call for the same step replaces the first."""
         self._hosts.update(found.hosts)
+        self._late = {}
         num_equal = 0
         for key, hashes in found.hashes.items():
             if len(hashes) > 1:
                 num_equal += self._compare(key, step, hashes, is_trained=key in found.trained)
-        since = [key for key, seen in self._seen.items() if seen.split is not None and seen.split[0] <= step]
-        return Comparison(num_equal, self._differences(since))
+        since = {key: one for key, one in self._unsettled().items() if one[0] <= step}
+        return Comparison(num_equal, self._differences(since | self._late))
 
     def take_new(self) -> tuple[Difference, ...]:
         """Return the differences that were not returned before."""
-        new = {
-            (key, seen.split[1].ranks)
-            for key, seen in self._seen.items()
-            if seen.split is not None and (key, seen.split[1].ranks) not in self._reported
-        }
-        self._reported |= new
-        return self._differences(key for key, _ in new)
+        found = self._unsettled() | self._late
+        new = {key: one for key, one in found.items() if (key, one[1].ranks) not in self._reported}
+        self._reported |= {(key, split.ranks) for key, (_, split) in new.items()}
+        return self._differences(new)
+
+    def _unsettled(self) -> dict[_Key, tuple[int, _Split]]:
+        return {key: seen.split for key, seen in self._seen.items() if seen.split is not None}
 
     def _compare(self, key: _Key, step: int, hashes: dict[int, str], *, is_trained: bool) -> bool:
         """Compare one region; return True if all copies are equal."""
@@ -163,6 +165,8 @@ class ReplicaWatch:
         is_equal = len(set(hashes.values())) == 1
         if seen.audits and seen.audits[-1][0] > step:
             seen.note_older(step, is_equal=is_equal)
+            if not is_equal and is_trained and seen.split is None:
+                self._late[key] = step, _split(hashes)  # equal again by now
             return is_equal
         seen.audits = [one for one in seen.audits if one[0] < step]  # not of an earlier try to commit
         if is_equal:
@@ -174,14 +178,13 @@ class ReplicaWatch:
         seen.audits = [*seen.audits, (step, hashes)][-2:]
         return is_equal
 
-    def _differences(self, keys: Iterable[_Key]) -> tuple[Difference, ...]:
-        """Return the unsettled differences in some regions, those of the same ranks together."""
+    def _differences(self, found: Mapping[_Key, tuple[int, _Split]]) -> tuple[Difference, ...]:
+        """Return the differences of some regions, those of the same ranks together."""
         together: dict[tuple[int, _Split, int | None], list[str]] = {}
-        for key in sorted(keys):
-            seen = self._seen[key]
-            if seen.split is not None:
-                step, split = seen.split
-                together.setdefault((step, split, seen.equal_at), []).append(key[0])
+        for key, (step, split) in sorted(found.items(), key=lambda one: one[0]):
+            equal_at = self._seen[key].equal_at
+            before = equal_at if equal_at is not None and equal_at < step else None
+            together.setdefault((step, split, before), []).append(key[0])
         return tuple(
             Difference(
                 step,

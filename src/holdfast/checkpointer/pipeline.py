@@ -145,7 +145,7 @@ class Pipeline:
         return self._plan
 
     def _has_room(self, plan: SavePlan) -> bool:
-        """Return True if one save can still be copied while another one is written, or never could."""
+        """Return True if the witnesses leave room for as many saves, up to two."""
         with_witnesses, without = (
             self.arenas.cap_bytes // (num_bytes + mmap.PAGESIZE)
             for num_bytes in (plan.arena_bytes, plan.image_bytes)

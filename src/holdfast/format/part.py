@@ -170,7 +170,7 @@ def add_trend(draft_text: bytes, trend: Trend) -> bytes:
 
 
 def add_order(draft_text: bytes, replicas: Sequence[ReplicaAt]) -> bytes:
-    """Return a draft with the order to hash replicas in the arena. It is no part of the document."""
+    """Return a draft with the order to hash replicas in the arena. The document does not contain it."""
     return draft_text + b"\n" + order_line(replicas) if replicas else draft_text
 
 

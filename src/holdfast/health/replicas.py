@@ -16,7 +16,7 @@ _Key = tuple[str, int]  # a tensor's name and the number of its region
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Tensors of which the same ranks have other bytes than the other ranks.
+    """Tensors with other bytes on some ranks, the same for all of them.
 
     Attributes:
         step: of the first checkpoint that showed it.

@@ -136,7 +136,7 @@ class SavePlan:
         return self.witness_at + self.witness_bytes if self.witness_bytes else self.image_bytes
 
     def position(self, index: int) -> tuple[int, int]:
-        """Return the offset in the arena and the bytes of a tensor that this rank writes."""
+        """Return the offset in the arena and the size of a tensor in the plan."""
         shard = self.shards[index]
         return self.starts[index] + (self.frozen_at if shard.frozen else 0), shard.num_bytes
 

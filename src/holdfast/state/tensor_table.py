@@ -275,7 +275,7 @@ class TensorTable:
         return agreement.layout(self.names[row], raw, is_lowest=is_lowest, in_module=role.in_module)
 
     def _lowest(self, agreement: HolderAgreement) -> dict[str, ShardLayout]:
-        """Return the layouts of all holders of tensors that only the lowest rank of them writes."""
+        """Return the layouts of all holders, for tensors that only the lowest of them writes."""
         found: dict[str, ShardLayout] = {}
         for name in self.tensors:
             row = self._row_of[name]

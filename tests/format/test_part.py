@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from format.drawing import catalogs, dtypes, run_ids, tensor_names, text
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import part
+from holdfast.format.audit import Audit, Replica, ReplicaAt
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
 from holdfast.format.health import TensorHealth, Trend
@@ -61,6 +62,19 @@ def parts(draw: st.DrawFn) -> Part:
             st.none() | st.builds(TensorHealth, st.integers(0, 9), st.lists(text, max_size=3).map(tuple))
         ),
         trend=draw(st.none() | st.builds(Trend, st.none() | st.booleans(), text)),
+        audit=draw(st.none() | audits()),
+    )
+
+
+@st.composite
+def audits(draw: st.DrawFn) -> Audit:
+    """Hashes of some replicas."""
+    numbers = st.integers(0, 9)
+    replicas = draw(st.lists(st.builds(Replica, numbers, numbers, st.booleans()), max_size=3))
+    return Audit(
+        draw(st.text(max_size=9)),
+        tuple(replicas),
+        tuple(digest(b"%d" % i)[:16] for i in range(len(replicas))),
     )
 
 
@@ -87,7 +101,8 @@ def document(value: Part) -> bytes:
     )
     if value.trend is not None:
         draft = part.add_trend(draft, value.trend)
-    return part.finish(draft, value.file, value.frozen, health=value.health)
+    draft = part.add_order(draft, [ReplicaAt(Replica(0, 0, is_trained=True), 64, 8)])
+    return part.finish(draft, value.file, value.frozen, health=value.health, audit=value.audit)
 
 
 @settings(max_examples=50)

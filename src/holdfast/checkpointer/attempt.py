@@ -266,6 +266,9 @@ class Attempt:
             return
         self._guarantee = guarantee
         keeper.record("tear-check", step=None, detail=guarantee)
+        audit = self._pipeline.audit()
+        if audit:
+            keeper.record("replica-check", step=None, detail=audit)
         _log.debug(
             "rank %d of %s: torn copies are detected by %s", self._ranks.rank, self._tiers.home, guarantee
         )

@@ -77,6 +77,7 @@ class Components:
             metrics,
             memory_bytes=options.memory.limit_bytes,
             skips_when_full=options.memory.skips_when_full(is_far=tiers.is_far),
+            audit=options.audit,
         )
         cadence = Cadence(
             options.policies,

@@ -26,6 +26,7 @@ from holdfast.checkpointer.options import (
     Reads,
     SlowRanks,
     Spike,
+    parse_audit,
     parse_compile_cache,
     parse_hang,
     parse_home,
@@ -73,6 +74,8 @@ class Checkpointer:
             "rollback" to the newest healthy checkpoint before it and leave out the samples since then, "off",
             or a `Spike` with numbers of its own.
         on_slow: what to do about a rank that all others wait for: "report" it, "off", or a `SlowRanks`.
+        audit: number of saves within which every tensor that several ranks hold is compared, "off", or "auto"
+            for as many as keep the cost small, at most 64.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.ranks`.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
@@ -103,6 +106,7 @@ class Checkpointer:
         on_hang: str | Hang = "report",
         on_spike: str | Spike = "report",
         on_slow: str | SlowRanks = "report",
+        audit: int | str = "auto",
         group: RankGroup | None = None,
         take_over: bool = False,
         quiet: bool = False,
@@ -120,6 +124,7 @@ class Checkpointer:
             parse_hang(on_hang),
             parse_spike(on_spike),
             parse_slow(on_slow),
+            parse_audit(audit),
             take_over,
             quiet,
         )

@@ -310,6 +310,36 @@ class SlowRanks:
 
 
 @dataclass(frozen=True, slots=True)
+class Audit:
+    """Comparison of the tensors that several ranks hold, at each save some of them.
+
+    Args:
+        within: number of saves within which every tensor is compared. "auto" bounds the cost instead: at each
+            save 64 MiB, or an eighth of the bytes that the rank writes, and every tensor within 64 saves.
+            "off" to compare nothing.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    within: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.within not in ("auto", "off"):
+            _check_count(self.within, "audit=, if not 'auto' or 'off',", least=1)
+
+    @property
+    def num_turns(self) -> int | None:
+        """Number of saves within which every tensor is compared; None to bound the cost instead."""
+        return self.within if isinstance(self.within, int) else None
+
+    @property
+    def is_off(self) -> bool:
+        """True if nothing is compared."""
+        return self.within == "off"
+
+
+@dataclass(frozen=True, slots=True)
 class CompileCache:
     """Cache in home for compiled code: a start on another machine loads it instead of compiling.
 
@@ -386,6 +416,7 @@ class Options:
     hang: Hang
     spike: Spike
     slow: SlowRanks
+    audit: Audit
     take_over: bool
     quiet: bool
 
@@ -428,6 +459,11 @@ def parse_spike(value: str | Spike) -> Spike:
 def parse_slow(value: str | SlowRanks) -> SlowRanks:
     """Return the value of an `on_slow=` argument."""
     return value if isinstance(value, SlowRanks) else SlowRanks(value)
+
+
+def parse_audit(value: int | str) -> Audit:
+    """Return the value of an `audit=` argument."""
+    return Audit(value)
 
 
 def parse_compile_cache(value: int | str | bool | CompileCache) -> CompileCache | None:

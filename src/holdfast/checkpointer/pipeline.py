@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from holdfast.checkpointer.metrics import MetricsBuffer
+from holdfast.checkpointer.options import Audit
+from holdfast.checkpointer.replica_audit import AuditedSave, ReplicaAudit
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 from holdfast.failpoint import failpoint
 from holdfast.format import part as parts
@@ -51,6 +54,7 @@ class Pipeline:
         metrics: recorded numbers, sent to the keeper ahead of each save.
         memory_bytes: limit of the staging memory.
         skips_when_full: skip a save that no staging memory is free for, instead of waiting.
+        audit: comparison of the tensors that other ranks hold too.
 
     Attributes:
         arenas: staging memory.
@@ -67,6 +71,7 @@ class Pipeline:
         *,
         memory_bytes: int,
         skips_when_full: bool,
+        audit: Audit,
     ) -> None:
         self.objects = objects
         self.arenas = Arenas(memory_bytes)
@@ -79,6 +84,9 @@ class Pipeline:
         self._in_use: dict[int, Arena] = {}
         self._plan: SavePlan | None = None
         self._structure: object = None  # of the state that the plan was made for
+        self._audit_option = audit
+        self._audit: ReplicaAudit | None = None  # of the plan
+        self._num_saves = 0  # also of those that failed: all ranks count the same
 
     # -- one save --------------------------------------------------------------------------------------------
 
@@ -92,8 +100,11 @@ class Pipeline:
         Ranks: collective if a save may be skipped.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
         """
+        number, self._num_saves = self._num_saves, self._num_saves + 1
         captured = self.objects.capture()
         plan = self._plan_for(captured)
+        assert self._audit is not None
+        audited = self._audit.begin(plan, number, keeper.config.attempt)
         draft = _draft(order, keeper, plan, captured)
         arena = self._acquire(plan.arena_bytes, may_skip=self._skips_when_full and not order.must)
         if arena is None:
@@ -101,9 +112,16 @@ class Pipeline:
         self.watch_optimizers()
         self._metrics.begin_save(order.save.step)
         order.save.num_bytes = plan.num_bytes
-        submit = partial(self._submit, order=order, plan=plan, draft=draft, keeper=keeper)
+        submit = partial(self._submit, order=order, plan=plan, draft=draft, audited=audited, keeper=keeper)
         try:
-            staging = self.stager.stage(plan, captured.tensors, arena, then=submit, at_once=order.must)
+            staging = self.stager.stage(
+                plan,
+                captured.tensors,
+                arena,
+                then=submit,
+                at_once=order.must,
+                witnesses=audited.witnesses,
+            )
         except BaseException:
             self.release(arena.number)
             raise
@@ -112,14 +130,27 @@ class Pipeline:
     def _plan_for(self, captured: CapturedState) -> SavePlan:
         if self._plan is None or captured.structure is not self._structure:
             self._structure = captured.structure
-            self._plan = SavePlan.make(
+            catalog, rank = catalog_of(captured), self._ranks.rank
+            self._audit = ReplicaAudit.make(captured, catalog, rank, self._audit_option)
+            make = partial(
+                SavePlan.make,
                 captured.tensors,
-                catalog=catalog_of(captured),
+                catalog=catalog,
                 per_rank=captured.per_rank,
                 owned=captured.owned,
-                rank=self._ranks.rank,
+                rank=rank,
             )
+            plan = make(witnesses=self._audit.witnesses, witness_bytes=self._audit.witness_bytes)
+            self._plan = plan if self._has_room(plan) else make()
         return self._plan
+
+    def _has_room(self, plan: SavePlan) -> bool:
+        """Return True if the witnesses leave room for as many saves, up to two."""
+        with_witnesses, without = (
+            self.arenas.cap_bytes // (num_bytes + mmap.PAGESIZE)
+            for num_bytes in (plan.arena_bytes, plan.image_bytes)
+        )
+        return with_witnesses >= min(without, 2)
 
     def _acquire(self, num_bytes: int, *, may_skip: bool) -> Arena | None:
         if may_skip and not all(self._ranks.gather(self.arenas.has_room(num_bytes))):
@@ -138,7 +169,14 @@ class Pipeline:
             self.arenas.release(arena)
 
     def _submit(
-        self, staging: Staging, *, order: Order, plan: SavePlan, draft: bytes, keeper: Keeper
+        self,
+        staging: Staging,
+        *,
+        order: Order,
+        plan: SavePlan,
+        draft: bytes,
+        audited: AuditedSave,
+        keeper: Keeper,
     ) -> None:
         """Submit a complete copy to the keeper. Runs in the staging thread."""
         save, arena = order.save, staging.arena
@@ -154,6 +192,7 @@ class Pipeline:
         trend = self._metrics.trend()
         if trend is not None:
             draft = parts.add_trend(draft, trend)
+        draft = parts.add_order(draft, audited.without(staging.torn_witnesses))
         try:
             keeper.submit(
                 save,
@@ -187,6 +226,13 @@ class Pipeline:
         """Return how torn copies of the current plan are detected."""
         assert self._plan is not None
         return self.stager.guarantee(self._plan)
+
+    def audit(self) -> str:
+        """Return how the replicas of the current plan are compared."""
+        assert self._plan is not None
+        assert self._audit is not None
+        has_memory = self._plan.witnesses == self._audit.witnesses
+        return self._audit.describe(has_memory=has_memory)
 
     def forget_plan(self) -> None:
         """Drop the plan: the state was replaced by a restore."""

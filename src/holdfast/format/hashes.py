@@ -24,6 +24,11 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def short_digest(data: bytes | bytearray | memoryview) -> str:
+    """Return the xxh3-64 of `data` as 16 hex digits: enough to compare two copies, not to trust one."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
 def chunk_bytes_for(file_bytes: int) -> int:
     """Return the chunk size for a file, from 32 KiB to 8 MiB: at most 16384 chunks if possible."""
     size = MIN_CHUNK_BYTES

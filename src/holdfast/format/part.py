@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.documents import Fields, decode_object, read_integers
 from holdfast.errors import Corrupt
 from holdfast.format import names
+from holdfast.format.audit import Audit, ReplicaAt, audit_members, order_line, parse_order, read_audit
 from holdfast.format.catalog import Catalog, check_facts, columns, parse_catalog
 from holdfast.format.hashes import DIGITS, digest
 from holdfast.format.health import (
@@ -75,6 +76,7 @@ class Part:
     what: str  # name of its document, for errors
     health: TensorHealth | None = None  # of the first data file; None if it was not checked
     trend: Trend | None = None  # of the recorded metrics, on rank 0
+    audit: Audit | None = None  # of tensors that other ranks hold too; None if none was due
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -167,20 +169,41 @@ def add_trend(draft_text: bytes, trend: Trend) -> bytes:
     return facts[:-1] + b"," + dumps({"trend": trend_members(trend)})[1:] + b"\n" + catalog
 
 
+def add_order(draft_text: bytes, replicas: Sequence[ReplicaAt]) -> bytes:
+    """Return a draft with the order to hash replicas in the arena. The document does not contain it."""
+    return draft_text + b"\n" + order_line(replicas) if replicas else draft_text
+
+
+def order_of(draft_text: bytes, what: str) -> tuple[ReplicaAt, ...]:
+    """Return the replicas that a draft orders to hash.
+
+    Raises:
+        Corrupt: the order cannot be parsed.
+    """
+    _, _, *orders = draft_text.split(b"\n", 2)
+    try:
+        return parse_order(orders[0], what) if orders else ()
+    except ValueError as error:
+        raise Corrupt(f"{what} orders an audit that cannot be parsed: {error}", key=what) from error
+
+
 def finish(
     draft_text: bytes,
     file: DataFile,
     frozen: DataFile | None = None,
     *,
     health: TensorHealth | None = None,
+    audit: Audit | None = None,
 ) -> bytes:
     """Return the part document: the draft and the facts about its files, sealed.
 
     Args:
         health: of the tensors in `file`; None if they were not checked.
+        audit: the replicas that the draft ordered to hash.
     """
-    facts, _, catalog = draft_text.partition(b"\n")
+    facts, catalog = draft_text.split(b"\n", 2)[:2]
     checked = {} if health is None else {"health": tensor_members(health)}
+    checked |= {} if audit is None else {"audit": audit_members(audit)}
     sizes = dumps({"file": _sizes(file), "frozen": None if frozen is None else _sizes(frozen), **checked})
     hashes = [dumps(one.hashes) for one in (file, frozen) if one is not None]
     return seal(b"\n".join((facts[:-1] + b"," + sizes[1:], catalog, *hashes)))
@@ -236,6 +259,7 @@ def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
         what=what,
         health=read_tensors(body),
         trend=read_trend(body),
+        audit=read_audit(body),
     )
 
 

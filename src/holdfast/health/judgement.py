@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from holdfast.format.health import MAX_NAMES, Health, Squares, TensorHealth, Trend
+from holdfast.health.replicas import Comparison
+from holdfast.units import plural
 
 _MIN_BEFORE = 3
 """Checkpoints that a norm is compared with, at least."""
@@ -15,9 +17,14 @@ _MAX_GROWTH = 10.0
 _MAX_MOMENT_GROWTH = 100.0
 """The same for norms of an optimizer's state, which follow the gradients."""
 
+_NOT_COMPARED = Comparison()
+
 
 def judge(
-    tensors: Iterable[TensorHealth | None], trend: Trend | None, before: Sequence[Squares] = ()
+    tensors: Iterable[TensorHealth | None],
+    trend: Trend | None,
+    before: Sequence[Squares] = (),
+    replicas: Comparison = _NOT_COMPARED,
 ) -> Health:
     """Return the health of a checkpoint.
 
@@ -28,6 +35,7 @@ def judge(
         tensors: of each rank; None where they were not checked.
         trend: of the recorded metrics.
         before: sums of squares of the checkpoints before that were not unhealthy, oldest first.
+        replicas: comparison of the tensors that several ranks hold.
     """
     found = list(tensors)
     checked = [one for one in found if one is not None]
@@ -35,6 +43,7 @@ def judge(
         _total(one.squares.parameters for one in checked), _total(one.squares.moments for one in checked)
     )
     against = [*_not_finite(checked), *_out_of_reason(squares, before)]
+    against += [f"at step {one.step} {one.text}" for one in replicas.differences]
     if trend is not None and trend.is_spiking:
         against.append(trend.detail)
     if against:
@@ -43,8 +52,10 @@ def judge(
         return Health(None, ("the tensors were not checked: numpy is not installed",), squares, tuple(before))
     is_judged = (trend is not None and trend.is_spiking is False) or _can_compare(squares, before)
     trend_detail = "no loss was recorded" if trend is None else trend.detail
-    reasons = "all tensors are finite", trend_detail
-    return Health(True if is_judged else None, reasons, squares, tuple(before))
+    reasons = ["all tensors are finite", trend_detail]
+    if replicas.num_equal:
+        reasons.append(f"{plural(replicas.num_equal, 'replicated tensor')} compared and equal on all ranks")
+    return Health(True if is_judged else None, tuple(reasons), squares, tuple(before))
 
 
 def _total(values: Iterable[float | None]) -> float | None:

@@ -18,6 +18,7 @@ from holdfast.format.part import Ancestors, Part
 from holdfast.format.part import parse as parse_part
 from holdfast.format.run import Refusal, document, parse
 from holdfast.health.judgement import judge
+from holdfast.health.replicas import ReplicaHashes, ReplicaWatch
 from holdfast.home.attempts import check_claim, check_not_fenced, note_saved
 from holdfast.home.listing import missing_ranks, scan
 from holdfast.home.writer import WriterId
@@ -38,6 +39,7 @@ def make_manifest(
     id: str | None = None,
     created_unix_s: float | None = None,
     before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
+    replicas: ReplicaWatch | None = None,
 ) -> Manifest:
     """Return the manifest of a checkpoint from the parts of all its ranks.
 
@@ -47,12 +49,14 @@ def make_manifest(
         created_unix_s: its time; now by default.
         before: returns the sums of squares of the checkpoints before, by its ancestors, which the health of
             this one is judged with.
+        replicas: the attempt's earlier audits; none by default.
 
     Raises:
         Corrupt: a part is damaged.
         Unsupported: a part was written by a newer format.
         InvalidInput: the parts do not fit together.
     """
+    hashes = ReplicaHashes()
     tensors: list[TensorHealth | None] = []
     trends: list[Trend | None] = []
 
@@ -60,6 +64,7 @@ def make_manifest(
         for part, text in parts:
             tensors.append(part.health)
             trends.append(part.trend)
+            _add_audit(hashes, part)
             yield part, text
 
     manifest = manifests.merge(
@@ -67,9 +72,24 @@ def make_manifest(
         id=uuid.uuid4().hex if id is None else id,
         created_unix_s=time.time() if created_unix_s is None else created_unix_s,
     )
-    if not any(tensors):
+    compared = (replicas or ReplicaWatch()).compare(manifest.step, hashes)
+    if not any(tensors) and not compared.differences:
         return manifest  # imported, or saved by an earlier version
-    return replace(manifest, health=judge(tensors, trends[0], before(manifest.ancestors)))
+    return replace(manifest, health=judge(tensors, trends[0], before(manifest.ancestors), compared))
+
+
+def _add_audit(hashes: ReplicaHashes, part: Part) -> None:
+    """Add the hashes in a part.
+
+    Raises:
+        Corrupt: they do not fit its catalog.
+    """
+    if part.audit is None:
+        return
+    try:
+        hashes.add(part.rank, part.audit, list(part.catalog.tensors))
+    except ValueError as error:
+        raise Corrupt(f"{part.what} has {error}.", step=part.step, key=part.what) from error
 
 
 def parse_parts(texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Part, bytes]]:
@@ -89,6 +109,7 @@ def commit(
     *,
     claim: str = "",
     before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
+    replicas: ReplicaWatch | None = None,
 ) -> Manifest:
     """Write the manifest of `step` after every rank has written its part. Only rank 0 calls this.
 
@@ -96,7 +117,7 @@ def commit(
         store: the home, or a nearer tier.
         writer: rank 0 of the attempt that saved.
         claim: the document by which the attempt was claimed; "" leaves out the check that it still exists.
-        before: see `make_manifest`.
+        before, replicas: see `make_manifest`.
 
     Raises:
         Conflict: this attempt is fenced.
@@ -109,7 +130,9 @@ def commit(
     name = names.manifest(step, writer.attempt)
     check_not_fenced(store, writer.attempt)
     check_claim(store, writer.attempt, claim)
-    manifest = merge_parts(store, writer, writer.attempt, step, writer.world_size, before=before)
+    manifest = merge_parts(
+        store, writer, writer.attempt, step, writer.world_size, before=before, replicas=replicas
+    )
     publish(store, writer, step, name, manifests.document(manifest))
     return manifest
 
@@ -122,6 +145,7 @@ def merge_parts(
     world_size: int,
     *,
     before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
+    replicas: ReplicaWatch | None = None,
 ) -> Manifest:
     """Return the manifest of a checkpoint whose parts all exist. Only rank 0 calls this.
 
@@ -131,7 +155,7 @@ def merge_parts(
         store: a place that has the parts.
         writer: rank 0 of an attempt.
         attempt: the attempt that saved the checkpoint.
-        before: see `make_manifest`.
+        before, replicas: see `make_manifest`.
 
     Raises:
         InvalidInput: the parts do not fit together.
@@ -141,7 +165,7 @@ def merge_parts(
     part_names = [names.part(step, attempt, rank) for rank in range(world_size)]
     try:
         found = parse_parts((part_name, store.get(part_name)) for part_name in part_names)
-        return make_manifest(found, before=before)
+        return make_manifest(found, before=before, replicas=replicas)
     except InvalidInput as error:
         if attempt == writer.attempt and world_size > 1:
             refuse(store, writer, step, error)

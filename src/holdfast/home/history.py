@@ -29,6 +29,8 @@ EVENTS = (
     "spike",  # of a recorded metric, with its value
     "rollback",  # to the step of a healthy checkpoint; the detail has the skipped batches
     "tear-check",  # by which means torn copies are found; the detail names it
+    "replica-check",  # the share of replicated tensors that each save compares
+    "replicas-differ",  # in a checkpoint; with the member `difference`
     "ended",  # of an attempt that ended in order; the detail begins with the kind of end
     "retain-failed",
     "hang",  # of a rank without progress; with the member `evidence`

@@ -12,6 +12,7 @@ from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsuppo
 from holdfast.format import names
 from holdfast.format.health import MAX_BEFORE, Squares
 from holdfast.format.part import Ancestors
+from holdfast.health.replicas import ReplicaWatch
 from holdfast.home.commit import check_not_refused, commit, is_committed, read_committed, refuse, was_retired
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import CheckpointId, missing_ranks
@@ -72,6 +73,7 @@ class CommitTier:
         )
         self._retention_thread = RetentionThread(self._retain)
         self._squares: deque[Squares] | None = None  # of the newest checkpoints that were not unhealthy
+        self._replicas = ReplicaWatch()
         self._drops: list[DropSave] = []  # not written yet, as the store failed
 
     # -- commit ----------------------------------------------------------------------------------------------
@@ -101,7 +103,15 @@ class CommitTier:
         # Only rank 0 commits, and only rank 0 deletes. Otherwise a rank could make a checkpoint visible again
         # while another one deletes it.
         if writer.rank == 0 and not missing:
-            made = commit(store, writer, step, claim=self._config.claim, before=self._squares_before)
+            made = commit(
+                store,
+                writer,
+                step,
+                claim=self._config.claim,
+                before=self._squares_before,
+                replicas=self._replicas,
+            )
+            self._reports.differences(step, self._replicas.take_new())
             if made.health.healthy is False:
                 reasons = "; ".join(made.health.reasons)
                 self._reports.history.record("unhealthy", step=step, detail=reasons, tier=self._reports.tier)

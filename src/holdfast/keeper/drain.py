@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast import backoff
@@ -14,6 +14,7 @@ from holdfast.failpoint import failpoint
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors, DataFile, Part
+from holdfast.health.replicas import Difference, ReplicaWatch
 from holdfast.home.attempts import check_not_fenced
 from holdfast.home.commit import check_not_refused, publish
 from holdfast.home.listing import CheckpointId, scan
@@ -50,13 +51,21 @@ class Drain:
 
     Args:
         on_drained: called with each outcome, in the drain's thread.
+        on_differences: called with the step of each checkpoint that this thread has committed, and the
+            replicas that differ in it.
     """
 
     def __init__(
-        self, local: Store, home: Store, config: KeeperConfig, on_drained: Callable[[Drained], None]
+        self,
+        local: Store,
+        home: Store,
+        config: KeeperConfig,
+        on_drained: Callable[[Drained], None],
+        on_differences: Callable[[int, Sequence[Difference]], None] = lambda _step, _found: None,
     ) -> None:
         self._local, self._home, self._config = local, home, config
-        self._on_drained = on_drained
+        self._on_drained, self._on_differences = on_drained, on_differences
+        self._replicas = ReplicaWatch()
         self._due: set[CheckpointId] = set()
         self._requested: set[CheckpointId] = set()  # copied even after newer ones
         self._newest: CheckpointId = (0, 0)  # newest one that a copy was begun of
@@ -234,6 +243,7 @@ class Drain:
             if document is not None:
                 failpoint("keeper.drained")
                 publish(self._home, self._config.writer, step, name, document)
+                self._on_differences(step, self._replicas.take_new())
                 break
             if self._is_overtaken(one, time.monotonic() - changed_s):
                 return None
@@ -250,7 +260,7 @@ class Drain:
 
     def _plan(self, attempt: int, step: int) -> DrainPlan:
         if self._config.is_node_local:
-            return PartialDrain(self._local, self._home, self._config, attempt, step)
+            return PartialDrain(self._local, self._home, self._config, attempt, step, replicas=self._replicas)
         return FullDrain(self._local, self._config, attempt, step)
 
     def _sizes(self, step: int) -> Sizes:

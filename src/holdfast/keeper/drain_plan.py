@@ -11,6 +11,7 @@ from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors, Part
+from holdfast.health.replicas import ReplicaWatch
 from holdfast.home.commit import merge_parts
 from holdfast.home.listing import scan_step
 from holdfast.keeper.config import KeeperConfig
@@ -81,12 +82,24 @@ class FullDrain(DrainPlan):
 class PartialDrain(DrainPlan):
     """Plan of a node-local checkpoint. This folder has the files of some ranks; only home receives all.
 
+    Args:
+        replicas: this attempt's earlier audits, on rank 0.
+
     Raises:
         RetryLater: the store failed.
     """
 
-    def __init__(self, local: Store, home: Store, config: KeeperConfig, attempt: int, step: int) -> None:
-        self._home, self._config = home, config
+    def __init__(
+        self,
+        local: Store,
+        home: Store,
+        config: KeeperConfig,
+        attempt: int,
+        step: int,
+        *,
+        replicas: ReplicaWatch | None = None,
+    ) -> None:
+        self._home, self._config, self._replicas = home, config, replicas
         self._attempt, self._step = attempt, step
         self._sizes: dict[int, Sizes] = {}  # of the files that a part names, by saved rank
         self._world_size: int | None = None
@@ -107,7 +120,14 @@ class PartialDrain(DrainPlan):
             return None
         assert self._world_size is not None
         return manifests.document(
-            merge_parts(self._home, self._config.writer, self._attempt, self._step, self._world_size)
+            merge_parts(
+                self._home,
+                self._config.writer,
+                self._attempt,
+                self._step,
+                self._world_size,
+                replicas=self._replicas if self._attempt == self._config.attempt else None,
+            )
         )
 
     @override

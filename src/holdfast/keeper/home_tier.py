@@ -42,7 +42,7 @@ class HomeTier:
         self._due_best: set[CheckpointId] = set()  # those that are sent home although they are not due
         self._wanted: set[CheckpointId] = set()  # to be drained as soon as they are committed
         self._unchecked: list[CheckpointId] = []  # requested while the local tier could not be read
-        self._drain = Drain(local, home, config, self._on_drained)
+        self._drain = Drain(local, home, config, self._on_drained, reports.differences)
 
     @property
     def needed(self) -> set[CheckpointId]:

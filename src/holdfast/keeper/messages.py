@@ -241,6 +241,14 @@ class HistoryFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicasDiffer:
+    """Differences between the ranks' copies of a tensor, found in a committed checkpoint."""
+
+    step: int
+    detail: str  # a line each
+
+
+@dataclass(frozen=True, slots=True)
 class ShowHang:
     """Text about a hang for the trainer to print."""
 
@@ -315,6 +323,7 @@ KeeperMessage: TypeAlias = (
     | DrainFailed
     | RetentionFailed
     | HistoryFailed
+    | ReplicasDiffer
     | ShowHang
     | ShowText
 )

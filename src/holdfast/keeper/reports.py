@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, RetryLater
+from holdfast.health.replicas import Difference
 from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId
 from holdfast.home.retain import Deleted
@@ -50,6 +51,17 @@ class Reports:
         kind = messages.AttemptFenced if is_fenced else messages.SaveFailed
         reply = kind(step, type(error).__name__, str(error)[: messages.MAX_DETAIL])
         self._report("fenced" if is_fenced else "failed", reply, step=step, detail=str(error))
+
+    def differences(self, step: int, found: Sequence[Difference]) -> None:
+        """Report replicas that differ in a committed checkpoint."""
+        for one in found:
+            members = {"difference": one.members()}
+            self.history.record(
+                "replicas-differ", step=step, detail=one.text, tier=self.tier, members=members
+            )
+        if found:
+            texts = "\n".join(f"  {one.text}" for one in found)
+            self._inbox.reply(messages.ReplicasDiffer(step, texts[: messages.MAX_DETAIL]))
 
     # -- home ------------------------------------------------------------------------------------------------
 

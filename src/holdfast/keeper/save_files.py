@@ -21,6 +21,7 @@ from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.inbox import StagedSave
 from holdfast.keeper.messages import ArenaLayout, Image
 from holdfast.keeper.persist import persist
+from holdfast.keeper.replicas import hash_replicas
 from holdfast.keeper.reports import TRANSIENT_ERRORS
 from holdfast.store import Store
 
@@ -134,7 +135,8 @@ class SaveFiles:
         draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
         name = names.part(step, config.attempt, config.rank)
         health = None if check is None else check.result()
-        self._store.put_once(name, parts.finish(draft, file, frozen, health=health))
+        audit = hash_replicas(draft, arena, name)
+        self._store.put_once(name, parts.finish(draft, file, frozen, health=health, audit=audit))
         failpoint("keeper.part")
 
 

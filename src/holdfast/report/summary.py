@@ -117,6 +117,7 @@ class RunSummary:
     slow_periods: tuple[SlowAttempt, ...] = ()
     paces: tuple[PaceReading, ...] = ()
     unhealthy: tuple[HistoryEvent, ...] = ()  # committed checkpoints of states that are not healthy
+    differences: tuple[HistoryEvent, ...] = ()  # of the ranks' copies of a tensor
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -175,8 +176,9 @@ def read_summary(store: Store) -> RunSummary:
             claims[number] = claim
     whole = [saved for saved in home.saved.values() if saved.is_committed]
     newest = candidates(home)
+    events = parse_events(lines)
     found = summarize(
-        parse_events(lines),
+        events,
         claims,
         finished=_read(store, run.Done, names.DONE),
         home_contents=HomeContents(
@@ -190,6 +192,7 @@ def read_summary(store: Store) -> RunSummary:
         rollbacks=read_rollbacks([store], None).found,
         slow_periods=tuple(list_slow_periods(lines)),
         paces=tuple(list_paces(lines)),
+        differences=tuple(event for event in events if event.kind == "replicas-differ"),
     )
 
 

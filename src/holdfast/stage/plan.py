@@ -15,6 +15,8 @@ from holdfast.format.layout import FileLayout, Shard, lay_out
 from holdfast.stage.arena import Arena
 from holdfast.stage.extents import LARGE_BYTES
 
+WITNESS_ALIGNMENT = 64
+"""Bytes that the offset of each witness in the arena is a multiple of."""
 _numbers = itertools.count()
 
 
@@ -39,6 +41,10 @@ class SavePlan:
     own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start of own tensors
     shared_starts: tuple[int, ...]  # of all other shards
     is_cuda: bool  # some of the tensors are on a device
+    witnesses: tuple[str, ...] = ()  # tensors that others write; their indices follow those of `names`
+    calm_witnesses: frozenset[int] = frozenset()  # indices of those that only an optimizer changes
+    witness_sizes: tuple[int, ...] = ()  # bytes of each witness
+    witness_bytes: int = 0  # for the witnesses of one save
     number: int = field(default_factory=lambda: next(_numbers))
 
     @classmethod
@@ -50,6 +56,8 @@ class SavePlan:
         per_rank: Collection[str],
         owned: Collection[str],
         rank: int,
+        witnesses: Collection[str] = (),
+        witness_bytes: int = 0,
     ) -> SavePlan:
         """Make the plan of `rank`.
 
@@ -58,6 +66,8 @@ class SavePlan:
             catalog: the tensors that this rank holds, without its own ones.
             per_rank: names of its own tensors.
             owned: names of tensors that only an optimizer's step changes.
+            witnesses: names of tensors that are not written, but copied at some saves to be hashed.
+            witness_bytes: most bytes of the witnesses of one save, each from `WITNESS_ALIGNMENT` on.
         """
         shards = [
             Shard(name, tensor.dtype, tensor.shape, region.offsets, region.sizes, frozen=tensor.frozen)
@@ -75,12 +85,15 @@ class SavePlan:
         starts = dict(zip(changing, file.starts, strict=True))
         if frozen_file is not None:
             starts |= zip(frozen, frozen_file.starts, strict=True)
+        others = {len(shards) + i: name for i, name in enumerate(witnesses)}
+        large = {i for i, shard in enumerate(shards) if shard.num_bytes >= LARGE_BYTES}
+        large |= {i for i, name in others.items() if tensors[name].nbytes >= LARGE_BYTES}
         return cls(
             names=tuple(shard.name for shard in shards),
             blocking=tuple(i for i in changing if shards[i].name not in owned),
             background=tuple(i for i in changing if shards[i].name in owned),
             frozen=tuple(frozen),
-            large=frozenset(i for i, shard in enumerate(shards) if shard.num_bytes >= LARGE_BYTES),
+            large=frozenset(large),
             shards=tuple(shards),
             starts=tuple(starts[i] for i in range(len(shards))),
             file=file,
@@ -88,8 +101,17 @@ class SavePlan:
             catalog=catalog_text(catalog),
             own=tuple((s.name, s.dtype, s.shape, starts[i]) for i, s in enumerate(shards) if s.per_rank),
             shared_starts=tuple(starts[i] for i, shard in enumerate(shards) if not shard.per_rank),
-            is_cuda=any(tensors[shard.name].is_cuda for shard in shards),
+            is_cuda=any(tensors[name].is_cuda for name in (*(s.name for s in shards), *witnesses)),
+            witnesses=tuple(witnesses),
+            calm_witnesses=frozenset(i for i, name in others.items() if name in owned),
+            witness_sizes=tuple(tensors[name].nbytes for name in witnesses),
+            witness_bytes=witness_bytes,
         )
+
+    @property
+    def live_names(self) -> tuple[str, ...]:
+        """Names of all tensors that may be copied, by index."""
+        return self.names + self.witnesses
 
     @property
     def frozen_at(self) -> int:
@@ -97,11 +119,26 @@ class SavePlan:
         return -(-self.file.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
-    def arena_bytes(self) -> int:
+    def image_bytes(self) -> int:
         """Bytes of an arena for both images."""
         return (
             self.file.file_bytes if self.frozen_file is None else self.frozen_at + self.frozen_file.file_bytes
         )
+
+    @property
+    def witness_at(self) -> int:
+        """Offset of the witnesses in the arena."""
+        return -(-self.image_bytes // WITNESS_ALIGNMENT) * WITNESS_ALIGNMENT
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of an arena for both images and the witnesses of one save."""
+        return self.witness_at + self.witness_bytes if self.witness_bytes else self.image_bytes
+
+    def position(self, index: int) -> tuple[int, int]:
+        """Return the offset in the arena and the size of a tensor in the plan."""
+        shard = self.shards[index]
+        return self.starts[index] + (self.frozen_at if shard.frozen else 0), shard.num_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -122,9 +159,9 @@ class SavePlan:
         return arena.views[self.number]
 
     def _views(self, arena: Arena) -> Iterable[torch.Tensor]:
-        for shard, start in zip(self.shards, self.starts, strict=True):
-            at = start + (self.frozen_at if shard.frozen else 0)
-            yield arena.bytes[at : at + shard.num_bytes].view(_DTYPES[shard.dtype]).view(shard.sizes)
+        for index, shard in enumerate(self.shards):
+            at, num_bytes = self.position(index)
+            yield arena.bytes[at : at + num_bytes].view(_DTYPES[shard.dtype]).view(shard.sizes)
 
 
 def _put_header(arena: Arena, at: int, file: FileLayout) -> None:

@@ -7,9 +7,10 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,9 @@ _GROUP_BYTES = (
     64 << 20
 )  # copied in one call without the interpreter; small enough to see a failing thread early
 
+_NO_WITNESSES: Mapping[int, int] = MappingProxyType({})
+_NOTHING = torch.empty(0)
+
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
@@ -45,6 +49,7 @@ class Staging:
     copied_event: torch.cuda.Event | None = None  # CUDA: all copies have run on the device
     counters: VersionCounters | None = None
     is_frozen_unchanged: bool = False  # frozen tensors were copied unwatched, see `Stager.stage`
+    torn_witnesses: frozenset[int] = frozenset()  # indices of those whose copies must not be used
 
     @property
     def torn(self) -> bool:
@@ -108,6 +113,7 @@ class Stager:
         # The plan's number, and address and version of each frozen tensor, at the previous save.
         self._frozen: tuple[int, list[tuple[int, int | None]]] | None = None
         self._frozen_names: frozenset[str] = frozenset()
+        self._torn_witnesses: set[str] = set()  # names of those that are copied before `stage` returns
 
     def guarantee(self, plan: SavePlan) -> str:
         """Return a description of how torn copies of `plan` are detected in this process."""
@@ -187,6 +193,7 @@ class Stager:
         *,
         then: Callable[[Staging], None],
         at_once: bool = False,
+        witnesses: Mapping[int, int] = _NO_WITNESSES,
     ) -> Staging:
         """Start to copy `tensors` into `arena`.
 
@@ -195,17 +202,20 @@ class Stager:
         is copied before this returns. Such frozen tensors that cannot be watched are also copied in the
         background: the keeper proves by their hashes that they have not changed.
 
+        Witnesses are copied by the same rules, after everything else. A torn one does not spoil the save.
+
         Args:
             arena: of `plan.arena_bytes` or more.
             then: called in the background thread after the copy, successful or not.
             at_once: copy everything before returning.
+            witnesses: offsets in the arena, by index, of those that are copied too.
 
         Blocks: for the copy of all that is not copied in the background, and for an earlier copy.
         """
         self.wait()
         staging = self._current = Staging(arena)
         try:
-            self._start(staging, plan, tensors, then, at_once=at_once)
+            self._start(staging, plan, tensors, then, at_once=at_once, witnesses=witnesses)
         except BaseException:  # no copy will run, so nothing may wait for it
             staging.done.set()
             self.distrust_frozen()  # this save will have no hashes to compare with
@@ -220,20 +230,25 @@ class Stager:
         then: Callable[[Staging], None],
         *,
         at_once: bool,
+        witnesses: Mapping[int, int],
     ) -> None:
-        live = [tensors[name] for name in plan.names]
+        live = [tensors[name] for name in plan.live_names]
         self._frozen_names = frozenset(plan.names[i] for i in plan.frozen)
         if plan.is_cuda:
             staging.arena.pin()
-        views = plan.views(staging.arena)
+        views = [*plan.views(staging.arena), *_witness_views(plan, live, staging.arena, witnesses)]
+        calm = () if at_once else self._calm(plan, witnesses)
+        watches: tuple[Watch, ...] = ()
         if plan.is_cuda:
-            later, watch = self._divide_cuda(staging, plan, live, at_once=at_once), None
+            later = (*self._divide_cuda(staging, plan, live, at_once=at_once), *calm)
         else:
             self.watcher.locate(live, plan.large)
             later, watch = self._divide(staging, plan, live, at_once=at_once)
+            watches = watch, self.watcher.start({i: live[i] for i in calm if i in plan.large})
+            later = (*later, *watches[1].tensors)
         try:
             background = frozenset(later)
-            blocking = tuple(i for i in range(len(live)) if i not in background)
+            blocking = tuple(i for i in (*range(len(plan.names)), *witnesses) if i not in background)
             staging.addresses = frozenset(live[i].data_ptr() for i in later)
             staging.counters = VersionCounters({i: live[i] for i in later})
             changed: set[int] = set()
@@ -243,14 +258,27 @@ class Stager:
                 changed = self._copy_blocking(plan, blocking, live, views)
             self._check_threads(live)  # another one may just have begun its first step
             failpoint("trainer.staging")
-            work = _Background(self, staging, plan, later, live, views, watch, changed, then)
+            work = _Background(self, staging, plan, later, live, views, watches, changed, then)
             thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
             thread.start()
         except BaseException:
-            if watch is not None:
+            for watch in watches:
                 watch.cancel()
             raise
         self._thread = thread
+
+    def _calm(self, plan: SavePlan, witnesses: Mapping[int, int]) -> tuple[int, ...]:
+        """Return the indices of witnesses that may be copied in the background."""
+        names, torn = plan.live_names, self._torn_witnesses
+        return tuple(
+            i
+            for i in witnesses
+            if i in plan.calm_witnesses and names[i] not in self.repeats and names[i] not in torn
+        )
+
+    def note_witnesses(self, plan: SavePlan, torn: Iterable[int]) -> None:
+        """Copy torn witnesses before `stage` returns from now on."""
+        self._torn_witnesses.update(plan.live_names[i] for i in torn)
 
     def _divide(
         self, staging: Staging, plan: SavePlan, live: list[torch.Tensor], *, at_once: bool
@@ -339,7 +367,7 @@ class Stager:
 
         Blocks: 0.2 to 2 s per GB, the first time; ends early when a save begins.
         """
-        live, current = [tensors[name] for name in plan.names], self._current
+        live, current = [tensors[name] for name in plan.live_names], self._current
         if not plan.is_cuda:
             self.watcher.locate(live, plan.large)
             self._settle(plan, live, current)
@@ -351,7 +379,7 @@ class Stager:
         """
         if plan.is_cuda or self._settling is not None or self._current is not None:
             return
-        live = [tensors[name] for name in plan.names]
+        live = [tensors[name] for name in plan.live_names]
         self.watcher.locate(live, plan.large)  # not in the thread: a concurrent save reads the result
         self._settling = threading.Thread(
             target=self._settle, args=(plan, live, None), name="holdfast-settle", daemon=True
@@ -382,7 +410,7 @@ class _Background:
     indices: tuple[int, ...]  # of the tensors that are copied in the background
     live: list[torch.Tensor]
     views: list[torch.Tensor]
-    watch: Watch | None
+    watches: tuple[Watch, ...]
     changed: set[int]  # during the blocking copy
     then: Callable[[Staging], None]
 
@@ -411,16 +439,31 @@ class _Background:
                 _copy([self.views[i] for i in group], [self.live[i] for i in group])
 
     def _find_changed(self) -> None:
-        changed = self.changed
-        if self.watch is not None:
-            changed |= set(self.watch.end(self.views))
+        found = self.changed
+        for watch in self.watches:
+            found |= set(watch.end(self.views))
         if self.staging.counters is not None:
-            changed |= self.staging.counters.find_changed()
-        self.staging.changed = tuple(self.plan.names[i] for i in sorted(changed))
+            found |= self.staging.counters.find_changed()
+        changed = sorted(i for i in found if i < len(self.plan.names))
+        self.staging.torn_witnesses = frozenset(found.difference(changed))
+        self.stager.note_witnesses(self.plan, self.staging.torn_witnesses)
+        self.staging.changed = tuple(self.plan.names[i] for i in changed)
         if changed:
             self.stager.repeats.record_torn(self.staging.changed)
         else:
             self.stager.repeats.record_saved()
+
+
+def _witness_views(
+    plan: SavePlan, live: Sequence[torch.Tensor], arena: Arena, witnesses: Mapping[int, int]
+) -> Iterable[torch.Tensor]:
+    """Yield the copies of all witnesses in an arena; an empty tensor for those that are not copied."""
+    for index in range(len(plan.names), len(live)):
+        tensor, at = live[index], witnesses.get(index)
+        if at is None:
+            yield _NOTHING
+        else:
+            yield arena.bytes[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Training objects as named tensors and values: captured for a checkpoint, and restored from one."""
 
 from holdfast.state.assignment import assign
+from holdfast.state.audit_turns import AuditTurns, audit_turns
 from holdfast.state.capture import CapturedState
 from holdfast.state.catalog import catalog_of
 from holdfast.state.load import FillTarget, Load
@@ -12,6 +13,7 @@ from holdfast.state.tensors import dtype_name, torch_dtype
 from holdfast.state.training_objects import State
 
 __all__ = [
+    "AuditTurns",
     "CapturedState",
     "FillTarget",
     "Load",
@@ -19,6 +21,7 @@ __all__ = [
     "Skippable",
     "State",
     "assign",
+    "audit_turns",
     "catalog_of",
     "dtype_name",
     "local_of",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from holdfast.state.composites import is_composite
 from holdfast.state.holders import HolderAgreement
 from holdfast.state.replication import Replication
-from holdfast.state.sharding import Sharding, local_of
+from holdfast.state.sharding import Sharding, ShardLayout, local_of
 from holdfast.state.tensor_table import Role, StateStructure, TensorTable
 from holdfast.state.tensors import is_savable
 
@@ -38,6 +38,7 @@ class CapturedState:
     tied: dict[str, str]  # alias -> name of the same tensor
     values: dict[str, Any]  # top-level key -> tagged JSON, with {"$tensor": name} for tensors
     structure: StateStructure  # compare by identity
+    lowest: dict[str, ShardLayout] = field(default_factory=dict)  # see `StateStructure.lowest`
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ class TensorCollector:
             tied=structure.tied,
             values=values,
             structure=structure,
+            lowest=structure.lowest,
         )
 
     def _confirm(self, table: TensorTable, name: str, tensor: torch.Tensor, role: Role) -> bool:

@@ -54,6 +54,10 @@ class ShardLayout:
             return None
         return self.partitioning(0).region_at(index, shape) if self.regions is None else self.regions[index]  # pyright: ignore[reportAttributeAccessIssue]
 
+    def region_number(self, rank: int) -> int | None:
+        """Return the number of the region that a rank holds, or None without one."""
+        return self._index_of().get(rank)
+
     @property
     def holders(self) -> frozenset[int]:
         """All ranks that hold a region."""

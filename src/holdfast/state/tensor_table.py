@@ -52,6 +52,7 @@ class StateStructure:
     owned: frozenset[str]
     frozen: frozenset[str]
     tied: dict[str, str]
+    lowest: dict[str, ShardLayout]  # the layouts of all holders, where only the lowest has the true bytes
 
     def has_same_facts(self, other: StateStructure) -> bool:
         """Return True if all facts are equal, including the order of names."""
@@ -196,6 +197,7 @@ class TensorTable:
             owned=frozenset(self._owned),
             frozen=self._frozen() if is_frozen_known and self.owners else frozenset(),
             tied=dict(self.tied),
+            lowest=self._lowest(agreement),
         )
 
     def _inspect(
@@ -271,6 +273,16 @@ class TensorTable:
             return agreement.follow(raw, self._layout(parameter, agreement), self._layouts[parameter])
         is_lowest = role.replication is Replication.LOWEST
         return agreement.layout(self.names[row], raw, is_lowest=is_lowest, in_module=role.in_module)
+
+    def _lowest(self, agreement: HolderAgreement) -> dict[str, ShardLayout]:
+        """Return the layouts of all holders, for tensors that only the lowest of them writes."""
+        found: dict[str, ShardLayout] = {}
+        for name in self.tensors:
+            row = self._row_of[name]
+            role, raw = self.roles[row], self._layouts[row]
+            if role.replication is Replication.LOWEST and raw is None:
+                found[name] = agreement.layout(name, raw, is_lowest=False, in_module=role.in_module)
+        return found
 
     def _frozen(self) -> frozenset[str]:
         """Return module parameters that no optimizer owns."""

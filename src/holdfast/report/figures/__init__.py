@@ -10,6 +10,7 @@ from holdfast.report.figures.intervals import intervals
 from holdfast.report.figures.levels import levels
 from holdfast.report.figures.pace import pace
 from holdfast.report.figures.progress import progress
+from holdfast.report.figures.replicas import replicas
 from holdfast.report.figures.rollbacks import rollbacks
 from holdfast.report.figures.shares import shares
 from holdfast.report.figures.timeline import timeline
@@ -21,6 +22,18 @@ def make_figures(summary: RunSummary) -> list[Figure]:
     """Return all figures with content."""
     first, *others = (
         make(summary)
-        for make in (timeline, progress, shares, costs, hangs, pace, rollbacks, durations, levels, intervals)
+        for make in (
+            timeline,
+            progress,
+            shares,
+            costs,
+            hangs,
+            replicas,
+            pace,
+            rollbacks,
+            durations,
+            levels,
+            intervals,
+        )
     )
     return [one for one in (first, *curves(summary), *others) if one is not None]

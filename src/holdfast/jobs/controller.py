@@ -11,10 +11,12 @@ from pathlib import Path
 
 from holdfast.environment import read_progress
 from holdfast.failpoint import failpoint
+from holdfast.jobs.failure_cause import FailureCause, find_cause
 from holdfast.jobs.history import add_change
 from holdfast.jobs.job_clock import JobClock
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.notifications.notifier import announce
+from holdfast.jobs.output.attempt_output import attempt_lines
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
     BackoffElapsed,
@@ -257,6 +259,12 @@ class Controller(ABC):
             self._apply(BackoffElapsed())
         self._start_if_due()  # last, as an attempt has no nodes to look at before its action was taken
         return (self.state, self._timers) != before
+
+    def _cause(self) -> FailureCause | None:
+        """Return the cause of the end of an attempt that failed by itself, from its output."""
+        outcomes = self.state.outcomes
+        rank = next((rank for rank, one in sorted(outcomes.items()) if one.is_own_error), None)
+        return None if rank is None else find_cause(outcomes, attempt_lines(self._folder.log(rank)))
 
     def _newest_step(self) -> int | None:
         return max(read_progress(self._folder.progress).values(), default=None)

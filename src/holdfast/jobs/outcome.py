@@ -27,6 +27,7 @@ class Outcome:
     code: int | None = None  # exit code of the shell
     killed_by: int | None = None  # signal that killed the shell
     hung: str = ""  # place at which the training hung before it was ended
+    unfit: str = ""  # failed checks of the node, because of which its commands were not started
     is_stopped: bool = False  # killed by the controller, after another node's exit or a cancellation
 
     @property
@@ -42,7 +43,12 @@ class Outcome:
     @property
     def is_failed_command(self) -> bool:
         """True if the commands of the node have failed."""
-        return self.code not in (None, 0, PREEMPTED_STATUS, HUNG_STATUS)
+        return self.code not in (None, 0, PREEMPTED_STATUS, HUNG_STATUS) and not self.unfit
+
+    @property
+    def is_own_error(self) -> bool:
+        """True if the commands of the node have failed by themselves."""
+        return self.is_failed_command and not self.is_stopped
 
     @property
     def is_preempted(self) -> bool:
@@ -58,6 +64,8 @@ class Outcome:
         """Return a description that follows the name of the node."""
         if self.is_lost:
             return "was lost"
+        if self.unfit:
+            return f"is not fit for the job: {self.unfit}"
         if self.hung:
             return f"hung ({self.hung})"
         if self.killed_by is not None:

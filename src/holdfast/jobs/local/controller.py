@@ -335,7 +335,7 @@ class LocalController(Controller):
         if len(outcomes) == self._record.spec.num_nodes:
             self._nodes.kill(with_keepers=False)
             if self._teardown.is_over(self._upload_until_unix_s(), self._nodes.have_keepers):
-                yield AttemptExited(attempt, self._has_advanced())
+                yield AttemptExited(attempt, self._has_advanced(), cause=self._cause())
             elif missing := self._teardown.missing():
                 yield Uploading(attempt, missing)
 

@@ -354,7 +354,7 @@ class SlurmController(Controller):
             return
         leaves = self._leaves_machines()
         lost = self._mounts.lost() if leaves else ""
-        yield AttemptExited(before.attempt, self._has_advanced(), lost)
+        yield AttemptExited(before.attempt, self._has_advanced(), lost, self._cause())
         if self.state.status is JobStatus.RECOVERING and leaves:
             self._requeue()
 

@@ -14,6 +14,7 @@ from holdfast.entry import command
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
+from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.private_targets import is_private_target
@@ -299,5 +300,6 @@ def _policy(task: Task) -> RestartPolicy:
         task.num_nodes,
         task.recovery.max_restarts,
         task.recovery.free_codes,
+        max_same=max_same(task.envs),
         grace_s=grace_s(wanted_options(task)),
     )

@@ -11,6 +11,7 @@ from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.pipeline import Order
 from holdfast.checkpointer.restoration import Restoration, Selection
 from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
+from holdfast.checkpointer.space_warning import warn_of_space
 from holdfast.checkpointer.step_sync import StepSync
 from holdfast.checkpointer.takeover import claim_together
 from holdfast.compiled import UploadResult, download_cache, start_uploads, warn_of_problems
@@ -113,6 +114,8 @@ class Attempt:
                 self._components.compiled, self._ranks, attempt=claim.number, notify=self._note_compiled
             )
         self._restoration.end_claim(keeper)
+        if self._ranks.rank == 0:
+            warn_of_space(self._tiers.home, self._tiers.local)
         return keeper
 
     def _config(

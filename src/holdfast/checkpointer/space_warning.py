@@ -10,7 +10,7 @@ _log = get_logger("checkpointer")
 
 
 def warn_of_space(*places: str | None) -> None:
-    """Log a warning for each folder in which the next save, as large as the newest, does not fit.
+    """Log a warning for each folder in which the next save does not fit.
 
     Args:
         places: home and local folder. URLs and empty homes are not checked.

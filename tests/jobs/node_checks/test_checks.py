@@ -32,10 +32,12 @@ from holdfast.jobs.node.checks.result import (
     Check,
     NodeChecks,
     read_checks,
+    read_mode,
     read_results,
     write_checks,
     write_result,
 )
+from holdfast.jobs.task.parser import parse_task
 from small_disk import small_disk
 
 Plan = dict[str, Callable[[], Iterator[Check]]]
@@ -304,3 +306,16 @@ def test_damaged_results_are_left_out(tmp_path_factory: pytest.TempPathFactory, 
     path.write_bytes(data)
     assert read_checks(path) is None
     assert read_results(data + b"\n" + write_result(Check("copy")))[-1] == Check("copy")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [(None, "stop"), ("", "stop"), ("REPORT ", "report"), ("off", "off"), ("False", "off"), ("x", None)],
+)
+def test_the_mode_is_a_word(text: str | None, mode: str | None) -> None:
+    assert read_mode(text) == mode
+
+
+def test_an_unquoted_off_of_a_task_file_is_the_word(tmp_path: Path) -> None:
+    task = parse_task("envs: {HOLDFAST_NODE_CHECKS: off}\nrun: 'true'\n", str(tmp_path / "task.yaml"))
+    assert read_mode(task.envs["HOLDFAST_NODE_CHECKS"]) == "off"

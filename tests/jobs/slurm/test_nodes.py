@@ -14,7 +14,7 @@ from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
 from jobs.slurm.harness import SlurmHarness, command
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 WAIT = """\
 echo "here is $SLURMD_NODENAME"
 [ $HOLDFAST_ATTEMPT -gt 1 ] || sleep 1000

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.host_memory import available_bytes
 from holdfast.jobs.node.checks.disk import FEW_BYTES, NUM_BYTES, check_disk
-from holdfast.jobs.node.checks.memory import check_copy, check_free_memory
+from holdfast.jobs.node.checks.memory import check_free_memory, check_memory
 from holdfast.jobs.node.checks.product import check_products
 from holdfast.jobs.node.checks.result import MAX_RESULT_BYTES, Check, NodeChecks, read_results, write_result
 
@@ -100,7 +100,7 @@ def make_plan(places: CheckedPlaces) -> dict[str, Callable[[], Iterator[Check]]]
     )
     for home in places.homes[:_MAX_HOMES]:
         plan[f"disk {home}"] = lambda home=home: _check_home(home, places)
-    plan["product memory"] = lambda: _check_machine(places)
+    plan["product memory"] = _check_machine
     return plan
 
 
@@ -113,15 +113,13 @@ def _check_home(home: str, places: CheckedPlaces) -> Iterator[Check]:
         values = {"needed_bytes": found.needed_bytes, "free_bytes": found.free_bytes}
         yield Check("space", home, found.trouble, stops=bool(found.trouble), values=values)
         if found.needed_bytes:
-            yield from check_free_memory(available_bytes(), found.needed_bytes // max(1, places.num_nodes))
+            needed = found.needed_bytes // max(1, places.num_nodes)
+            yield from (one for one in check_free_memory(available_bytes(), needed) if one.trouble)
 
 
-def _check_machine(places: CheckedPlaces) -> Iterator[Check]:
+def _check_machine() -> Iterator[Check]:
     yield from check_products()
-    available = available_bytes()
-    if not places.homes:
-        yield from check_free_memory(available, 0)
-    yield from check_copy(available)
+    yield from check_memory(0)
 
 
 def _num_bytes(folder: Path, other: Path) -> int:

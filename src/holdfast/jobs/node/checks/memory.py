@@ -11,8 +11,8 @@ from holdfast.jobs.node.checks.disk import first_difference
 from holdfast.jobs.node.checks.result import Check
 from holdfast.units import format_bytes
 
-COPY_BYTES = 64 << 20
-_FEW_COPY_BYTES = 4 << 20
+COPY_BYTES = 16 << 20
+_FEW_COPY_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _NUM_COPIES = 3
 

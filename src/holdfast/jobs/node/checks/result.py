@@ -14,6 +14,8 @@ from holdfast.linux.files import open_regular, write_atomic
 MODE = "HOLDFAST_NODE_CHECKS"
 """Variable of a job: `stop` (default), `report` or `off`."""
 STOP, REPORT, OFF = "stop", "report", "off"
+_OFF_IN_YAML = ("false", "no")
+"""Text of an unquoted `off` in a task file, which is a truth value in YAML."""
 MAX_RESULT_BYTES = 64 << 10
 _MAX_TROUBLE = 300
 
@@ -68,6 +70,8 @@ class NodeChecks:
 def read_mode(text: str | None) -> str | None:
     """Return the mode that the variable of a job names; None if it is none of them."""
     wanted = (text or STOP).strip().lower()
+    if wanted in _OFF_IN_YAML:
+        return OFF
     return wanted if wanted in (STOP, REPORT, OFF) else None
 
 

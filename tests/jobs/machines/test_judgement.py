@@ -13,11 +13,12 @@ from holdfast.jobs.machines.judgement import MAX_CHANCE, MIN_LOST, NodeStanding,
 from holdfast.jobs.machines.record import MachineEvent
 
 
-def event(machine: str, job: str, attempt: int = 1, *, is_lost: bool = False, **more: bool) -> MachineEvent:
+def event(
+    machine: str, job: str, attempt: int = 1, *, is_lost: bool = False, is_wrong: bool = False
+) -> MachineEvent:
     """Return an event."""
-    return MachineEvent(
-        1e9 + attempt, machine, job, attempt, is_lost=is_lost, why="was lost" * is_lost, **more
-    )
+    why = "was lost" * is_lost
+    return MachineEvent(1e9 + attempt, machine, job, attempt, is_lost=is_lost, is_wrong=is_wrong, why=why)
 
 
 def run_jobs(seed: int, chances: dict[str, float], *, num_jobs: int, num_nodes: int) -> list[MachineEvent]:

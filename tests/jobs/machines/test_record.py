@@ -27,9 +27,9 @@ DONE = Outcome(Phase.RUN, code=0)
 NOW = time.time()
 
 
-def event(machine: str, number: int = 1, **more: bool) -> MachineEvent:
+def event(machine: str, number: int = 1, *, is_wrong: bool = False) -> MachineEvent:
     """Return an event of now."""
-    return MachineEvent(NOW, machine, "job", number, **more)
+    return MachineEvent(NOW, machine, "job", number, is_wrong=is_wrong)
 
 
 def test_events_are_read_back(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_job_whose_first_node_fails_leaves_it_too(slurm: SlurmHarness) -> None
 
 def test_a_job_whose_home_cannot_be_written_to_ends_with_that(slurm: SlurmHarness) -> None:
     report = 'echo "{\\"home\\": \\"/sys/kernel\\", \\"step\\": $HOLDFAST_ATTEMPT}" >> "$HOLDFAST_PROGRESS"'
-    ended = slurm.wait(slurm.submit(f"{report}; exit 75"))
+    ended = slurm.wait(slurm.submit(f"{report}; exit 75", HOLDFAST_NODE_CHECKS="stop"))
     assert ended.status is JobStatus.FAILED
     first = ended.reason.partition("\n")[0]
     assert "is not fit for the job: disk /sys/kernel: it cannot be written to" in first, slurm.describe(ended)

@@ -1,4 +1,4 @@
-"""Warning at the start of a run whose next save does not fit in its home or local folder."""
+"""Warning at the start of a run whose next save does not fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _log = get_logger("checkpointer")
 
 
 def warn_of_space(*places: str | None) -> None:
-    """Log a warning for each folder in which the next save does not fit.
+    """Log a warning for each folder without space for the next save.
 
     Args:
         places: home and local folder. URLs and empty homes are not checked.

@@ -1,4 +1,4 @@
-"""Output of the checks before the newest attempt of a job, and of earlier ones that failed."""
+"""Output of the checks before the attempts of a job."""
 
 from __future__ import annotations
 

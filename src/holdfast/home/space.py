@@ -36,7 +36,7 @@ def is_folder(home: str) -> bool:
 
 
 def free_bytes(folder: str) -> int:
-    """Return the bytes that this user may still write to the file system of a folder.
+    """Return the free bytes of a folder's file system for this user.
 
     Raises:
         OSError: it cannot be read.

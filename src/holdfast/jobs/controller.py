@@ -19,7 +19,7 @@ from holdfast.jobs.machines.record import add_events
 from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.notifications.notifier import announce
-from holdfast.jobs.output.attempt_output import attempt_lines
+from holdfast.jobs.output.last_attempt import attempt_lines
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
     AttemptExited,
@@ -166,7 +166,7 @@ class Controller(ABC):
 
     @abstractmethod
     def _node_machines(self) -> tuple[str, ...]:
-        """Return the names of the attempt's machines, by rank; empty if they are not known."""
+        """Return the names of the attempt's machines, by rank; empty if unknown."""
 
     def _gone_machines(self, names: tuple[str, ...]) -> frozenset[str]:
         """Return which of some machines the engine has found to have failed."""
@@ -297,7 +297,7 @@ class Controller(ABC):
         return (self.state, self._timers) != before
 
     def _cause(self) -> FailureCause | None:
-        """Return the cause of the end of an attempt that failed by itself, from its output."""
+        """Return the cause of the failed attempt, from its output."""
         outcomes = self.state.outcomes
         rank = next((rank for rank, one in sorted(outcomes.items()) if one.is_own_error), None)
         return None if rank is None else find_cause(outcomes, attempt_lines(self._folder.log(rank)))

@@ -389,7 +389,7 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
 
 
 def _with_cause(life: JobState, event: AttemptExited) -> JobState:
-    """Return the state with the cause of an own error, and the number of its repetitions."""
+    """Return the state with the cause of an own error and its repetitions."""
     if event.has_advanced:
         return life
     same = is_same(life.cause, event.cause, at_same_step=event.has_advanced is False)

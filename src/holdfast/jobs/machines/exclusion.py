@@ -1,4 +1,4 @@
-"""Exclusion of machines that stand out from the next attempt, so that the job can still run; pure."""
+"""Exclusion of machines that stand out, as far as a job can do without them; pure."""
 
 from __future__ import annotations
 

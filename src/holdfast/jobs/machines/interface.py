@@ -11,12 +11,12 @@ from holdfast.jobs.state_folder import state_dir
 
 
 def nodes() -> list[NodeStanding]:
-    """Return the machines on which jobs have run in the last 30 days, the most conspicuous first."""
+    """Return the machines of the jobs of the last 30 days, the most conspicuous first."""
     return judge(read_events(state_dir()))
 
 
 def clear_node(name: str) -> None:
-    """Forget the lost attempts and failed checks of a machine, so that jobs use it again.
+    """Forget the lost attempts and failed checks of a machine.
 
     Raises:
         NotFound: nothing is remembered about it.

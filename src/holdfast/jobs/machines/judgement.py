@@ -118,7 +118,7 @@ class _Count:
 
 
 def stratified_tail(strata: Iterable[tuple[int, int, int, int]]) -> float:
-    """Return the probability that a machine has at least as many losses in all strata as were seen.
+    """Return the probability of at least as many losses on a machine as were seen.
 
     Args:
         strata: per stratum its attempts and losses on the machine, then those on the others.

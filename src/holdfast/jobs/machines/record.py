@@ -1,4 +1,4 @@
-"""Record of what has happened to the machines of all jobs, one file per state folder."""
+"""Record of events of the machines of all jobs, one file per state folder."""
 
 from __future__ import annotations
 

@@ -7,5 +7,5 @@ import socket
 
 
 def machine_name() -> str:
-    """Return the name of this machine, in Slurm if this process belongs to one of its jobs."""
+    """Return the name of this machine, in a job of Slurm that of the node."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

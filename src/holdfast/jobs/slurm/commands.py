@@ -54,7 +54,7 @@ def submit(script: Path, *, exclude: str = "") -> str:
 
 
 def can_run_without(script: Path, nodes: str) -> bool:
-    """Return True if Slurm could run a script at some time with these nodes left out.
+    """Return True if Slurm could run a script without these nodes.
 
     Raises:
         Unsupported: sbatch is missing.
@@ -191,7 +191,7 @@ def _of_partition(partition: str) -> list[str]:
 
 
 def _has_failed(state: str) -> bool:
-    """Return True for a state of a node, as sinfo prints it, in which no job can run."""
+    """Return True if no job can run on a node in a state of sinfo."""
     return state.endswith("*") or state.startswith(("down", "drain", "fail", "err", "unk", "power", "maint"))
 
 

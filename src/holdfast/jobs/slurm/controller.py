@@ -408,7 +408,7 @@ class SlurmController(Controller):
         )
 
     def _is_on_excluded(self) -> bool:
-        """Return True, once per node, if the job has a node that stands out and that it can do without.
+        """Return True, once per node, if the job has a node that stands out.
 
         Slurm itself starts a job again whose first node has failed, and does not leave that node out.
         """

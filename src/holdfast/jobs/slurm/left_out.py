@@ -1,4 +1,4 @@
-"""Nodes that a Slurm job leaves out, because they stand out among those on which jobs have run."""
+"""Nodes that a Slurm job leaves out, because they stand out."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _is_below(home: str, job: JobFolder) -> bool:
 
 
 def _gpu_command(plan: NodeSpec) -> tuple[list[str], Mapping[str, str]] | None:
-    """Return the command that checks the GPUs of a job that has some, in its Python; else None."""
+    """Return the command that checks the GPUs of a job; None without GPUs."""
     num_gpus = plan.environment.get(_NUM_GPUS, "0")
     if not (num_gpus.isdecimal() and int(num_gpus)) or not any(path.exists() for path in _GPU_DEVICES):
         return None

@@ -63,7 +63,7 @@ def check_disk(folder: Path, *, num_bytes: int = NUM_BYTES, stops: bool = True) 
 
 
 def clock_offset_s(modified_s: float, before_s: float, after_s: float) -> float:
-    """Return how far a file system's clock is ahead of this machine's, from a write between two times; pure.
+    """Return the lead of a file system's clock, from a write between two times; pure.
 
     Within the precision of timestamps it is 0.
     """
@@ -73,7 +73,7 @@ def clock_offset_s(modified_s: float, before_s: float, after_s: float) -> float:
 
 
 def first_difference(written: bytes, found: bytes) -> int | None:
-    """Return the first offset at which two byte strings differ, or None."""
+    """Return the first offset of a difference between two byte strings, or None."""
     if written == found:
         return None
     length = min(len(written), len(found))
@@ -100,7 +100,7 @@ def _that_fit(folder: Path, num_bytes: int) -> int:
 
 
 def _open_unnamed(folder: Path) -> tuple[int, bool]:
-    """Open a new file without a name, and return True with it if it had one for a moment."""
+    """Open a new file without a name. Return True if it had one at first."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(folder, flags | os.O_TMPFILE, 0o600), False
@@ -119,7 +119,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _read_back(fd: int, num_bytes: int, folder: Path) -> bytes:
-    """Return the bytes of a file from the disk, if the page cache can be passed by."""
+    """Return the bytes of a file, without the page cache if possible."""
     try:
         direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:

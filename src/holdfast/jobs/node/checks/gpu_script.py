@@ -1,4 +1,4 @@
-"""Check of the GPUs, as a script that runs in the Python of the job and needs nothing but torch.
+"""Check of the GPUs: a script for the Python of the job, which needs only torch.
 
 Products of matrices of small integers are exact in every type, with tensor cores too: elements of up to 200
 fit in the 11 bits of TF32, and sums stay below 2**24. In bfloat16, elements are -1, 0 or 1 and sums are at
@@ -49,7 +49,7 @@ def check_device(torch: Any, device: Any) -> dict[str, Any]:
 
 
 def is_right(torch: Any, device: Any, name: str) -> bool:
-    """Return True if a product on the device equals that of Python's integers, within 64 bits."""
+    """Return True if a product on the device equals that of 64-bit integers."""
     left, right = (matrix(torch, GREATEST[name], seed) for seed in (1, 2))
     dtype = getattr(torch, name)
     found = left.to(device, dtype) @ right.to(device, dtype)
@@ -65,7 +65,7 @@ def matrix(torch: Any, greatest: int, seed: int) -> Any:
 
 
 def copy(torch: Any, device: Any) -> tuple[dict[str, float], bool]:
-    """Return measured numbers of a copy to the device and back, and True if no byte has changed."""
+    """Return the numbers of a copy there and back, and True if it is equal."""
     source = torch.arange(COPY_BYTES // 8, dtype=torch.int64)
     started_s = time.perf_counter()
     there = source.to(device, copy=True)

@@ -1,4 +1,4 @@
-"""Products of matrices of integers, whose exact result is the same on every machine, on each core."""
+"""Products of matrices of integers, exact on every machine, computed on each core."""
 
 from __future__ import annotations
 

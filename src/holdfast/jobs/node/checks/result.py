@@ -1,4 +1,4 @@
-"""Results of the checks of a node, as a document in its folder, and the mode of a job's checks."""
+"""Results of the checks of a node, as a document, and their mode."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def write_checks(path: Path, found: NodeChecks) -> None:
 
 
 def read_checks(path: Path) -> NodeChecks | None:
-    """Return the results of a node, or None if they do not exist or are damaged."""
+    """Return the results of a node, or None if missing or damaged."""
     try:
         with open_regular(path) as file:
             text = file.read(MAX_RESULT_BYTES + 1)

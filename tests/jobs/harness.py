@@ -182,6 +182,7 @@ def started_harness(folder: Path, state: Path | None = None) -> Iterator[JobHarn
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOLDFAST_STATE", str(state or folder / "state"))
         patch.setenv("HOLDFAST_PREEMPTION", "none")
+        patch.setenv("HOLDFAST_NODE_CHECKS", "off")  # they would take a part of the time of all tests
         # As in an active environment. The first Python on the PATH may be a shim, which takes long to start.
         patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # this machine may have fewer GPUs than a test asks for

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
+from holdfast.jobs.failure_cause import MAX_SAME, FailureCause
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.state_machine import (
     MAX_BARREN,
@@ -47,6 +49,8 @@ DIVERGED = Outcome(Phase.RUN, code=1, diverged="loss is 9 at step 7")
 HUNG = Outcome(Phase.RUN, code=HUNG_STATUS, hung="rank 3 in train.py:88 (step)")
 STOPPED = Outcome(Phase.RUN, killed_by=9, is_stopped=True)
 BAD_SETUP = Outcome(Phase.SETUP, code=2)
+UNFIT = Outcome(Phase.SETUP, code=1, unfit="the next save does not fit")
+CAUSES = [FailureCause(f"ValueError: {key}", key, exact) for key in "ab" for exact in "12"]
 
 
 class Scenario:
@@ -64,14 +68,16 @@ class Scenario:
             self.actions = list(actions)
         return self.life.status
 
-    def run(self, *outcomes: Outcome, has_advanced: bool | None = None) -> JobStatus:
+    def run(
+        self, *outcomes: Outcome, has_advanced: bool | None = None, cause: FailureCause | None = None
+    ) -> JobStatus:
         """Run an attempt from its start, or from the backoff before it, to its end."""
         self.apply(ControllerStarted(), BackoffElapsed())
         number = self.life.attempt
         self.apply(
             NodesRunning(number), *(NodeExited(number, node, one) for node, one in enumerate(outcomes))
         )
-        return self.apply(AttemptExited(number, has_advanced))
+        return self.apply(AttemptExited(number, has_advanced, cause=cause))
 
 
 def test_a_job_that_finishes_goes_through_its_statuses() -> None:
@@ -312,6 +318,86 @@ def test_a_failed_controller_kills_what_is_running() -> None:
     assert scenario.life.reason == "disk on fire"
 
 
+@pytest.mark.parametrize("has_advanced", [False, None])
+def test_one_cause_that_repeats_ends_the_job_with_it(has_advanced: bool | None) -> None:
+    scenario = Scenario(RestartPolicy(max_restarts=100))
+    for _ in range(MAX_SAME - 1):
+        assert scenario.run(FAILED, has_advanced=has_advanced, cause=CAUSES[0]) is JobStatus.RECOVERING
+    assert scenario.run(FAILED, has_advanced=has_advanced, cause=CAUSES[0]) is JobStatus.FAILED
+    assert scenario.life.reason.startswith("3 attempts in a row failed in the same way")
+    assert "ValueError: a (node 0 failed in run with status 1)" in scenario.life.reason
+    assert exit_status(scenario.life) == 1
+
+
+def test_a_cause_that_repeats_in_setup_has_its_own_status() -> None:
+    scenario = Scenario(RestartPolicy(max_restarts=100))
+    statuses = [scenario.run(BAD_SETUP, cause=CAUSES[0]) for _ in range(MAX_SAME)]
+    assert statuses[-1] is JobStatus.FAILED_SETUP
+
+
+def test_a_cause_at_a_later_step_each_time_is_not_a_repetition() -> None:
+    scenario = Scenario(RestartPolicy(max_restarts=100))
+    for _ in range(100):
+        assert scenario.run(FAILED, has_advanced=True, cause=CAUSES[0]) is JobStatus.RECOVERING
+
+
+def test_no_limit_lets_the_same_cause_use_all_restarts() -> None:
+    scenario = Scenario(RestartPolicy(max_restarts=10, max_same=0))
+    for _ in range(10):
+        assert scenario.run(FAILED, cause=CAUSES[0]) is JobStatus.RECOVERING
+    assert scenario.run(FAILED, cause=CAUSES[0]) is JobStatus.FAILED
+    assert "all 10 restarts after errors are used up" in scenario.life.reason
+
+
+@given(st.lists(st.sampled_from([LOST, KILLED, PREEMPTED]), min_size=1, max_size=30), st.data())
+def test_preemptions_and_lost_nodes_never_count_as_a_repetition(
+    ends: list[Outcome], data: st.DataObject
+) -> None:
+    scenario = Scenario(RestartPolicy(max_restarts=100, max_barren=1000))
+    assert scenario.run(FAILED, has_advanced=False, cause=CAUSES[0]) is JobStatus.RECOVERING
+    for one in ends:
+        cause = data.draw(st.sampled_from([None, *CAUSES]))
+        assert scenario.run(one, has_advanced=False, cause=cause) is JobStatus.RECOVERING
+        assert scenario.life.num_same == 1
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([True, False, None]), st.sampled_from([None, *CAUSES])), max_size=40)
+)
+def test_only_one_cause_that_repeats_ends_a_job_early(
+    ends: list[tuple[bool | None, FailureCause | None]],
+) -> None:
+    """Compared with a count that is kept apart: the last MAX_SAME ends agree, and none has advanced."""
+    scenario = Scenario(RestartPolicy(max_restarts=1000, max_barren=1000))
+    seen: list[tuple[bool | None, FailureCause | None]] = []
+    for has_advanced, cause in ends:
+        status = scenario.run(FAILED, has_advanced=has_advanced, cause=cause)
+        seen = [] if has_advanced else [*seen, (has_advanced, cause)]
+        last = seen[-MAX_SAME:]
+        has_repeated = len(last) == MAX_SAME and all(
+            before is not None
+            and now is not None
+            and before.key == now.key
+            and (advanced is False or before.exact == now.exact)
+            for (_, before), (advanced, now) in itertools.pairwise(last)
+        )
+        assert (status is JobStatus.FAILED) == has_repeated
+        if status.is_final:
+            return
+
+
+def test_an_unfit_node_restarts_the_job_elsewhere_but_not_forever() -> None:
+    scenario = Scenario(RestartPolicy(num_nodes=2))
+    scenario.apply(ControllerStarted(), NodeExited(1, 1, UNFIT))
+    assert scenario.actions == [KillAttempt(0.0)]
+    assert scenario.apply(NodeExited(1, 0, STOPPED), AttemptExited(1, False)) is JobStatus.RECOVERING
+    assert scenario.life.reason == "node 1 is not fit for the job: the next save does not fit"
+    assert scenario.life.num_errors == 0
+    statuses = [scenario.run(STOPPED, UNFIT, has_advanced=False) for _ in range(MAX_BARREN - 1)]
+    assert statuses[-1] is JobStatus.FAILED
+    assert scenario.life.reason.startswith("node 1 is not fit for the job: the next save does not fit")
+
+
 # -- every sequence --------------------------------------------------------------------------------------
 
 
@@ -347,13 +433,18 @@ def test_a_training_that_diverged_is_not_restarted() -> None:
     assert exit_status(scenario.life) == 1
 
 
-outcomes = st.sampled_from([DIVERGED, DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP, HUNG])
+outcomes = st.sampled_from([DIVERGED, DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP, HUNG, UNFIT])
 events = st.one_of(
     st.just(ControllerStarted()),
     st.builds(NodesRunning, st.integers(1, 4)),
     st.builds(NodeExited, st.integers(1, 4), st.integers(0, 1), outcomes),
     st.builds(Uploading, st.integers(1, 4), st.just("x")),
-    st.builds(AttemptExited, st.integers(1, 4), st.sampled_from([True, False, None])),
+    st.builds(
+        AttemptExited,
+        st.integers(1, 4),
+        st.sampled_from([True, False, None]),
+        cause=st.sampled_from([None, *CAUSES]),
+    ),
     st.builds(NoticeReceived, st.floats(0, 100)),
     st.builds(NoticeDelivered, st.integers(1, 4), st.integers(0, 1)),
     st.just(CancelRequested()),

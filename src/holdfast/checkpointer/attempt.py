@@ -12,6 +12,7 @@ from holdfast.checkpointer.pipeline import Order
 from holdfast.checkpointer.restoration import Restoration, Selection
 from holdfast.checkpointer.save_interval import SaveInterval
 from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
+from holdfast.checkpointer.space_warning import warn_of_space
 from holdfast.checkpointer.step_sync import StepSync
 from holdfast.checkpointer.takeover import claim_together
 from holdfast.compiled import UploadResult, download_cache, start_uploads, warn_of_problems
@@ -118,6 +119,8 @@ class Attempt:
             )
         self._restoration.end_claim(keeper)
         self._interval.begin(keeper)
+        if self._ranks.rank == 0:
+            warn_of_space(self._tiers.home, self._tiers.local)
         return keeper
 
     def _config(

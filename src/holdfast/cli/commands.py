@@ -30,6 +30,7 @@ COMMANDS = {
     "cancel": "Cancel jobs.",
     "preempt": "Simulate a preemption of a job.",
     "forget": "Remove ended jobs, with their files and output.",
+    "nodes": "List the nodes of jobs, with the attempts that they have lost.",
     "service": "Continue jobs after a restart of the machine.",
     "trust": "Trust the compiled code in a home, so that trainings load and run it.",
     "tune": "Run a few steps of a training script in several ways, and report what would speed it up.",

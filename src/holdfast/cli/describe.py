@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from holdfast.cli.jobs import add_which, format_span, job_row
+from holdfast.cli.node_checks import print_checks
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import format_time, print_fields, print_json, print_table
 from holdfast.jobs.description import JobDescription
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print_fields(_fields(found), width=14)
     _print_attempts(found)
+    print_checks(found)
     if found.checkpoints:
         print("\ncheckpoints:")
         rows = [(home, str(step)) for home, step in found.checkpoints.items()]

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.dash.job_board import JobListing
-from holdfast.jobs.description import describe_job
+from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job
 from holdfast.jobs.history import Change, JobAttempt, measure, read_changes
+from holdfast.jobs.node.checks.summary import describe_checks
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.state_folder import state_dir
 
@@ -43,7 +44,7 @@ def job_page(job: Job) -> dict[str, Any]:
     found = describe_job(job)
     return {
         "job": _job(job, read_changes(_folder(job))),
-        "attempts": [_attempt(one, job.num_nodes) for one in found.attempts],
+        "attempts": [_attempt(one, found) for one in found.attempts],
         "lost_s": found.lost_s,
         "checkpoints": found.checkpoints,
         "folder": found.folder,
@@ -86,7 +87,7 @@ def _durations(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
     return {"running_s": running_s, "down_s": until.down_s, "as_of_unix_s": as_of_s, "grows": grows}
 
 
-def _attempt(one: JobAttempt, num_nodes: int) -> dict[str, Any]:
+def _attempt(one: JobAttempt, found: JobDescription) -> dict[str, Any]:
     return {
         "number": one.number,
         "started_unix_s": one.started_unix_s,
@@ -97,7 +98,8 @@ def _attempt(one: JobAttempt, num_nodes: int) -> dict[str, Any]:
         "machines": one.machines,
         "step": one.step,
         "lost_s": one.lost_s,
-        "exits": [_exit(one, rank) for rank in range(num_nodes)],
+        "exits": [_exit(one, rank) for rank in range(found.job.num_nodes)],
+        "checks": list(describe_checks(found.checks.get(one.number, {}))),
     }
 
 

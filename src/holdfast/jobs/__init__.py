@@ -21,10 +21,14 @@ if TYPE_CHECKING:
         queue,
         wait,
     )
+    from holdfast.jobs.machines.interface import clear_node, nodes
+    from holdfast.jobs.machines.judgement import NodeStanding
+    from holdfast.jobs.node.checks.result import Check, NodeChecks
     from holdfast.jobs.notifications.outbox import Delivery
     from holdfast.jobs.status import JobStatus
 
 _PLACES = {
+    "Check": "node.checks.result",
     "Delivery": "notifications.outbox",
     "Durations": "history",
     "Job": "engine",
@@ -32,19 +36,24 @@ _PLACES = {
     "JobDescription": "description",
     "JobStatus": "status",
     "Line": "engine",
+    "NodeChecks": "node.checks.result",
+    "NodeStanding": "machines.judgement",
     "cancel": "interface",
+    "clear_node": "machines.interface",
     "describe": "interface",
     "find": "interface",
     "forget": "interface",
     "job": "interface",
     "launch": "interface",
     "logs": "interface",
+    "nodes": "machines.interface",
     "preempt": "interface",
     "queue": "interface",
     "wait": "interface",
 }
 
 __all__ = [
+    "Check",
     "Delivery",
     "Durations",
     "Job",
@@ -52,13 +61,17 @@ __all__ = [
     "JobDescription",
     "JobStatus",
     "Line",
+    "NodeChecks",
+    "NodeStanding",
     "cancel",
+    "clear_node",
     "describe",
     "find",
     "forget",
     "job",
     "launch",
     "logs",
+    "nodes",
     "preempt",
     "queue",
     "wait",

@@ -11,12 +11,18 @@ from pathlib import Path
 
 from holdfast.environment import read_progress
 from holdfast.failpoint import failpoint
+from holdfast.jobs.failure_cause import FailureCause, find_cause
 from holdfast.jobs.history import add_change
 from holdfast.jobs.job_clock import JobClock
+from holdfast.jobs.machines.attempt_events import attempt_events
+from holdfast.jobs.machines.record import add_events
+from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.notifications.notifier import announce
+from holdfast.jobs.output.last_attempt import attempt_lines
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
+    AttemptExited,
     BackoffElapsed,
     CancelRequested,
     ControllerFailed,
@@ -47,6 +53,7 @@ class Controller(ABC):
     stores the state. Another controller can take over at any moment from what is stored.
 
     Args:
+        task_id: the job's SKYPILOT_TASK_ID.
         timers: deadlines on the job's clock.
         step_before: newest checkpoint before the current attempt.
         clock: the job's clock. Default: a new one.
@@ -58,12 +65,13 @@ class Controller(ABC):
         policy: RestartPolicy,
         state: JobState,
         *,
+        task_id: str,
         timers: Timers | None = None,
         step_before: int | None = None,
         clock: JobClock | None = None,
     ) -> None:
         self._clock = clock or JobClock()
-        self._folder, self._policy = folder, policy
+        self._folder, self._policy, self._task_id = folder, policy, task_id
         self._timers = timers or Timers()
         self._step_before = step_before
         self._is_started = False  # True once this process has started the attempt's nodes
@@ -156,6 +164,14 @@ class Controller(ABC):
         """Return the names of the attempt's machines, if it has others than this one."""
         return ()
 
+    @abstractmethod
+    def _node_machines(self) -> tuple[str, ...]:
+        """Return the names of the attempt's machines, by rank; empty if unknown."""
+
+    def _gone_machines(self, names: tuple[str, ...]) -> frozenset[str]:
+        """Return which of some machines the engine has found to have failed."""
+        return frozenset()
+
     def _start_if_due(self) -> None:  # noqa: B027 - only jobs of some engines wait
         """Start the first attempt, if the job waits and nothing is in its way."""
 
@@ -173,6 +189,8 @@ class Controller(ABC):
         """Apply an event. The new state is stored before any action is taken."""
         before = self.state
         state, actions = advance(before, event, self._policy)
+        if isinstance(event, AttemptExited) and before.is_active and not state.is_active:
+            self._record_machines(before)
         state = self._with_details(state)
         timers = self._timers.schedule(actions, self._clock.unix_s())
         if state.attempt != before.attempt:
@@ -195,6 +213,26 @@ class Controller(ABC):
         if state.attempt != before.attempt:
             self._is_started = False
             self._prepare_attempt()
+
+    def _record_machines(self, ended: JobState) -> None:
+        """Remember how the attempt has ended on each of its machines."""
+        machines = self._node_machines()
+        paths = {rank: self._folder.node(ended.attempt, rank).checks for rank in range(len(machines))}
+        checks = {rank: found for rank, path in paths.items() if (found := read_checks(path)) is not None}
+        events = attempt_events(
+            machines,
+            ended.outcomes,
+            checks,
+            job=self._task_id,
+            attempt=ended.attempt,
+            unix_s=time.time(),
+            is_preempted=ended.is_noticed or ended.status is JobStatus.CANCELLING,
+            gone=self._gone_machines(machines),
+        )
+        try:
+            add_events(self._folder.path.parents[1], events)
+        except OSError as error:  # the job continues without the memory of its machines
+            _log.warning("cannot record the attempt in the list of nodes: %s", error)
 
     def _announce(self) -> None:
         """Have the present status sent to the user's commands and webhooks, by another process."""
@@ -257,6 +295,12 @@ class Controller(ABC):
             self._apply(BackoffElapsed())
         self._start_if_due()  # last, as an attempt has no nodes to look at before its action was taken
         return (self.state, self._timers) != before
+
+    def _cause(self) -> FailureCause | None:
+        """Return the cause of the failed attempt, from its output."""
+        outcomes = self.state.outcomes
+        rank = next((rank for rank, one in sorted(outcomes.items()) if one.is_own_error), None)
+        return None if rank is None else find_cause(outcomes, attempt_lines(self._folder.log(rank)))
 
     def _newest_step(self) -> int | None:
         return max(read_progress(self._folder.progress).values(), default=None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.environment import read_progress
 from holdfast.jobs.engine import Job
 from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
+from holdfast.jobs.node.checks.result import NodeChecks, read_checks
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.job_links import outside_path, read_links
 from holdfast.jobs.notifications.outbox import Delivery, read_deliveries
@@ -15,6 +16,8 @@ from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.tail import last_lines
 
 _NUM_LINES = 10
+_NUM_CHECKED = 20
+"""Newest attempts whose checks are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class JobDescription:
         workdirs: path of each node's working directory.
         logs: path of each node's output.
         notifications: results of sending notifications, oldest first.
+        checks: results of the checks before each attempt, by number of the attempt and by node.
     """
 
     job: Job
@@ -44,6 +48,7 @@ class JobDescription:
     workdirs: list[str]
     logs: list[str]
     notifications: tuple[Delivery, ...] = ()
+    checks: dict[int, dict[int, NodeChecks]] = field(default_factory=dict)
 
 
 def describe_job(job: Job) -> JobDescription:
@@ -64,7 +69,18 @@ def describe_job(job: Job) -> JobDescription:
         workdirs=[str(path) for path in map(folder.workdir, ranks) if path.exists()],
         logs=[str(path) for path in map(folder.log, ranks) if path.exists()],
         notifications=tuple(read_deliveries(folder)),
+        checks=_checks(folder, [one.number for one in attempts][-_NUM_CHECKED:], job.num_nodes),
     )
+
+
+def _checks(folder: JobFolder, attempts: list[int], num_nodes: int) -> dict[int, dict[int, NodeChecks]]:
+    """Return the results of the checks that are recorded, by attempt and node."""
+    found: dict[int, dict[int, NodeChecks]] = {}
+    for number in attempts:
+        for rank in range(num_nodes):
+            if (checks := read_checks(folder.node(number, rank).checks)) is not None:
+                found.setdefault(number, {})[rank] = checks
+    return found
 
 
 def checkpoints_of(job: Job) -> dict[str, int]:

@@ -28,6 +28,7 @@ class Outcome:
     killed_by: int | None = None  # signal that killed the shell
     hung: str = ""  # place at which the training hung before it was ended
     diverged: str = ""  # why the training has ended after too many rollbacks
+    unfit: str = ""  # failed checks of the node, because of which its commands were not started
     is_stopped: bool = False  # killed by the controller, after another node's exit or a cancellation
 
     @property
@@ -43,7 +44,12 @@ class Outcome:
     @property
     def is_failed_command(self) -> bool:
         """True if the commands of the node have failed."""
-        return self.code not in (None, 0, PREEMPTED_STATUS, HUNG_STATUS)
+        return self.code not in (None, 0, PREEMPTED_STATUS, HUNG_STATUS) and not self.unfit
+
+    @property
+    def is_own_error(self) -> bool:
+        """True if the commands of the node have failed by themselves."""
+        return self.is_failed_command and not self.is_stopped
 
     @property
     def is_preempted(self) -> bool:
@@ -59,6 +65,8 @@ class Outcome:
         """Return a description that follows the name of the node."""
         if self.is_lost:
             return "was lost"
+        if self.unfit:
+            return f"is not fit for the job: {self.unfit}"
         if self.hung:
             return f"hung ({self.hung})"
         if self.diverged:

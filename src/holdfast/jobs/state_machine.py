@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast import backoff
+from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, is_same
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.status import JobStatus
 
@@ -28,6 +29,7 @@ class RestartPolicy:
     max_restarts: int = 0  # after the job's own errors
     free_codes: frozenset[int] = frozenset()  # exit codes after which restarts are not counted
     max_barren: int = MAX_BARREN
+    max_same: int = MAX_SAME  # attempts in a row with the same cause; 0: no limit
     grace_s: float = GRACE_S
 
 
@@ -43,6 +45,8 @@ class JobState:
     num_barren: int = 0  # attempts in a row that exited by themselves without a newer checkpoint
     num_hurried: int = 0  # attempts in a row without a newer checkpoint, for any reason
     hung: str = ""  # place at which the training of the last attempt hung
+    cause: FailureCause | None = None  # of the job's last own error, without a newer checkpoint since
+    num_same: int = 0  # errors with that cause in a row
     is_noticed: bool = False  # the attempt has received a preemption notice
     outcomes: Mapping[int, Outcome] = field(default_factory=dict)  # outcomes of the attempt, by node
     reason: str = ""  # why the job has its status, for people
@@ -87,6 +91,7 @@ class AttemptExited:
     attempt: int
     has_advanced: bool | None  # True if there is a newer checkpoint; None if steps were never reported
     lost_uploads: str = ""  # files that are not in their buckets, on machines that are given back; for people
+    cause: FailureCause | None = None  # of the job's own error, if its output shows one
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +282,7 @@ def _ended(life: JobState, event: NodeExited, policy: RestartPolicy) -> Transiti
 
 def _peers_s(life: JobState, outcome: Outcome, policy: RestartPolicy) -> float:
     """Return how long the other nodes may continue after one has exited."""
-    if outcome.is_lost or outcome.killed_by is not None:
+    if outcome.is_lost or outcome.unfit or outcome.killed_by is not None:
         return 0.0  # the others wait for a node that never responds
     if outcome.is_preempted or life.is_noticed or life.status is JobStatus.CANCELLING:
         return policy.grace_s  # the others may be saving
@@ -352,7 +357,7 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
         return _recover(
             life, why, has_advanced=has_advanced, is_barren=False, is_external=True, policy=policy
         )
-    if any(one.is_preempted or one.is_hung or one.code in policy.free_codes for one in own):
+    if any(one.is_preempted or one.is_hung or one.unfit or one.code in policy.free_codes for one in own):
         # Nothing else limits these: a job that never reports its steps must not restart forever either.
         return _recover(
             life,
@@ -362,10 +367,17 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
             is_external=False,
             policy=policy,
         )
+    in_setup = any(one.phase is Phase.SETUP for one in own)
+    failed = JobStatus.FAILED_SETUP if in_setup else JobStatus.FAILED
+    life = _with_cause(life, event)
+    if policy.max_same and life.num_same >= policy.max_same and life.cause is not None:
+        reason = (
+            f"{life.num_same} attempts in a row failed in the same way, without a newer checkpoint: "
+            f"{life.cause.what} ({summary})"
+        )
+        return dataclasses.replace(life, status=failed, reason=reason), ()
     if life.num_errors >= policy.max_restarts:
-        in_setup = any(one.phase is Phase.SETUP for one in own)
-        status = JobStatus.FAILED_SETUP if in_setup else JobStatus.FAILED
-        return dataclasses.replace(life, status=status, reason=summary + _spent(policy)), ()
+        return dataclasses.replace(life, status=failed, reason=summary + _spent(policy)), ()
     life = dataclasses.replace(life, num_errors=life.num_errors + 1)
     is_known = has_advanced is not None
     return _recover(
@@ -376,6 +388,14 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
         is_external=False,
         policy=policy,
     )
+
+
+def _with_cause(life: JobState, event: AttemptExited) -> JobState:
+    """Return the state with the cause of an own error and its repetitions."""
+    if event.has_advanced:
+        return life
+    same = is_same(life.cause, event.cause, at_same_step=event.has_advanced is False)
+    return dataclasses.replace(life, cause=event.cause, num_same=life.num_same + 1 if same else 1)
 
 
 def _joined(why: str, lost: str) -> str:
@@ -394,6 +414,8 @@ def _recover(
     num_barren = 0 if has_advanced else life.num_barren + is_barren
     num_hurried = 0 if has_advanced else life.num_hurried + 1
     life = dataclasses.replace(life, num_barren=num_barren, num_hurried=num_hurried, reason=why)
+    if has_advanced:
+        life = dataclasses.replace(life, cause=None, num_same=0)
     if is_barren and num_barren >= policy.max_barren:
         reason = (
             f"{why}; {num_barren} attempts in a row exited without a newer checkpoint, so "

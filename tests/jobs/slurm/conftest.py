@@ -27,6 +27,7 @@ def slurm(cluster: OneBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     """Return a harness for the idle cluster."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("HOLDFAST_NODE_CHECKS", "off")  # they would take a part of the time of all tests
     deadline = time.monotonic() + 60
     while not cluster.is_idle():
         assert time.monotonic() < deadline, subprocess.run(["squeue"], capture_output=True, text=True).stdout

@@ -112,7 +112,9 @@ function makeAttempt(one) {
 function updateAttempt(row, one, job, now) {
   const isOver = one.ended_unix_s !== null;
   const isNewest = one.number === job.attempt;
-  setText(row.querySelector(".reason"), isOver ? one.reason || one.status : "");
+  const failed = one.checks.filter((line) => line.includes("failed")).map((line) => line.trim());
+  setText(row.querySelector(".reason"), [isOver ? one.reason || one.status : "", ...failed].filter(Boolean).join("; "));
+  row.title = one.checks.join("\n");
   const texts = [
     moment(one.started_unix_s), span((one.ended_unix_s ?? now) - one.started_unix_s),
     one.lost_s ? span(one.lost_s) : "-", (isNewest ? job.step : one.step) ?? "-", one.exits.join(" ").trim() || "-",

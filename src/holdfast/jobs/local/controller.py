@@ -22,6 +22,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
+from holdfast.jobs.node.machine_name import machine_name
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links, visible_links
 from holdfast.jobs.node.mounts.teardown import Teardown
@@ -151,6 +152,7 @@ class LocalController(Controller):
             folder,
             record.policy,
             record.life,
+            task_id=record.task_id,
             timers=record.due,
             step_before=record.step_before,
             clock=JobClock(record.clock),
@@ -335,7 +337,7 @@ class LocalController(Controller):
         if len(outcomes) == self._record.spec.num_nodes:
             self._nodes.kill(with_keepers=False)
             if self._teardown.is_over(self._upload_until_unix_s(), self._nodes.have_keepers):
-                yield AttemptExited(attempt, self._has_advanced())
+                yield AttemptExited(attempt, self._has_advanced(), cause=self._cause())
             elif missing := self._teardown.missing():
                 yield Uploading(attempt, missing)
 
@@ -357,6 +359,10 @@ class LocalController(Controller):
     @override
     def _missing_uploads(self) -> str:
         return self._teardown.last_missing()
+
+    @override
+    def _node_machines(self) -> tuple[str, ...]:
+        return (machine_name(),) * self._record.spec.num_nodes
 
     # -- waiting ---------------------------------------------------------------------------------------------
 

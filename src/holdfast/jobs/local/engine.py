@@ -14,6 +14,7 @@ from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.errors import HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import JobPipeline, create_task_id
+from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.job_clock import is_of_earlier_boot
 from holdfast.jobs.local.claims import Claims, may_need_claim, read_claims
 from holdfast.jobs.local.gpus import visible_gpus
@@ -103,7 +104,12 @@ class LocalEngine(RecordedEngine):
         now_s = time.time()
         found: list[Submission] = []
         for position, (task, number) in enumerate(zip(file.tasks, numbers, strict=True)):
-            policy = RestartPolicy(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)
+            policy = RestartPolicy(
+                task.num_nodes,
+                task.recovery.max_restarts,
+                task.recovery.free_codes,
+                max_same=max_same(task.envs),
+            )
             name = f"{file.name}_{task.name}" if file.is_pipeline else task.name
             task_id = create_task_id(name, numbers[0], now_s, position)
             spec = _spec(task, numbers[position - 1] if position else None)

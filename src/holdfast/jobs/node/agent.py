@@ -14,6 +14,7 @@ from holdfast.environment import PROGRESS, find_divergence, find_hang, was_preem
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.checks.admission import Admission
 from holdfast.jobs.node.containers.lease import ContainerLease
 from holdfast.jobs.node.folder import ContainerFolder, JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
@@ -37,7 +38,7 @@ _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a trainer may have received with its shell, and may handle."""
 _CANNOT_START = 126
-_NO_MOUNTS = 1
+_NO_MOUNTS = _UNFIT = 1
 _LOOK_S = 1.0
 """Interval for checking the processes that the node needs."""
 
@@ -74,7 +75,9 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
             watch.container = ContainerLease(folder.path.parent, container, Path(plan.log))
         limit = dict(plan.environment).get(log_limit.LIMIT, log_limit.DEFAULT)
         watch.sampler = LogSampler(Path(plan.log), log.fileno(), limit)
-        outcome = _work(plan, folder, log.fileno(), watch)
+        os.write(log.fileno(), f"{plan.headline}\n".encode())
+        admission = Admission(plan, job, folder, log.fileno(), is_contained=watch.container is not None)
+        outcome = _work(plan, folder, log.fileno(), watch, admission)
         watch.sampler.poll()
     write_outcome(folder.ended, outcome)
     wake(Path(plan.bell))
@@ -124,13 +127,14 @@ def _mounter_environment(plan: NodeSpec, job: JobFolder) -> dict[str, str]:
     return {name: value for name, value in plan.environment.items() if name != TAG}
 
 
-def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch) -> Outcome:
-    os.write(log, f"{plan.headline}\n".encode())
+def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch, admission: Admission) -> Outcome:
     for lease in (watch.lease, watch.container):
         if lease is not None and (why := lease.wait_until_there(watch.poll)):
             return _cannot_start(why, log)
     if plan.venv is not None and (why := _prepare_venv(plan, Path(plan.venv), log)):
         return _cannot_start(why, log)
+    if why := admission.refusal(watch.poll):
+        return Outcome(Phase.SETUP, code=_UNFIT, unfit=why)
     if plan.setup is not None:
         outcome = _shell(plan, Phase.SETUP, log, watch)
         if not outcome.is_success:

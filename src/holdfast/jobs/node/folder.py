@@ -29,6 +29,7 @@ class NodeFolder:
         self.plan = path / "plan.json"  # specification of the node
         self.running = path / "running"  # exists once `run` has started
         self.ended = path / "ended"  # outcome of the node
+        self.checks = path / "checks.json"  # results of the checks before the attempt
         self.notice = path / "notice"  # for preemption notices
         self.unsent = path / "unsent.json"  # files that are not uploaded at the end, on another machine
         self.container = ContainerFolder(path / "container")  # of this attempt only, on a cluster

@@ -40,12 +40,38 @@ def require() -> None:
         raise Unsupported(f"{message} Nothing was started.")
 
 
-def submit(script: Path) -> str:
+def submit(script: Path, *, exclude: str = "") -> str:
     """Submit a script, and return the job's id in Slurm.
+
+    Args:
+        exclude: nodes to leave out, instead of those that the script names.
 
     Raises:
         RetryLater: Slurm did not accept it.
     """
+    output = _run(["sbatch", "--parsable", *_without(exclude), str(script)], _outer_environment())
+    return output.strip().split(";")[0]
+
+
+def can_run_without(script: Path, nodes: str) -> bool:
+    """Return True if Slurm could run a script without these nodes.
+
+    Raises:
+        Unsupported: sbatch is missing.
+    """
+    try:
+        _run(["sbatch", "--test-only", *_without(nodes), str(script)], _outer_environment())
+    except RetryLater:
+        return False
+    return True
+
+
+def _without(nodes: str) -> list[str]:
+    return [f"--exclude={nodes}"] if nodes else []
+
+
+def _outer_environment() -> dict[str, str]:
+    """Return the variables for a submission."""
     environment = dict(os.environ)
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if paths:
@@ -56,8 +82,7 @@ def submit(script: Path) -> str:
         environment.pop(name, None)
     for name in inherited:  # launched from within a job, whose nodes and limits do not apply
         del environment[name]
-    output = _run(["sbatch", "--parsable", str(script)], environment)
-    return output.strip().split(";")[0]
+    return environment
 
 
 def query_queue(ids: Sequence[str]) -> dict[str, Queued]:
@@ -118,6 +143,58 @@ def requeue(number: str) -> None:
     _run(["scontrol", "requeue", number])
 
 
+def leave_out(number: str, nodes: str) -> None:
+    """Replace the nodes that a pending job leaves out. Slurm refuses that for one that is running.
+
+    Args:
+        nodes: their names, separated by commas.
+
+    Raises:
+        RetryLater: Slurm did not accept it.
+    """
+    _run(["scontrol", "update", f"JobId={number}", f"ExcNodeList={nodes}"])
+
+
+def usable_nodes(partition: str) -> tuple[str, ...]:
+    """Return the nodes of a partition that run jobs now, or will.
+
+    Args:
+        partition: its name; empty: the default one.
+
+    Raises:
+        RetryLater: Slurm did not answer.
+    """
+    words = ["sinfo", "--noheader", "--Node", "--format=%N|%T|%P"]
+    rows = [line.split("|") for line in _run([*words, *_of_partition(partition)]).splitlines()]
+    return tuple(
+        dict.fromkeys(
+            row[0]
+            for row in rows
+            if len(row) == 3 and (partition or row[2].endswith("*")) and not _has_failed(row[1])
+        )
+    )
+
+
+def failed_nodes(nodes: Sequence[str]) -> frozenset[str]:
+    """Return which of some nodes have failed, or do not respond.
+
+    Raises:
+        RetryLater: Slurm did not answer.
+    """
+    words = ["sinfo", "--noheader", "--Node", "--format=%N|%T", f"--nodes={','.join(nodes)}"]
+    rows = [line.split("|") for line in _run(words).splitlines()]
+    return frozenset(row[0] for row in rows if len(row) == 2 and _has_failed(row[1]))
+
+
+def _of_partition(partition: str) -> list[str]:
+    return [f"--partition={partition}"] if partition else []
+
+
+def _has_failed(state: str) -> bool:
+    """Return True if no job can run on a node in a state of sinfo."""
+    return state.endswith("*") or state.startswith(("down", "drain", "fail", "err", "unk", "power", "maint"))
+
+
 def kill_wait_s() -> float:
     """Return the time between SIGTERM and SIGKILL on this cluster, in seconds; Slurm's option KillWait."""
     try:
@@ -137,6 +214,11 @@ def sweep(num_nodes: int, folder: Path) -> None:
         _run([*words, *command("holdfast.jobs.slurm", "sweep", str(folder))])
 
 
+def node_names(nodelist: str) -> tuple[str, ...]:
+    """Return the names of nodes, in Slurm's order; see `addresses`."""
+    return tuple(_run(["scontrol", "show", "hostnames", nodelist]).split())
+
+
 def addresses(nodelist: str) -> tuple[str, ...]:
     """Return the addresses of nodes, in Slurm's order, which is that of SLURM_NODEID.
 
@@ -146,7 +228,7 @@ def addresses(nodelist: str) -> tuple[str, ...]:
     Raises:
         RetryLater: Slurm did not answer.
     """
-    names = _run(["scontrol", "show", "hostnames", nodelist]).split()
+    names = node_names(nodelist)
     output = _run(["scontrol", "--oneliner", "show", "node", nodelist])
     known = dict(_name_and_address(line.split()) for line in output.splitlines() if line.strip())
     return tuple(_resolve(known.get(name) or name) for name in names)

@@ -16,7 +16,7 @@ from typing import TypeVar
 from typing_extensions import override
 
 from holdfast.environment import read_integer
-from holdfast.errors import HoldfastError, RetryLater
+from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets
@@ -30,6 +30,7 @@ from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
 from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
+from holdfast.jobs.slurm.left_out import choose_left_out, joined
 from holdfast.jobs.slurm.step import Step
 from holdfast.jobs.slurm.upload_terms import UploadTerms
 from holdfast.jobs.state_machine import (
@@ -99,7 +100,13 @@ class SlurmController(Controller):
         self._files = files
         self._job = files.read_job()
         self._stored = files.read_state()
-        super().__init__(files.job, self._job.terms, self._stored.life, step_before=self._stored.step_before)
+        super().__init__(
+            files.job,
+            self._job.terms,
+            self._stored.life,
+            task_id=self._job.task_id,
+            step_before=self._stored.step_before,
+        )
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
         self._restart = read_integer("SLURM_RESTART_COUNT", 0)
         self._kill_wait_s = commands.kill_wait_s()
@@ -124,7 +131,9 @@ class SlurmController(Controller):
             self._apply(AttemptExited(self.state.attempt, self._has_advanced(), self._mounts.lost()))
         for request in self._requests():
             self._apply(event_of(request), request)
-        if not self.has_ended:
+        if not self.has_ended and self._is_on_excluded():
+            self._requeue()
+        elif not self.has_ended:
             self._apply(ControllerStarted() if self.state.status is JobStatus.PENDING else BackoffElapsed())
 
     def _install_signals(self) -> None:
@@ -184,6 +193,7 @@ class SlurmController(Controller):
         check_has_secrets(self._files.job)
         self._mounts.forget_step()
         self._uploads.forget_step()
+        self._store(dataclasses.replace(self._stored, machines=_own_names()))
         self._step = Step(self._files.job, self.state.attempt, self._job.num_nodes, self._kill_wait_s)
 
     @override
@@ -217,6 +227,16 @@ class SlurmController(Controller):
     def _machines(self) -> tuple[str, ...]:
         nodelist = os.environ.get("SLURM_JOB_NODELIST")
         return (nodelist,) if nodelist else ()
+
+    @override
+    def _node_machines(self) -> tuple[str, ...]:
+        return self._stored.machines
+
+    @override
+    def _gone_machines(self, names: tuple[str, ...]) -> frozenset[str]:
+        with contextlib.suppress(RetryLater, Unsupported):
+            return commands.failed_nodes(names)
+        return frozenset()
 
     @override
     def _notifier_log(self) -> Path:
@@ -354,7 +374,7 @@ class SlurmController(Controller):
             return
         leaves = self._leaves_machines()
         lost = self._mounts.lost() if leaves else ""
-        yield AttemptExited(before.attempt, self._has_advanced(), lost)
+        yield AttemptExited(before.attempt, self._has_advanced(), lost, self._cause())
         if self.state.status is JobStatus.RECOVERING and leaves:
             self._requeue()
 
@@ -371,7 +391,43 @@ class SlurmController(Controller):
         # Cancelling in Slurm has priority, and a requeue would undo a user's scancel. A job that Slurm itself
         # has requeued is not running any more either.
         if _with_retries(lambda: _is_running(self._slurm_id)):
+            left_out = self._choose_left_out()
             _with_retries(lambda: commands.requeue(self._slurm_id))
+            self._leave_out(left_out)
+
+    # -- nodes that stand out --------------------------------------------------------------------------------
+
+    def _choose_left_out(self) -> tuple[str, ...]:
+        return choose_left_out(
+            self._files.job.path.parents[1],
+            self._files.script,
+            self._job.num_nodes,
+            partition=os.environ.get("SLURM_JOB_PARTITION", ""),
+            unwanted=self._job.exclude,
+            is_pinned=self._job.is_pinned,
+        )
+
+    def _is_on_excluded(self) -> bool:
+        """Return True, once per node, if the job has a node that stands out.
+
+        Slurm itself starts a job again whose first node has failed, and does not leave that node out.
+        """
+        found = set(self._choose_left_out()) & set(_own_names()) - set(self._stored.left_out)
+        if found:
+            _log.warning("requeued, to leave out %s: see `holdfast nodes`", ", ".join(sorted(found)))
+            self._store(dataclasses.replace(self._stored, left_out=(*self._stored.left_out, *sorted(found))))
+        return bool(found)
+
+    def _leave_out(self, names: tuple[str, ...]) -> None:
+        """Have Slurm leave nodes out of the next start. It ends this process soon, so it is asked at once."""
+        nodes = joined(names, self._job.exclude)
+        try:
+            try:
+                commands.leave_out(self._slurm_id, nodes)
+            except RetryLater:  # Slurm's signal to all processes has killed scontrol, or the job is cancelled
+                commands.leave_out(self._slurm_id, nodes)
+        except RetryLater as error:
+            _log.warning("no node is left out: %s", error)
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
@@ -384,6 +440,11 @@ class SlurmController(Controller):
         poll.poll(_POLL_S * 1000)
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
+
+
+def _own_names() -> tuple[str, ...]:
+    """Return the names of the job's nodes, by rank."""
+    return _with_retries(lambda: commands.node_names(os.environ["SLURM_JOB_NODELIST"]))
 
 
 def _is_running(slurm_id: str) -> bool:
@@ -409,7 +470,7 @@ def _with_retries(call: Callable[[], _T]) -> _T:
 def _needs_other_machines(state: JobState, num_nodes: int) -> bool:
     """Return True if the attempt ended because of its machines."""
     own = [one for one in _outcomes(state, num_nodes) if not one.is_success and not one.is_stopped]
-    return state.is_noticed or any(one.is_lost or one.is_preempted for one in own)
+    return state.is_noticed or any(one.is_lost or one.is_preempted or one.unfit for one in own)
 
 
 def _outcomes(state: JobState, num_nodes: int) -> list[Outcome]:

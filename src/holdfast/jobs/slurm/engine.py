@@ -14,6 +14,7 @@ from holdfast.entry import command
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
+from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.private_targets import is_private_target
@@ -32,7 +33,8 @@ from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.commands import Queued
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState, SubmittedJob
-from holdfast.jobs.slurm.options import grace_s, has_own_container, wanted_options
+from holdfast.jobs.slurm.left_out import choose_left_out, joined
+from holdfast.jobs.slurm.options import grace_s, has_own_container, is_pinned, wanted_options
 from holdfast.jobs.slurm.script import Script
 from holdfast.jobs.slurm.states import current_state
 from holdfast.jobs.slurm.unsupported_keys import unsupported_keys
@@ -122,7 +124,7 @@ class SlurmEngine(RecordedEngine):
         # Before Slurm has it: a running job must be recorded, even if this process dies.
         records.complete(submission)
         try:
-            slurm_id = commands.submit(files.script)
+            slurm_id = commands.submit(files.script, exclude=self._excluded(task, files.script))
         except HoldfastError:
             slurm_id = files.read_state().slurm_id
             if not slurm_id:  # else Slurm has it, and has started it, but sbatch did not answer
@@ -153,6 +155,8 @@ class SlurmEngine(RecordedEngine):
                 terms=policy,
                 task_environment={**task.envs, **task.secrets},
                 image=task.image or "",
+                exclude=wanted_options(task).get("exclude") or "",
+                is_pinned=is_pinned(wanted_options(task)),
             )
         )
         create_workdir(task, folder)
@@ -179,6 +183,19 @@ class SlurmEngine(RecordedEngine):
         options = wanted_options(task)
         controller = tuple(command("holdfast.jobs.slurm", "controller", str(folder), python=own_python()))
         return Script(task.name, task_id, task.num_nodes, options, controller, str(folder), str(output))
+
+    def _excluded(self, task: Task, script: Path) -> str:
+        """Return the nodes that a job leaves out: those of its user, and those that stand out; or nothing."""
+        options = wanted_options(task)
+        names = choose_left_out(
+            self._state,
+            script,
+            task.num_nodes,
+            partition=options.get("partition") or "",
+            unwanted=options.get("exclude") or "",
+            is_pinned=is_pinned(options),
+        )
+        return joined(names, options.get("exclude") or "") if names else ""
 
     # -- status ----------------------------------------------------------------------------------------------
 
@@ -299,5 +316,6 @@ def _policy(task: Task) -> RestartPolicy:
         task.num_nodes,
         task.recovery.max_restarts,
         task.recovery.free_codes,
+        max_same=max_same(task.envs),
         grace_s=grace_s(wanted_options(task)),
     )

@@ -35,6 +35,8 @@ class SubmittedJob:
     terms: RestartPolicy
     task_environment: Mapping[str, str]  # `envs` and `secrets`
     image: str = ""  # container image of the commands; empty: they run on the nodes as they are
+    exclude: str = ""  # nodes that its user leaves out
+    is_pinned: bool = False  # its user has named its nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class SlurmJobState:
     step_before: int | None = None  # newest checkpoint when the attempt began
     num_answered: int = 0  # requests
     num_silent: int = 0  # attempts in a row without any message from a node
+    machines: tuple[str, ...] = ()  # of the newest attempt, by node
+    left_out: tuple[str, ...] = ()  # nodes that a requeue was to leave out
     uploads: Mapping[int, NodeUploads] = field(default_factory=dict)  # by node, if the job has mounts
     started_unix_s: float | None = None
     ended_unix_s: float | None = None

@@ -21,6 +21,7 @@ _OURS = (
 )
 _CONTAINERS = frozenset({"container", "container-image"})
 """Options with which Slurm itself, or Pyxis, a plugin for it, runs a job in a container."""
+_NODES = frozenset({"nodelist", "nodefile"})
 _SIGNAL = re.compile(r"(?:[RB]+:)?(?:SIG)?USR1@(\d+)")
 
 Options = dict[str, str | None]
@@ -54,6 +55,11 @@ def wanted_options(task: Task) -> Options:
 def has_own_container(options: Options) -> bool:
     """Return True if Slurm runs the job in a container by its own options."""
     return not _CONTAINERS.isdisjoint(options)
+
+
+def is_pinned(options: Options) -> bool:
+    """Return True if the options name the nodes of the job."""
+    return not _NODES.isdisjoint(options)
 
 
 def grace_s(options: Options) -> float:

@@ -1,0 +1,116 @@
+"""Cause of a failed attempt, compared with that of the attempt before; pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.jobs.outcome import Outcome
+from holdfast.redaction import redact
+
+MAX_SAME = 3
+"""Attempts in a row with the same cause, without a newer checkpoint, before the job fails."""
+SAME_FAILURES = "HOLDFAST_SAME_FAILURES"
+"""Variable of a job that replaces `MAX_SAME`: a number, or `any` for no limit."""
+NO_LIMIT = "any"
+_NUM_LINES = 20
+"""Lines at the end of an attempt's output that are compared."""
+_MAX_SHOWN = 200
+_MAX_SAME_DIGITS = 6
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
+_PROGRESS = re.compile(r"\d%\||\dit/s|\ds/it")
+_PREFIX = re.compile(r"^(\[\w+\]:?\s|\(\w+[^)]{0,60}pid=\d+[^)]{0,60}\)\s)+")
+_PATH = re.compile(r"(?:~|\.{0,2})(?:/[^\s/:\"'(),;\[\]]+)*/([^\s/:\"'(),;\[\]]+)")
+_VARYING = (
+    (re.compile(r"\b\d{4}-\d\d-\d\d\b|\b\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?\b"), "TIME"),
+    (
+        re.compile(r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\b"),
+        "TIME",
+    ),
+    (re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE), "ID"),
+    (re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE), "ADDRESS"),
+    (re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{8,}\b", re.IGNORECASE), "ID"),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b"), "HOST"),
+    (re.compile(r"\b(pid|process|thread|port)([\s:=-]{1,3})\d+", re.IGNORECASE), r"\1\2N"),
+    (re.compile(r"\btmp[._-]?\w{6,}"), "TMP"),
+)
+"""Text that differs between two attempts with the same error, even at the same step."""
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit|Fault)\b|^(?:error|fatal)\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCause:
+    """Cause of a failed attempt."""
+
+    what: str  # line that names the error, for people
+    key: str  # equal for errors that differ only in numbers, addresses, times and paths
+    exact: str  # equal for errors whose numbers are equal too
+
+
+def find_cause(outcomes: Mapping[int, Outcome], lines: Sequence[str]) -> FailureCause | None:
+    """Return the cause of an attempt that failed by itself. None: its output does not show one.
+
+    Args:
+        outcomes: outcomes of its nodes, by rank.
+        lines: output of the first node that failed, in this attempt.
+    """
+    own = [one for _, one in sorted(outcomes.items()) if not one.is_success and not one.is_stopped]
+    texts = [text for line in lines if (text := _bare(line)) and not _PROGRESS.search(text)]
+    if not own or not texts:
+        return None
+    ends = [f"{one.phase.value} {one.code} {one.killed_by}" for one in own]
+    compared = [_without_varying(text) for text in texts[-_NUM_LINES:]]
+    return FailureCause(
+        what=redact(_headline(texts))[:_MAX_SHOWN],
+        key=_digest(ends, [_NUMBER.sub("#", text) for text in compared]),
+        exact=_digest(ends, compared),
+    )
+
+
+def is_same(before: FailureCause | None, now: FailureCause | None, *, at_same_step: bool) -> bool:
+    """Return True if two attempts failed with the same cause.
+
+    Args:
+        at_same_step: no checkpoint was made between them. Otherwise that is not known, and only errors with
+            equal numbers count as the same: a training may print its step.
+    """
+    if before is None or now is None or before.key != now.key:
+        return False
+    return at_same_step or before.exact == now.exact
+
+
+def max_same(environment: Mapping[str, str]) -> int:
+    """Return the limit of attempts with the same cause from the variables of a job. 0: no limit."""
+    wanted = environment.get(SAME_FAILURES, "").strip().lower()
+    if wanted == NO_LIMIT:
+        return 0
+    is_number = wanted.isascii() and wanted.isdecimal() and len(wanted) <= _MAX_SAME_DIGITS
+    return int(wanted) if is_number and int(wanted) > 0 else MAX_SAME
+
+
+def _bare(line: str) -> str:
+    """Return a line without colours and the name of its rank."""
+    text = _ESCAPES.sub("", line).rstrip()
+    return _PREFIX.sub("", text)
+
+
+def _headline(texts: Sequence[str]) -> str:
+    """Return the line that names the error: the last one that looks like it, or the last."""
+    named = [text for text in texts[-_NUM_LINES:] if _ERROR.search(text)]
+    return (named or texts)[-1].strip()
+
+
+def _without_varying(text: str) -> str:
+    text = _PATH.sub(r"PATH/\1", text)
+    for pattern, word in _VARYING:
+        text = pattern.sub(word, text)
+    return text
+
+
+def _digest(ends: Sequence[str], texts: Sequence[str]) -> str:
+    # A set, as ranks print the same error in any order and number.
+    return hashlib.sha256("\n".join([*ends, *sorted(set(texts))]).encode()).hexdigest()[:32]

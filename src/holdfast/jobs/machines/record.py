@@ -1,0 +1,118 @@
+"""Record of events of the machines of all jobs, one file per state folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.documents import decode_dataclass
+from holdfast.errors import Corrupt
+from holdfast.jobs import journal
+from holdfast.linux.files import write_atomic
+
+MAX_BYTES = 2 << 20
+"""Size at which older events are removed."""
+KEPT_EVENTS = 4000
+REMEMBERED_S = 30 * 86400.0
+"""Time after which an event is forgotten."""
+MAX_NAME = 255
+_MAX_WHY = 300
+_FILE, _LOCK = "nodes.jsonl", "nodes.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineEvent:
+    """Event of a machine: an attempt of a job has ended there, or the user has cleared it.
+
+    Attributes:
+        unix_s: time of the event.
+        machine: name of the machine.
+        job: task id of the job; empty for a machine that was cleared.
+        attempt: number of the attempt.
+        is_lost: the attempt was lost because of this machine.
+        is_wrong: a check returned a wrong result there.
+        failed: names of failed checks.
+        why: why it was lost, or which checks failed, for people.
+    """
+
+    unix_s: float
+    machine: str
+    job: str = ""
+    attempt: int = 0
+    is_lost: bool = False
+    is_wrong: bool = False
+    failed: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def is_clear(self) -> bool:
+        """True if the user has cleared the machine."""
+        return not self.job
+
+
+def add_events(state: Path, events: Iterable[MachineEvent]) -> None:
+    """Append events to the record of a state folder.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lines = [json.dumps(asdict(_shortened(one))) for one in events]
+    if not lines:
+        return
+    path = state / _FILE
+    with journal.locked(state / _LOCK):
+        with journal.locked(path) as fd:
+            journal.append(fd, "\n".join(lines), is_durable=False)
+            is_large = os.fstat(fd).st_size > MAX_BYTES
+        if is_large:
+            kept = read_events(state)[-KEPT_EVENTS:]
+            write_atomic(path, "".join(f"{json.dumps(asdict(one))}\n" for one in kept))
+
+
+def read_events(state: Path, *, now_unix_s: float | None = None) -> list[MachineEvent]:
+    """Return the events that are not forgotten, oldest first. Damaged lines are left out."""
+    now_s = time.time() if now_unix_s is None else now_unix_s
+    path = state / _FILE
+    try:
+        lines = journal.lines(path, tail_bytes=2 * MAX_BYTES)
+    except OSError:
+        return []
+    found: list[MachineEvent] = []
+    for line in lines:
+        try:
+            event = decode_dataclass(MachineEvent, line, str(path), any_text=True)
+        except Corrupt:
+            continue
+        if 0 < len(event.machine) <= MAX_NAME and event.unix_s >= now_s - REMEMBERED_S:
+            found.append(event)
+    return since_cleared(found)
+
+
+def since_cleared(events: list[MachineEvent]) -> list[MachineEvent]:
+    """Return the events of each machine after it was last cleared; pure."""
+    cleared: dict[str, int] = {}
+    for position, event in enumerate(events):
+        if event.is_clear:
+            cleared[event.machine] = position
+    return [
+        event
+        for position, event in enumerate(events)
+        if not event.is_clear and position > cleared.get(event.machine, -1)
+    ]
+
+
+def _shortened(event: MachineEvent) -> MachineEvent:
+    return MachineEvent(
+        event.unix_s,
+        event.machine[:MAX_NAME],
+        event.job,
+        event.attempt,
+        event.is_lost,
+        event.is_wrong,
+        event.failed[:16],
+        event.why[:_MAX_WHY],
+    )

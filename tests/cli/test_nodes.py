@@ -1,0 +1,60 @@
+"""`holdfast nodes`: the list within 80 columns, as JSON, and clearing a node."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import main
+from holdfast.jobs.machines.record import MachineEvent, add_events
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a state folder with a node that stands out, and one with a long name."""
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    why = "product cores: a product of matrices of integers is wrong: core 3 (float64), core 4 (float64)"
+    now_s = time.time()
+    add_events(
+        tmp_path,
+        [
+            MachineEvent(
+                now_s, "gpu-17", "job", 1, is_lost=True, is_wrong=True, failed=("product",), why=why
+            ),
+            MachineEvent(now_s, "a-node-with-a-long-name-as-clouds-give-them-to-their-machines", "job", 1),
+        ],
+    )
+    return tmp_path
+
+
+def test_the_list_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nodes"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    heading, first, *_ = shown.splitlines()
+    assert heading.split()[:2] == ["NODE", "ATTEMPTS"]
+    assert first.split()[:3] == ["gpu-17", "1", "1"]
+    assert " yes" in first
+    assert "core 3 (float64)" in " ".join(shown.split())
+
+
+def test_json_has_the_standings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nodes", "--json"]) == 0
+    first, other = json.loads(capsys.readouterr().out)
+    assert first["name"] == "gpu-17"
+    assert first["stands_out"]
+    assert first["failed_checks"] == {"product": 1}
+    assert (other["attempts"], other["lost"], other["stands_out"]) == (1, 0, False)
+
+
+def test_a_node_is_cleared_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nodes", "--clear", "gpu-17"]) == 0
+    assert capsys.readouterr().out == "cleared: gpu-17\n"
+    main(["nodes"])
+    assert "gpu-17" not in capsys.readouterr().out
+    assert main(["nodes", "--clear", "gpu-17"]) != 0
+    assert "Nothing is remembered about a node named 'gpu-17'" in capsys.readouterr().err

@@ -1,0 +1,321 @@
+"""Checks of a node: what is sound passes with its numbers, and what is broken is named."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.home.space import measure_space
+from holdfast.jobs.node.checks import gate, gpu_script, product
+from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s, first_difference
+from holdfast.jobs.node.checks.gate import CheckedPlaces, Gate, make_plan
+from holdfast.jobs.node.checks.memory import check_memory, compare_copy
+from holdfast.jobs.node.checks.product import (
+    GOLDEN,
+    check_products,
+    exact_product,
+    numpy_products,
+    python_products,
+)
+from holdfast.jobs.node.checks.result import (
+    Check,
+    NodeChecks,
+    read_checks,
+    read_mode,
+    read_results,
+    write_checks,
+    write_result,
+)
+from holdfast.jobs.task.parser import parse_task
+from small_disk import small_disk
+
+Plan = dict[str, Callable[[], Iterator[Check]]]
+
+
+def by_name(found: Iterator[Check]) -> dict[str, Check]:
+    """Return results by name."""
+    return {one.name: one for one in found}
+
+
+def fill(ballast: Path) -> None:
+    """Fill a disk."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
+def run(plan: Plan) -> NodeChecks:
+    """Return the results of a gate."""
+    return Gate("here", plan).wait(lambda: None)
+
+
+# -- disks -----------------------------------------------------------------------------------------------
+
+
+def test_a_sound_disk_passes_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+    found = by_name(check_disk(tmp_path))
+    assert found["disk"].trouble == ""
+    assert found["disk"].values["written_bytes"] == NUM_BYTES
+    assert found["disk"].values["write_s"] > 0
+    assert found["clock"].trouble == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_missing_or_no_folder_stops_the_attempt(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "missing", tmp_path / "file"):
+        (found,) = check_disk(path)
+        assert found.stops
+        assert "cannot be written to" in found.trouble
+    (found,) = check_disk(tmp_path / "missing", stops=False)
+    assert found.trouble
+    assert not found.stops
+
+
+def test_a_full_or_read_only_disk_stops_the_attempt(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "600k") as disk:
+        assert by_name(check_disk(disk))["disk"].trouble == "", "little space is enough"
+        fill(disk / "ballast")
+        (found,) = check_disk(disk)
+        assert found.stops
+        assert "No space left" in found.trouble
+
+
+def test_a_disk_that_returns_other_bytes_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
+
+    def flipped(fd: int, buffers: list[bytearray], offset: int) -> int:
+        size = real(fd, buffers, offset)
+        buffers[0][4097] ^= 1
+        return size
+
+    monkeypatch.setattr(os, "preadv", flipped)
+    found = by_name(check_disk(tmp_path))["disk"]
+    if "is_named" in found.values and not found.trouble:
+        pytest.skip("this file system has no direct reads")
+    assert found.is_wrong
+    assert found.stops
+    assert "from offset 4097 on" in found.trouble
+
+
+@given(st.integers(0, 9000), st.binary(max_size=50), st.binary(max_size=50))
+def test_the_first_difference_is_the_first(num_equal: int, one: bytes, other: bytes) -> None:
+    one, other = bytes(num_equal) + one, bytes(num_equal) + other
+    at = first_difference(one, other)
+    if at is None:
+        assert one == other
+    else:
+        assert one[:at] == other[:at]
+        assert one[at : at + 1] != other[at : at + 1]
+
+
+@given(st.floats(-1e6, 1e6), st.floats(0, 10), st.floats(0, 1))
+def test_a_clock_within_the_write_has_no_offset(offset_s: float, took_s: float, share: float) -> None:
+    before_s, after_s = 1e9, 1e9 + took_s
+    found = clock_offset_s(before_s + share * took_s + offset_s, before_s, after_s)
+    assert abs(found) <= abs(offset_s) + 1e-6
+    if abs(offset_s) > took_s:
+        assert abs(found) >= abs(offset_s) - took_s - 1e-6
+
+
+def test_a_clock_that_is_off_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 60)
+    found = by_name(check_disk(tmp_path))["clock"]
+    assert "this machine's clock is 60 s behind that of the file system" in found.trouble
+    assert not found.stops
+
+
+# -- memory and products -----------------------------------------------------------------------------------
+
+
+def test_memory_is_copied_and_too_little_is_named() -> None:
+    found = by_name(check_memory(0))
+    assert found["copy"].trouble == found["memory"].trouble == ""
+    assert found["copy"].values["copy_s"] > 0
+    short = by_name(check_memory(1 << 60))["memory"]
+    assert "staging the next save takes" in short.trouble
+    assert not short.stops
+
+
+def test_a_copy_that_differs_is_wrong() -> None:
+    copy = bytearray(1000)
+    copy[10] = 4
+    found = compare_copy(bytes(1000), copy, {})
+    assert found.is_wrong
+    assert "from byte 10 on" in found.trouble
+
+
+@pytest.mark.parametrize("key", [(192, "float32"), (40, "float64")])
+def test_the_golden_hashes_are_those_of_exact_integers(key: tuple[int, str]) -> None:
+    assert product.is_right(key, exact_product(*key))
+
+
+@pytest.mark.parametrize("make", [numpy_products, python_products])
+def test_products_are_right_on_every_core(make: Callable[[], product.Products | None]) -> None:
+    products = make()
+    if products is None:
+        pytest.skip("numpy is not installed")
+    (found,) = check_products(products)
+    assert found.trouble == ""
+    assert found.values["cores"] == len(os.sched_getaffinity(0))
+
+
+@given(st.sampled_from(sorted(GOLDEN)), st.data())
+def test_a_product_with_one_wrong_bit_is_found(key: tuple[int, str], data: st.DataObject) -> None:
+    right = _products()[key]()
+    wrong = bytearray(right)
+    wrong[data.draw(st.integers(0, len(right) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    (found,) = check_products({key: lambda: bytes(wrong)})
+    assert found.is_wrong
+    assert found.stops
+    assert key[1] in found.trouble
+
+
+def _products() -> product.Products:
+    return {**(numpy_products() or {}), **python_products()}
+
+
+def test_the_script_for_gpus_runs_on_a_device(capfd: pytest.CaptureFixture[str]) -> None:
+    gpu_script.main(["cpu"])
+    (found,) = read_results(capfd.readouterr().out.encode())
+    assert (found.name, found.where, found.trouble) == ("gpu", "cpu", "")
+
+
+def test_the_script_for_gpus_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda one, other: real(one, other + (one.shape == (256, 256))))
+    found = gpu_script.check_device(torch, torch.device("cpu"))
+    assert found["is_wrong"]
+    assert found["trouble"] == "wrong results: float64, float32, bfloat16"
+
+
+# -- space for the next save -------------------------------------------------------------------------------
+
+
+def save(home: Path) -> None:
+    """Make a home with a checkpoint of about 800 kB."""
+    with holdfast.Checkpointer(home, {"weight": torch.zeros(200_000)}, every=1) as ckpt:
+        ckpt.save(1).wait_durable()
+
+
+def test_the_next_save_is_compared_with_the_free_space(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "2m") as disk:
+        home = disk / "home"
+        save(home)
+        found = measure_space(str(home))
+        assert found is not None
+        assert 800_000 < found.needed_bytes < 900_000
+        assert found.trouble == ""
+        (disk / "ballast").write_bytes(bytes(found.free_bytes - 700_000))
+        found = measure_space(str(home))
+        assert found is not None
+        assert found.trouble.startswith("the next save does not fit: the newest checkpoint has 8")
+        places = CheckedPlaces(folder=tmp_path, temporary=tmp_path, homes=(str(home),))
+        (space,) = [one for one in run(make_plan(places)).checks if one.name == "space"]
+        assert space.stops
+        assert space.trouble == found.trouble
+
+
+def test_other_homes_have_no_space_to_compare(tmp_path: Path) -> None:
+    assert measure_space("s3://bucket/home") is None
+    assert measure_space(str(tmp_path / "missing")) is None
+    assert measure_space(str(tmp_path)) is None
+
+
+# -- the gate ----------------------------------------------------------------------------------------------
+
+
+def test_all_checks_of_a_sound_machine_pass(tmp_path: Path) -> None:
+    found = run(make_plan(CheckedPlaces(folder=tmp_path, temporary=Path("/tmp"))))
+    assert found.failed == ()
+    assert {one.name for one in found.checks} == {"disk", "clock", "product", "memory", "copy"}
+
+
+def test_a_check_that_hangs_costs_only_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "LIMIT_S", 0.5)
+
+    def hang() -> Iterator[Check]:
+        yield Check("clock", "x")
+        signal.pause()
+
+    found = run({"disk /dead": hang, "other": lambda: iter([Check("copy")])})
+    assert found.failed == (Check("disk", "/dead", "no result within 0 s"),)
+    assert {one.name for one in found.checks} == {"disk", "clock", "copy"}
+
+
+def test_a_check_that_fails_is_a_result() -> None:
+    def broken() -> Iterator[Check]:
+        yield Check("copy")
+        raise ValueError("x")
+
+    def killed() -> Iterator[Check]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield Check("copy")
+
+    found = run({"a": broken, "b /x": killed})
+    assert [(one.name, one.trouble) for one in found.failed] == [
+        ("check", "ValueError: x"),
+        ("a", "the check ended with status 1"),
+        ("b", "the check ended with status -9"),
+    ]
+
+
+def test_a_command_for_gpus_is_part_of_the_gate() -> None:
+    command = [sys.executable, gpu_script.__file__, "cpu"]
+    found = Gate("here", {}, (command, os.environ)).wait(lambda: None)
+    assert [(one.name, one.where, one.trouble) for one in found.checks] == [("gpu", "cpu", "")]
+
+
+# -- documents -----------------------------------------------------------------------------------------------
+
+checks = st.builds(
+    Check,
+    st.sampled_from(["disk", "copy"]),
+    st.text(max_size=20),
+    st.text(max_size=20),
+    st.booleans(),
+    st.booleans(),
+    st.dictionaries(st.text(max_size=5), st.floats(0, 1e12), max_size=3),
+)
+
+
+@given(st.lists(checks, max_size=4))
+def test_results_are_read_back(tmp_path_factory: pytest.TempPathFactory, found: list[Check]) -> None:
+    assert read_results(b"".join(map(write_result, found))) == found
+    path = tmp_path_factory.mktemp("node") / "checks.json"
+    document = NodeChecks("n1", 1e9, 0.5, 0.1, tuple(found), was_refused=True)
+    write_checks(path, document)
+    assert read_checks(path) == document
+
+
+@given(st.binary(max_size=300))
+def test_damaged_results_are_left_out(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("node") / "checks.json"
+    path.write_bytes(data)
+    assert read_checks(path) is None
+    assert read_results(data + b"\n" + write_result(Check("copy")))[-1] == Check("copy")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [(None, "stop"), ("", "stop"), ("REPORT ", "report"), ("off", "off"), ("False", "off"), ("x", None)],
+)
+def test_the_mode_is_a_word(text: str | None, mode: str | None) -> None:
+    assert read_mode(text) == mode
+
+
+def test_an_unquoted_off_of_a_task_file_is_the_word(tmp_path: Path) -> None:
+    task = parse_task("envs: {HOLDFAST_NODE_CHECKS: off}\nrun: 'true'\n", str(tmp_path / "task.yaml"))
+    assert read_mode(task.envs["HOLDFAST_NODE_CHECKS"]) == "off"

@@ -112,7 +112,7 @@ class JobHarness:
         return processes.tagged(tag(job.task_id), processes.snapshot())
 
     def roles(self, job: Job, role: str) -> list[Process]:
-        """Return the controllers or agents of the job."""
+        """Return the controllers, with their guardians, or the agents of the job."""
         path = str(self.files(job).path).encode()
         found = []
         for process in processes.snapshot().values():
@@ -133,8 +133,19 @@ class JobHarness:
         """Return the record of the job."""
         return Records(self.state).get(job.id)
 
+    def has_controller(self, job: Job) -> bool:
+        """Return True if the job has exactly one controller, with its guardian."""
+        return len(self.roles(job, "controller")) == 2
+
+    def controller(self, job: Job) -> Process:
+        """Return the job's controller, without its guardian."""
+        self.wait_for(job, lambda: self.has_controller(job), "a controller")
+        both = {one.pid: one for one in self.roles(job, "controller")}
+        (found,) = [one for one in both.values() if one.parent in both]
+        return found
+
     def kill_controller(self, job: Job) -> None:
-        """Kill the job's controller, and wait until it is gone."""
+        """Kill the job's controller and its guardian, and wait until they are gone."""
         found = self.roles(job, "controller")
         assert found, "nobody looks after the job"
         processes.kill(found)

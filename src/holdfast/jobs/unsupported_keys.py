@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.engine import UnsupportedKey
@@ -41,6 +42,10 @@ CHOICE_KEYS = tuple(
 """Keys that choose a machine."""
 
 
+_BASHRC = re.compile(r">\s*[\"']?(?:~|\$HOME|\$\{HOME\})/\.(?:bashrc|bash_profile|profile)\b")
+_UV_PIP = re.compile(r"\buv\s+pip\s+(?:install|sync)\b")
+
+
 def find_unsupported_keys(task: Task, table: Mapping[str, str]) -> list[UnsupportedKey]:
     """Return the keys of a table that a task sets.
 
@@ -73,6 +78,22 @@ def find_cache_settings(task: Task) -> list[UnsupportedKey]:
         for mount in task.file_mounts
         if (mount.spec.get("config") or {}).get("mount_cached")
     ]
+
+
+def find_shell_differences(task: Task) -> list[UnsupportedKey]:
+    """Return the differences of the shell for commands of `setup` and `run` that depend on them."""
+    return [
+        UnsupportedKey(key, task.lines.get(key, 1), what)
+        for key, text in (("setup", task.setup), ("run", task.run))
+        for what in _differences(text, is_in_image=task.image is not None)
+    ]
+
+
+def _differences(text: str, *, is_in_image: bool) -> Iterator[str]:
+    if _BASHRC.search(text):
+        yield "~/.bashrc is not read by commands, and keeps what is written; set variables in envs or run"
+    if not is_in_image and _UV_PIP.search(text):
+        yield "`uv pip` sees only the job's own packages, and may install others again; pip sees all"
 
 
 def value_at(document: Mapping[str, Any], key: str) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 # moment. Both are inherited with the descriptor, and released with its last copy.
 _FLOCK = "hhqqi"  # type, whence, start, length, pid
 _WHOLE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+_NONE = struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
 
 INHERITED_FD = 3
 """Descriptor of an inherited lock in a new process."""
@@ -35,11 +36,12 @@ def acquire(path: Path) -> int | None:
     """Acquire a lock, and return a descriptor that holds it. Return None if it is held already."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE)
-    except OSError as error:
+        is_ours = _lock(fd)
+    except OSError:
         os.close(fd)
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
+        raise
+    if not is_ours:
+        os.close(fd)
         return None
     return fd
 
@@ -58,11 +60,28 @@ def is_held(path: Path) -> bool:
 
 
 def release_inherited() -> None:
-    """Release an inherited lock."""
+    """Release an inherited lock, also for the other processes that have inherited it."""
+    fcntl.fcntl(INHERITED_FD, fcntl.F_OFD_SETLK, _NONE)
     os.close(INHERITED_FD)
+
+
+def retake_inherited() -> bool:
+    """Hold an inherited lock, also if it was released meanwhile. Return False if another process holds it."""
+    return _lock(INHERITED_FD)
 
 
 def keep_inherited() -> int:
     """Keep an inherited lock, without passing it on to child processes."""
     os.set_inheritable(INHERITED_FD, False)
     return INHERITED_FD
+
+
+def _lock(fd: int) -> bool:
+    """Lock an open file, unless another one that was opened has the lock."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True

@@ -214,6 +214,28 @@ def test_a_status_is_never_recorded_without_its_change(
     assert [one.status for one in changes] == [JobStatus.STARTING, JobStatus.RUNNING, JobStatus.SUCCEEDED]
 
 
+@pytest.mark.parametrize("number", [1, 3], ids=["before the first attempt", "between two attempts"])
+def test_a_controller_killed_while_no_node_runs_starts_again_without_any_command(
+    harness: JobHarness, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """No agent is there that could start one, as when the kernel frees memory."""
+    monkeypatch.setenv("HOLDFAST_KILL_AT", f"jobs.recorded:{number}")
+    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(harness.folder / "killed"))
+    job = harness.submit("[ $HOLDFAST_ATTEMPT = 2 ] || exit 75")
+    monkeypatch.delenv("HOLDFAST_KILL_AT")
+    harness.wait_for(job, lambda: harness.record(job).life.status.is_final, "the end")
+    assert (harness.folder / "killed").exists()
+    life = harness.record(job).life
+    assert (life.status, life.attempt) == (JobStatus.SUCCEEDED, 2)
+    assert "was killed by signal 9" in harness.files(job).controller_log.read_text()
+
+
+def test_the_guardian_of_a_controller_ends_with_it(harness: JobHarness) -> None:
+    job = harness.submit("true")
+    harness.wait(job)
+    harness.wait_for(job, lambda: not harness.roles(job, "controller"), "the end of both")
+
+
 def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness) -> None:
     """The agent does so, which lives as long as the attempt. On two nodes one of them is enough."""
     job = harness.submit(
@@ -223,7 +245,7 @@ def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness
     harness.wait_for_output(job, "begun", node=1)
     for _ in range(2):
         processes.kill(harness.roles(job, "controller"))
-        harness.wait_for(job, lambda: len(harness.roles(job, "controller")) == 1, "another controller")
+        harness.wait_for(job, lambda: harness.has_controller(job), "another controller")
     for rank in range(2):
         (harness.files(job).workdir(rank) / "go").touch()
     harness.wait_for(job, lambda: harness.record(job).life.status.is_final, "the end")
@@ -260,7 +282,7 @@ def test_only_one_copy_of_a_job_runs_however_many_commands_supervise_it(harness:
         asker.start()
     for asker in askers:
         asker.join()
-    harness.wait_for(job, lambda: len(harness.roles(job, "controller")) == 1, "one controller")
+    harness.wait_for(job, lambda: harness.has_controller(job), "one controller")
     assert len(harness.roles(job, "agent")) == 1
     (harness.files(job).workdir(0) / "go").touch()
     assert harness.wait(job).status is JobStatus.SUCCEEDED
@@ -396,7 +418,7 @@ def test_a_signal_to_the_controller_is_a_notice_to_the_job(harness: JobHarness) 
     job = harness.submit(TRAPS % PREEMPTED_STATUS)
     harness.wait_for_output(job, "attempt 1 is there")
     harness.wait(job, JobStatus.RUNNING)
-    (controller,) = harness.roles(job, "controller")
+    controller = harness.controller(job)
     processes.send(controller, signal.SIGTERM)
     assert processes.wait_exited([controller], 600)
     ended = harness.wait(job)

@@ -198,7 +198,7 @@ def test_a_running_job_of_an_earlier_version_is_taken_over(harness: JobHarness) 
     database.close()
     for path in (files.states, *files.submissions):
         path.unlink()
-    (old,) = harness.roles(job, "controller")
+    old = harness.controller(job)
     found = harness.engine.job(job.id)
     assert (found.status, found.attempt, found.task_id) == (JobStatus.RUNNING, 1, job.task_id)
     assert old not in harness.roles(job, "controller")

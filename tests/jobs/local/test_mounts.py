@@ -182,7 +182,7 @@ def test_a_completed_job_survives_kills_during_its_upload(
     assert gate.reached.wait(600), harness.describe(job)
     harness.wait(job, JobStatus.WINDING_DOWN)
     processes.kill([uploader(harness, job), *harness.roles(job, "controller")])
-    harness.wait_for(job, lambda: len(harness.roles(job, "controller")) == 1, "another controller")
+    harness.wait_for(job, lambda: harness.has_controller(job), "another controller")
     gate.opened.set()
     harness.wait_for(job, lambda: harness.record(job).life.status.is_final, "the end")
     assert harness.record(job).life.status is JobStatus.SUCCEEDED, harness.describe(job)

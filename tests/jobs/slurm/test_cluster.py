@@ -192,7 +192,7 @@ def test_a_pending_job_can_be_cancelled(slurm: SlurmHarness) -> None:
     slurm.wait(blocker, JobStatus.RUNNING)
     job = slurm.submit("echo never", head=ONE)
     assert slurm.engine.job(job.id).status is JobStatus.PENDING
-    assert "waiting in Slurm" in slurm.engine.job(job.id).reason
+    assert "waits in Slurm" in slurm.engine.job(job.id).reason
     with pytest.raises(Conflict, match="no process"):
         slurm.engine.preempt(job.id, lead_s=1)
     slurm.engine.cancel(job.id)

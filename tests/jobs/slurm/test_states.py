@@ -97,7 +97,7 @@ def test_missing_files_are_named_when_slurm_has_ended_the_job() -> None:
 
 def test_the_reason_of_a_pending_job_is_reported() -> None:
     found = current_state(RAN, Queued("PENDING", "BeginTime"), is_cancelled=False, output="")
-    assert found.reason == "waiting in Slurm (BeginTime)"
+    assert found.reason == "waits in Slurm (BeginTime)"
 
 
 @given(st.lists(st.sampled_from(MESSAGES)), st.lists(st.integers(1, 40)))

@@ -102,6 +102,23 @@ def test_problems_have_a_line_an_expectation_and_the_nearest_word() -> None:
     assert "task.yaml:4: num_nodes: expected a whole number, found 'two'" in said
 
 
+@pytest.mark.parametrize("cpus", ["lots", "-1", "0", "nan", "4GB"])
+def test_a_number_of_cpus_that_is_none_is_rejected(cpus: str) -> None:
+    said = refusal(f"run: x\nresources:\n  cpus: {cpus}\n")
+    assert "task.yaml:3: resources.cpus: expected a number of CPUs" in said
+
+
+@pytest.mark.parametrize("memory", ["-3", "0", "much", "32XB"])
+def test_an_amount_of_memory_that_is_none_is_rejected(memory: str) -> None:
+    said = refusal(f"run: x\nresources:\n  any_of:\n    - memory: {memory}\n")
+    assert "task.yaml:4: resources.any_of[0].memory: expected an amount of memory" in said
+
+
+@pytest.mark.parametrize("resources", ["cpus: 4+, memory: 32+", "cpus: 0.5, memory: 4x", "memory: 128GB"])
+def test_amounts_of_skypilot_are_accepted(resources: str) -> None:
+    assert parse_task(f"run: x\nresources: {{{resources}}}", "task.yaml", Overrides()).run == "x"
+
+
 def test_nested_problems_have_their_path() -> None:
     said = refusal(
         "run: x\n"

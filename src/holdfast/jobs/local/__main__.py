@@ -14,10 +14,13 @@ def main() -> None:
     folder = Path(sys.argv[2])
     os.chdir("/")  # do not keep any directory busy
     locks.keep_inherited()
-    from holdfast.jobs.local.controller import resume_if_due, supervise
+    from holdfast.jobs.local.guardian import fork_guarded
     from holdfast.log import write_times
 
     write_times()
+    fork_guarded()  # before the imports that the guardian does not need
+    from holdfast.jobs.local.controller import resume_if_due, supervise
+
     state, number = folder.parents[1], int(folder.name)
     if supervise(state, number):
         # A request that found this controller leaving did not start another one.

@@ -12,6 +12,7 @@ from holdfast.jobs.unsupported_keys import (
     UNUSED_KEYS,
     find_cache_settings,
     find_mounts_in_place,
+    find_shell_differences,
     find_unsupported_keys,
 )
 
@@ -43,7 +44,7 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
     found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task)]
-    found += [*find_mounts_in_place(task), *find_cache_settings(task)]
+    found += [*find_mounts_in_place(task), *find_cache_settings(task), *find_shell_differences(task)]
     if task.image is not None:
         found = [one for one in found if one.key != _IMAGE]
     found += [

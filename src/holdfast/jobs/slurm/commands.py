@@ -17,6 +17,8 @@ from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.errors import RetryLater, Unsupported
 
 _TIMEOUT_S = 60.0
+_NUM_TRIES = 3
+"""Tries of a command that may be repeated. Slurm sends its SIGTERM to all programs of a job, also to ours."""
 _KILL_WAIT_S = 30.0
 """Slurm's default for KillWait."""
 
@@ -131,7 +133,7 @@ def kill_steps(number: str) -> None:
     Raises:
         RetryLater: Slurm did not answer.
     """
-    _run(["scancel", "--signal=KILL", number])
+    _run(["scancel", "--signal=KILL", number], num_tries=_NUM_TRIES)
 
 
 def requeue(number: str) -> None:
@@ -246,7 +248,13 @@ def _resolve(name: str) -> str:
         return name
 
 
-def _run(words: list[str], environment: Mapping[str, str] | None = None) -> str:
+def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_tries: int = 1) -> str:
+    """Run a program, and return its output. It is run again if a signal has ended it.
+
+    Raises:
+        Unsupported: it is not installed.
+        RetryLater: it failed, or did not end.
+    """
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment
@@ -255,6 +263,8 @@ def _run(words: list[str], environment: Mapping[str, str] | None = None) -> str:
         raise Unsupported(f"{words[0]} is not on the PATH of this machine.") from error
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"`{' '.join(words)}` did not answer within {_TIMEOUT_S:.0f} s.") from error
+    if done.returncode < 0 and num_tries > 1:
+        return _run(words, environment, num_tries=num_tries - 1)
     if done.returncode:
         raise RetryLater(f"`{' '.join(words)}` exited with {done.returncode}: {done.stderr.strip()[-500:]}")
     return done.stdout

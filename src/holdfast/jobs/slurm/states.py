@@ -43,7 +43,7 @@ def _waiting(life: JobState, queued: Queued, *, is_cancelled: bool) -> JobState:
     if is_cancelled:
         return dataclasses.replace(life, status=JobStatus.CANCELLING, reason="cancelled")
     status = JobStatus.RECOVERING if life.attempt else JobStatus.PENDING
-    why = f"waiting in Slurm ({queued.reason})" if queued.reason not in ("", "None") else "waiting in Slurm"
+    why = f"waits in Slurm ({queued.reason})" if queued.reason not in ("", "None") else "waits in Slurm"
     before = f"{life.reason}; " if life.reason else ""
     return dataclasses.replace(life, status=status, reason=before + why)
 

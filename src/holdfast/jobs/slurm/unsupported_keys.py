@@ -15,6 +15,7 @@ from holdfast.jobs.unsupported_keys import (
     UNUSED_KEYS,
     find_cache_settings,
     find_mounts_in_place,
+    find_shell_differences,
     find_unsupported_keys,
     value_at,
 )
@@ -42,6 +43,7 @@ def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     if task.image is not None:
         found = [one for one in found if one.key != "resources.image_id"]
     found += [*_config(task), *_buckets(task), *find_mounts_in_place(task), *find_cache_settings(task)]
+    found += find_shell_differences(task)
     found += [
         UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
     ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.task.accelerators import parse_accelerators
+from holdfast.jobs.task.amounts import is_multiple, memory_mib, parse_cpus
 from holdfast.jobs.task.document import Value
 from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts
 from holdfast.jobs.task.schema import ACCELERATORS, TASK
@@ -60,6 +61,7 @@ def _resource_problems(resources: Value | None) -> Iterator[TaskProblem]:
         read = parse_accelerators(asked.plain) if asked is not None and ACCELERATORS.fits(asked) else None
         if asked is not None and isinstance(read, str):
             yield TaskProblem(asked.line, f"{where}.accelerators", read)
+        yield from _amount_problems(where, place)
         priority = place.get("priority")
         if priority is not None and _is_beyond(priority.plain):
             what = f"expected {-MAX_PRIORITY} to {MAX_PRIORITY}, found {priority.plain}"
@@ -71,6 +73,18 @@ def _resource_problems(resources: Value | None) -> Iterator[TaskProblem]:
     if len(given) > 1:
         what = f"expected one of {' and '.join(given)}, found both"
         yield TaskProblem(resources.key_lines[given[1]], f"resources.{given[1]}", what)
+
+
+def _amount_problems(where: str, place: Value) -> Iterator[TaskProblem]:
+    cpus, memory = place.get("cpus"), place.get("memory")
+    if cpus is not None and cpus.plain is not None and parse_cpus(cpus.plain) is None:
+        what = f"expected a number of CPUs, as 4 or 4+, found {cpus.plain!r}"
+        yield TaskProblem(cpus.line, f"{where}.cpus", what)
+    if memory is None or memory.plain is None or is_multiple(memory.plain):
+        return
+    if not memory_mib(memory.plain):
+        what = f"expected an amount of memory, as 32, 32+ or 32GB, found {memory.plain!r}"
+        yield TaskProblem(memory.line, f"{where}.memory", what)
 
 
 def _is_beyond(priority: Any) -> bool:

@@ -1,0 +1,41 @@
+"""Slurm's programs, as a job calls them while Slurm ends it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import RetryLater
+from holdfast.jobs.slurm import commands
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the log of a `scancel` that SIGTERM ends as often as the file `signals` has lines."""
+    program, log, signals = tmp_path / "scancel", tmp_path / "calls", tmp_path / "signals"
+    program.write_text(
+        f'#!/bin/sh\necho "$*" >> {log}\n'
+        f'if [ "$(wc -l < {log})" -le "$(wc -l < {signals})" ]; then kill -TERM $$; fi\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return log
+
+
+@pytest.mark.parametrize("num_signals", [0, 1, 2])
+def test_steps_are_killed_although_slurm_ends_the_program_that_asks_for_it(
+    calls: Path, num_signals: int
+) -> None:
+    """Slurm sends SIGTERM to all programs of a job that it requeues."""
+    calls.with_name("signals").write_text("TERM\n" * num_signals)
+    commands.kill_steps("7")
+    assert calls.read_text() == "--signal=KILL 7\n" * (num_signals + 1)
+
+
+def test_a_program_that_signals_always_end_is_an_error(calls: Path) -> None:
+    calls.with_name("signals").write_text("TERM\n" * 9)
+    with pytest.raises(RetryLater, match="exited with -15"):
+        commands.kill_steps("7")
+    assert len(calls.read_text().splitlines()) == 3

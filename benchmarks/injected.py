@@ -190,14 +190,17 @@ def _run(case: Case, rank: int, home: Path) -> dict[str, Any]:
 def _inject(case: Case, net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     if not case.surface:
         return None
-    from lm_resiliency.fault_injection import FaultCampaign, enable_fault_injection
+    from lm_resiliency.fault_injection import (  # pyright: ignore[reportMissingImports] - the judge's own package
+        FaultCampaign,
+        enable_fault_injection,
+    )
 
     campaign = FaultCampaign.from_dict(case.campaign())
     return enable_fault_injection(net, optimizer, campaign=campaign, completed_iterations=0)
 
 
 def _judge(session: Any, first: dict[str, Any] | None) -> dict[str, Any]:
-    from lm_resiliency.fault_injection import LocalizationResult
+    from lm_resiliency.fault_injection import LocalizationResult  # pyright: ignore[reportMissingImports] - as above
 
     records = session.records
     results = []

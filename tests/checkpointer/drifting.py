@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,7 @@ def train(rank: int, home: Path, kind: str, flip: Flip | None, num_steps: int = 
     torch.manual_seed(0)
     net = Net()
     KINDS[kind](net)
-    options = {"broadcast_buffers": False} if kind == "unbroadcast" else {}  # deprecated in torch 2.13
+    options: dict[str, Any] = {"broadcast_buffers": False} if kind == "unbroadcast" else {}  # deprecated in torch 2.13
     ddp = DistributedDataParallel(net, **options)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
@@ -178,7 +179,7 @@ def train_hsdp(rank: int, home: Path, flip: Flip | None, num_steps: int = 12) ->
         net(torch.randn(8, 64, generator=data)).square().mean().backward()
         optimizer.step()
 
-    weight = net[0].weight
+    weight: Any = net[0].weight  # a DTensor
     targets = {
         "weight": lambda: weight.to_local(),
         "moment": lambda: optimizer.state[weight]["exp_avg"].to_local(),

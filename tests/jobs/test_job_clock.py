@@ -105,11 +105,15 @@ class LoneController(Controller):
         policy = RestartPolicy()
         self.machine = machine
         if before is None:
-            super().__init__(JobFolder(folder), policy, JobState(), clock=JobClock(read=machine.read))
+            super().__init__(
+                JobFolder(folder), policy, JobState(), task_id="lone", clock=JobClock(read=machine.read)
+            )
             self._apply(ControllerStarted())
         else:
             clock = JobClock(before.recorded, machine.read)
-            super().__init__(JobFolder(folder), policy, before.state, timers=before._timers, clock=clock)
+            super().__init__(
+                JobFolder(folder), policy, before.state, task_id="lone", timers=before._timers, clock=clock
+            )
         self.recorded = self._clock.read()
         self.is_killed = False
         self.notice_until_s: float | None = None
@@ -139,6 +143,10 @@ class LoneController(Controller):
 
     @override
     def _requests(self) -> Iterable[JobRequest]:
+        return ()
+
+    @override
+    def _node_machines(self) -> tuple[str, ...]:
         return ()
 
     @override

@@ -81,7 +81,7 @@ def find_cache_settings(task: Task) -> list[UnsupportedKey]:
 
 
 def find_shell_differences(task: Task) -> list[UnsupportedKey]:
-    """Return the differences of the shell for commands of `setup` and `run` that depend on them."""
+    """Return the differences of the shell that commands of `setup` and `run` depend on."""
     return [
         UnsupportedKey(key, task.lines.get(key, 1), what)
         for key, text in (("setup", task.setup), ("run", task.run))

@@ -120,7 +120,7 @@ def test_the_files_of_a_job_are_read_back_as_written(tmp_path: Path) -> None:
     assert files.read_job() == job
     assert files.read_state() == SlurmJobState()
     uploads = {0: NodeUploads("n1", "/x", "1 left out", is_settled=True), 1: NodeUploads("n2", "/x")}
-    state = SlurmJobState(RAN, 2, "17", 5, 1, 0, uploads, 1.0, None)
+    state = SlurmJobState(RAN, 2, "17", 5, 1, 0, ("n1", "n2"), ("n3",), uploads, 1.0, None)
     files.write_state(state)
     assert files.read_state() == state
     assert files.requests() == []

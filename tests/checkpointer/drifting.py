@@ -93,7 +93,9 @@ def train(rank: int, home: Path, kind: str, flip: Flip | None, num_steps: int = 
     torch.manual_seed(0)
     net = Net()
     KINDS[kind](net)
-    options: dict[str, Any] = {"broadcast_buffers": False} if kind == "unbroadcast" else {}  # deprecated in torch 2.13
+    options: dict[str, Any] = (
+        {"broadcast_buffers": False} if kind == "unbroadcast" else {}
+    )  # deprecated in torch 2.13
     ddp = DistributedDataParallel(net, **options)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)

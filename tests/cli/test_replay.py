@@ -13,7 +13,7 @@ import pytest
 
 from forked import forking
 from holdfast.cli.replay.verdict import DIFFERS, RANDOM, SOUND, MetricDifference, first_difference, judge
-from holdfast.cli.trials.comparison import Comparison, DifferenceRow
+from holdfast.cli.trials.comparison import CheckpointComparison, DifferenceRow
 from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
@@ -147,9 +147,11 @@ def test_two_ranks_are_replayed(tmp_path: Path) -> None:
 # -- the verdict, from comparisons -----------------------------------------------------------------------
 
 
-def found(*keys: str, values: tuple[str, ...] = ()) -> Comparison:
+def found(*keys: str, values: tuple[str, ...] = ()) -> CheckpointComparison:
     tensors = [DifferenceRow(key, "1 of 2 numbers") for key in keys]
-    return Comparison((*tensors, *(DifferenceRow(key, "1 and 2", is_tensor=False) for key in values)), 9)
+    return CheckpointComparison(
+        (*tensors, *(DifferenceRow(key, "1 and 2", is_tensor=False) for key in values)), 9
+    )
 
 
 SAME = found()
@@ -169,7 +171,10 @@ SAME = found()
     ids=["equal", "wrong", "random", "once", "a time", "wrong beside a time", "unseeded and unused"],
 )
 def test_the_verdict_follows_from_three_comparisons(
-    record: Comparison, again: Comparison | None, between: Comparison | None, expected: tuple[str, bool]
+    record: CheckpointComparison,
+    again: CheckpointComparison | None,
+    between: CheckpointComparison | None,
+    expected: tuple[str, bool],
 ) -> None:
     verdict = judge(record, again, between)
     assert (verdict.name, verdict.matches_once) == expected

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from format.drawing import catalogs, dtypes, run_ids, tensor_names, text
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format import part
-from holdfast.format.audit import Audit, Replica, ReplicaAt
+from holdfast.format.audit import AuditedReplicas, Replica, ReplicaAt
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
 from holdfast.format.health import TensorHealth, Trend
@@ -67,11 +67,11 @@ def parts(draw: st.DrawFn) -> Part:
 
 
 @st.composite
-def audits(draw: st.DrawFn) -> Audit:
+def audits(draw: st.DrawFn) -> AuditedReplicas:
     """Hashes of some replicas."""
     numbers = st.integers(0, 9)
     replicas = draw(st.lists(st.builds(Replica, numbers, numbers, st.booleans()), max_size=3))
-    return Audit(
+    return AuditedReplicas(
         draw(st.text(max_size=9)),
         tuple(replicas),
         tuple(digest(b"%d" % i)[:16] for i in range(len(replicas))),

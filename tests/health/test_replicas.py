@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.audit import Audit, Replica
+from holdfast.format.audit import AuditedReplicas, Replica
 from holdfast.health.judgement import judge
-from holdfast.health.replicas import Comparison, Difference, ReplicaHashes, ReplicaWatch
+from holdfast.health.replicas import Comparison, ReplicaDifference, ReplicaHashes, ReplicaWatch
 
 NAMES = ["w", "buffer"]
 A, B, C = "a" * 16, "b" * 16, "c" * 16
@@ -24,7 +24,7 @@ def hashes(
     for rank, one in enumerate(found):
         replica = Replica(tensor, 0 if region is None else region[rank], is_trained=tensor == 0)
         replicas = () if one is None else (replica,)
-        collected.add(rank, Audit(f"node{rank}", replicas, () if one is None else (one,)), NAMES)
+        collected.add(rank, AuditedReplicas(f"node{rank}", replicas, () if one is None else (one,)), NAMES)
     return collected
 
 
@@ -147,18 +147,18 @@ def test_an_older_checkpoint_with_a_difference_that_is_gone_is_not_healthy() -> 
 
 def test_a_part_with_an_audit_of_an_unknown_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor 7, but the catalog has 2"):
-        ReplicaHashes().add(0, Audit("n", (Replica(7, 0, is_trained=True),), (A,)), NAMES)
+        ReplicaHashes().add(0, AuditedReplicas("n", (Replica(7, 0, is_trained=True),), (A,)), NAMES)
 
 
 def test_the_text_names_tensors_ranks_hosts_and_the_step_before() -> None:
     tensors = tuple(f"w{i}" for i in range(8))
-    one = Difference(30, tensors, 12, (2,), (0, 1), ("node2",), 20)
+    one = ReplicaDifference(30, tensors, 12, (2,), (0, 1), ("node2",), 20)
     assert one.text == (
         "rank 2 (node2) has other bytes than ranks 0 and 1 in w0, w1, w2 and 9 more (equal at step 20)"
     )
-    two = Difference(30, ("w",), 1, (0, 1), (), ("a", "b"), None)
+    two = ReplicaDifference(30, ("w",), 1, (0, 1), (), ("a", "b"), None)
     assert two.text == "ranks 0 (a) and 1 (b) differ in w (not compared before); no bytes have a majority"
-    many = Difference(30, ("w",), 1, (5,), tuple(range(6, 30)), ("a",), None)
+    many = ReplicaDifference(30, ("w",), 1, (5,), tuple(range(6, 30)), ("a",), None)
     assert "than ranks 6, 7, 8, 9, 10, 11, 12 and 17 others in w" in many.text
 
 

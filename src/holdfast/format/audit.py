@@ -41,7 +41,7 @@ class ReplicaAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class AuditedReplicas:
     """The replicas of one rank that were hashed at a save.
 
     Attributes:
@@ -54,13 +54,13 @@ class Audit:
     hashes: tuple[str, ...]
 
 
-def audit_members(audit: Audit) -> dict[str, Any]:
+def audit_members(audit: AuditedReplicas) -> dict[str, Any]:
     """Return an audit as JSON."""
     rows = [[one.tensor, one.region, int(one.is_trained)] for one in audit.replicas]
     return {"host": audit.host[:MAX_HOST_CHARS], "rows": rows, "hashes": "".join(audit.hashes)}
 
 
-def read_audit(body: Fields) -> Audit | None:
+def read_audit(body: Fields) -> AuditedReplicas | None:
     """Return the audit in a part; None without one.
 
     Raises:
@@ -75,7 +75,7 @@ def read_audit(body: Fields) -> Audit | None:
     if len(text) != REPLICA_DIGITS * len(replicas):
         raise ValueError(f"{len(text)} digits of hashes for {len(replicas)} replicas")
     hashes = tuple(text[i : i + REPLICA_DIGITS] for i in range(0, len(text), REPLICA_DIGITS))
-    return Audit(audit.text("host", max_chars=MAX_HOST_CHARS), replicas, hashes)
+    return AuditedReplicas(audit.text("host", max_chars=MAX_HOST_CHARS), replicas, hashes)
 
 
 def order_line(replicas: Iterable[ReplicaAt]) -> bytes:
@@ -114,7 +114,7 @@ def _replica(row: Any) -> Replica:
     return Replica(tensor, region, bool(is_trained))
 
 
-def names_of(audit: Audit, names: Sequence[str]) -> Iterable[tuple[str, Replica, str]]:
+def names_of(audit: AuditedReplicas, names: Sequence[str]) -> Iterable[tuple[str, Replica, str]]:
     """Yield the name, the replica and the hash of each replica.
 
     Args:

@@ -10,7 +10,14 @@ from typing import Any
 from holdfast.documents import Fields, decode_object, read_integers
 from holdfast.errors import Corrupt
 from holdfast.format import names
-from holdfast.format.audit import Audit, ReplicaAt, audit_members, order_line, parse_order, read_audit
+from holdfast.format.audit import (
+    AuditedReplicas,
+    ReplicaAt,
+    audit_members,
+    order_line,
+    parse_order,
+    read_audit,
+)
 from holdfast.format.catalog import Catalog, check_facts, columns, parse_catalog
 from holdfast.format.hashes import DIGITS, digest
 from holdfast.format.health import (
@@ -76,7 +83,7 @@ class Part:
     what: str  # name of its document, for errors
     health: TensorHealth | None = None  # of the first data file; None if it was not checked
     trend: Trend | None = None  # of the recorded metrics, on rank 0
-    audit: Audit | None = None  # of tensors that other ranks hold too; None if none was due
+    audit: AuditedReplicas | None = None  # of tensors that other ranks hold too; None if none was due
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -193,7 +200,7 @@ def finish(
     frozen: DataFile | None = None,
     *,
     health: TensorHealth | None = None,
-    audit: Audit | None = None,
+    audit: AuditedReplicas | None = None,
 ) -> bytes:
     """Return the part document: the draft and the facts about its files, sealed.
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.format.audit import Audit, names_of
+from holdfast.format.audit import AuditedReplicas, names_of
 from holdfast.units import plural
 
 MAX_TENSORS = 8
@@ -15,7 +15,7 @@ _Key = tuple[str, int]  # a tensor's name and the number of its region
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplicaDifference:
     """Tensors with other bytes on some ranks, the same for all of them.
 
     Attributes:
@@ -71,7 +71,7 @@ class Comparison:
     """
 
     num_equal: int = 0
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[ReplicaDifference, ...] = ()
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class ReplicaHashes:
     trained: set[_Key] = field(default_factory=set[_Key])
     hashes: dict[_Key, dict[int, str]] = field(default_factory=dict[_Key, dict[int, str]])
 
-    def add(self, rank: int, audit: Audit, names: Sequence[str]) -> None:
+    def add(self, rank: int, audit: AuditedReplicas, names: Sequence[str]) -> None:
         """Add the hashes of one rank.
 
         Args:
@@ -149,7 +149,7 @@ class ReplicaWatch:
         since = {key: one for key, one in self._unsettled().items() if one[0] <= step}
         return Comparison(num_equal, self._differences(since | self._late))
 
-    def take_new(self) -> tuple[Difference, ...]:
+    def take_new(self) -> tuple[ReplicaDifference, ...]:
         """Return the differences that were not returned before."""
         found = self._unsettled() | self._late
         new = {key: one for key, one in found.items() if (key, one[1].ranks) not in self._reported}
@@ -178,7 +178,7 @@ class ReplicaWatch:
         seen.audits = [*seen.audits, (step, hashes)][-2:]
         return is_equal
 
-    def _differences(self, found: Mapping[_Key, tuple[int, _Split]]) -> tuple[Difference, ...]:
+    def _differences(self, found: Mapping[_Key, tuple[int, _Split]]) -> tuple[ReplicaDifference, ...]:
         """Return the differences of some regions, those of the same ranks together."""
         together: dict[tuple[int, _Split, int | None], list[str]] = {}
         for key, (step, split) in sorted(found.items(), key=lambda one: one[0]):
@@ -186,7 +186,7 @@ class ReplicaWatch:
             before = equal_at if equal_at is not None and equal_at < step else None
             together.setdefault((step, split, before), []).append(key[0])
         return tuple(
-            Difference(
+            ReplicaDifference(
                 step,
                 tuple(names[:MAX_TENSORS]),
                 len(names),

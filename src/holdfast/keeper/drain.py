@@ -14,7 +14,7 @@ from holdfast.failpoint import failpoint
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors, DataFile, Part
-from holdfast.health.replicas import Difference, ReplicaWatch
+from holdfast.health.replicas import ReplicaDifference, ReplicaWatch
 from holdfast.home.attempts import check_not_fenced
 from holdfast.home.commit import check_not_refused, publish
 from holdfast.home.listing import CheckpointId, scan
@@ -61,7 +61,7 @@ class Drain:
         home: Store,
         config: KeeperConfig,
         on_drained: Callable[[Drained], None],
-        on_differences: Callable[[int, Sequence[Difference]], None] = lambda _step, _found: None,
+        on_differences: Callable[[int, Sequence[ReplicaDifference]], None] = lambda _step, _found: None,
     ) -> None:
         self._local, self._home, self._config = local, home, config
         self._on_drained, self._on_differences = on_drained, on_differences

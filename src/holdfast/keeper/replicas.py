@@ -6,11 +6,11 @@ import os
 
 from holdfast.errors import Corrupt
 from holdfast.format import part as parts
-from holdfast.format.audit import MAX_HOST_CHARS, Audit
+from holdfast.format.audit import MAX_HOST_CHARS, AuditedReplicas
 from holdfast.format.hashes import short_digest
 
 
-def hash_replicas(draft: bytes, arena: memoryview, what: str) -> Audit | None:
+def hash_replicas(draft: bytes, arena: memoryview, what: str) -> AuditedReplicas | None:
     """Return the hashes that a draft orders; None if it orders nothing.
 
     Raises:
@@ -25,4 +25,6 @@ def hash_replicas(draft: bytes, arena: memoryview, what: str) -> Audit | None:
         if one.at + one.num_bytes > len(arena):
             raise Corrupt(f"{what} orders bytes to {one.at + one.num_bytes} of {len(arena)}.", key=what)
     hashes = tuple(short_digest(arena[one.at : one.at + one.num_bytes]) for one in ordered)
-    return Audit(os.uname().nodename[:MAX_HOST_CHARS], tuple(one.replica for one in ordered), hashes)
+    return AuditedReplicas(
+        os.uname().nodename[:MAX_HOST_CHARS], tuple(one.replica for one in ordered), hashes
+    )

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, RetryLater
-from holdfast.health.replicas import Difference
+from holdfast.health.replicas import ReplicaDifference
 from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId
 from holdfast.home.retain import Deleted
@@ -52,7 +52,7 @@ class Reports:
         reply = kind(step, type(error).__name__, str(error)[: messages.MAX_DETAIL])
         self._report("fenced" if is_fenced else "failed", reply, step=step, detail=str(error))
 
-    def differences(self, step: int, found: Sequence[Difference]) -> None:
+    def differences(self, step: int, found: Sequence[ReplicaDifference]) -> None:
         """Report replicas that differ in a committed checkpoint."""
         for one in found:
             members = {"difference": one.members()}

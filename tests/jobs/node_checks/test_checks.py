@@ -19,7 +19,7 @@ import holdfast
 from holdfast.home.space import measure_space
 from holdfast.jobs.node.checks import gate, gpu_script, product
 from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s, first_difference
-from holdfast.jobs.node.checks.gate import CheckedPlaces, Gate, make_plan
+from holdfast.jobs.node.checks.gate import CheckedPlaces, NodeGate, make_plan
 from holdfast.jobs.node.checks.memory import check_memory, compare_copy
 from holdfast.jobs.node.checks.product import (
     GOLDEN,
@@ -57,7 +57,7 @@ def fill(ballast: Path) -> None:
 
 def run(plan: Plan) -> NodeChecks:
     """Return the results of a gate."""
-    return Gate("here", plan).wait(lambda: None)
+    return NodeGate("here", plan).wait(lambda: None)
 
 
 # -- disks -----------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_a_check_that_fails_is_a_result() -> None:
 
 def test_a_command_for_gpus_is_part_of_the_gate() -> None:
     command = [sys.executable, gpu_script.__file__, "cpu"]
-    found = Gate("here", {}, (command, os.environ)).wait(lambda: None)
+    found = NodeGate("here", {}, (command, os.environ)).wait(lambda: None)
     assert [(one.name, one.where, one.trouble) for one in found.checks] == [("gpu", "cpu", "")]
 
 

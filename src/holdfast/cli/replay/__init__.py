@@ -27,7 +27,7 @@ from holdfast.cli.replay.verdict import (
     judge,
 )
 from holdfast.cli.tables import print_json
-from holdfast.cli.trials.comparison import Comparison, compare_sides, open_side, print_rows
+from holdfast.cli.trials.comparison import CheckpointComparison, compare_sides, open_side, print_rows
 from holdfast.cli.trials.runs import Trials, script_words, show_progress
 from holdfast.cli.trials.traces import Trace
 from holdfast.environment import place_in_sandbox
@@ -113,7 +113,7 @@ class _Replay:
         return self._facts(verdict, record, None if verdict.name == SOUND else metric)
 
     def _facts(
-        self, verdict: ReplayVerdict, record: Comparison, metric: MetricDifference | None
+        self, verdict: ReplayVerdict, record: CheckpointComparison, metric: MetricDifference | None
     ) -> dict[str, Any]:
         start, end = self._span.start, self._span.end
         return {
@@ -150,7 +150,7 @@ class _Replay:
     def _home(self, name: str) -> Path:
         return place_in_sandbox(self._trials.homes(name), self._place)
 
-    def _compare_with_record(self, name: str) -> Comparison:
+    def _compare_with_record(self, name: str) -> CheckpointComparison:
         end = self._span.end
         record = open_side(self._store.url, end.step, end.attempt)
         replayed = open_side(os.fspath(self._home(name)), end.step)
@@ -161,7 +161,7 @@ class _Replay:
             )
         return compare_sides(record, replayed, of_a="the record", of_b="the replay")
 
-    def _compare_runs(self) -> Comparison:
+    def _compare_runs(self) -> CheckpointComparison:
         sides = (open_side(os.fspath(self._home(name)), self._span.end.step) for name in ("first", "second"))
         return compare_sides(*sides, of_a="the first replay", of_b="the second replay")
 

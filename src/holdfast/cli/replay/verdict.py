@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.cli.trials.comparison import Comparison, DifferenceRow
+from holdfast.cli.trials.comparison import CheckpointComparison, DifferenceRow
 
 SOUND, DIFFERS, RANDOM = "sound", "differs", "not deterministic"
 """Verdicts: equal to the record; both replays agree, and differ from it; they differ from each other."""
@@ -21,7 +21,9 @@ class ReplayVerdict:
     matches_once: bool  # one of two replays equals the record
 
 
-def judge(record: Comparison, again: Comparison | None, between: Comparison | None) -> ReplayVerdict:
+def judge(
+    record: CheckpointComparison, again: CheckpointComparison | None, between: CheckpointComparison | None
+) -> ReplayVerdict:
     """Return the verdict.
 
     Values that differ between two replays are no evidence about the record, such as a time, or generators
@@ -40,7 +42,7 @@ def judge(record: Comparison, again: Comparison | None, between: Comparison | No
     return ReplayVerdict(DIFFERS if rows else SOUND, rows, matches_once=False)
 
 
-def _has_tensors(found: Comparison) -> bool:
+def _has_tensors(found: CheckpointComparison) -> bool:
     return any(not row.key.startswith("rng.") and row.is_tensor for row in found.rows)
 
 

@@ -23,7 +23,7 @@ class DifferenceRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class CheckpointComparison:
     """Differences of two checkpoints, and the number of tensors and values that were compared."""
 
     rows: tuple[DifferenceRow, ...]
@@ -46,7 +46,7 @@ def open_side(home: str, step: int, attempt: int | None = None) -> Side:
     return Side(store, open_checkpoint(store, step, attempt=attempt))
 
 
-def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> Comparison:
+def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> CheckpointComparison:
     """Compare two checkpoints.
 
     Args:
@@ -57,7 +57,9 @@ def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> Comparison:
         RetryLater: a store failed.
     """
     found = compare(a, b)
-    return Comparison(tuple(_rows(found, of_a, of_b)), found.num_compared + len(a.checkpoint.values()))
+    return CheckpointComparison(
+        tuple(_rows(found, of_a, of_b)), found.num_compared + len(a.checkpoint.values())
+    )
 
 
 def _rows(found: Difference, of_a: str, of_b: str) -> list[DifferenceRow]:

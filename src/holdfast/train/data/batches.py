@@ -16,7 +16,7 @@ from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.rawbytes import view_bytes
 from holdfast.state.loader_watch import num_returned
 from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch
-from holdfast.train.data.progress import Pass, Progress
+from holdfast.train.data.progress import BatchProgress, Pass
 from holdfast.train.data.ranges import Ranges, add_range
 
 Unit = TypeVar("Unit")
@@ -78,7 +78,7 @@ class Batches(ABC, Generic[Unit]):
                 rank=self.rank,
             )
         self._layout = EpochLayout(batch_size, self._num_shares, drop_last, self._count_units)
-        self._progress = Progress(self._layout)
+        self._progress = BatchProgress(self._layout)
         self._newest: weakref.ref[_Epoch[Unit]] | None = None
         self._has_warned = False
 

@@ -39,7 +39,7 @@ class Pass:
         self.num_completed = 0
 
 
-class Progress:
+class BatchProgress:
     """Position of a training in its batches.
 
     Loaders draw batches before training uses them. The position is that of the samples which completed

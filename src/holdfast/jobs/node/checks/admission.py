@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.environment import read_progress
-from holdfast.jobs.node.checks.gate import CheckedPlaces, Gate, make_plan
+from holdfast.jobs.node.checks.gate import CheckedPlaces, NodeGate, make_plan
 from holdfast.jobs.node.checks.result import (
     MODE,
     OFF,
@@ -45,12 +45,12 @@ class Admission:
     ) -> None:
         self._path, self._log = node.checks, log
         self._mode = self._read_mode(plan.environment.get(MODE))
-        self._gate: Gate | None = None
+        self._gate: NodeGate | None = None
         if self._mode == OFF:
             return
         try:
             gpus = None if is_contained else _gpu_command(plan)
-            self._gate = Gate(machine_name(), make_plan(_places(plan, job, is_contained)), gpus)
+            self._gate = NodeGate(machine_name(), make_plan(_places(plan, job, is_contained)), gpus)
         except OSError as error:  # no process or descriptor is left: the commands will need some too
             self._write(f"the checks of this node cannot start: {error}")
 

@@ -41,7 +41,7 @@ class CheckedPlaces:
     num_nodes: int = 1
 
 
-class Gate:
+class NodeGate:
     """Checks of a node that are running.
 
     Args:

@@ -151,8 +151,10 @@ class Session:
         """Check that a checkpoint without a position in the data is not resumed with `data=`."""
         if choice is not None and self._feed is not None:
             raise InvalidInput(
-                f"{choice.folder} is the Trainer's own, without a position in the data, and attach() was given "
-                "data=, whose order is another one. Nothing was trained. Leave data= out to finish this run, or "
+                f"{choice.folder} is the Trainer's own, without a position in the data, and "
+                f"attach() was given "
+                "data=, whose order is another one. Nothing was trained. Leave data= out to finish "
+                "this run, or "
                 "begin a new one.",
                 step=choice.step,
             )

@@ -72,7 +72,7 @@ class DataFeed:
         self.batches.load_state_dict(state)
 
     def loader(self, trainer: Trainer, stock: Any) -> DataLoader[Any]:
-        """Return a loader like the Trainer's own that reads this feed, and is not divided again.
+        """Return a loader like the Trainer's own that reads this feed, undivided.
 
         Args:
             trainer: the Trainer.

@@ -20,7 +20,7 @@ import torch
 import holdfast
 from holdfast.cli.demo.training import digest
 from holdfast.state import rng
-from holdfast.train.lengths.batches import fingerprint
+from holdfast.train.data.batches import fingerprint
 
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.AdamW(model.parameters())

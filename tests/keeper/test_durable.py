@@ -133,7 +133,7 @@ def test_a_manifest_becomes_visible_when_all_its_files_are_durable(
         link(source, target, **more)
 
     monkeypatch.setattr(os, "link", watched)
-    monkeypatch.setattr("holdfast.home.commit.merge_parts", lambda *_, before: None)
+    monkeypatch.setattr("holdfast.home.commit.merge_parts", lambda *_, **__: None)
     monkeypatch.setattr("holdfast.format.manifest.document", lambda _: b"manifest")
     commit(store, make_config(str(home), 0, 3).writer, 5)
     assert lacking == []

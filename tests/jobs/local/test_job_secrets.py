@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.jobs.description import describe_job
 from holdfast.jobs.engine import Job
+from holdfast.jobs.node import processes
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
@@ -99,17 +100,23 @@ def test_jobs_that_never_start_have_no_secrets(harness: JobHarness, monkeypatch:
     harness.wait(running)
 
 
+def kill_controllers(harness: JobHarness, job: Job) -> bool:
+    """Kill the job's controllers and their guardians; return True if none is left."""
+    processes.kill(harness.roles(job, "controller"))
+    return not harness.roles(job, "controller")
+
+
 @pytest.mark.parametrize("point", ["jobs.ended", "jobs.plans"])
 def test_the_next_command_removes_secrets_that_a_killed_controller_has_left(
     harness: JobHarness, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    # Without a mark, so that it also kills the controller that an agent may start at its end.
+    # Without a mark, so that it kills each controller that the guardian, or an agent at its end, starts.
     monkeypatch.setenv("HOLDFAST_KILL_AT", point)
     job = harness.submit("true", TOKEN=SECRET)
     monkeypatch.delenv("HOLDFAST_KILL_AT")
     harness.wait_for(job, lambda: harness.record(job).life.status.is_final, "the end of the job")
     harness.wait_for(job, lambda: not harness.roles(job, "agent"), "the end of the agent")
-    harness.wait_for(job, lambda: not harness.roles(job, "controller"), "the end of the controllers")
+    harness.wait_for(job, lambda: kill_controllers(harness, job), "the end of the controllers")
     assert "environment.json" in holders(harness, job)
     assert harness.engine.job(job.id).status is JobStatus.SUCCEEDED
     assert not holders(harness, job)

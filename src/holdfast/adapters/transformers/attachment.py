@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeVar
 from transformers import Trainer
 
 from holdfast.adapters.attached_class import check_attach, insert_class
+from holdfast.adapters.transformers.data_feed import DataFeed, check_data
 from holdfast.adapters.transformers.flow import FlowCallback
 from holdfast.adapters.transformers.settings import Settings
 from holdfast.adapters.transformers.support import check_trainer
 from holdfast.adapters.transformers.trainer import HoldfastTrainer
 from holdfast.checkpointer.options import Home, parse_home
 from holdfast.errors import InvalidInput
+from holdfast.train.data import Batches
 
 _T = TypeVar("_T", bound=Trainer)
 _DECIDED = {
@@ -29,6 +31,7 @@ def attach(
     trainer: _T,
     home: str | os.PathLike[str] | Home | None = None,
     *,
+    data: Batches[Any] | None = None,
     folders: bool | Literal["all"] = True,
     **options: Any,
 ) -> _T:
@@ -42,12 +45,15 @@ def attach(
     Args:
         trainer: a `Trainer`, `Seq2SeqTrainer`, `SFTTrainer` or an object of another subclass.
         home: folder or URL of the run's checkpoints; by default `holdfast` in the output directory.
+        data: order of the training data, such as `GlobalBatches(len(train_dataset), 64)`, which resumes in
+            mid-epoch on any number of ranks. It replaces the Trainer's sampler and batch size.
         folders: at the end of `train`, write the newest and the best checkpoint as folders `checkpoint-N`
             that `from_pretrained` and the Trainer itself can read; "all" for every checkpoint that is kept.
         options: other options of `Checkpointer`, such as `local`, `memory`, `preemption` or `limits`.
 
     Raises:
-        InvalidInput: the Trainer is already attached, or an option is wrong or decided by its arguments.
+        InvalidInput: the Trainer is already attached, an option is wrong or decided by its arguments, or
+            `data` does not fit them.
         Unsupported: the Trainer saves in a way that Holdfast does not replace, such as with DeepSpeed.
 
     Ranks: every rank calls it; not collective.
@@ -56,9 +62,11 @@ def attach(
     if folders not in (True, False, "all"):
         raise InvalidInput(f'folders= is True, False or "all", not {folders!r}. The Trainer was not changed.')
     check_trainer(trainer)
+    if data is not None:
+        check_data(trainer, data)
     if home is None:
         home = Path(trainer.args.output_dir or ".") / "holdfast"
-    settings = Settings(parse_home(home), folders, options)
+    settings = Settings(parse_home(home), folders, options, None if data is None else DataFeed(data))
     attached = insert_class(trainer, HoldfastTrainer, before=Trainer)
     attached.holdfast_settings = settings
     attached.add_callback(FlowCallback(attached))

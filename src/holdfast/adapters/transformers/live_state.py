@@ -17,6 +17,7 @@ from transformers.utils.import_utils import is_peft_available
 MODEL = "model"
 TRAINING = ("optimizer", "scheduler", "scaler")
 """Keys of what is restored once the Trainer has made it; a Trainer need not have all of them."""
+DATA = "data"
 TRAINER_STATE = "trainer_state"
 PROGRESS = "progress"
 GENERATORS = "rng"

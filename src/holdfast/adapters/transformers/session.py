@@ -17,6 +17,7 @@ from holdfast.adapters.transformers.choice import Choice, Chooser
 from holdfast.adapters.transformers.end_folder import write_folder
 from holdfast.adapters.transformers.folders import Folders, surplus
 from holdfast.adapters.transformers.live_state import (
+    DATA,
     MODEL,
     PROGRESS,
     TRAINER_STATE,
@@ -71,6 +72,9 @@ class Session:
         self._trainer, self._settings, self._ignored_keys = trainer, settings, ignored_keys
         self._args, options = trainer.args, dict(settings.options)
         self._state: dict[str, Any] = {MODEL: live_objects(trainer)[MODEL], TRAINER_STATE: "", PROGRESS: {}}
+        self._feed = settings.feed
+        if self._feed is not None:
+            self._state[DATA] = self._feed
         self._is_quiet = bool(options.pop("quiet", False))
         self._timeout_s = options.get("limits", Limits()).rank_timeout_s
         self._ranks = Ranks(timeout_s=self._timeout_s)
@@ -132,6 +136,7 @@ class Session:
         choice = chooser.choose(asked) if asked else chooser.check_new()
         self._list_steps(choice)
         if choice is None or not choice.home:
+            self._check_position(choice)
             return None if choice is None else choice.folder
         self._source = source = ResumeSource(self._checkpointer_of(choice), self._state, choice.step)
         self._folders.make(choice.step, source.trainer_state, self._trainer.model, home=choice.home)
@@ -141,6 +146,18 @@ class Session:
         if self._ranks.rank == 0 and not self._is_quiet:
             _log.info("resuming from step %d of %s", choice.step, choice.home)
         return self._folders.path(choice.step)
+
+    def _check_position(self, choice: Choice | None) -> None:
+        """Check that a checkpoint without a position in the data is not resumed with `data=`."""
+        if choice is not None and self._feed is not None:
+            raise InvalidInput(
+                f"{choice.folder} is the Trainer's own, without a position in the data, and "
+                f"attach() was given "
+                "data=, whose order is another one. Nothing was trained. Leave data= out to finish "
+                "this run, or "
+                "begin a new one.",
+                step=choice.step,
+            )
 
     def _list_steps(self, choice: Choice | None) -> None:
         """List all checkpoints except those after the one that training resumes from."""
@@ -170,6 +187,8 @@ class Session:
     def load_training(self) -> None:
         """Load optimizer, scheduler and scaler of the checkpoint."""
         self._state.update(live_objects(self._trainer))
+        if self._feed is not None:
+            self._resumed.load_data()
         self._resumed.load_training(may_lack=self._args.save_only_model)
 
     def load_generators(self) -> None:
@@ -200,6 +219,8 @@ class Session:
         """
         trainer, source = self._trainer, self._source
         self._state.update(live_objects(trainer))
+        if self._feed is not None:
+            self._feed.begin(trainer.state.global_step)
         if source is None or source.progress.world_size != self._ranks.world_size:
             return
         write_counters(trainer, source.progress.counters)
@@ -214,6 +235,8 @@ class Session:
 
         Ranks: collective.
         """
+        if self._feed is not None:
+            self._feed.reach(step)
         self._checkpointer.should_save(step)
         self._remove_doomed()
 

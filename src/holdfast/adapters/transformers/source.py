@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 from holdfast.adapters.transformers.live_state import (
+    DATA,
     GENERATORS,
     MODEL,
     PROGRESS,
@@ -44,6 +45,10 @@ class ResumeSource:
     def load_model(self) -> None:
         """Load the model."""
         self._load([MODEL])
+
+    def load_data(self) -> None:
+        """Load the position in the data."""
+        self._load([DATA])
 
     def load_training(self, *, may_lack: bool) -> None:
         """Load optimizer, scheduler and scaler.

@@ -65,6 +65,12 @@ class HoldfastTrainer(Trainer):
         return output
 
     @override
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of the training data, with the batches that were given to `attach`."""
+        loader, feed = super().get_train_dataloader(), self.holdfast_settings.feed
+        return loader if feed is None else feed.loader(self, loader)
+
+    @override
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.holdfast_session is None:
             super()._save_checkpoint(model, trial)

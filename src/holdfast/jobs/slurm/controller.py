@@ -412,7 +412,8 @@ class SlurmController(Controller):
 
         Slurm itself starts a job again whose first node has failed, and does not leave that node out.
         """
-        found = set(self._choose_left_out()) & set(_own_names()) - set(self._stored.left_out)
+        unwanted = set(self._choose_left_out()) - set(self._stored.left_out)
+        found = unwanted & set(_own_names()) if unwanted else set[str]()
         if found:
             _log.warning("requeued, to leave out %s: see `holdfast nodes`", ", ".join(sorted(found)))
             self._store(dataclasses.replace(self._stored, left_out=(*self._stored.left_out, *sorted(found))))

@@ -1,7 +1,8 @@
 """Training of a tiny model by a Trainer: `train.py OUTPUT_DIR JSON`. Prints the end of the run as JSON.
 
 Members of the JSON, all optional: `arguments` of TrainingArguments, `resume`, `stock` (without Holdfast),
-`attach` (its options), `kind` ("gpt", "peft" or "sft"), and `kill_at` with `signal` and `rank`.
+`attach` (its options), `batches` (samples in a step; those used are logged), `kind` ("gpt", "peft" or
+"sft"), and `kill_at` with `signal` and `rank`.
 """
 
 # TRL and datasets are not in every environment.
@@ -14,6 +15,7 @@ import os
 import random
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,12 +35,27 @@ VOLATILE = ("runtime", "per_second", "train_loss")
 class Numbers(torch.utils.data.Dataset[dict[str, Any]]):
     """Sixty-four rows of eight tokens."""
 
+    def __init__(self, has_index: bool = False) -> None:
+        self.has_index = has_index
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.has_index:
+            return {**Numbers()[index], "index": index}
         row = torch.randint(0, 50, (8,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": row, "labels": row.clone()}
+
+
+class LoggingTrainer(Trainer):
+    """Trainer that appends step and samples of each batch that it trains on to a file."""
+
+    def training_step(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+        samples = " ".join(str(one) for one in inputs.pop("index").tolist())
+        with (Path(str(self.args.output_dir)) / "samples").open("a") as out:
+            out.write(f"{self.state.global_step} {samples}\n")
+        return super().training_step(model, inputs, *rest, **options)
 
 
 class Killer(TrainerCallback):
@@ -82,10 +99,17 @@ def make_trainer(output_dir: str, plan: dict[str, Any]) -> Trainer:
 
         options: Any = {"args": SFTConfig(**arguments), "train_dataset": Dataset.from_list(rows)}
         return SFTTrainer(make_model(kind), callbacks=callbacks, processing_class=_tokenizer(), **options)
-    return Trainer(
+    has_index = "batches" in plan
+    if has_index:
+        if os.environ.get("RANK", "0") == "0":
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            with (Path(output_dir) / "samples").open("a") as out:
+                out.write("start\n")
+        arguments["remove_unused_columns"] = False
+    return (LoggingTrainer if has_index else Trainer)(
         make_model(kind),
         TrainingArguments(**arguments),
-        train_dataset=Numbers(),
+        train_dataset=Numbers(has_index),
         eval_dataset=Numbers() if "eval_strategy" in arguments else None,
         callbacks=callbacks,
     )
@@ -101,6 +125,15 @@ def _tokenizer() -> Any:
         pad_token="t0",
         eos_token="t1",
     )
+
+
+def make_batches(plan: dict[str, Any], trainer: Any) -> Any:
+    if "batches" not in plan:
+        return None
+    from holdfast.train.data import GlobalBatches
+
+    accumulation_steps = trainer.args.gradient_accumulation_steps
+    return GlobalBatches(len(trainer.train_dataset), plan["batches"], accumulation_steps=accumulation_steps)
 
 
 def end_of(trainer: Any) -> dict[str, Any]:
@@ -133,7 +166,7 @@ def main() -> None:
     if not plan.get("stock"):
         from holdfast.adapters.transformers import attach
 
-        attach(trainer, **plan.get("attach", {}))
+        attach(trainer, data=make_batches(plan, trainer), **plan.get("attach", {}))
     trainer.train(resume_from_checkpoint=plan.get("resume"))
     sys.stdout.write(json.dumps(end_of(trainer)) + "\n")
 

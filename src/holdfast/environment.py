@@ -51,7 +51,7 @@ def read_integer(name: str, default: int, *, minimum: int = 0) -> int:
 
 
 def is_dry_run() -> bool:
-    """Return True in a process whose homes are in a sandbox, as in `holdfast check`, `replay` and `tune`."""
+    """Return True in a process whose homes are in a sandbox."""
     return bool(os.environ.get(SANDBOX))
 
 

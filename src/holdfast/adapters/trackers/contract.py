@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowPlace:
     """Place of a row in a run.
 
     Attributes:
@@ -26,11 +26,11 @@ class TrackedRun(ABC):
     """Run of one library. All calls are made by one thread; any may raise any error of the library."""
 
     @abstractmethod
-    def begin(self, place: Place) -> None:
+    def begin(self, place: RowPlace) -> None:
         """Start the run, or continue it. Called before the first row of each attempt."""
 
     @abstractmethod
-    def write(self, place: Place, values: Mapping[str, float]) -> None:
+    def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
         """Log a row, without the values of steps that the run has."""
 
     @abstractmethod

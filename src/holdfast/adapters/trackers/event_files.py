@@ -9,7 +9,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from holdfast.adapters.trackers.contract import Place, TrackedRun
+from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
 from holdfast.adapters.trackers.tracker import Tracker
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import Unsupported
@@ -49,14 +49,14 @@ class _EventFiles(TrackedRun):
         self._writer: Any = None
 
     @override
-    def begin(self, place: Place) -> None:
+    def begin(self, place: RowPlace) -> None:
         if self._writer is not None:
             self._writer.close()
         purge_step = place.step if place.attempt > 1 else None
         self._writer = self._make(self._log_dir, purge_step=purge_step, **self._options)
 
     @override
-    def write(self, place: Place, values: Mapping[str, float]) -> None:
+    def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, place.step)
         self._writer.flush()  # by default a kill would lose the rows of two minutes

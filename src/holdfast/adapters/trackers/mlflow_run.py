@@ -9,7 +9,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from holdfast.adapters.trackers.contract import Place, TrackedRun
+from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
 from holdfast.adapters.trackers.newest_steps import NONE, NewestSteps
 from holdfast.adapters.trackers.tracker import Tracker
 from holdfast.checkpointer import Checkpointer
@@ -62,7 +62,7 @@ class _MlflowRun(TrackedRun):
         self._newest = NewestSteps(self._read_newest)
 
     @override
-    def begin(self, place: Place) -> None:
+    def begin(self, place: RowPlace) -> None:
         if not self._run:
             self._client = self._mlflow.MlflowClient(self._uri)
             self._run = self._find(place.run)
@@ -89,7 +89,7 @@ class _MlflowRun(TrackedRun):
         return max((one.step for one in self._client.get_metric_history(self._run, name)), default=NONE)
 
     @override
-    def write(self, place: Place, values: Mapping[str, float]) -> None:
+    def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
         if new := self._newest.take(place.step, values):
             now_ms = int(time.time() * 1000)
             metric = self._mlflow.entities.Metric

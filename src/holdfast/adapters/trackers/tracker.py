@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import SupportsFloat, final
 
-from holdfast.adapters.trackers.contract import Place, TrackedRun
+from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
 from holdfast.adapters.trackers.run_numbers import read_run_numbers
 from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
@@ -31,7 +31,7 @@ _Values = dict[str, float | PendingScalar]
 
 @final
 class Tracker:
-    """Numbers of a training for MLflow or TensorBoard, as one curve through all restarts and rollbacks.
+    """Numbers of a training for MLflow or TensorBoard, as one curve.
 
     Made by `attach_mlflow` and `attach_tensorboard`. A thread of its own sends the rows, and
     every 30 s the numbers of the run's history: saves, restores, rollbacks, steps lost and goodput. An error
@@ -47,7 +47,7 @@ class Tracker:
     def __init__(self, ckpt: Checkpointer, run: TrackedRun, *, name: str) -> None:
         self._ckpt, self._run, self._name = ckpt, run, name
         self._early: deque[tuple[int, _Values]] = deque(maxlen=MAX_WAITING)  # rows before the claim
-        self._rows: deque[tuple[Place, _Values]] = deque()
+        self._rows: deque[tuple[RowPlace, _Values]] = deque()
         self._changed = threading.Condition()
         self._num_dropped = 0
         self._problem: str | None = None
@@ -91,7 +91,7 @@ class Tracker:
         with self._changed:
             while self._early:
                 step, values = self._early.popleft()
-                self._rows.append((Place(run, attempt, step), values))
+                self._rows.append((RowPlace(run, attempt, step), values))
             while len(self._rows) > MAX_WAITING:
                 self._rows.popleft()
                 self._num_dropped += 1
@@ -149,7 +149,7 @@ class Tracker:
             self._try(lambda: self._send_numbers(place))
             self._try(lambda: self._run.end(has_failed=self._has_failed))
 
-    def _next_row(self) -> tuple[Place, _Values] | None:
+    def _next_row(self) -> tuple[RowPlace, _Values] | None:
         """Return the next row as soon as there is one; None at the end."""
         with self._changed:
             while True:
@@ -160,8 +160,8 @@ class Tracker:
                     return None
                 self._changed.wait(max(0.0, wait_s) if self._rows else None)
 
-    def _put_back(self, row: tuple[Place, _Values]) -> None:
-        """Keep a row whose run could not be started; at the end there is no further try."""
+    def _put_back(self, row: tuple[RowPlace, _Values]) -> None:
+        """Keep a row whose run could not be started, unless the tracker is closing."""
         with self._changed:
             if self._is_closed:
                 self._rows.clear()
@@ -177,14 +177,14 @@ class Tracker:
             return False
         return True
 
-    def _send(self, place: Place, values: _Values) -> None:
+    def _send(self, place: RowPlace, values: _Values) -> None:
         attempt = place.run, place.attempt
         if attempt != self._begun:
             self._run.begin(place)
             self._begun = attempt
         self._run.write(place, {name: _read(value) for name, value in values.items()})
 
-    def _send_numbers(self, place: Place) -> None:
+    def _send_numbers(self, place: RowPlace) -> None:
         self._next_numbers_s = time.monotonic() + NUMBERS_PERIOD_S
         self._run.write(place, read_run_numbers(self._ckpt.home))
 

@@ -50,6 +50,11 @@ def read_integer(name: str, default: int, *, minimum: int = 0) -> int:
     return int(value)
 
 
+def is_dry_run() -> bool:
+    """Return True in a process whose homes are in a sandbox."""
+    return bool(os.environ.get(SANDBOX))
+
+
 def sandboxed(place: str) -> str:
     """Return `place`, or in a dry run an empty folder of the sandbox.
 

@@ -169,6 +169,23 @@ class Checkpointer:
         return self._training.attempt.base_attempt
 
     @property
+    def run_id(self) -> str | None:
+        """Id of the run, the same at every start; None before this start has claimed its home."""
+        keeper = self._training.attempt.keeper
+        return None if keeper is None else keeper.config.run
+
+    @property
+    def attempt(self) -> int | None:
+        """Number of the present attempt; None before the claim. Each start has its own, and each rollback."""
+        keeper = self._training.attempt.keeper
+        return None if keeper is None else keeper.config.attempt
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self._components.ranks.rank
+
+    @property
     def num_skipped(self) -> int:
         """Number of saves that were skipped because no staging memory was free."""
         return self._components.pipeline.num_skipped

@@ -1,0 +1,65 @@
+"""Trackers: what the libraries have stored is one curve, after a kill and after a rollback."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import nursery
+from adapters.trackers.stored import read
+from adapters.trackers.training import attach
+from checkpointer.skipping import GO_BACK, Story
+from stage.training import make_checkpointer, wait_until
+
+SCRIPT = str(Path(__file__).with_name("training.py"))
+NEEDS = {"mlflow": "mlflow", "tensorboard": "tensorboard"}
+
+
+@pytest.fixture(params=list(NEEDS))
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    pytest.importorskip(NEEDS[request.param])
+    return request.param
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore", "error::holdfast.errors.SaveWarning")  # those of the libraries
+def test_a_killed_training_continues_its_curve(library: str, tmp_path: Path) -> None:
+    home, folder, env = tmp_path / "home", tmp_path / "logs", dict(os.environ)
+    folder.mkdir()
+    arguments = ["-W", "ignore", SCRIPT, library, str(home), str(folder)]
+    child = nursery.shared().start([*arguments, "40", "25"], tmp_path / "output", env=env)
+    wait_until(lambda: (24, 1024) in read(library, folder).get("loss", []))
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    again = nursery.shared().run([*arguments, "40"], env=env)
+    assert again.returncode == 0, again.stderr
+    found = read(library, folder)
+    first_of_second = 20 if library == "tensorboard" else 25
+    assert found["loss"] == [(one, one + 1000 * (1 + (one >= first_of_second))) for one in range(40)]
+    assert found["holdfast/restores"][-1][1] == 1
+    assert 0 < found["holdfast/goodput"][-1][1] <= 1
+
+
+@pytest.mark.filterwarnings("ignore", "error::holdfast.errors.SaveWarning")  # those of the libraries
+def test_a_rollback_does_not_double_steps(library: str, tmp_path: Path) -> None:
+    story, folder = Story(tmp_path / "home", bad=range(400, 408 + 4)), tmp_path / "logs"
+    folder.mkdir()
+    logged: dict[int, list[int]] = {}
+    ckpt = make_checkpointer(story.home, story.state, on_spike=GO_BACK, every=10, keep=3)
+    with ckpt, attach(library, ckpt, folder) as tracker:
+        for step in ckpt.steps(150):
+            story.step(ckpt)
+            logged.setdefault(step, []).append(ckpt.attempt or 0)
+            tracker.log({"loss": ckpt.attempt or 0}, step=step)
+    assert max(map(len, logged.values())) > 1, "no step was done again"
+    found = read(library, folder)
+    counting = -1 if library == "tensorboard" else 0
+    assert found["loss"] == [(step, logged[step][counting]) for step in range(150)]
+    if library == "mlflow":
+        repeated = [(step, numbers[1]) for step, numbers in logged.items() if len(numbers) > 1]
+        assert found["loss-attempt-2"] == repeated
+    assert found["holdfast/rollbacks"][-1][1] == 1

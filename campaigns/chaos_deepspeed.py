@@ -25,15 +25,14 @@ class _Training:
         self.step = 0
         self._folder = str(out / "ckpt")
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+        parameters: Any = model.parameters()  # deepspeed asks for a module in its annotation
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
             "zero_optimization": {"stage": 1},
         }
         deepspeed.init_distributed("gloo")
-        self._engine: Any = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )[0]
+        self._engine: Any = deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
         if not is_stock():
             from holdfast.adapters.deepspeed import attach
 

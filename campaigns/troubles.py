@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.replaying.troubles import Troubles, wait
 from campaigns import counts
 from holdfast.home.history_lines import read_lines
 from holdfast.jobs.local.engine import LocalEngine
@@ -29,10 +30,6 @@ from holdfast.jobs.task.parser import Overrides, parse_task
 from holdfast.store import open_store
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-
-from replaying.troubles import Troubles, wait  # noqa: E402  # pyright: ignore[reportMissingImports]
-
 SCRIPT = ROOT / "campaigns" / "troubled_training.py"
 NUM_NODES = 4
 APART = 40  # steps from trouble to trouble

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from replaying import collection  # pyright: ignore[reportMissingImports]
-from replaying.schedule import (  # pyright: ignore[reportMissingImports]
+from benchmarks.replaying import collection
+from benchmarks.replaying.schedule import (
     Interruption,
     Trace,
     Trouble,
     from_counts,
     scale,
 )
-from replaying.traces import (  # pyright: ignore[reportMissingImports]
+from benchmarks.replaying.traces import (
     LLAMA_CAUSES,
     LLAMA_MTBF_H,
     parse_bamboo,

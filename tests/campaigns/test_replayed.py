@@ -11,8 +11,8 @@ import pytest
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 sys.path.append(BENCHMARKS)
 
-import replayed  # pyright: ignore[reportMissingImports]
-from replaying.progress import PARTS, Progress, sum_up  # pyright: ignore[reportMissingImports]
+import replayed  # noqa: E402  # pyright: ignore[reportMissingImports]
+from replaying.progress import PARTS, Progress, sum_up  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 sys.path.remove(BENCHMARKS)  # its files would hide folders of tests with the same name
 

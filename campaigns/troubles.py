@@ -1,9 +1,10 @@
 """Troubles of one job, one after another: `make troubles`.
 
 A small GPT trains on four nodes of `holdfast launch`. A rank is killed, one hangs, a node is lost, the disk
-is full, and the machine is preempted. The job must end with the loss of a job without troubles, bit for bit,
-and the report page of its run must list each trouble with its cost. As root, the home is on a small disk
-that really fills up; without root that trouble is left out.
+is full, the machine is preempted, some samples are poisoned, the weights of one rank drift, and one rank is
+slow. The job must end with the loss of a job without troubles that leaves out the same samples, bit for bit,
+and the report page of its run must list each trouble. As root, the home is on a small disk that really fills
+up; without root that trouble is left out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from benchmarks.replaying.troubles import Troubles, wait
 from campaigns import counts
 from holdfast.home.history_lines import read_lines
+from holdfast.home.rollbacks import read_rollbacks
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
@@ -32,24 +34,36 @@ from holdfast.store import open_store
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "campaigns" / "troubled_training.py"
 NUM_NODES = 4
-APART = 40  # steps from trouble to trouble
+APART = (
+    50  # steps from trouble to trouble; a spike is seen after 32, and a healthy checkpoint is saved by then
+)
 DISK = "48m"
 LEFT_BYTES = 256 * 1024  # what the full disk still has, which is enough for documents and not for data
 TASK = """\
 num_nodes: {num_nodes}
 resources: {{job_recovery: {{max_restarts_on_errors: 3}}}}
-run: exec {python} {script} {folder} {home} {steps}
+run: exec {python} {script} {folder} {home} {steps} {options}
 """
 
 
 class Run:
-    """A job in a folder of its own."""
+    """A job in a folder of its own.
 
-    def __init__(self, folder: Path, home: Path, steps: int) -> None:
+    Args:
+        options: of the training script.
+    """
+
+    def __init__(self, folder: Path, home: Path, steps: int, options: str = "") -> None:
         self.folder, self.home = folder, home
         folder.mkdir(parents=True)
         text = TASK.format(
-            num_nodes=NUM_NODES, python=sys.executable, script=SCRIPT, folder=folder, home=home, steps=steps
+            num_nodes=NUM_NODES,
+            python=sys.executable,
+            script=SCRIPT,
+            folder=folder,
+            home=home,
+            steps=steps,
+            options=options,
         )
         self.engine = LocalEngine()
         self.number = self.engine.submit(parse_task(text, "troubles.yaml", Overrides())).id
@@ -127,6 +141,26 @@ def fill_disk(run: Run) -> None:
         filler.unlink()
 
 
+def drift(run: Run) -> None:
+    """Flip a bit of one rank's weights, wait until the rank is named, and have the job start again."""
+    (run.folder / "flip").touch()
+    wait(lambda: bool(run.events("replicas-differ")), "the name of the rank that drifts")
+    run.troubles.kill_rank(0)
+
+
+def slow_down(run: Run) -> None:
+    """Slow one rank down until it is named."""
+    order = run.folder / "slow"
+    order.touch()
+    wait(lambda: bool(run.events("slow-rank")), "the name of the slow rank")
+    order.unlink()
+
+
+def wait_for_rollback(run: Run) -> None:
+    """Wait until training has gone back behind the poisoned samples."""
+    wait(lambda: bool(run.events("rollback")), "a rollback")
+
+
 def _of(event: str, words: str) -> Callable[[Run], str]:
     return lambda run: words if run.events(event) else ""
 
@@ -135,15 +169,17 @@ def _interruptions(run: Run) -> str:
     return f"{run.engine.job(run.number).attempt - 1} interruptions"
 
 
-# One line for each trouble, in their order. A trouble that the training causes itself, such as poisoned data
-# or a flipped bit, needs an option of the training as well.
 ORDEALS = (
     Ordeal("a killed rank", lambda run: run.troubles.kill_rank(2), _interruptions),
     Ordeal("a hang", lambda run: run.troubles.stop_rank(1), _of("hang", "(rank 1 stopped in")),
     Ordeal("a lost node", lambda run: run.troubles.lose_node(3), _interruptions),
     Ordeal("a full disk", fill_disk, _of("failed", "No space left"), needs_disk=True),
     Ordeal("a preemption", lambda run: run.troubles.send_notice(0), _of("ended", "preempted (")),
+    Ordeal("poisoned samples", wait_for_rollback, _of("rollback", "Rollbacks")),
+    Ordeal("a replica that drifts", drift, _of("replicas-differ", "rank 2")),
+    Ordeal("a slow rank", slow_down, _of("slow-rank", "rank 3")),
 )
+POISONED = next(number for number, one in enumerate(ORDEALS, 1) if one.cause is wait_for_rollback)
 
 
 def main() -> int:
@@ -168,7 +204,8 @@ def main() -> int:
 def _compare(folder: Path, disk: Path, ordeals: list[Ordeal], page: Path | None) -> list[counts.Count]:
     """Run the job with troubles and the one without, and return what failed."""
     steps = APART * (len(ordeals) + 1)
-    run = Run(folder / "troubled", disk / "home", steps)
+    poison = APART * (POISONED - len(ORDEALS) + len(ordeals)) + 10
+    run = Run(folder / "troubled", disk / "home", steps, f"--poison {poison}")
     try:
         for number, ordeal in enumerate(ordeals, 1):
             run.wait_for_step(APART * number + 3 * number)  # not at the same distance from a save
@@ -179,7 +216,8 @@ def _compare(folder: Path, disk: Path, ordeals: list[Ordeal], page: Path | None)
         missing = [one.name for one in ordeals if not (words := one.evidence(run)) or words not in text]
     finally:
         run.close()
-    clean = Run(folder / "clean", folder / "clean-home", steps)
+    skipped = " ".join(f"--skip {start} {stop}" for start, stop in _skipped(run))
+    clean = Run(folder / "clean", folder / "clean-home", steps, f"--poison {poison} {skipped}")
     try:
         expected = clean.finish()
     finally:
@@ -190,6 +228,12 @@ def _compare(folder: Path, disk: Path, ordeals: list[Ordeal], page: Path | None)
         counts.Count("troubles of one job", len(ordeals), len(missing), names),
         counts.Count("final loss, compared with a job without troubles", 1, int(loss != expected), loss),
     ]
+
+
+def _skipped(run: Run) -> list[tuple[int, int]]:
+    """Return the samples that the run has left out."""
+    found = read_rollbacks([open_store(run.home)], None).found
+    return [one.skipped["data"] for one in found]
 
 
 def _report(run: Run, page: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from holdfast.cli.check.causes import find_causes
 from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json
 from holdfast.cli.trials.comparison import DifferenceRow, compare_sides, open_side, print_rows
-from holdfast.cli.trials.runs import Trials, newest_steps, script_words, show_progress
+from holdfast.cli.trials.runs import Trials, newest_steps, script_words, show_progress, trial_folder
 from holdfast.cli.trials.traces import Trace, find_divergence, unseeded
 from holdfast.errors import InvalidInput
 from holdfast.units import parse_duration, plural
@@ -50,13 +49,8 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the trials, and print the differences. The exit status is 1 if resuming is not exact."""
     words = script_words(args.script, args.args)
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-check-"))
-    try:
+    with trial_folder("check", args.keep) as folder:
         report = _check(words, folder, steps=args.steps, timeout_s=parse_duration(args.timeout, "--timeout"))
-    finally:
-        if args.keep:
-            shutil.copytree(folder, args.keep, dirs_exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
     if args.json:
         print_json(report)
     else:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
-import tempfile
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -28,7 +26,7 @@ from holdfast.cli.replay.verdict import (
 )
 from holdfast.cli.tables import print_json
 from holdfast.cli.trials.comparison import CheckpointComparison, compare_sides, open_side, print_rows
-from holdfast.cli.trials.runs import Trials, script_words, show_progress
+from holdfast.cli.trials.runs import Trials, script_words, show_progress, trial_folder
 from holdfast.cli.trials.traces import Trace
 from holdfast.environment import place_in_sandbox
 from holdfast.errors import Corrupt, InvalidInput
@@ -75,17 +73,13 @@ def run(args: argparse.Namespace) -> int:
     timeout_s = parse_duration(args.timeout, "--timeout")
     store, _ = open_home(args.home)
     span = find_span(store, step=args.step, to_step=args.to)
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-replay-"))
     try:
-        trials = Trials(words, folder, timeout_s=timeout_s, on_progress=show_progress)
-        report = _Replay(store, absolute_place(args.home), span, trials).report()
+        with trial_folder("replay", args.keep) as folder:
+            trials = Trials(words, folder, timeout_s=timeout_s, on_progress=show_progress)
+            report = _Replay(store, absolute_place(args.home), span, trials).report()
     except Corrupt as error:  # 1 would mean that the replay differs
         print(f"holdfast: {error}", file=sys.stderr)
         return TROUBLE
-    finally:
-        if args.keep:
-            shutil.copytree(folder, args.keep, dirs_exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
     if args.json:
         print_json(report)
     else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from holdfast.cli.trials.traces import Trace, read_trace
@@ -103,6 +105,18 @@ def script_words(script: str, args: Sequence[str]) -> list[str]:
             f"The command {script!r} does not exist. Give a Python file, or a command after --."
         )
     return [script, *args]
+
+
+@contextlib.contextmanager
+def trial_folder(command: str, keep: str | None) -> Iterator[Path]:
+    """Yield a temporary folder for trials, which is copied to `keep` at the end."""
+    folder = Path(tempfile.mkdtemp(prefix=f"holdfast-{command}-"))
+    try:
+        yield folder
+    finally:
+        if keep:
+            shutil.copytree(folder, keep, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def show_progress(text: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from holdfast import jobs
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
+from holdfast.linux import locks
 from holdfast.linux.processes import start_time
 from jobs.notifications.receiver import SECRET, Receiver
 from jobs.slurm.harness import SlurmHarness
@@ -92,6 +93,8 @@ def test_the_next_command_sends_what_killed_processes_have_left(
     monkeypatch.delenv("HOLDFAST_KILL_AT")
     desk.wait_for(job, (desk.folder / "killed").exists, "the kill")
     assert desk.wait(job).status is JobStatus.SUCCEEDED
+    lock = desk.files(job).job.notifier_lock  # the mark is older than the kill
+    desk.wait_for(job, lambda: not locks.is_held(lock), "the end of the killed notifier")
     desk.engine.jobs()
     wait_for_end(desk, job)
     assert set(receiver.statuses) == {"SUCCEEDED"}

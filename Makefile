@@ -40,6 +40,7 @@ test: $(DEV) ## the default tests
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-all: $(DEV) ## the default tests and the slow ones
+	-$(MAKE) --no-print-directory crds .skypilot  # without a network, the tests that need them are skipped
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not gpu and not alone'
 	$(BIN)/python -m pytest -m alone
 
@@ -57,6 +58,11 @@ crds: $(CRDS:%=.crds/%) ## the published definitions of JobSet and PyTorchJob, f
 .crds/pytorchjob-%.yaml:
 	mkdir -p .crds
 	curl -fsSL -o $@ https://raw.githubusercontent.com/kubeflow/training-operator/v$*/manifests/base/crds/kubeflow.org_pytorchjobs.yaml
+
+.skypilot: # SkyPilot's example files, for the test that compares what they mean here
+	rm -rf $@.part
+	git clone --quiet --depth 1 https://github.com/skypilot-org/skypilot $@.part
+	mv $@.part $@
 
 lint: $(DEV) ## formatting, lint and types
 	$(BIN)/ruff format --check .

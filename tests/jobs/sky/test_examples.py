@@ -1,6 +1,6 @@
 """SkyPilot's own example files: jobs that it accepts are accepted, or refused for a known reason.
 
-Set SKYPILOT_SOURCE to a checkout of SkyPilot; its examples are not part of this repository.
+They are not part of this repository. `make test-all` clones SkyPilot into `.skypilot`; SKYPILOT_SOURCE names another checkout.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.task.parser import Overrides, load_tasks
 from jobs.sky.installed import skypilot
 
-SOURCE = os.environ.get("SKYPILOT_SOURCE", "")
+SOURCE = os.environ.get("SKYPILOT_SOURCE", str(Path(__file__).parents[3] / ".skypilot"))
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not SOURCE, reason="SKYPILOT_SOURCE does not name a checkout of SkyPilot"),
+    pytest.mark.skipif(not Path(SOURCE).is_dir(), reason="no checkout of SkyPilot: `make .skypilot`"),
 ]
 REASONS = {
     "files of its author": r"does not exist\. Nothing was started",

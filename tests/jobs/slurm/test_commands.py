@@ -39,3 +39,22 @@ def test_a_program_that_signals_always_end_is_an_error(calls: Path) -> None:
     with pytest.raises(RetryLater, match="exited with -15"):
         commands.kill_steps("7")
     assert len(calls.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("refusal", "fix"),
+    [
+        ("sbatch: error: Invalid generic resource (gres) specification", "sinfo -o %G"),
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "less"),
+        ("sbatch: error: invalid partition specified: fast", "sinfo -s"),
+        ("sbatch: error: Socket timed out", "timed out$"),
+    ],
+)
+def test_a_refused_submission_has_a_fix(calls: Path, refusal: str, fix: str) -> None:
+    """The texts are those of Slurm 22.05."""
+    program = calls.with_name("sbatch")
+    program.write_text(f"#!/bin/sh\necho '{refusal}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    with pytest.raises(RetryLater, match=fix) as caught:
+        commands.submit(calls)
+    assert refusal in str(caught.value)

@@ -21,6 +21,17 @@ _NUM_TRIES = 3
 """Tries of a command that may be repeated. Slurm sends its SIGTERM to all programs of a job, also to ours."""
 _KILL_WAIT_S = 30.0
 """Slurm's default for KillWait."""
+_FIXES = {
+    "invalid generic resource": "The cluster has no GPUs of this name: `sinfo -o %G` prints those it has. "
+    "Give them with --gpus NAME:N or as gres in config.slurm.sbatch_options, or use --gpus none.",
+    "invalid partition": "`sinfo -s` prints the partitions. Give one as partition in "
+    "config.slurm.sbatch_options.",
+    "requested node configuration": "No node has as much: `sinfo -o '%n %c %m %G'` prints the CPUs, MiB and "
+    "GPUs of each. Ask for less in resources.",
+    "invalid account": "Give your account as account in config.slurm.sbatch_options.",
+    "invalid qos": "Give a QOS of your account as qos in config.slurm.sbatch_options.",
+}
+"""Advice by words of sbatch's refusals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,11 @@ def submit(script: Path, *, exclude: str = "") -> str:
     Raises:
         RetryLater: Slurm did not accept it.
     """
-    output = _run(["sbatch", "--parsable", *_without(exclude), str(script)], _outer_environment())
+    try:
+        output = _run(["sbatch", "--parsable", *_without(exclude), str(script)], _outer_environment())
+    except RetryLater as error:
+        fix = next((fix for words, fix in _FIXES.items() if words in str(error).lower()), "")
+        raise RetryLater(f"{error}. {fix}".removesuffix(". ")) from error
     return output.strip().split(";")[0]
 
 

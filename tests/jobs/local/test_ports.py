@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from holdfast.jobs.local.ports import choose_port, fixed_ports, needs_port
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 
+JOB = Path("/home/a/.local/state/holdfast/jobs/77")
 MEET = """
 import os, pathlib, sys
 import torch, torch.distributed as dist
@@ -122,7 +124,13 @@ def test_a_port_in_the_variables_counts_and_one_is_given_where_it_is_asked_for()
 
 
 def test_a_port_on_which_a_program_listens_is_not_chosen() -> None:
-    port = choose_port(77, ())
-    assert choose_port(77, {port}) != port
+    port = choose_port(JOB, ())
+    assert choose_port(JOB, {port}) != port
     with socket.create_server(("127.0.0.3", port)):
-        assert choose_port(77, ()) != port
+        assert choose_port(JOB, ()) != port
+
+
+def test_jobs_of_two_users_with_the_same_number_begin_with_different_ports() -> None:
+    """They may start at the same time, before either listens."""
+    assert choose_port(JOB, ()) == choose_port(JOB, ())
+    assert choose_port(JOB, ()) != choose_port(Path("/home/b/.local/state/holdfast/jobs/77"), ())

@@ -30,7 +30,8 @@ def skypilot() -> Path:
 def _install() -> None:
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(FOLDER)], check=True)
     words = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run([*words, f"skypilot=={VERSION}", *FURTHER], capture_output=True, text=True, check=False)
+    words += [f"skypilot=={VERSION}", *FURTHER]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"SkyPilot could not be installed: {done.stderr.strip().splitlines()[-1:]}")
     (FOLDER / "whole").touch()

@@ -1,6 +1,7 @@
 """SkyPilot's own example files: jobs that it accepts are accepted, or refused for a known reason.
 
-They are not part of this repository. `make test-all` clones SkyPilot into `.skypilot`; SKYPILOT_SOURCE names another checkout.
+They are not part of this repository. `make test-all` clones SkyPilot into `.skypilot`; SKYPILOT_SOURCE names
+another checkout.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class LocalController(Controller):
             claims = read_claims(self._records, state)
             gpus = claims.allocation.given.get(self._record.id)
             if gpus is not None:
-                port = choose_port(self._record.id, claims.ports) if self._record.spec.needs_port else None
+                port = choose_port(self._folder.path, claims.ports) if self._record.spec.needs_port else None
                 self._record = dataclasses.replace(self._record, gpus=gpus, port=port)
                 self._apply(ControllerStarted())  # recorded before another job can take the same
         if gpus is not None:

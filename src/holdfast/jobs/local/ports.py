@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
+import zlib
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from holdfast.errors import RetryLater
 
@@ -33,18 +36,20 @@ def needs_port(commands: str, num_nodes: int) -> bool:
     return num_nodes > 1 or _MASTER_PORT in commands
 
 
-def choose_port(job: int, taken: Collection[int]) -> int:
+def choose_port(folder: Path, taken: Collection[int]) -> int:
     """Return a port that no other job has, and that no program listens on.
 
     Args:
-        job: number of the job, so that different jobs begin with different ones.
-        taken: ports of other jobs.
+        folder: folder of the job. The search begins at its hash: jobs of other users, whose ports are not in
+            `taken`, may not listen yet.
+        taken: ports of other jobs in the same state folder.
 
     Raises:
         RetryLater: there is none.
     """
+    start = zlib.crc32(os.fsencode(folder))
     for offset in range(_NUM_PORTS):
-        port = _FIRST + (job + offset) % _NUM_PORTS
+        port = _FIRST + (start + offset) % _NUM_PORTS
         if port not in taken and _is_free(port):
             return port
     raise RetryLater(f"All ports from {_FIRST} to {_FIRST + _NUM_PORTS - 1} are in use on this machine.")

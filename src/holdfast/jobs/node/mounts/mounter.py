@@ -27,6 +27,8 @@ from holdfast.units import format_duration
 from holdfast.writeback import Mount
 from holdfast.writeback.status import has_uploader
 
+_END_S = 0.5
+"""Time in which the last holder of a mount ends after the mount itself."""
 _CHECK_S = 1.0  # between two checks of the mounts
 _PATIENCE_S = 300.0  # time limit for retrying a failing store, in addition to the store's own retries
 _PAUSE_S = 2.0
@@ -136,6 +138,8 @@ class Mounter:
                 if self._is_there(spec):
                     troubles.pop(spec, None)
                     continue
+                if not self.is_wanted(_END_S):
+                    return  # the processes of the attempt, whose mount it was, have just ended
                 try:
                     log_line(f"{spec.place} is no longer mounted at {spec.key}, mounting it again")
                     self._mount_one(spec)

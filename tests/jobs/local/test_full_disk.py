@@ -13,6 +13,10 @@ from small_disk import small_disk
 
 FILL = "echo ran >> $RAN; cat /dev/zero > $BALLAST"
 """Command that notes its run on another disk, and fills that of the job."""
+FILL_BESIDE = f"""
+  if [ $SKYPILOT_NODE_RANK = 0 ]; then {FILL}; touch $FULL
+  else echo ran >> $RAN; until [ -e $FULL ]; do sleep 0.05; done; fi"""
+"""Commands of two nodes, of which the first fills the disk that both have."""
 
 
 @pytest.fixture
@@ -25,7 +29,8 @@ def harness(tmp_path: Path) -> Iterator[JobHarness]:
 
 def files(harness: JobHarness) -> dict[str, str]:
     """Return the variables of `FILL`."""
-    return {"RAN": str(harness.folder / "ran"), "BALLAST": str(harness.folder / "disk" / "ballast")}
+    names = {"RAN": "ran", "BALLAST": "disk/ballast", "FULL": "full"}
+    return {variable: str(harness.folder / name) for variable, name in names.items()}
 
 
 def test_work_that_has_succeeded_is_not_repeated(harness: JobHarness) -> None:
@@ -39,3 +44,16 @@ def test_a_failure_names_the_full_disk(harness: JobHarness) -> None:
     ended = harness.wait(harness.submit(FILL, **files(harness)))
     assert (ended.status, ended.attempt) == (JobStatus.FAILED, 1), harness.describe(ended)
     assert "node 0 failed in run with status 1; no space is left on the file system of " in ended.reason
+
+
+def test_nodes_beside_the_one_that_fills_the_disk_are_not_repeated_either(harness: JobHarness) -> None:
+    ended = harness.wait(harness.submit(f"{FILL_BESIDE}; true", head="num_nodes: 2", **files(harness)))
+    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), harness.describe(ended)
+    assert (harness.folder / "ran").read_text() == "ran\n" * 2
+
+
+def test_the_failure_of_one_of_two_nodes_names_the_full_disk(harness: JobHarness) -> None:
+    run = f"{FILL_BESIDE}; test $SKYPILOT_NODE_RANK = 0"
+    ended = harness.wait(harness.submit(run, head="num_nodes: 2", **files(harness)))
+    assert (ended.status, ended.attempt) == (JobStatus.FAILED, 1), harness.describe(ended)
+    assert "node 1 failed in run with status 1; no space is left on the file system of " in ended.reason

@@ -39,5 +39,6 @@ def run(args: argparse.Namespace) -> int:
         print("no jobs")
     else:
         for job in found:
-            print(f"job {job.id} ({job.name}) is being cancelled")
+            verb = "was" if job.status.is_final else "is being"
+            print(f"job {job.id} ({job.name}) {verb} cancelled")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import Unsupported
@@ -186,6 +186,15 @@ class Engine(ABC):
             NotFound: the job does not exist.
             Conflict: the job has ended.
         """
+
+    def cancel_all(self, numbers: Sequence[int]) -> list[Job]:
+        """Cancel jobs, see `cancel`.
+
+        Raises:
+            NotFound: a job does not exist. Others may have been cancelled.
+            Conflict: a job has ended. Others may have been cancelled.
+        """
+        return [self.cancel(number) for number in numbers]
 
     @abstractmethod
     def preempt(self, number: int, *, lead_s: float) -> Job:

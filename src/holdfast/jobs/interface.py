@@ -134,12 +134,16 @@ def cancel(*which: int | str, every: bool = False) -> list[Job]:
 
     Raises:
         NotFound: a job does not exist. Nothing was cancelled.
-        Conflict: a numbered job has ended. Those before it were cancelled.
+        Conflict: a numbered job has ended. Others may have been cancelled.
     """
     chosen = {one.id: one for word in which for one in find(word, only_active=True)}
     if every:
         chosen |= {one.id: one for one in all_jobs() if not one.status.is_final}
-    return [get_engine(one.engine).cancel(one.id) for one in chosen.values()]
+    cancelled: dict[int, Job] = {}
+    for engine in dict.fromkeys(one.engine for one in chosen.values()):
+        numbers = [one.id for one in chosen.values() if one.engine == engine]
+        cancelled |= {one.id: one for one in get_engine(engine).cancel_all(numbers)}
+    return [cancelled[number] for number in chosen]
 
 
 def preempt(which: int | str, *, lead: Duration = "30s") -> Job:

@@ -13,6 +13,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.local.claims import locked, read_claims
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.job_secrets import has_secrets
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task, parse_tasks
 from jobs.harness import JobHarness
@@ -146,6 +147,25 @@ def test_a_waiting_job_can_be_cancelled_and_lets_the_next_one_start(harness: Job
     harness.engine.cancel(second.id)
     assert harness.wait(second).status is JobStatus.CANCELLED
     harness.wait_for_output(third, "has 2,3")
+    release(harness, "first")
+    release(harness)
+
+
+def test_jobs_that_wait_behind_others_are_cancelled_at_once_and_without_a_process(
+    harness: JobHarness,
+) -> None:
+    first = hold(harness, 2, "first")
+    harness.wait(first, JobStatus.RUNNING)
+    waiting = [hold(harness, 4) for _ in range(4)]
+    last = hold(harness, 2)
+    for job in waiting[1:]:  # the first that waits keeps its controller, which cancels it
+        harness.wait_for(job, lambda job=job: not harness.has_controller(job), "the end of its controller")
+    cancelled = harness.engine.cancel_all([job.id for job in waiting])
+    assert [job.id for job in cancelled] == [job.id for job in waiting]
+    assert all(job.status is JobStatus.CANCELLED for job in cancelled[1:])
+    assert not any(has_secrets(harness.files(job)) for job in waiting[1:])
+    assert harness.wait(waiting[0]).status is JobStatus.CANCELLED
+    harness.wait_for_output(last, "has 2,3")
     release(harness, "first")
     release(harness)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import select
 import signal
 import traceback
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
-from holdfast.jobs.controller import LEAD_S, Controller
+from holdfast.jobs.controller import LEAD_S, Controller, event_of
 from holdfast.jobs.job_clock import JobClock
 from holdfast.jobs.local.claims import demand, lead_on, locked, read_claims
 from holdfast.jobs.local.nodes import Nodes
@@ -100,13 +101,43 @@ def _supervise(records: Records, folder: JobFolder, number: int) -> bool:
     finally:
         controller.close()
     if controller.has_ended:
-        remove_links(folder)
-        _release_containers(folder)
-        _remove_secrets(folder)
-        _wake_successors(records, folder, number)
+        _clean_up(records, folder, number)
         lead_on(records, folder.path.parents[1])
-        _remove_copies(folder)
     return controller.is_idle
+
+
+def cancel_without_controller(records: Records, folder: JobFolder, number: int) -> bool:
+    """Cancel a job that has not started and has no controller. Return True if it was one.
+
+    Raises:
+        HoldfastError: its record cannot be read or written.
+    """
+    lock = locks.acquire(folder.lock)
+    if lock is None:
+        return False
+    try:
+        if records.get(number).life.status is not JobStatus.PENDING:
+            return False
+        records.ask(number, "cancel", None)
+        controller = LocalController(records, folder, records.get(number))
+        try:
+            controller.answer_requests()
+        finally:
+            controller.close()
+        if controller.has_ended:
+            _clean_up(records, folder, number)
+        return controller.has_ended
+    finally:
+        os.close(lock)
+
+
+def _clean_up(records: Records, folder: JobFolder, number: int) -> None:
+    """Remove what only a running job needs, and let the next job of its pipeline start or end."""
+    remove_links(folder)
+    _release_containers(folder)
+    _remove_secrets(folder)
+    _wake_successors(records, folder, number)
+    _remove_copies(folder)
 
 
 def _remove_copies(folder: JobFolder) -> None:
@@ -170,6 +201,11 @@ class LocalController(Controller):
         """Release descriptors. Running nodes continue."""
         self._nodes.close()
         self._wakeup.close()
+
+    def answer_requests(self) -> None:
+        """Apply the open requests of commands, without taking over the job."""
+        for request in self._requests():
+            self._apply(event_of(request), request)
 
     @override
     def _begin(self) -> None:

@@ -7,6 +7,7 @@ import getpass
 import os
 import shutil
 import time
+from collections.abc import Sequence
 
 from typing_extensions import override
 
@@ -16,7 +17,8 @@ from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import JobPipeline, create_task_id
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.job_clock import is_of_earlier_boot
-from holdfast.jobs.local.claims import Claims, may_need_claim, read_claims
+from holdfast.jobs.local.claims import Claims, lead_on, may_need_claim, read_claims
+from holdfast.jobs.local.controller import cancel_without_controller
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.ports import fixed_ports, needs_port
 from holdfast.jobs.local.specs import write_commands
@@ -195,6 +197,27 @@ class LocalEngine(RecordedEngine):
     @override
     def cancel(self, number: int) -> Job:
         return self._request(number, "cancel")
+
+    @override
+    def cancel_all(self, numbers: Sequence[int]) -> list[Job]:
+        ended = self._end_waiting(numbers)
+        return [ended.get(number) or self.cancel(number) for number in numbers]
+
+    def _end_waiting(self, numbers: Sequence[int]) -> dict[int, Job]:
+        """Cancel those jobs that wait behind others, in this process.
+
+        They have no controller. To start one for each of hundreds would take minutes and gigabytes.
+        """
+        records = self._records()
+        claims = read_claims(records, self._state)
+        found: dict[int, Job] = {}
+        for number in numbers:
+            is_behind = claims.shortage(number) and number not in claims.leading
+            if is_behind and cancel_without_controller(records, job_folder(self._state, number), number):
+                found[number] = self._job(records.get(number), Claims())
+        if found:
+            lead_on(records, self._state)  # one of them may just have become the first that waits
+        return found
 
     @override
     def preempt(self, number: int, *, lead_s: float) -> Job:

@@ -13,7 +13,7 @@ from holdfast.units import plural
 _TEXT = (
     "Before each attempt of a job, its nodes are checked: disks, room for the next save, memory, copies, "
     "products, clock. The cost is the time that the job waited for the checks; of a refused node, the "
-    "duration of the attempt that was not started. `holdfast queue --job N` has all results, and "
+    "duration of the attempt that was not started. `holdfast describe JOB` has all results, and "
     "`holdfast nodes` the nodes that stand out."
 )
 

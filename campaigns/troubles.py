@@ -166,7 +166,8 @@ def _of(event: str, words: str) -> Callable[[Run], str]:
 
 
 def _interruptions(run: Run) -> str:
-    return f"{run.engine.job(run.number).attempt - 1} interruptions"
+    attempts = [line["attempt"] for line in read_lines(open_store(run.home))[0]]
+    return f"{max(attempts) - 1} interruptions"  # of the run: a rollback is one too
 
 
 ORDEALS = (

@@ -1,25 +1,24 @@
 """Resume in the middle of an epoch: data loader, schedule, gradient scaler, averaged weights and all.
 
-pip install torchdata scikit-learn
+pip install scikit-learn
 python examples/03_resume_dataloader.py [HOME]
 """
 
 import hashlib
+import itertools
 import sys
-from collections.abc import Iterator
 
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import RandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.train.data import GlobalBatches
 
 home = sys.argv[1] if len(sys.argv) > 1 else "runs/digits"
-TOTAL = 150  # steps; an epoch has 29 batches of 64
+TOTAL = 150  # steps; an epoch has 29 batches, the last two smaller than 64
 
 pixels, numerals = load_digits(return_X_y=True)  # 1797 pictures of 64 pixels
 data = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(numerals))
@@ -30,18 +29,12 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=TOTAL)
 scaler = torch.amp.GradScaler("cpu")
 averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
+# The order is computed from the seed, so a resumed run reads the rest of the epoch, on any number of ranks.
+batches = GlobalBatches(len(data), 64, seed=0)
 # The loader draws a number whenever it starts, so it has a generator of its own: if it drew from the one that
-# dropout uses, or from the sampler's, a resumed run would see other numbers than one never stopped.
-sampler = RandomSampler(data, generator=torch.Generator().manual_seed(0))
-loader = StatefulDataLoader(data, batch_size=64, sampler=sampler, generator=torch.Generator())
+# dropout uses, a resumed run would see other numbers than one never stopped.
+loader = DataLoader(data, batch_sampler=batches, num_workers=1, generator=torch.Generator())
 history: list[float] = []
-
-
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches for ever, epoch after epoch; a restored loader continues in the middle of one."""
-    while True:
-        yield from loader
-
 
 state = {
     "model": model,
@@ -49,11 +42,11 @@ state = {
     "scheduler": scheduler,
     "scaler": scaler,
     "averaged": averaged,
-    "loader": loader,
+    "batches": batches,
     "losses": history,  # plain values are saved too, and restored in place
 }
 with holdfast.Checkpointer(home, state, every=25) as ckpt:
-    stream = batches()  # asks the loader at its first batch, which is after the restore
+    stream = itertools.chain.from_iterable(loader for _ in itertools.count())  # epoch after epoch
     for step in ckpt.steps(TOTAL):
         pictures, labels = next(stream)
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,17 @@ from hypothesis import strategies as st
 from format.drawing import run_ids
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format.limits import MAX_ATTEMPT, MAX_RANKS, MAX_STEP
-from holdfast.format.run import AttemptClaim, Done, Metrics, Run, document, parse
+from holdfast.format.run import (
+    AttemptClaim,
+    Done,
+    Metrics,
+    Refusal,
+    Rollback,
+    Run,
+    SkippedNote,
+    document,
+    parse,
+)
 from holdfast.format.sealed import dumps, seal
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
@@ -20,26 +32,47 @@ times = st.floats(0, 1e12)
 counts = st.integers(0, MAX_ATTEMPT)
 sizes = st.integers(1, MAX_RANKS)
 steps = st.integers(0, MAX_STEP)
+samples = st.integers(0, 2**53 - 1)
+ranges = st.tuples(samples, samples).map(lambda pair: (min(pair), max(pair)))
+rollbacks = st.builds(
+    Rollback,
+    run=runs,
+    attempt=counts,
+    base_attempt=counts,
+    base_step=steps,
+    first_step=steps,
+    last_step=steps,
+    in_a_row=st.integers(1, MAX_ATTEMPT),
+    reason=text,
+    skipped=st.dictionaries(text, ranges, max_size=4),
+    kept=st.lists(text, max_size=4).map(tuple),
+    noted_unix_s=times,
+)
 values = (
     st.builds(Run, runs, times)
     | st.builds(AttemptClaim, counts, runs, sizes, text, counts, times)
     | st.builds(Done, runs, counts, steps, times)
+    | st.builds(
+        Refusal, runs, counts, steps, text, st.none() | st.integers(0, MAX_RANKS - 1), st.none() | text
+    )
+    | st.builds(SkippedNote, runs, counts, steps, text, times)
+    | rollbacks
 )
+SmallDocument = Run | AttemptClaim | Done | Refusal | SkippedNote | Rollback
 
 
-def parse_as(like: Run | AttemptClaim | Done, text: bytes) -> Run | AttemptClaim | Done:
-    if isinstance(like, Run):
-        return parse(Run, text, "doc")
-    return parse(AttemptClaim, text, "doc") if isinstance(like, AttemptClaim) else parse(Done, text, "doc")
+def parse_as(like: SmallDocument, text: bytes) -> SmallDocument:
+    kind: Any = type(like)
+    return parse(kind, text, "doc")
 
 
 @given(values)
-def test_documents_round_trip(value: Run | AttemptClaim | Done) -> None:
+def test_documents_round_trip(value: SmallDocument) -> None:
     assert parse_as(value, document(value)) == value
 
 
 @given(values, st.data())
-def test_a_changed_byte_is_detected(value: Run | AttemptClaim | Done, data: st.DataObject) -> None:
+def test_a_changed_byte_is_detected(value: SmallDocument, data: st.DataObject) -> None:
     damaged = bytearray(document(value))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(Corrupt):
@@ -66,6 +99,22 @@ def test_metrics_that_are_not_numbers_are_corrupt(values: object) -> None:
     )
     with pytest.raises(Corrupt):
         parse(Metrics, seal(text), "doc")
+
+
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        *(("skipped", {"data": one}) for one in ([3, 2], [-1, 2], [1], [1, 2, 3], "1", [1.5, 2])),
+        *(("skipped", {str(one): [0, 1] for one in range(65)}), ("skipped", [[0, 1]])),
+        *(("kept", [1]), ("kept", ["a"] * 65), ("in_a_row", 0), ("base_step", -1), ("reason", "x" * 1001)),
+    ],
+)
+@given(rollbacks)
+def test_a_rollback_outside_of_the_limits_is_corrupt(member: str, value: object, rollback: Rollback) -> None:
+    members = json.loads(document(rollback))
+    del members["xxh3_128"]
+    with pytest.raises(Corrupt, match=member if member != "skipped" else "skipped|data"):
+        parse(Rollback, seal(dumps({**members, member: value})), "doc")
 
 
 def test_a_document_of_another_kind_is_corrupt() -> None:

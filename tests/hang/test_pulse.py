@@ -20,7 +20,7 @@ def pulse() -> Iterator[Pulse]:
 
 
 def reader(pulse: Pulse) -> PulseReader:
-    return PulseReader(os.getpid(), pulse.share())
+    return PulseReader.of_process(os.getpid(), pulse.share())
 
 
 def test_what_was_written_before_it_is_shared_is_read(pulse: Pulse) -> None:
@@ -91,10 +91,10 @@ def test_a_long_name_is_cut_and_other_memory_is_refused(pulse: Pulse) -> None:
         fd = os.memfd_create("other")
         os.write(fd, content)
         with pytest.raises(Corrupt, match="not that of a pulse"):
-            PulseReader(os.getpid(), fd)
+            PulseReader.of_process(os.getpid(), fd)
         os.close(fd)
     with pytest.raises(OSError, match="No such file"):
-        PulseReader(os.getpid(), 10_000)
+        PulseReader.of_process(os.getpid(), 10_000)
 
 
 def test_a_reader_keeps_the_memory_of_a_trainer_that_has_closed_it() -> None:

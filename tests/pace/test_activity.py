@@ -70,7 +70,7 @@ def pulse() -> Iterator[Pulse]:
 
 def sampled(pulse: Pulse, work: Callable[[], object]) -> tuple[int, ...]:
     """Return the samples of a thread that works, by activity, once there are some."""
-    reading, stop = PulseReader(threading.get_native_id(), pulse.share()), threading.Event()
+    reading, stop = PulseReader.of_process(threading.get_native_id(), pulse.share()), threading.Event()
 
     def train() -> None:
         pulse.begin(0)

@@ -37,6 +37,13 @@ def test_the_cost_of_a_kill(killed: MadeUpRun) -> None:
     assert one.max_steps_lost == 9  # it would have saved after 10 more
 
 
+def test_the_last_step_that_the_keeper_recorded_makes_the_lost_steps_exact(killed: MadeUpRun) -> None:
+    killed.add(1, 36.0, "killed", 36)
+    (one,) = summary_of(killed).interruptions
+    assert (one.kind, one.last_step, one.steps_lost, one.max_steps_lost) == ("stopped", 36, 6, 6)
+    assert (one.redo_s, one.down_s) == pytest.approx((5.5, 64.0))
+
+
 def test_a_first_save_that_makes_the_claim_is_within_its_attempt() -> None:
     made_up = MadeUpRun()
     made_up.save(1, 1, 10.0, blocked_s=0.3)

@@ -37,9 +37,8 @@ def test_the_summary_of_a_killed_run_matches_the_observations(playground: Playgr
     truly_lost = done_then - one.restored_step
     assert (one.kind, one.before, one.after) == ("stopped", 1, 2)
     assert one.restored_step % 4 == 0
-    assert one.steps_lost <= truly_lost
-    assert one.max_steps_lost is not None
-    assert truly_lost <= one.max_steps_lost
+    assert one.steps_lost == one.max_steps_lost
+    assert one.steps_lost - truly_lost in (0, 1)  # it may be killed between a step's end and its record
     assert one.last_seen_unix_s <= killed_at
     assert restarted_at <= one.resumed_unix_s <= finished_at
     assert one.cost_s >= restarted_at - killed_at

@@ -375,7 +375,8 @@ class Attempt:
         self._components.metrics.flush(self.keeper)
         if not self._has_noted_end:
             self._has_noted_end = True
-            self.keeper.record("ended", step=self._components.cadence.saved_step, detail=reason)
+            newest = max(self._components.cadence.saved_step, self._components.metrics.num_done)
+            self.keeper.record("ended", step=newest, detail=reason)
 
     def go_back(self, reason: str = "") -> Attempt:
         """End this attempt, and return the one that restores and saves from an earlier step."""

@@ -6,21 +6,21 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.hang.handlers import STACKS_SIGNAL
 from holdfast.hang.py_spy import read_stacks
 from holdfast.hang.stacks import Thread, parse_stacks
-from holdfast.linux.processes import handles_signal, start_time
+from holdfast.linux.processes import handles_signal, start_time, threads_blocking
 
 MAX_WORKERS = 8
 """Child processes whose stacks are captured, such as workers of data loaders."""
 _LIMIT_S = 3.0
 """Time that a process may take to write its stacks."""
 _QUIET_S = 0.1
-"""Time without growth after which the stacks are complete."""
+"""Time without growth after which the stacks may be complete."""
 _LOOK_S = 0.01
 _MAX_BYTES = 1 << 20
 
@@ -90,22 +90,24 @@ def _dump(pid: int, file: int) -> tuple[Thread, ...]:
     born, before = start_time(pid), os.fstat(file).st_size
     if born is None or not handles_signal(pid, STACKS_SIGNAL) or read_state(pid).startswith("stopped"):
         return ()
+    blocked = threads_blocking(pid, STACKS_SIGNAL)
     try:
         os.kill(pid, STACKS_SIGNAL)
     except OSError:
         return ()
-    _wait_written(file, before)
+    _wait_written(file, before, lambda: threads_blocking(pid, STACKS_SIGNAL) <= blocked)
     if start_time(pid) != born:
         return ()
     return parse_stacks(os.pread(file, _MAX_BYTES, before).decode(errors="replace"))
 
 
-def _wait_written(file: int, before: int) -> None:
+def _wait_written(file: int, before: int, has_returned: Callable[[], bool]) -> None:
+    """Wait until a handler that writes into a file has returned. On a busy machine it may pause for long."""
     deadline_s, size, grown_s = time.monotonic() + _LIMIT_S, before, time.monotonic()
     while (now_s := time.monotonic()) < deadline_s:
         if (found := os.fstat(file).st_size) != size:
             size, grown_s = found, now_s
-        elif size > before and now_s - grown_s >= _QUIET_S:
+        elif size > before and now_s - grown_s >= _QUIET_S and has_returned():
             return
         time.sleep(_LOOK_S)
 

@@ -177,25 +177,39 @@ class Pulse:
 
 
 class PulseReader:
-    """Reader of the pulse of another process of this user.
+    """Reader of the pulse of another process. It can be read after the death of that process.
+
+    Args:
+        fd: descriptor of the pulse in this process, which is closed.
 
     Raises:
-        OSError: the process has exited, or has no such descriptor.
         Corrupt: the descriptor is not that of a pulse.
     """
 
-    def __init__(self, pid: int, fd: int) -> None:
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, fd: int) -> None:
         try:
-            if os.fstat(own).st_size != _SIZE:
-                raise Corrupt(f"Descriptor {fd} of process {pid} is not that of a pulse.")
-            self._memory = mmap.mmap(own, _SIZE, prot=mmap.PROT_READ)
+            if os.fstat(fd).st_size != _SIZE:
+                raise Corrupt(f"Descriptor {fd} is not that of a pulse.")
+            self._memory = mmap.mmap(fd, _SIZE, prot=mmap.PROT_READ)
         finally:
-            os.close(own)
+            os.close(fd)
         self._words = memoryview(self._memory).cast("q")
         if self._words[0] != _MAGIC:
             self.close()
-            raise Corrupt(f"Descriptor {fd} of process {pid} is not that of a pulse.")
+            raise Corrupt(f"Descriptor {fd} is not that of a pulse.")
+
+    @classmethod
+    def of_process(cls, pid: int, fd: int) -> PulseReader:
+        """Return a reader of the pulse of another process of this user.
+
+        Args:
+            fd: descriptor of the pulse in that process.
+
+        Raises:
+            OSError: the process has exited, or has no such descriptor.
+            Corrupt: the descriptor is not that of a pulse.
+        """
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
 
     def read(self) -> TrainerProgress:
         """Return the present progress."""

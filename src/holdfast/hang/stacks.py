@@ -48,5 +48,11 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
 
 
 def main_thread(threads: tuple[Thread, ...], ident: int) -> Thread | None:
-    """Return the thread that trains: that with `ident`, else the oldest one; None without any."""
-    return next((one for one in threads if one.ident == ident), threads[-1] if threads else None)
+    """Return the thread that trains; None if its stack was not written.
+
+    Args:
+        ident: its identifier; 0 for the oldest thread, which is written last.
+    """
+    if ident == 0:
+        return threads[-1] if threads else None
+    return next((one for one in threads if one.ident == ident), None)

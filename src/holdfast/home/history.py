@@ -32,6 +32,7 @@ EVENTS = (
     "replica-check",  # the share of replicated tensors that each save compares
     "replicas-differ",  # in a checkpoint; with the member `difference`
     "ended",  # of an attempt that ended in order; the detail begins with the kind of end
+    "killed",  # of a trainer that recorded no end; by its keeper, with its newest step and that time
     "retain-failed",
     "hang",  # of a rank without progress; with the member `evidence`
     "hang-over",  # the rank makes progress again; seconds are those without

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.environment import read_progress
@@ -69,14 +70,16 @@ def describe_job(job: Job) -> JobDescription:
         workdirs=[str(path) for path in map(folder.workdir, ranks) if path.exists()],
         logs=[str(path) for path in map(folder.log, ranks) if path.exists()],
         notifications=tuple(read_deliveries(folder)),
-        checks=_checks(folder, [one.number for one in attempts][-_NUM_CHECKED:], job.num_nodes),
+        checks=recorded_checks(folder, attempts, job.num_nodes),
     )
 
 
-def _checks(folder: JobFolder, attempts: list[int], num_nodes: int) -> dict[int, dict[int, NodeChecks]]:
-    """Return the results of the checks that are recorded, by attempt and node."""
+def recorded_checks(
+    folder: JobFolder, attempts: Sequence[JobAttempt], num_nodes: int
+) -> dict[int, dict[int, NodeChecks]]:
+    """Return the results of the checks before the newest attempts, by number of the attempt and by node."""
     found: dict[int, dict[int, NodeChecks]] = {}
-    for number in attempts:
+    for number in [one.number for one in attempts][-_NUM_CHECKED:]:
         for rank in range(num_nodes):
             if (checks := read_checks(folder.node(number, rank).checks)) is not None:
                 found.setdefault(number, {})[rank] = checks
@@ -88,7 +91,11 @@ def checkpoints_of(job: Job) -> dict[str, int]:
 
     Paths of homes are those outside of the job.
     """
-    folder = _folder(job)
+    return recorded_homes(_folder(job))
+
+
+def recorded_homes(folder: JobFolder) -> dict[str, int]:
+    """Return the newest step that the training of a job has reported, by home, as outside of the job."""
     links = read_links(folder)
     return {outside_path(home, links): step for home, step in read_progress(folder.progress).items()}
 

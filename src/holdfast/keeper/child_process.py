@@ -82,7 +82,7 @@ class ChildProcess:
             lockfile.close()
         allow_tracing(process.pid)  # py-spy reads the stacks of a trainer that is stopped
         child = cls(process, ours, stderr_fd=stderr_fd, lockfile=lockfile.path)
-        child.outbox.send(Configure(config))
+        child.outbox.send(Configure(config), (pulse_fd,) if pulse_fd >= 0 else ())
         return child
 
     @property

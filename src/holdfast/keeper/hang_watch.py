@@ -80,7 +80,7 @@ class HangWatch:
 
     def _run(self) -> None:
         try:
-            pulse = PulseReader(self._info.trainer_pid, self._info.pulse_fd)
+            pulse = PulseReader.of_process(self._info.trainer_pid, self._info.pulse_fd)
         except (OSError, Corrupt):
             return  # the trainer has exited already
         step_s = self._config.hang_limits.step_s

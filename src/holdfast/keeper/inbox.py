@@ -54,12 +54,14 @@ class TrainerInbox:
 
     Attributes:
         trainer_gone: the trainer has exited, or sent its last message.
+        has_closed: the trainer has sent its last message.
         frees_memory: no later attempt needs the contents of this keeper's memory.
         hang_shown: set once the trainer has printed the text about its hang.
     """
 
     def __init__(self, end: socket.socket, trainer_pid: int) -> None:
         self.trainer_gone = False
+        self.has_closed = False
         self.frees_memory = False
         self.hang_shown = threading.Event()
         self._end = end
@@ -155,7 +157,7 @@ class TrainerInbox:
     def _add(self, message: messages.Message, fds: list[int]) -> None:
         if isinstance(message, messages.Close):  # pings may still follow
             self.frees_memory = message.frees_memory
-            self.trainer_gone = True
+            self.has_closed = self.trainer_gone = True
         elif isinstance(message, messages.SubmitSave):
             arena_fd, draft_fd = fds
             failpoint("keeper.received")

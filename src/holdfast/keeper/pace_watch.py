@@ -159,7 +159,7 @@ class _RankReader:
         self.before: TrainerProgress | None = None
         self._queued_s = 0.0
         try:
-            self._pulse: PulseReader | None = PulseReader(info.trainer_pid, info.pulse_fd)
+            self._pulse: PulseReader | None = PulseReader.of_process(info.trainer_pid, info.pulse_fd)
         except (OSError, Corrupt):  # the trainer has exited
             self._pulse = None
 

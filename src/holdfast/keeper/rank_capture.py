@@ -77,7 +77,7 @@ def read_progress(info: KeeperInfo) -> TrainerProgress:
         OSError: it has exited.
         Corrupt: its keeper's lock file does not name a pulse.
     """
-    pulse = PulseReader(info.trainer_pid, info.pulse_fd)
+    pulse = PulseReader.of_process(info.trainer_pid, info.pulse_fd)
     try:
         return pulse.read()
     finally:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from holdfast import backoff
 from holdfast.errors import HoldfastError, RetryLater
+from holdfast.hang.pulse import PulseReader
 from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId
 from holdfast.keeper import messages, packets
@@ -18,6 +19,7 @@ from holdfast.keeper.commit_tier import Committed, PendingSave, was_committed
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.hang_watch import HangWatch
 from holdfast.keeper.inbox import Received, StagedSave, TrainerInbox
+from holdfast.keeper.killed_step import KilledStep
 from holdfast.keeper.lockfile import Lockfile
 from holdfast.keeper.mapped_arenas import MappedArenas
 from holdfast.keeper.memory_offer import offer_images
@@ -38,11 +40,11 @@ _OPEN_PAUSE_S = 1.0
 def serve(end: socket.socket, lockfile: Lockfile) -> None:
     """Serve the trainer at the other end of a socket until all work is done."""
     try:
-        message, _ = packets.receive(end)
+        message, fds = packets.receive(end)
         if isinstance(message, messages.Configure):
             inbox = TrainerInbox(end, lockfile.info.trainer_pid)
             inbox.start()
-            worker = Worker(inbox, message.config, lockfile)
+            worker = Worker(inbox, message.config, lockfile, pulse=PulseReader(*fds) if fds else None)
             worker.watch_trainer()
             worker.run()
             worker.wind_up()
@@ -55,16 +57,25 @@ class Worker:
 
     Args:
         lockfile: shows other processes whether this keeper has data that is not durable yet.
+        pulse: pulse of the trainer, if it has one.
 
     Raises:
         Denied, RetryLater: a store could not be opened before the trainer exited.
     """
 
-    def __init__(self, inbox: TrainerInbox, config: KeeperConfig, lockfile: Lockfile) -> None:
+    def __init__(
+        self,
+        inbox: TrainerInbox,
+        config: KeeperConfig,
+        lockfile: Lockfile,
+        *,
+        pulse: PulseReader | None = None,
+    ) -> None:
         self._inbox, self._config, self._lockfile = inbox, config, lockfile
         self._store = open_patiently(config.nearest, inbox)
         history = History(self._store, config.writer)
         self._reports = Reports(history, inbox, "home" if config.local is None else "local")
+        self._killed_step = KilledStep(pulse, history)
         self._files = SaveFiles(self._store, config, history)
         self._arenas = MappedArenas()
         self._next_step: int | None = None  # of the save that was taken from the inbox
@@ -94,6 +105,8 @@ class Worker:
         """Work until the trainer has exited and nothing is left in the nearest tier."""
         while True:
             received = self._inbox.receive(self._pause_s(), has_work=bool(self._pending))
+            if self._inbox.trainer_gone and not self._inbox.has_closed:
+                self._killed_step.record()
             if received:
                 self._lockfile.set_busy(True)
                 self._next_step = received[-1].request.step if isinstance(received[-1], StagedSave) else None

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from holdfast.format import run
 from holdfast.report.events import METRICS, HistoryEvent
 
-_TRAINERS = ("restored", "saved", "staged", "skipped", "dropped", "ended", METRICS)
-"""Events from the trainer's own process. The keeper's continue after its death."""
+_TRAINERS = ("restored", "saved", "staged", "skipped", "dropped", "ended", "killed", METRICS)
+"""Events of the trainer's own process. The keeper's continue after its death, but for "killed"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class AttemptSpan:
     pid: int | None
     num_ranks: int | None
     end: str | None = None  # reason of its end, if recorded
+    has_last_step: bool = False  # `last_step` is its newest completed step, not only the last recorded one
     tear_check: str = ""  # method of finding torn copies, from the lowest rank
     remark: str = ""  # of its restore: skipped checkpoints and reasons
 
@@ -86,6 +87,7 @@ def _attempt_span(number: int, events: list[HistoryEvent], claim: run.AttemptCla
         pid=claim.pid if claim else None,
         num_ranks=claim.world_size if claim else len({event.rank for event in trainers}) or None,
         end=(ended[0].detail or "ended") if ended else None,
+        has_last_step=bool(ended) or any(event.kind == "killed" for event in trainers),
         tear_check=next((event.detail for event in events if event.kind == "tear-check"), ""),
         remark=next((event.detail for event in map(_without_source, restored) if event.detail), ""),
     )

@@ -188,7 +188,7 @@ def _unseen(
     before: AttemptSpan, after: AttemptSpan, saves: Sequence[SaveRecord], step_s: float | None
 ) -> int | None:
     """Return the most steps that `before` may have made after its last event, or None."""
-    if before.end is not None:
+    if before.has_last_step:
         return 0
     if step_s is None or step_s <= 0:
         return None

@@ -27,6 +27,7 @@ from holdfast.report.interruptions import (
     save_intervals_s,
     seconds_per_step,
 )
+from holdfast.report.node_checks import CheckedNode, read_node_checks
 from holdfast.report.saves import SaveRecord, collect_saves
 from holdfast.report.spans import Span, seconds_of
 from holdfast.report.tier_levels import TierLevel, tier_levels
@@ -118,11 +119,16 @@ class RunSummary:
     paces: tuple[PaceReading, ...] = ()
     unhealthy: tuple[HistoryEvent, ...] = ()  # committed checkpoints of states that are not healthy
     differences: tuple[HistoryEvent, ...] = ()  # of the ranks' copies of a tensor
+    node_checks: tuple[CheckedNode, ...] = ()  # of the jobs of this user that have trained the run
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
         """All interruptions, in order."""
         return self.losses.interruptions
+
+    def cost_after(self, attempt: int) -> float | None:
+        """Return the time that the interruption after an attempt cost, or None without one."""
+        return next((one.cost_s for one in self.interruptions if one.before == attempt), None)
 
     @property
     def end_unix_s(self) -> float | None:
@@ -193,6 +199,7 @@ def read_summary(store: Store) -> RunSummary:
         slow_periods=tuple(list_slow_periods(lines)),
         paces=tuple(list_paces(lines)),
         differences=tuple(event for event in events if event.kind == "replicas-differ"),
+        node_checks=read_node_checks(store),
     )
 
 

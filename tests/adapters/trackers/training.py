@@ -21,6 +21,8 @@ def attach(library: str, ckpt: holdfast.Checkpointer, folder: Path) -> trackers.
     """Return a tracker that stores all it receives in a folder."""
     if library == "mlflow":
         return trackers.attach_mlflow(ckpt, tracking_uri=folder.as_uri(), params={"lr": 0.1})
+    if library == "wandb":
+        return trackers.attach_wandb(ckpt, folder, project="test", mode="offline")
     return trackers.attach_tensorboard(ckpt, folder)
 
 

@@ -1,4 +1,8 @@
-"""Changes of ranks and workers in mid-epoch, those of litData's `test_elastic.py`."""
+"""Changes of ranks and workers in mid-epoch: the behaviour that litData's `test_elastic.py` checks.
+
+Source: https://github.com/Lightning-AI/litData, `tests/streaming/test_elastic.py` at 8805bae (2026-08-18).
+The table of docs/how-to/shuffle-and-resume.md has each of its tests, and ours.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from holdfast.errors import InvalidInput
 from holdfast.train.data import GlobalBatches
 from train.data.numbers import Numbers
 
@@ -33,12 +38,24 @@ def read(state: Any, *, ranks: int, workers: int, steps: int | None, **options: 
     return found, after
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 8 worker")  # more than cores
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than cores
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(
     "starts",
-    [[(1, 2), (1, 8)], [(1, 8), (1, 2)], [(2, 0), (1, 0)], [(8, 0), (2, 0), (8, 0)], [(1, 2), (1, 2)]],
-    ids=["workers-2-8", "workers-8-2", "ranks-2-1", "ranks-8-2-8", "same"],
+    [
+        [(1, 2), (1, 8)],
+        [(1, 8), (1, 2)],
+        [(1, 0), (1, 6)],
+        [(1, 2), (1, 0), (1, 0)],
+        [(2, 0), (1, 0)],
+        [(8, 0), (4, 0)],
+        [(8, 0), (2, 0), (8, 0)],
+        [(1, 2), (1, 2)],
+    ],
+    ids=[
+        *("workers-2-8", "workers-8-2", "workers-0-6", "workers-2-0-0"),
+        *("ranks-2-1", "ranks-8-4", "ranks-8-2-8", "same"),
+    ],
 )
 def test_the_rest_of_an_epoch_has_the_same_samples(starts: list[tuple[int, int]], shuffle: bool) -> None:
     state, used = None, list[int]()
@@ -53,7 +70,48 @@ def test_the_rest_of_an_epoch_has_the_same_samples(starts: list[tuple[int, int]]
     assert (following == list(range(NUM))) is not shuffle
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_both_parts_of_an_interrupted_epoch_are_the_uninterrupted_one(shuffle: bool) -> None:
+    full, _ = read(None, ranks=1, workers=0, steps=None, shuffle=shuffle)
+    first, state = read(None, ranks=1, workers=0, steps=5, shuffle=shuffle)
+    rest, _ = read(state, ranks=1, workers=0, steps=None, shuffle=shuffle)
+    assert first + rest == full
+
+
+def test_shuffled_epochs_have_different_orders_of_the_same_samples() -> None:
+    first, state = read(None, ranks=1, workers=0, steps=None)
+    second, _ = read(state, ranks=1, workers=0, steps=None)
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
 def test_dropped_remainders_are_equal_for_all_divisions() -> None:
-    assert GlobalBatches(NUM, 24, drop_last=True).position == 0
-    first = [len(one) for one in GlobalBatches(NUM, 24, drop_last=True, rank=0, world_size=2)]
-    assert first == [12] * 3
+    shares = [
+        [GlobalBatches(NUM, 24, drop_last=True, rank=rank, world_size=ranks) for rank in range(ranks)]
+        for ranks in (1, 2, 4)
+    ]
+    read_by = [[list(one) for one in some] for some in shares]
+    for some in read_by:
+        assert {tuple(map(len, batches)) for batches in some} == {(24 // len(some),) * 3}
+    samples = [sorted(place for batches in some for one in batches for place in one) for some in read_by]
+    assert samples[0] == samples[1] == samples[2]
+    assert len(set(samples[0])) == len(samples[0]) == 72
+
+
+def test_a_changed_batch_size_is_refused_with_the_fix() -> None:
+    _, state = read(None, ranks=1, workers=0, steps=2)
+    with pytest.raises(InvalidInput, match="batch_size was 8, is 4"):
+        GlobalBatches(NUM, 4).load_state_dict(state)
+
+
+def test_states_of_the_first_version_resume_at_the_same_sample() -> None:
+    first, state = read(None, ranks=2, workers=0, steps=4)
+    del state["epoch_start"], state["skipped"]
+    rest, _ = read(state, ranks=1, workers=0, steps=None)
+    assert sorted(first + rest) == list(range(NUM))
+
+
+def test_a_position_at_the_end_of_an_epoch_continues_with_the_next() -> None:
+    _, state = read(None, ranks=2, workers=0, steps=10)
+    following, _ = read(state, ranks=1, workers=0, steps=None)
+    assert sorted(following) == list(range(NUM))

@@ -31,9 +31,9 @@ _Values = dict[str, float | PendingScalar]
 
 @final
 class Tracker:
-    """Numbers of a training for MLflow or TensorBoard, as one curve.
+    """Numbers of a training for W&B, MLflow or TensorBoard, as one curve.
 
-    Made by `attach_mlflow` and `attach_tensorboard`. A thread of its own sends the rows, and
+    Made by `attach_wandb`, `attach_mlflow` and `attach_tensorboard`. A thread of its own sends the rows, and
     every 30 s the numbers of the run's history: saves, restores, rollbacks, steps lost and goodput. An error
     of the library is a warning, the first time, and training continues. Only rank 0 logs; nothing is logged
     in the trials of `holdfast check`, `replay` and `tune`.

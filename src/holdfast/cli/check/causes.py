@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator
 from holdfast.cli.trials.traces import Divergence
 
 _LOADER = (
-    "Use torchdata.stateful_dataloader.StatefulDataLoader(..., generator=torch.Generator()) and add it to "
-    "the state; without a loader, derive the batch from the step."
+    "Use DataLoader(data, batch_sampler=batches, generator=torch.Generator()) with batches = "
+    "holdfast.train.data.GlobalBatches(len(data), batch_size), and add batches to the state; without a "
+    "loader, derive the batch from the step."
 )
 
 

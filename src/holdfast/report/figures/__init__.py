@@ -8,7 +8,9 @@ from holdfast.report.figures.durations import durations
 from holdfast.report.figures.hangs import hangs
 from holdfast.report.figures.intervals import intervals
 from holdfast.report.figures.levels import levels
+from holdfast.report.figures.nodes import nodes
 from holdfast.report.figures.pace import pace
+from holdfast.report.figures.problems import problems
 from holdfast.report.figures.progress import progress
 from holdfast.report.figures.replicas import replicas
 from holdfast.report.figures.rollbacks import rollbacks
@@ -31,6 +33,8 @@ def make_figures(summary: RunSummary) -> list[Figure]:
             replicas,
             pace,
             rollbacks,
+            problems,
+            nodes,
             durations,
             levels,
             intervals,

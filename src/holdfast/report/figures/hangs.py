@@ -11,8 +11,9 @@ from holdfast.units import plural
 
 _TEXT = (
     "A rank made no progress for longer than the limit of its step or phase. The ranks that are named are "
-    "those that the others waited for. The duration is known if training made progress again; otherwise "
-    "the attempt ended. `holdfast stacks HOME --recorded --full` shows the stacks of the newest one."
+    "those that the others waited for. If training made progress again, the cost is the time until then; "
+    "otherwise that of the interruption, with the steps that were repeated. "
+    "`holdfast stacks HOME --recorded --full` shows the stacks of the newest one."
 )
 
 
@@ -26,18 +27,20 @@ def hangs(found: RunSummary) -> Figure | None:
         "Hangs",
         f"{plural(len(found.hangs), 'hang')}. {_TEXT}\n\nThe newest one:\n\n{newest}",
         None,
-        ("recorded (UTC)", "attempt", "after step", "ranks", "no progress for", "lasted", "place"),
-        [_row(one) for one in found.hangs],
+        ("recorded (UTC)", "attempt", "after step", "ranks", "no progress for", "ended by", "cost", "place"),
+        [_row(found, one) for one in found.hangs],
     )
 
 
-def _row(one: HangIncident) -> tuple[Cell, ...]:
+def _row(found: RunSummary, one: HangIncident) -> tuple[Cell, ...]:
+    cost_s = found.cost_after(one.attempt) if one.over_s is None else one.over_s
     return (
         style.format_time(one.unix_s),
         one.attempt,
         min(rank.step for rank in one.ranks),
         len(one.ranks),
         style.format_seconds(max(rank.stalled_s for rank in one.ranks)),
-        "" if one.over_s is None else style.format_seconds(one.over_s),
+        "the end of the attempt" if one.over_s is None else "progress",
+        None if cost_s is None else style.format_seconds(cost_s),
         summary(one.ranks),
     )

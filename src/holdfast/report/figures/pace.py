@@ -24,7 +24,13 @@ def pace(summary: RunSummary) -> Figure | None:
     slow = {one.period.rank for one in summary.slow_periods}
     values = _values(summary, slow)
     num_slow = len(summary.slow_periods)
-    named = f"Slow ranks were named: {num_slow}." if num_slow else "No rank was slow for long."
+    named = "No rank was slow for long."
+    if num_slow:
+        newest = summary.slow_periods[-1].period
+        named = (
+            f"Slow ranks were named: {num_slow}. The newest is rank {newest.rank} on {newest.host}, which "
+            f"cost all ranks {style.format_share(newest.cost_share)} of their time."
+        )
     return style.make_figure(
         "pace",
         "Pace of the ranks",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from holdfast.report import style
 from holdfast.report.events import HistoryEvent
+from holdfast.report.figures.problems import good_steps_around
 from holdfast.report.style import Cell, Figure
 from holdfast.report.summary import RunSummary
 from holdfast.units import plural
 
 _TEXT = (
     "Several ranks hold the same tensor, and their copies had different bytes in a checkpoint. It and those "
-    "after it are marked as unhealthy until the copies are equal again."
+    "after it are marked as unhealthy until the copies are equal again. The cost is the training since the "
+    "last healthy checkpoint of the attempt, which is in doubt. Each save compares a share of the tensors, "
+    "so copies may have differed some saves before."
 )
 
 
@@ -23,10 +26,14 @@ def replicas(found: RunSummary) -> Figure | None:
         "Differing copies",
         f"{plural(len(found.differences), 'difference')}. {_TEXT}",
         None,
-        ("recorded (UTC)", "attempt", "step", "difference"),
-        [_row(one) for one in found.differences],
+        ("recorded (UTC)", "attempt", "step", "cost", "difference"),
+        [_row(found, one) for one in found.differences],
     )
 
 
-def _row(one: HistoryEvent) -> tuple[Cell, ...]:
-    return style.format_time(one.unix_s), one.attempt, one.step, one.detail
+def _row(found: RunSummary, one: HistoryEvent) -> tuple[Cell, ...]:
+    cost = None
+    if one.step is not None:
+        before, _ = good_steps_around(found, one.attempt, one.step, one.step)
+        cost = f"{plural(one.step - before, 'step')} in doubt"
+    return style.format_time(one.unix_s), one.attempt, one.step, cost, one.detail

@@ -11,7 +11,8 @@ from holdfast.units import plural
 _TEXT = (
     "The recorded loss, or the norm of gradients, was in a spike, so training went back to the newest "
     "healthy checkpoint before it. The steps from there to the end of the attempt were lost. The samples "
-    "that were read in these steps are left out for ever."
+    "that were read in these steps are left out for ever. The cost is the time of the lost steps and of the "
+    "way back."
 )
 
 
@@ -33,15 +34,17 @@ def rollbacks(found: RunSummary) -> Figure | None:
             "from step",
             "to step",
             "in a row",
+            "cost",
             "left out",
             "reason",
         ),
-        [_row(one) for one in found.rollbacks],
+        [_row(found, one) for one in found.rollbacks],
     )
 
 
-def _row(one: Rollback) -> tuple[Cell, ...]:
+def _row(found: RunSummary, one: Rollback) -> tuple[Cell, ...]:
     left_out = [f"samples {start} to {stop - 1} of {key}" for key, (start, stop) in one.skipped.items()]
+    cost_s = found.cost_after(one.attempt)
     return (
         style.format_time(one.noted_unix_s),
         one.attempt,
@@ -49,6 +52,7 @@ def _row(one: Rollback) -> tuple[Cell, ...]:
         one.last_step,
         one.base_step,
         one.in_a_row,
+        None if cost_s is None else style.format_seconds(cost_s),
         "; ".join([*left_out, *(f"{key} stayed at its position" for key in one.kept)]),
         one.reason,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -104,7 +105,11 @@ class Batches(ABC, Generic[Unit]):
         """Return this rank's remaining batches of the epoch. The next call starts another epoch.
 
         Once steps are counted, batches of an unfinished iteration that no step has used are yielded again.
+
+        Raises:
+            InvalidInput: a loader was given this object as `sampler=`, and would group batches into batches.
         """
+        _check_use(sys._getframe(1).f_locals, self)
         return _Epoch(self)
 
     def __len__(self) -> int:
@@ -276,6 +281,21 @@ class _Epoch(Generic[Unit]):
         self.drawer, self._batch = Pass(self), None
         if state.get("part") and self._draw():
             self._part = state["part"]
+
+
+def _check_use(of_caller: Mapping[str, Any], batches: Batches[Any]) -> None:
+    """Raise if a sampler that groups single samples, such as BatchSampler, iterates over batches."""
+    caller = of_caller.get("self")
+    size = of_caller.get("batch_size", getattr(caller, "batch_size", None))
+    if getattr(caller, "sampler", None) is not batches or size is None:
+        return
+    name = type(batches).__name__
+    raise InvalidInput(
+        f"A DataLoader was given {name} as sampler=, which yields single samples. {name} yields whole "
+        f"batches, so the loader would make batches of {size} batches. Nothing was read. "
+        "Pass it as DataLoader(data, batch_sampler=...), without batch_size, shuffle and drop_last.",
+        rank=batches.rank,
+    )
 
 
 def fingerprint(lengths: Sequence[int]) -> str:

@@ -120,6 +120,22 @@ def test_a_newer_checkpoint_of_torchtitan_is_resumed_from(tmp_path: Path) -> Non
     assert train(tmp_path / "run", 6, interval=2)["first"] == 6
 
 
+def test_damaged_metadata_of_torchtitan_is_named_unless_a_newer_save_exists(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path / "run", 2, 1, stock=True, interval=2, last_save_model_only=False)
+    metadata = tmp_path / "run" / "checkpoint" / "step-2" / ".metadata"
+    content = metadata.read_bytes()
+    metadata.write_bytes(b"")
+    (ended,) = start(tmp_path / "run", 4, 1, interval=2)
+    assert ended.returncode == 1
+    assert "step-2/.metadata, which torchtitan's own manager wrote, is damaged" in ended.stderr + ended.stdout
+    metadata.write_bytes(content)
+    assert train(tmp_path / "run", 4, 1, interval=2, last_save_model_only=False)["first"] == 2
+    metadata.write_bytes(b"")
+    assert train(tmp_path / "run", 4, 1, interval=2)["first"] == 4
+
+
 def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     train(tmp_path / "run", 4, interval=2, last_save_model_only=False)
     for path in (tmp_path / "run" / "checkpoint" / "step-00000004").glob("*.safetensors"):

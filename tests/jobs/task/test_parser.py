@@ -152,7 +152,10 @@ def test_nested_problems_have_their_path() -> None:
         ("run: a\nrun: b\n", ":2: duplicate key 'run', also in line 1"),
         ("run: [a\n", "invalid YAML"),
         ("run: x\nenvs:\n  A:\n", ":3: envs.A: A has no value: give it here, or with --env A=VALUE"),
-        ("run: x\nsecrets: [TOKEN]\n", ":2: secrets.TOKEN: TOKEN has no value"),
+        (
+            "run: x\nsecrets: [TOKEN]\n",
+            "TOKEN has no value: give it here, or with --secret TOKEN=..., or --secret TOKEN if",
+        ),
         ("run: x\nenvs:\n  a-b: 1\n", "expected the name of a variable"),
         ("run: x\nresources:\n  accelerators: A100:x\n", ":3: resources.accelerators: expected NAME"),
         (

@@ -78,7 +78,8 @@ class HoldfastEngine(DeepSpeedEngine):
 
         Raises:
             Corrupt: the checkpoint is damaged; without a tag, all are.
-            Unsupported: it cannot be loaded in this way, or by this number of ranks.
+            Unsupported: it cannot be loaded in this way; or by this number of ranks, which is a
+                ZeRORuntimeException of DeepSpeed too.
             HoldfastError: as `Checkpointer.load`.
 
         Ranks: collective.

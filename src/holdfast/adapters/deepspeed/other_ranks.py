@@ -13,9 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.adapters.deepspeed.resharding import Layout, check_layouts, reshard
+from holdfast.adapters.deepspeed.resharding import Layout, UnsupportedRanks, check_layouts, reshard
 from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
-from holdfast.errors import Unsupported
 
 _RANK = re.compile(r"((?:bf16_)?zero_pp_rank_)(\d+)(_mp_rank_00_(optim|model)_states\.pt)")
 _MODEL = "mp_rank_00_model_states.pt"
@@ -29,7 +28,7 @@ class ReshardedFiles:
         engine: engine that loads.
 
     Raises:
-        Unsupported: files of tensor or expert parallelism, or frozen parameters under ZeRO 3.
+        UnsupportedRanks: files of tensor or expert parallelism, or frozen parameters under ZeRO 3.
     """
 
     def __init__(self, files: SavedFiles, engine: Any) -> None:
@@ -51,9 +50,9 @@ class ReshardedFiles:
                 raise self._refused(f"{name} belongs to tensor, expert or pipeline parallelism")
         return owners
 
-    def _refused(self, why: str, done: str = "Nothing was loaded") -> Unsupported:
+    def _refused(self, why: str, done: str = "Nothing was loaded") -> UnsupportedRanks:
         saved = self.checkpoint.world_size
-        return Unsupported(
+        return UnsupportedRanks(
             f"{self.facts.tag} was saved by {saved} ranks and cannot be loaded by {self._world_size}: {why}. "
             f"{done}. Resume on {saved} ranks; or export it (`holdfast export --to deepspeed`), "
             "convert it with ds_to_universal, and load that with load_universal."
@@ -63,7 +62,7 @@ class ReshardedFiles:
         """Load the content of a file, resharded if it has partitions.
 
         Raises:
-            Unsupported: the partitions cannot be resharded.
+            UnsupportedRanks: the partitions cannot be resharded.
             HoldfastError: as `SavedFiles.load`.
         """
         match = _RANK.fullmatch(name)

@@ -1,5 +1,8 @@
 """Partitions of ZeRO, divided again among another number of ranks; pure."""
 
+# DeepSpeed has no type information.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import math
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 from holdfast.errors import Unsupported
 
@@ -15,6 +19,10 @@ _FLAT_12, _FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _BASE_12, _BASE_3 = "base_optimizer_state", "optimizer_state_dict"
 _PARTITIONED = 3
 """Stage of ZeRO that partitions each parameter by itself."""
+
+
+class UnsupportedRanks(Unsupported, ZeRORuntimeException):
+    """Refusal of a checkpoint that another number of ranks saved. Scripts for DeepSpeed catch it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +42,10 @@ def check_layouts(saved: Layout, live: Layout, tag: str) -> None:
     """Check that two layouts have the same parameters in the same order.
 
     Raises:
-        Unsupported: they differ.
+        UnsupportedRanks: they differ.
     """
     if saved.groups != live.groups:
-        raise Unsupported(
+        raise UnsupportedRanks(
             f"{tag} was saved on another number of ranks, and the parameters had another order or other "
             "groups, as with round_robin_gradients or another sub_group_size. Nothing was loaded. Use the "
             "same settings, or the same number of ranks; or export it with `holdfast export --to deepspeed`, "
@@ -55,14 +63,14 @@ def reshard(states: Sequence[Mapping[str, Any]], live: Layout, rank: int, world_
         world_size: number of ranks that load.
 
     Raises:
-        Unsupported: the state does not have an element per parameter; or it was saved with
+        UnsupportedRanks: the state does not have an element per parameter; or it was saved with
             `elastic_checkpoint`, which has another form.
     """
     first = dict(states[0])
     stage = int(first["zero_stage"])
     flat_key, base_key = (_FLAT_3, _BASE_3) if stage == _PARTITIONED else (_FLAT_12, _BASE_12)
     if not isinstance(first[base_key], Mapping):
-        raise Unsupported(
+        raise UnsupportedRanks(
             'The optimizer was saved with "elastic_checkpoint": true, and cannot be split for another number '
             "of ranks. The weights were loaded, the optimizer was not. Resume on as many ranks as saved it, "
             'and remove "elastic_checkpoint" there for later changes.'
@@ -98,7 +106,7 @@ def _reshard_base(
             # Of the padding, which the flat parameters do not have, nothing is needed.
             lengths = [state[flat_key][group].numel() for state in states]
             if is_flat and any(part.numel() < n for part, n in zip(parts, lengths, strict=True)):
-                raise Unsupported(
+                raise UnsupportedRanks(
                     f"The optimizer's {key} does not have an element per parameter, so it cannot be split "
                     "for another number of ranks. The weights were loaded, the optimizer was not. Resume on "
                     "as many ranks as saved it."

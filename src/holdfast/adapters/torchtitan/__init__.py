@@ -7,7 +7,6 @@ import importlib.util
 from holdfast.errors import Unsupported
 
 _NEEDED = "torchtitan.components.checkpointer"
-_COMMIT = "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a"
 
 
 def _check_version() -> None:
@@ -18,13 +17,13 @@ def _check_version() -> None:
     """
     if importlib.util.find_spec("torchtitan") is None:
         raise Unsupported(
-            "holdfast.adapters.torchtitan needs torchtitan, which is not installed. Install it from its "
-            f"repository, at commit {_COMMIT[:9]} of August 2026 or later."
+            "holdfast.adapters.torchtitan needs torchtitan, which is not installed. "
+            "Install it: pip install 'torchtitan>=0.3'."
         )
     if importlib.util.find_spec(_NEEDED) is None:
         raise Unsupported(
-            f"This torchtitan has no {_NEEDED}, so its config cannot choose a checkpoint manager. Install "
-            f"torchtitan from its repository, at commit {_COMMIT[:9]} of August 2026 or later."
+            f"This torchtitan has no {_NEEDED}, so its config cannot choose a checkpoint manager. Upgrade "
+            "it: pip install 'torchtitan>=0.3'."
         )
 
 

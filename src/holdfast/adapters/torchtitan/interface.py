@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import MODEL, CheckpointManager
 from torchtitan.tools import filesystem
 
@@ -124,7 +125,7 @@ class HoldfastCheckpointManager(CheckpointManager):
     def _load(self, step: int = -1) -> bool:
         stock, own, exported = self._from_rank_0(step)
         if stock is not None and (own is None or stock > own):
-            found = super()._load(stock)
+            found = self._load_stock(stock)
             self._continue_home(stock)
             return found
         self._check_excluded()
@@ -139,6 +140,18 @@ class HoldfastCheckpointManager(CheckpointManager):
             return self._load_elsewhere(step)
         self._set_position(restored, attempt=self._own().restored_attempt)
         return True
+
+    def _load_stock(self, step: int) -> bool:
+        """Load a checkpoint of torchtitan's own manager.
+
+        Raises:
+            Corrupt: its metadata is damaged.
+        """
+        try:
+            return super()._load(step)
+        except CheckpointException:
+            stock_folders.check_metadata(self.folder, step)
+            raise
 
     def _restore(self, step: int, *, is_listed: bool) -> int | None:
         """Restore a step, or the newest one for -1. Return None if the home does not have it.

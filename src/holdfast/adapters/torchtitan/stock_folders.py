@@ -18,6 +18,8 @@ from holdfast.errors import Corrupt
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")  # without the zeros of a folder of Holdfast
 _METADATA = ".metadata"
 _HF_INDEX = "model.safetensors.index.json"
+_DAMAGE = (EOFError, LookupError, AttributeError, ImportError, ValueError, pickle.UnpicklingError)
+"""Errors of a reader whose metadata is damaged."""
 
 
 def steps(folder: str) -> list[int]:
@@ -40,24 +42,40 @@ def _steps_with(folder: str, name: str) -> list[int]:
 
 
 def is_resumable(folder: str, step: int, names: Collection[str]) -> bool:
-    """Return True if a DCP checkpoint contains more than a model.
+    """Return True if a DCP checkpoint contains more than a model, or may do so.
 
     Args:
         names: states of the trainer besides the model.
-
-    Raises:
-        Corrupt: its metadata is damaged.
     """
     path = filesystem.join(folder, f"step-{step}")
     if step == 0 or filesystem.is_remote(path):  # a seed; or one whose content only the load itself reads
         return True
     try:
-        keys = FileSystemReader(path).read_metadata().state_dict_metadata
-    except (EOFError, LookupError, AttributeError, ImportError, ValueError, pickle.UnpicklingError) as error:
+        keys = _read_keys(path)
+    except _DAMAGE:  # the load itself names the damage, if nothing newer takes its place
+        return True
+    return any(key == name or key.startswith(f"{name}.") for key in keys for name in names)
+
+
+def check_metadata(folder: str, step: int) -> None:
+    """Check that the metadata of a DCP checkpoint can be read.
+
+    Raises:
+        Corrupt: it is damaged.
+    """
+    path = filesystem.join(folder, f"step-{step}")
+    if filesystem.is_remote(path):
+        return
+    try:
+        _read_keys(path)
+    except _DAMAGE as error:
         raise Corrupt(
             f"{path}/.metadata, which torchtitan's own manager wrote, is damaged: {error}. Nothing was "
             "loaded. Move that folder away to resume from an older checkpoint.",
             step=step,
             key=path,
         ) from error
-    return any(key == name or key.startswith(f"{name}.") for key in keys for name in names)
+
+
+def _read_keys(path: str) -> Collection[str]:
+    return FileSystemReader(path).read_metadata().state_dict_metadata

@@ -37,7 +37,8 @@ def variable_problems(
         if not _NAME.fullmatch(name):
             yield TaskProblem(line, f"{where}.{name}", f"expected the name of a variable, found {name!r}")
         elif plain is None and name not in given:
-            what = f"{name} has no value: give it here, or with {option} {name}=VALUE"
+            how = f"{option} {name}=VALUE, or {option} {name} if this shell has it"
+            what = f"{name} has no value: give it here, or with {how}"
             yield TaskProblem(line, f"{where}.{name}", what)
 
 

@@ -107,6 +107,11 @@ def check(tmp_path: Path, options: list[str], kills: list[tuple[int, str]], rank
         ["--every=2", "--data=stream"],
         ["--every=2", "--data=workers"],
         ["--every=2", "--accumulate=2"],
+        ["--every=2", "--data=global"],
+        ["--every=2", "--data=global-workers"],
+        ["--every=2", "--data=global-stateful"],
+        ["--every=2", "--data=global", "--accumulate=2"],
+        ["--every=7", "--data=global"],
         ["--every=2", "--val-interval=0.5"],
         ["--every=7"],
         ["--every=3", "--top-k=2"],
@@ -116,6 +121,40 @@ def check(tmp_path: Path, options: list[str], kills: list[tuple[int, str]], rank
 )
 def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path, options: list[str]) -> None:
     check(tmp_path, options, [(5, "start"), (4, "end"), (1, "validation"), (1, "epoch")])
+
+
+def check_epochs(folder: Path, ranks: int, num_epochs: int = 3) -> None:
+    """Check that each epoch had each sample once. The last one counts of a batch that was trained again."""
+    epochs: dict[int, dict[tuple[int, int], list[str]]] = {}
+    for rank in range(ranks):
+        for line in (folder / f"samples{rank}").read_text().splitlines():
+            epoch, number, *samples = line.split()
+            epochs.setdefault(int(epoch), {})[rank, int(number)] = samples
+    assert sorted(epochs) == list(range(num_epochs))
+    for used in epochs.values():
+        assert sorted(int(one) for row in used.values() for one in row) == list(range(56))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_ranks_with_global_batches_use_each_sample_once(tmp_path: Path, accumulate: int) -> None:
+    options = ["--every=2", "--data=global", f"--accumulate={accumulate}"]
+    check(tmp_path, options, [(5, "start"), (4, "end"), (1, "epoch")], ranks=2)
+    check_epochs(tmp_path / "run", 2)
+
+
+def test_global_batches_resume_after_sigterm(tmp_path: Path) -> None:
+    options = ["--every=100", "--data=global", "--accumulate=2"]
+    stopped = start(tmp_path / "run", *options, "--kill-at=5", f"--signal={int(signal.SIGTERM)}")
+    assert stopped.statuses == [PREEMPTED_STATUS], stopped.output
+    ran = start(tmp_path / "run", *options)
+    assert ran.statuses == [0], ran.output
+    check_epochs(tmp_path / "run", 1)
+
+
+def test_lightning_refuses_to_replace_global_batches(tmp_path: Path) -> None:
+    ran = start(tmp_path / "run", "--data=global", "--own-sampler=0", ranks=2)
+    assert 0 not in ran.statuses
+    assert "use_distributed_sampler=False" in ran.output
 
 
 def test_two_ranks_resume_bit_for_bit(tmp_path: Path) -> None:

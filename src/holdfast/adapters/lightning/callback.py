@@ -18,8 +18,10 @@ from holdfast.adapters.lightning.preempted import Preemptions
 from holdfast.adapters.lightning.resume_point import (
     KEY,
     capture_point,
+    check_batches,
     complete_batch,
     finish_batch,
+    reach_batch,
     restore_point,
     watch_position,
 )
@@ -147,12 +149,18 @@ class HoldfastCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         self._notices = Preemptions(self._preemption)
         self._notices.watch(trainer)
+        check_batches(trainer)
         point, self._point = self._point, None
         if self._has_batch:
             finish_batch(trainer)
             self._has_batch = False
         if point is not None and (difference := restore_point(trainer, point)) is not None:
             warn(difference, UserWarning)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check GlobalBatches again: a callback may have changed the accumulation of gradients."""
+        super().on_train_epoch_start(trainer, pl_module)
+        check_batches(trainer)
 
     # -- saves -----------------------------------------------------------------------------------------------
 
@@ -164,6 +172,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is due, or if a preemption notice has arrived."""
+        reach_batch(trainer)
         with self._moment():
             super().on_train_batch_end(trainer, *args, **kwargs)
             self._notify_loggers()

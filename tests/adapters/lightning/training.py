@@ -148,7 +148,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=1)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--val-interval", type=float, default=1.0)
-    parser.add_argument("--own-sampler", type=int, default=1)
     parser.add_argument("--stock", action="store_true")
     return parser.parse_args()
 
@@ -174,7 +173,6 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        use_distributed_sampler=not (ARGS.data.startswith("global") and ARGS.own_sampler),
         accumulate_grad_batches=ARGS.accumulate,
         val_check_interval=ARGS.val_interval,
         callbacks=[KillAt(ARGS.kill_at, ARGS.signal, ARGS.where), checkpoint],

@@ -176,6 +176,7 @@ class PositionedLoader(CombinedLoader):
         self._begin_at = None
         if position.at_start is None:
             iter(self)
+            self._pass_over(position)
             return
         now = self.capture()
         self.restore(position.at_start)
@@ -183,15 +184,19 @@ class PositionedLoader(CombinedLoader):
             self._load_state_dicts(list(position.loaders))
         iter(self)
         self._at_start = position.at_start
+        self._pass_over(position)
+        if position.before_fetched is not None:
+            self.restore(position.before_fetched)
+            self._fetched = [self._fetch()]
+        self.restore(now)
+
+    def _pass_over(self, position: DataPosition) -> None:
+        """Count the batches before a position as used, and read those again that nobody else skips."""
         self._num_fetched = self._num_reached = position.num_batches
         if self.batches:  # they are at the last complete step; gradients of a part of one are not saved
             self._read_again(position.num_batches % self.batches[0].accumulation_steps)
         elif not position.loaders:
             self._read_again(position.num_batches)
-        if position.before_fetched is not None:
-            self.restore(position.before_fetched)
-            self._fetched = [self._fetch()]
-        self.restore(now)
 
     def _read_again(self, num_batches: int) -> None:
         if num_batches:

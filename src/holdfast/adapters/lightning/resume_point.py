@@ -10,6 +10,7 @@ import torch.distributed as dist
 from holdfast.adapters.lightning.data_position import DataPosition, PositionedLoader
 from holdfast.adapters.lightning.generators import capture_generators, set_generators
 from holdfast.errors import InvalidInput, Unsupported
+from holdfast.train.data import Batches
 
 KEY = "holdfast"
 """Key of the entry in the checkpoint."""
@@ -102,8 +103,7 @@ def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
     """
     loader = trainer.fit_loop._combined_loader
     if isinstance(loader, PositionedLoader) and loader.batches:
-        loader.load_batches(point["ranks"][0].get("batches", []))  # the same on all ranks
-        loader.begin_at(DataPosition(0))
+        _restore_batches(loader, point["ranks"][0])  # the same on all ranks
     if len(point["ranks"]) != trainer.world_size:
         return (
             f"The checkpoint was saved by {len(point['ranks'])} ranks, and is loaded on "
@@ -118,6 +118,13 @@ def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
     loader.restore(own["generators"])
     iter(trainer.fit_loop._data_fetcher)  # fetches ahead again, from the position, where it does at all
     return None
+
+
+def _restore_batches(loader: PositionedLoader, first: dict[str, Any]) -> None:
+    """Continue at the positions that any rank has saved, on any number of ranks."""
+    loader.load_batches(first.get("batches", []))
+    position = first["position"] or {"num_batches": 0}
+    loader.begin_at(DataPosition(position["num_batches"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +157,36 @@ def check_batches(trainer: Any) -> None:
         if (one.rank, one.world_size) != theirs:
             raise InvalidInput(
                 f"GlobalBatches are for rank {one.rank} of {one.world_size}, and this is rank {theirs[0]} of "
-                f"{theirs[1]}. Nothing was trained. Make them in train_dataloader(), once the ranks "
-                f"are there."
+                f"{theirs[1]}. Nothing was trained. Make them in train_dataloader(), which Lightning calls "
+                "once the ranks have started."
             )
         if one.accumulation_steps != trainer.accumulate_grad_batches:
             raise InvalidInput(
                 f"GlobalBatches have accumulation_steps={one.accumulation_steps}, and the Trainer has "
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Training was stopped. "
-                f"Set the same "
-                "number."
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Training was stopped. Set the "
+                "same number."
             )
 
 
 def watch_position(trainer: Any) -> None:
-    """Have Lightning read the training data through a `PositionedLoader`."""
+    """Have Lightning read the training data through a `PositionedLoader`.
+
+    Loaders with GlobalBatches keep them: these divide the data among the ranks themselves.
+    """
     source = trainer.fit_loop._data_source
     source.dataloader = _PositionedSource(source)
+    connector = trainer._data_connector
+    connector._requires_distributed_sampler = _SamplerRule(connector)
+
+
+@dataclass(frozen=True, slots=True)
+class _SamplerRule:
+    """Decision whether Lightning divides the data of a loader; part of a pickled trainer."""
+
+    connector: Any
+
+    def __call__(self, dataloader: Any) -> bool:
+        """Return True if the loader needs a distributed sampler, as Lightning's connector decides."""
+        if isinstance(getattr(dataloader, "batch_sampler", None), Batches):
+            return False
+        return bool(type(self.connector)._requires_distributed_sampler(self.connector, dataloader))

@@ -77,6 +77,44 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, before: int, a
     assert len({one["optimizer"] for one in ended}) == 1  # buffers of a batch norm are those of each rank
 
 
+def add_rows(used: dict[tuple[int, int], list[int]], folder: Path) -> None:
+    """Add the rows of a start by epoch and batch. A batch that is trained again replaces the first."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for path in folder.glob("rows*"):
+        for line in path.read_text().splitlines():
+            epoch, number, *rows = map(int, line.split())
+            found.setdefault((epoch, number), []).extend(rows)
+        path.unlink()
+    used |= found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "plan", [{}, {"accumulation": 2}, {"workers": 2}], ids=["", "accumulation", "workers"]
+)
+@pytest.mark.parametrize("ranks", [(1, 1, 1), (1, 2, 1), (2, 1, 2)], ids=["1-1-1", "1-2-1", "2-1-2"])
+def test_global_batches_use_each_row_once_on_another_number_of_ranks(
+    tmp_path: Path, ranks: tuple[int, int, int], plan: dict[str, Any]
+) -> None:
+    used: dict[tuple[int, int], list[int]] = {}
+    plan = {**plan, "loader": "global", "every": 2, "steps": 18}
+    for count, kill_at in zip(ranks, [5, 9, 0], strict=True):
+        ends = {"kill_at": kill_at, "statuses": [-9, 0][:count]} if kill_at else {}
+        train_ranks(tmp_path / "out", count, resume=kill_at != 5, **ends, **plan)
+        add_rows(used, tmp_path / "out")
+    for epoch in range(3):
+        rows = [row for (of, _), batch in used.items() if of == epoch for row in batch]
+        assert sorted(rows) == list(range(48)), epoch
+
+
+@pytest.mark.ranks
+def test_two_ranks_with_global_batches_resume_bit_for_bit(tmp_path: Path) -> None:
+    plan = {"loader": "global"}
+    unbroken = train_ranks(tmp_path / "unbroken", 2, **plan)
+    train_ranks(tmp_path / "out", 2, statuses=[-9, 0], kill_at=10, **plan)
+    assert train_ranks(tmp_path / "out", 2, resume=True, **plan) == unbroken
+
+
 def test_a_preempted_run_exits_with_75_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     unbroken = train(tmp_path / "unbroken", stock=True, **EXPLICIT)
     train(tmp_path / "out", status=75, kill_at=12, signal=15, **EXPLICIT)

@@ -107,6 +107,11 @@ def check(tmp_path: Path, options: list[str], kills: list[tuple[int, str]], rank
         ["--every=2", "--data=stream"],
         ["--every=2", "--data=workers"],
         ["--every=2", "--accumulate=2"],
+        ["--every=2", "--accumulate=3"],
+        ["--every=2", "--data=global"],
+        ["--every=2", "--data=global-stateful"],
+        ["--every=2", "--data=global", "--accumulate=2"],
+        ["--every=7", "--data=global"],
         ["--every=2", "--val-interval=0.5"],
         ["--every=7"],
         ["--every=3", "--top-k=2"],
@@ -116,6 +121,72 @@ def check(tmp_path: Path, options: list[str], kills: list[tuple[int, str]], rank
 )
 def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path, options: list[str]) -> None:
     check(tmp_path, options, [(5, "start"), (4, "end"), (1, "validation"), (1, "epoch")])
+
+
+def add_samples(used: dict[tuple[int, int], list[int]], folder: Path) -> None:
+    """Add the samples of a start by epoch and batch. A batch that is trained again replaces the first."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for path in folder.glob("samples*"):
+        for line in path.read_text().splitlines():
+            epoch, number, *samples = map(int, line.split())
+            found.setdefault((epoch, number), []).extend(samples)
+        path.unlink()
+    used |= found
+
+
+def check_epochs(used: dict[tuple[int, int], list[int]], num_epochs: int = 3) -> None:
+    """Check that each epoch had each sample once."""
+    for epoch in range(num_epochs):
+        samples = [one for (of, _), batch in used.items() if of == epoch for one in batch]
+        assert sorted(samples) == list(range(56)), epoch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--every=2", "--data=global"],
+        ["--every=2", "--data=global", "--accumulate=2"],
+        ["--every=2", "--data=global-workers"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("ranks", [(1, 2, 1), (2, 1, 2)], ids=["1-2-1", "2-1-2"])
+def test_global_batches_use_each_sample_once_on_another_number_of_ranks(
+    tmp_path: Path, options: list[str], ranks: tuple[int, int, int]
+) -> None:
+    used: dict[tuple[int, int], list[int]] = {}
+    for num, kill in zip(ranks, ["--kill-at=6", "--kill-at=4", "--kill-at=0"], strict=True):
+        ran = start(tmp_path / "run", *options, kill, "--where=end", ranks=num)
+        add_samples(used, tmp_path / "run")
+    assert ran.statuses == [0] * ranks[-1], ran.output
+    check_epochs(used)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_ranks_with_global_batches_resume_bit_for_bit(tmp_path: Path, accumulate: int) -> None:
+    options = ["--every=2", "--data=global", f"--accumulate={accumulate}"]
+    check(tmp_path, options, [(5, "start"), (4, "end"), (1, "epoch")], ranks=2)
+
+
+def test_global_batches_with_workers_use_each_sample_once(tmp_path: Path) -> None:
+    # Their worker processes are new, so the random numbers that these draw differ.
+    used: dict[tuple[int, int], list[int]] = {}
+    for kill in ["--kill-at=5", "--kill-at=9", "--kill-at=0"]:
+        ran = start(tmp_path / "run", "--every=2", "--data=global-workers", kill)
+        add_samples(used, tmp_path / "run")
+    assert ran.statuses == [0], ran.output
+    check_epochs(used)
+
+
+def test_global_batches_resume_after_sigterm(tmp_path: Path) -> None:
+    options, used = ["--every=100", "--data=global", "--accumulate=2"], {}
+    stopped = start(tmp_path / "run", *options, "--kill-at=5", f"--signal={int(signal.SIGTERM)}")
+    assert stopped.statuses == [PREEMPTED_STATUS], stopped.output
+    add_samples(used, tmp_path / "run")
+    ran = start(tmp_path / "run", *options)
+    assert ran.statuses == [0], ran.output
+    add_samples(used, tmp_path / "run")
+    check_epochs(used)
 
 
 def test_two_ranks_resume_bit_for_bit(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from holdfast.adapters.lightning import HoldfastCheckpoint
+from holdfast.train.data import GlobalBatches
 
 pl: Any = importlib.import_module("lightning.pytorch")
 
@@ -39,6 +40,16 @@ class Augmented(Dataset[torch.Tensor]):
         return torch.full((6,), float(index)) / len(self) + 0.1 * noise
 
 
+class Numbered(Augmented):
+    """The same samples, each with its index, as many for any number of ranks."""
+
+    def __len__(self) -> int:
+        return 56
+
+    def __getitem__(self, index: int) -> Any:
+        return index, super().__getitem__(index)
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """The same samples without a length, so that Lightning fetches one batch ahead."""
 
@@ -55,7 +66,11 @@ class Model(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
         self._log = log
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if isinstance(batch, list):
+            indices, batch = batch
+            with self._log.with_name(self._log.name.replace("log", "samples")).open("a") as out:
+                out.write(f"{self.current_epoch} {batch_idx} {' '.join(map(str, indices.tolist()))}\n")
         loss = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
         self.log("loss", loss)
         with self._log.open("a") as out:
@@ -74,6 +89,14 @@ class Model(pl.LightningModule):
         kind = ARGS.data
         if kind == "stream":
             return DataLoader(Stream(), batch_size=BATCH)
+        if kind in ("global", "global-workers", "global-stateful"):
+            batches = GlobalBatches(56, 8 * ARGS.accumulate, accumulation_steps=ARGS.accumulate)
+            num_workers = 2 if kind == "global-workers" else 0
+            if kind == "global-stateful":
+                from torchdata.stateful_dataloader import StatefulDataLoader
+
+                return StatefulDataLoader(Numbered(), batch_sampler=batches)
+            return DataLoader(Numbered(), batch_sampler=batches, num_workers=num_workers)
         if kind == "stateful":
             from torchdata.stateful_dataloader import StatefulDataLoader
 

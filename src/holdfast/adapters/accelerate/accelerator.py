@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from typing_extensions import override
 
+from holdfast.adapters.accelerate.batch_position import BatchPosition, batches_of, prepare_batches
 from holdfast.adapters.accelerate.loader import add_position, follow_position
 from holdfast.adapters.accelerate.session import Session
 from holdfast.adapters.accelerate.settings import HOME, Settings
@@ -109,13 +110,24 @@ class HoldfastAccelerator(Accelerator):
 
     @override
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a data loader, whose position is then part of the state."""
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        return add_position(prepared)
+        """Prepare a data loader, whose position is then part of the state.
+
+        Loaders with GlobalBatches keep them, since these divide the data among the ranks themselves.
+        """
+        if batches_of(data_loader) is None or getattr(data_loader, "_is_accelerate_prepared", False):
+            return add_position(super().prepare_data_loader(data_loader, *args, **kwargs))
+        on_device = args[0] if args else kwargs.get("device_placement")
+        return add_position(prepare_batches(self, data_loader, on_device=on_device))
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader without the first batches. After a load, it continues the checkpoint's pass."""
+        """Return a loader without the first batches. After a load, it continues the checkpoint's pass.
+
+        A loader with GlobalBatches is at its position already, and is returned itself.
+        """
+        position = getattr(dataloader, "holdfast_position", None)
+        if isinstance(position, BatchPosition):
+            return dataloader if position.check_skip(num_batches) else ()
         return follow_position(
             super().skip_first_batches(dataloader, num_batches), dataloader, continues=num_batches > 0
         )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 
 from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
+from holdfast.adapters.accelerate.batch_position import check_prepared
 from holdfast.adapters.accelerate.loader import add_position
 from holdfast.adapters.accelerate.settings import HOME, Settings, folder_of_checkpoints
 from holdfast.adapters.accelerate.support import check_accelerator
@@ -49,6 +50,8 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
     """
     check_attach(accelerator, HoldfastAccelerator, options, _DECIDED, name="Accelerator")
     check_accelerator(accelerator)
+    for loader in accelerator._dataloaders:
+        check_prepared(loader)
     root = folder_of_checkpoints(accelerator)
     if home is not None:
         parsed = parse_home(home)

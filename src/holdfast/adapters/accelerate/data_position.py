@@ -57,14 +57,8 @@ class DataPosition:
         loader.set_epoch(state["epoch"])
         num_ranks = PartialState().num_processes
         if state["num_ranks"] != num_ranks:
-            if state["phase"] != BETWEEN:
-                warn(
-                    f"The position in the data is of {state['num_ranks']} ranks, and this run has "
-                    f"{num_ranks}. The epoch is set, and the batches of the rest of it differ from "
-                    "those of an unbroken run.",
-                    ResumeWarning,
-                )
             self._pending = None
+            self._load_elsewhere(state)
             return
         _set_states(own_generators(loader), state["generators"])
         if is_stateful(loader) and state["loader"] is not None:
@@ -73,6 +67,21 @@ class DataPosition:
             elif state["has_begun"]:
                 loader.load_state_dict({})  # else it begins with the iterator that it was made with
         self._pending = state
+
+    def _load_elsewhere(self, state: dict[str, Any]) -> None:
+        """Load a position of another number of ranks, once the epoch is set."""
+        if state["phase"] != BETWEEN:
+            warn(
+                f"The position in the data is of {state['num_ranks']} ranks, and this run has "
+                f"{PartialState().num_processes}. The epoch is set, and the batches of the rest of it differ "
+                "from those of an unbroken run. GlobalBatches in the loader resume on any number.",
+                ResumeWarning,
+            )
+
+    @property
+    def _continues_itself(self) -> bool:
+        """True if the next pass of the loader is the rest of the one that was saved."""
+        return is_stateful(self._loader)
 
     def _phase(self) -> str:
         if self._active is None:
@@ -93,7 +102,7 @@ class DataPosition:
         self._at_start, self._is_continued = now, False
         if pending is None or pending["phase"] == BETWEEN:
             return None
-        continues = loader.holdfast_continues or (is_stateful(loader) and pending["phase"] == WITHIN)
+        continues = loader.holdfast_continues or (self._continues_itself and pending["phase"] == WITHIN)
         if not continues:
             if pending["phase"] == AT_END and loader.iteration == pending["epoch"]:
                 loader.iteration += 1  # that pass is over
@@ -101,6 +110,14 @@ class DataPosition:
         self._at_start, self._is_continued = pending["at_start"], True
         set_generators(self._at_start, self._loader)
         return now
+
+    def give(self, number: int) -> bool:
+        """Record a batch that training gets. Return False if it is to be left out.
+
+        Args:
+            number: its number in the pass, from 1.
+        """
+        return True
 
     def set_back(self, now: dict[str, Any] | None) -> None:
         """Set the generators back to their states before a continued pass began."""

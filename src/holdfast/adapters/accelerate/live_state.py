@@ -11,6 +11,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 
 from holdfast.errors import InvalidInput
+from holdfast.train.data import Batches
 
 FOLDERS = "folders"
 """Key of the names of all folders, by step."""
@@ -26,8 +27,16 @@ def live_objects(accelerator: Accelerator, models: Collection[int]) -> dict[str,
     Args:
         accelerator: the attached Accelerator.
         models: numbers of the models to include.
+
+    Raises:
+        InvalidInput: GlobalBatches are registered, whose steps would be counted twice.
     """
     own: Any = accelerator
+    if any(isinstance(one, Batches) for one in own._custom_objects):
+        raise InvalidInput(
+            "GlobalBatches were given to register_for_checkpointing, and would count each step twice. "
+            "Nothing was saved or loaded. Prepare their loader only: its position is part of the state."
+        )
     objects = {model_key(number): own._models[number] for number in models}
     objects |= _numbered("optimizer", [_bare(one) for one in own._optimizers])
     objects |= _numbered("scheduler", [_bare(one) for one in own._schedulers])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast.adapters.accelerate.batch_position import BatchPosition, batches_of
 from holdfast.adapters.accelerate.data_position import DataPosition
 from holdfast.adapters.attached_class import insert_class
 
@@ -36,7 +37,8 @@ class PositionedLoader:
                 if num_batches == 0:
                     position.set_back(now)
                 num_batches += 1
-                yield batch
+                if position.give(num_batches):
+                    yield batch
         except GeneratorExit:
             position.leave()  # by `break`
             raise
@@ -49,7 +51,8 @@ def add_position(loader: Any) -> Any:
     """Have a prepared loader record its position. Returns the same loader."""
     if not isinstance(_position_of(loader), DataPosition):
         insert_class(loader, PositionedLoader, before=type(loader))
-        loader.holdfast_position = DataPosition(loader)
+        batches = batches_of(loader)
+        loader.holdfast_position = DataPosition(loader) if batches is None else BatchPosition(loader, batches)
     return loader
 
 

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -16,27 +16,14 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.optim import Optimizer
 
+from holdfast.adapters.private_memory import PrivateMemory, storage_of
+
 _WRAPPERS = frozenset({DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3})
 """Classes that write to their partitions in `step()` of the optimizer that they have, and not elsewhere.
 
 Subclasses are left out: those of ZenFlow and SuperOffload step in another thread or process.
 """
 _PLAIN = frozenset({DeepSpeedCPUAdam, FusedAdam})
-
-
-class PrivateMemory(Optimizer):
-    """Stand-in for an engine's optimizer, with the memory that no script writes to.
-
-    `Checkpointer.save` copies the memory of optimizers beside training. Whichever optimizer has some of it
-    waits for the copy in its step.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__(list(tensors), {})
-
-    def step(self, closure: Any = None) -> NoReturn:
-        """Refuse to step: it only names memory."""
-        raise AssertionError(f"a {type(self).__name__} is not an optimizer that trains")
 
 
 def private_memory(engine: Any) -> list[PrivateMemory]:
@@ -51,8 +38,8 @@ def private_memory(engine: Any) -> list[PrivateMemory]:
     inner = _trained_by(engine.optimizer)
     if inner is None:
         return []
-    shared = {_storage_of(one) for one in _tensors_of_module(engine.module)}
-    found = {id(one): one for one in _tensors_of(inner) if one.numel() and _storage_of(one) not in shared}
+    shared = {storage_of(one) for one in _tensors_of_module(engine.module)}
+    found = {id(one): one for one in _tensors_of(inner) if one.numel() and storage_of(one) not in shared}
     if not found or any(one.device.type != "cpu" for one in found.values()):
         return []
     return [PrivateMemory(found.values())]
@@ -83,7 +70,3 @@ def _tensors_of_module(module: torch.nn.Module) -> Iterator[torch.Tensor]:
         partition = getattr(one, "ds_tensor", None)  # under ZeRO 3
         if partition is not None:
             yield partition
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

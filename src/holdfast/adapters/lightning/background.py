@@ -7,9 +7,12 @@ import os
 import queue
 import threading
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
+
+from torch.optim import Optimizer
 
 from holdfast.adapters.lightning.ckpt_file import FileId, may_replace, read_id, verify_ckpt, write_ckpt
 from holdfast.adapters.lightning.home_content import Facts, HomeContent, make_state
@@ -19,7 +22,7 @@ from holdfast.adapters.lightning.sole_rank import SoleRank
 from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.options import Memory, Preemption
-from holdfast.errors import Corrupt, HoldfastError, NotFound, ResumeWarning, SaveWarning
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, ResumeWarning, SaveWarning
 from holdfast.home.documents import read_run
 from holdfast.home.recovery import find_loadable
 from holdfast.keeper import Save, wait_for_orphans
@@ -30,6 +33,8 @@ from holdfast.store import open_store
 _log = get_logger("lightning")
 _ORPHANS_S = 600.0
 """Longest wait for the keeper of a dead process, which may be about to complete a checkpoint."""
+_DROPPED = r"The save of step \d+ was dropped"
+"""Warning about a torn copy: the callback replaces the save, and warns itself."""
 
 
 @dataclass(slots=True)
@@ -43,6 +48,13 @@ class _Job:
     is_removed: bool = False
     error: Exception | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+
+    def was_dropped(self, *, wait: bool) -> bool:
+        """Return True if the copy of its save was torn."""
+        if self.save is not None and wait:
+            with contextlib.suppress(HoldfastError):
+                self.save.wait_staged()
+        return self.save is not None and isinstance(self.save.failed, InvalidInput)
 
 
 class BackgroundSaver:
@@ -61,7 +73,7 @@ class BackgroundSaver:
         self._checkpointer: Checkpointer | None = None
         self._base: int | None = None  # step that the next saves continue
         self._last = 0  # step of the newest save
-        self._shared: tuple[object, tuple[object, ...], int] | None = None
+        self._shared: tuple[object, tuple[object, ...], Save] | None = None
         self._jobs: list[_Job] = []  # of the present Checkpointer
         self._earlier: list[HomeContent] = []  # checkpoints of the home when it was opened, the newest first
         self._folders: set[str] = set()  # folders of the files of this session
@@ -71,7 +83,15 @@ class BackgroundSaver:
 
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def save(self, pickled: Pickled, path: str, facts: Facts, *, moment: object = None) -> None:
+    def save(
+        self,
+        pickled: Pickled,
+        path: str,
+        facts: Facts,
+        *,
+        moment: object = None,
+        private: Iterable[Optimizer] = (),
+    ) -> None:
         """Save a checkpoint for a path.
 
         Args:
@@ -80,6 +100,7 @@ class BackgroundSaver:
             facts: facts about it.
             moment: equal for saves between which nothing trains. If the tensors are those of the save
                 before, they are saved once.
+            private: memory that is copied beside the next forward and backward pass.
 
         Raises:
             HoldfastError: this save failed, or an earlier one.
@@ -89,28 +110,34 @@ class BackgroundSaver:
         checkpointer = self._open()
         self._sort_out(folder_of(path))
         self._warn_of_failures()
-        step = self._shared_step(pickled, moment)
-        save, own = None, pickled.data
-        if step is None:
-            step = max(facts.global_step or 0, self._last + 1)
-            with warnings.catch_warnings():
-                # Positions in the data are part of the checkpoint, so open data loaders are no doubt.
-                warnings.simplefilter("ignore", ResumeWarning)
-                save, own = checkpointer.save(step, make_state(pickled, facts)), None
-            self._last = step
-            self._shared = None if moment is None else (moment, pickled.marks(), step)
+        save, own = self._shared_save(pickled, moment), pickled.data
+        if save is None:
+            save, own = self._save(checkpointer, pickled, facts, private), None
+            self._shared = None if moment is None else (moment, pickled.marks(), save)
         for job in self._jobs:
             if job.path == path:
                 job.is_removed = True  # replaced by this one
-        self._add(_Job(path, step, save, own))
+        self._add(_Job(path, save.step, save, own))
         self._delete_written(checkpointer)
 
-    def _shared_step(self, pickled: Pickled, moment: object) -> int | None:
-        """Return the step of a checkpoint with the same tensors, or None."""
+    def _save(
+        self, checkpointer: Checkpointer, pickled: Pickled, facts: Facts, private: Iterable[Optimizer]
+    ) -> Save:
+        step = max(facts.global_step or 0, self._last + 1)
+        with warnings.catch_warnings():
+            # Positions in the data are part of the checkpoint, so open data loaders are no doubt.
+            warnings.simplefilter("ignore", ResumeWarning)
+            warnings.filterwarnings("ignore", _DROPPED, SaveWarning)
+            save = checkpointer.save(step, make_state(pickled, facts), optimizers=private)
+        self._last = step
+        return save
+
+    def _shared_save(self, pickled: Pickled, moment: object) -> Save | None:
+        """Return the save of this moment with the same tensors, or None."""
         if moment is None or self._shared is None:
             return None
-        of, marks, step = self._shared
-        return step if of == moment and marks == pickled.marks() else None
+        of, marks, save = self._shared
+        return save if of == moment and marks == pickled.marks() else None
 
     def continue_from(self, file: FileId) -> None:
         """Continue from the checkpoint of a file with the next save."""
@@ -131,6 +158,14 @@ class BackgroundSaver:
     def is_pending(self, path: str) -> bool:
         """Return True if a file will be written at this path."""
         return any(job.path == path and not job.is_removed and not job.ended.is_set() for job in self._jobs)
+
+    def dropped(self, *, wait: bool) -> list[str]:
+        """Return the paths whose saves were dropped: something wrote to the memory while it was copied.
+
+        Args:
+            wait: wait until all saves are copied.
+        """
+        return [job.path for job in self._jobs if not job.is_removed and job.was_dropped(wait=wait)]
 
     def _add(self, job: _Job) -> None:
         self._jobs.append(job)

@@ -5,7 +5,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -15,17 +15,21 @@ from holdfast.adapters.lightning.packages import ModelCheckpoint, SIGTERMExcepti
 from holdfast.adapters.lightning.places import absolute, home_beside, is_local
 from holdfast.adapters.lightning.plugin import HoldfastCheckpointIO
 from holdfast.adapters.lightning.preempted import Preemptions
+from holdfast.adapters.lightning.private_memory import private_memory
 from holdfast.adapters.lightning.resume_point import (
     KEY,
     capture_point,
+    check_batches,
     complete_batch,
     finish_batch,
+    reach_batch,
     restore_point,
     watch_position,
 )
+from holdfast.adapters.private_memory import PrivateMemory
 from holdfast.callsite import warn
 from holdfast.checkpointer.options import Memory
-from holdfast.errors import PREEMPTED_STATUS, InvalidInput, Preempted, Unsupported
+from holdfast.errors import PREEMPTED_STATUS, InvalidInput, Preempted, SaveWarning, Unsupported
 
 _moments = itertools.count()
 
@@ -141,18 +145,28 @@ class HoldfastCheckpoint(ModelCheckpoint):
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._point = checkpoint.get(KEY)
         self._has_batch = self._point is not None and trainer.state.fn == "fit" and complete_batch(checkpoint)
+        if self._point is not None and trainer.state.fn == "fit":
+            # Else the next batch saves again, perhaps in the middle of accumulated gradients.
+            last = self._point.get("last_saved", {}).get(self.state_key, 0)
+            self._last_global_step_saved = last
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the generators and the position in the data."""
         super().on_train_start(trainer, pl_module)
         self._notices = Preemptions(self._preemption)
         self._notices.watch(trainer)
+        check_batches(trainer)
         point, self._point = self._point, None
         if self._has_batch:
             finish_batch(trainer)
             self._has_batch = False
         if point is not None and (difference := restore_point(trainer, point)) is not None:
             warn(difference, UserWarning)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check GlobalBatches again: a callback may have changed the accumulation of gradients."""
+        super().on_train_epoch_start(trainer, pl_module)
+        check_batches(trainer)
 
     # -- saves -----------------------------------------------------------------------------------------------
 
@@ -161,14 +175,20 @@ class HoldfastCheckpoint(ModelCheckpoint):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if KEY not in checkpoint and _is_fitting(trainer):
             checkpoint[KEY] = capture_point(trainer)
+        if KEY in checkpoint:
+            checkpoint[KEY].setdefault("last_saved", {})[self.state_key] = self._last_global_step_saved
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is due, or if a preemption notice has arrived."""
-        with self._moment():
+        reach_batch(trainer)
+        notices = self._notices
+        if notices is not None and notices.exchange(trainer, is_dropped=bool(self._dropped(trainer))):
+            self._replace_dropped(trainer)
+        with self._moment(private=lambda: private_memory(trainer)):
             super().on_train_batch_end(trainer, *args, **kwargs)
-            self._notify_loggers()
-            if self._notices is not None and self._notices.has_arrived(trainer):
-                self._save_and_stop(trainer, self._notices)
+        self._notify_loggers()
+        if notices is not None and notices.may_stop(trainer):
+            self._save_and_stop(trainer, notices)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is due."""
@@ -177,7 +197,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is due."""
-        with self._moment():
+        with self._moment(private=lambda: private_memory(trainer)):
             super().on_validation_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -197,26 +217,53 @@ class HoldfastCheckpoint(ModelCheckpoint):
             super().on_exception(trainer, pl_module, exception)
 
     @contextlib.contextmanager
-    def _moment(self) -> Iterator[None]:
-        """Mark a block without training. Tensors that do not change in it are saved once."""
+    def _moment(self, private: Callable[[], list[PrivateMemory]] | None = None) -> Iterator[None]:
+        """Mark a block without training. Tensors that do not change in it are saved once.
+
+        Args:
+            private: returns the memory that is copied beside the next batches; without it, everything is
+                copied before a save returns.
+        """
         io = self._io
         if io is None:
             yield
             return
-        io.moment = next(_moments)
+        io.moment, io.private = next(_moments), private
         try:
             yield
         finally:
-            io.moment = None
+            io.moment = io.private = None
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         """Save a checkpoint. The loggers are notified when its file is written."""
+        self._last_global_step_saved = trainer.global_step  # part of the checkpoint
         trainer.save_checkpoint(filepath, self.save_weights_only)
-        self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
         if trainer.is_global_zero:
             self._unsent += [(logger, filepath) for logger in trainer.loggers]
             self._notify_loggers()
+
+    def _dropped(self, trainer: Any, *, wait: bool = False) -> list[str]:
+        """Return the paths whose saves were dropped, on the rank that saves."""
+        return self._io.dropped(wait=wait) if trainer.is_global_zero and self._io is not None else []
+
+    def _replace_dropped(self, trainer: Any) -> None:
+        """Save the present state for the paths whose saves were dropped, copied at once.
+
+        Ranks: collective.
+        """
+        paths = trainer.strategy.broadcast(self._dropped(trainer, wait=True))
+        with self._moment():
+            for path in paths:
+                trainer.save_checkpoint(path)
+        if paths and trainer.is_global_zero:
+            warn(
+                f"The save of {' and '.join(paths)} was dropped: something other than its step wrote to the "
+                f"optimizer's state while that was copied. The state after step {trainer.global_step} was "
+                "saved in its place. Write to that state in a callback's on_train_batch_end: all callbacks "
+                "run before the save.",
+                SaveWarning,
+            )
 
     def _notify_loggers(self) -> None:
         """Notify the loggers of files that are written: some of them send the file."""
@@ -253,6 +300,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         self._wait(trainer)
 
     def _wait(self, trainer: Any) -> None:
+        self._replace_dropped(trainer)
         if trainer.is_global_zero and self._io is not None:
             self._io.wait()
             self._notify_loggers()

@@ -10,7 +10,9 @@ from typing_extensions import Self
 
 from holdfast.adapters.lightning.generators import capture_generators, set_generators
 from holdfast.adapters.lightning.packages import CombinedLoader
+from holdfast.errors import InvalidInput, Unsupported
 from holdfast.log import get_logger
+from holdfast.train.data import Batches
 
 _log = get_logger("lightning")
 
@@ -36,8 +38,8 @@ class PositionedLoader(CombinedLoader):
     """CombinedLoader that records its position, and can begin at a recorded one.
 
     Loaders that have `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader, restore their
-    position themselves. The batches of others are read again, with the generators of that time, and
-    discarded.
+    position themselves. So do batch samplers that count completed steps, such as GlobalBatches. The batches
+    of others are read again, with the generators of that time, and discarded.
     """
 
     def __init__(self, loaders: Any, mode: Any) -> None:
@@ -45,6 +47,7 @@ class PositionedLoader(CombinedLoader):
         self._at_start: dict[str, Any] | None = None
         self._before: tuple[dict[str, Any], tuple[dict[str, Any], ...]] | None = None  # the last fetch
         self._num_fetched = 0
+        self._num_reached = 0  # batches that training has used
         self._begin_at: DataPosition | None = None
         self._fetched: list[Any] = []
 
@@ -56,6 +59,44 @@ class PositionedLoader(CombinedLoader):
         if isinstance(loader, CombinedLoader):
             return cls(loader.iterables, loader._mode)
         return cls(loader, "max_size_cycle")
+
+    # -- batches that count steps ----------------------------------------------------------------------------
+
+    @property
+    def batches(self) -> list[Batches[Any]]:
+        """Batch samplers that count completed steps, each once."""
+        samplers = [getattr(loader, "batch_sampler", None) for loader in self.flattened]
+        return list({id(one): one for one in samplers if isinstance(one, Batches)}.values())
+
+    def reach(self, num_batches: int) -> None:
+        """Record that training has used the first batches of this pass."""
+        num_batches = max(self._num_reached, min(num_batches, self._num_fetched))
+        for one in self.batches:
+            num_before = self._num_reached // one.accumulation_steps
+            one.complete_steps(num_batches // one.accumulation_steps - num_before)
+        self._num_reached = num_batches
+
+    def load_batches(self, states: list[dict[str, Any]]) -> None:
+        """Continue at the positions of a checkpoint.
+
+        Raises:
+            InvalidInput: it has none, or those of other data.
+        """
+        if len(states) != len(self.batches):
+            raise InvalidInput(
+                f"The checkpoint has the positions of {len(states)} GlobalBatches, and the training data has "
+                f"{len(self.batches)}. Nothing was trained. Resume with the loaders that the run "
+                f"was saved with."
+            )
+        for one, state in zip(self.batches, states, strict=True):
+            one.load_state_dict(state)
+
+    def _check_loaders(self) -> None:
+        if any(not isinstance(getattr(one, "batch_sampler", None), Batches) for one in self.flattened):
+            raise Unsupported(
+                "Some loaders of the training data have GlobalBatches, and others do not, so their positions "
+                "cannot be restored together. Nothing was trained. Give each of them GlobalBatches, or none."
+            )
 
     # -- record ----------------------------------------------------------------------------------------------
 
@@ -77,7 +118,7 @@ class PositionedLoader(CombinedLoader):
 
     def _loader_states(self) -> tuple[dict[str, Any], ...]:
         """Return the states of the loaders; none unless each has one."""
-        states = self._state_dicts()
+        states = [] if self.batches else self._state_dicts()
         return tuple(states) if len(states) == len(self.flattened) else ()
 
     def _generators(self) -> list[torch.Generator]:
@@ -102,7 +143,11 @@ class PositionedLoader(CombinedLoader):
         if self._begin_at is not None and self._iterator is not None:
             return self  # the pass begins with the next batch, after all hooks that draw random numbers
         self._at_start, self._before = self.capture(), None
-        self._num_fetched, self._fetched = 0, []
+        self._num_fetched, self._num_reached, self._fetched = 0, 0, []
+        if self.batches:
+            self._check_loaders()
+            for one in self.batches:
+                one.complete_steps(0)
         super().__iter__()
         return self
 
@@ -131,6 +176,7 @@ class PositionedLoader(CombinedLoader):
         self._begin_at = None
         if position.at_start is None:
             iter(self)
+            self._pass_over(position)
             return
         now = self.capture()
         self.restore(position.at_start)
@@ -138,13 +184,19 @@ class PositionedLoader(CombinedLoader):
             self._load_state_dicts(list(position.loaders))
         iter(self)
         self._at_start = position.at_start
-        self._num_fetched = position.num_batches
-        if not position.loaders:
-            self._read_again(position.num_batches)
+        self._pass_over(position)
         if position.before_fetched is not None:
             self.restore(position.before_fetched)
             self._fetched = [self._fetch()]
         self.restore(now)
+
+    def _pass_over(self, position: DataPosition) -> None:
+        """Count the batches before a position as used, and read again those that were not skipped."""
+        self._num_fetched = self._num_reached = position.num_batches
+        if self.batches:  # they are at the last complete step; gradients of a part of one are not saved
+            self._read_again(position.num_batches % self.batches[0].accumulation_steps)
+        elif not position.loaders:
+            self._read_again(position.num_batches)
 
     def _read_again(self, num_batches: int) -> None:
         if num_batches:

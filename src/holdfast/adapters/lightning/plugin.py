@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
+from torch.optim import Optimizer
 
 from holdfast.adapters.lightning.background import BackgroundSaver
 from holdfast.adapters.lightning.ckpt_file import FileId, verify_ckpt
@@ -52,6 +53,8 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         """Value that is equal for saves between which nothing trains; set by HoldfastCheckpoint."""
         self.is_training: Callable[[], bool] | None = None
         """Function that returns True while a Trainer trains: then saves may complete in the background."""
+        self.private: Callable[[], Iterable[Optimizer]] | None = None
+        """Function that returns the memory which is copied after a save has returned, while it is set."""
         self._memory, self._wait = memory, wait
         self._saver: BackgroundSaver | None = None
         self._at_exit: weakref.finalize[Any, Any] | None = None
@@ -64,7 +67,8 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         """Save a checkpoint for a path.
 
         Args:
-            checkpoint: content, as Lightning makes it. Its tensors are copied before this returns.
+            checkpoint: content, as Lightning makes it. Its tensors are copied before this returns, but for
+                those in `private`.
             path: path or fsspec URL of the file.
             storage_options: mapping of options for the file system of a URL, as for fsspec.
 
@@ -82,7 +86,8 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             _integer(checkpoint.get("epoch")),
             all(key in checkpoint for key in _FULL),
         )
-        saver.save(pickle_content(checkpoint), target, facts, moment=self.moment)
+        private = () if self.private is None or self._wait else self.private()
+        saver.save(pickle_content(checkpoint), target, facts, moment=self.moment, private=private)
         if self._wait:
             saver.wait(target)
         elif self.is_training is not None and not self.is_training():
@@ -155,6 +160,14 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         if self._saver is not None:
             self._saver.wait(None if path is None else absolute(path))
 
+    def dropped(self, *, wait: bool = False) -> list[str]:
+        """Return the paths whose saves were dropped: something wrote to the memory while it was copied.
+
+        Args:
+            wait: wait until all saves are copied.
+        """
+        return [] if self._saver is None else self._saver.dropped(wait=wait)
+
     def verify(self, path: str) -> FileId | None:
         """Verify a local file. A missing or damaged one is written again from the home.
 
@@ -223,7 +236,8 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options: a copy in another process opens the home by itself."""
-        return {**vars(self), "_saver": None, "_at_exit": None, "is_training": None, "moment": None}
+        of_process = ("_saver", "_at_exit", "is_training", "moment", "private")
+        return {**vars(self), **dict.fromkeys(of_process)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HoldfastCheckpointIO:
         copied = type(self).__new__(type(self))

@@ -45,18 +45,29 @@ class Preemptions:
         self._watcher.poll_clouds()
         self._ranks = Ranks(timeout_s=_RANKS_S)
 
-    def has_arrived(self, trainer: Any) -> bool:
-        """Return True if a rank has a notice, and training may stop here.
+    def exchange(self, trainer: Any, *, is_dropped: bool) -> bool:
+        """Exchange notices with the other ranks.
+
+        Args:
+            trainer: the trainer.
+            is_dropped: a save of this rank was dropped.
+
+        Returns:
+            True if a save of any rank was dropped. All ranks return the same.
 
         Ranks: collective, after every batch.
         """
         if self._watcher is None or self._ranks is None:
             return False
-        (has_notice,), _ = self._ranks.exchange_flags(
-            trainer.fit_loop.total_batch_idx, (self._watcher.reason is not None,), ()
+        (has_notice, has_dropped), _ = self._ranks.exchange_flags(
+            trainer.fit_loop.total_batch_idx, (self._watcher.reason is not None, is_dropped), ()
         )
         if has_notice and self.reason is None:
             self.reason = self._watcher.reason or "another rank's notice"
+        return has_dropped
+
+    def may_stop(self, trainer: Any) -> bool:
+        """Return True if a rank has a notice, and training may stop here."""
         # Gradients that were accumulated over some batches are not part of a checkpoint.
         return self.reason is not None and not trainer.fit_loop._should_accumulate()
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from holdfast.adapters.lightning.data_position import DataPosition, PositionedLoader
 from holdfast.adapters.lightning.generators import capture_generators, set_generators
+from holdfast.errors import InvalidInput, Unsupported
+from holdfast.train.data import Batches
 
 KEY = "holdfast"
 """Key of the entry in the checkpoint."""
@@ -22,8 +24,22 @@ def capture_point(trainer: Any) -> dict[str, Any]:
     loader = trainer.fit_loop._combined_loader
     own: dict[str, Any] = {"generators": capture_generators(), "position": None}
     if isinstance(loader, PositionedLoader):
+        reach_batch(trainer)
         own = {"generators": loader.capture(), "position": _position(trainer, loader)}
+        own["batches"] = [one.state_dict() for one in loader.batches]
     return {"ranks": _gather(own)}
+
+
+def reach_batch(trainer: Any) -> None:
+    """Record in GlobalBatches of the training data that training has used its batch."""
+    loader = trainer.fit_loop._combined_loader
+    if isinstance(loader, PositionedLoader):
+        loader.reach(num_used(trainer))
+
+
+def num_used(trainer: Any) -> int:
+    """Return the number of batches that training has used in this epoch."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 def _position(trainer: Any, loader: PositionedLoader) -> dict[str, Any]:
@@ -85,14 +101,16 @@ def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
     Returns:
         The reason why training continues with other random numbers, or None.
     """
+    loader = trainer.fit_loop._combined_loader
+    if isinstance(loader, PositionedLoader) and loader.batches:
+        _restore_batches(loader, point["ranks"][0])  # the same on all ranks
     if len(point["ranks"]) != trainer.world_size:
         return (
             f"The checkpoint was saved by {len(point['ranks'])} ranks, and is loaded on "
-            f"{trainer.world_size}. Its random number generators and data positions were not restored, so "
-            "training differs from an uninterrupted run."
+            f"{trainer.world_size}. Its random number generators and data positions, except those of "
+            "GlobalBatches, were not restored, so training differs from an uninterrupted run."
         )
     own = point["ranks"][trainer.global_rank]
-    loader = trainer.fit_loop._combined_loader
     if not isinstance(loader, PositionedLoader) or own["position"] is None:
         set_generators(own["generators"])
         return None
@@ -100,6 +118,13 @@ def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
     loader.restore(own["generators"])
     iter(trainer.fit_loop._data_fetcher)  # fetches ahead again, from the position, where it does at all
     return None
+
+
+def _restore_batches(loader: PositionedLoader, first: dict[str, Any]) -> None:
+    """Continue at the positions that any rank has saved, on any number of ranks."""
+    loader.load_batches(first.get("batches", []))
+    position = first["position"] or {"num_batches": 0}
+    loader.begin_at(DataPosition(position["num_batches"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +138,55 @@ class _PositionedSource:
         return PositionedLoader.around(type(self.source).dataloader(self.source))
 
 
+def check_batches(trainer: Any) -> None:
+    """Check that GlobalBatches in the training data fit the trainer.
+
+    Raises:
+        InvalidInput: they are made for other ranks or another number of batches per step.
+        Unsupported: the loaders are made again while training runs.
+    """
+    loader = trainer.fit_loop._combined_loader
+    batches = loader.batches if isinstance(loader, PositionedLoader) else []
+    theirs = trainer.global_rank, trainer.world_size
+    if batches and trainer.reload_dataloaders_every_n_epochs:
+        raise Unsupported(
+            "reload_dataloaders_every_n_epochs makes GlobalBatches anew, without their position. Nothing was "
+            "trained. Leave it out: they have another order in each epoch."
+        )
+    for one in batches:
+        if (one.rank, one.world_size) != theirs:
+            raise InvalidInput(
+                f"GlobalBatches are for rank {one.rank} of {one.world_size}, and this is rank {theirs[0]} of "
+                f"{theirs[1]}. Nothing was trained. Make them in train_dataloader(), which Lightning calls "
+                "once the ranks have started."
+            )
+        if one.accumulation_steps != trainer.accumulate_grad_batches:
+            raise InvalidInput(
+                f"GlobalBatches have accumulation_steps={one.accumulation_steps}, and the Trainer has "
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Training was stopped. Set the "
+                "same number."
+            )
+
+
 def watch_position(trainer: Any) -> None:
-    """Have Lightning read the training data through a `PositionedLoader`."""
+    """Have Lightning read the training data through a `PositionedLoader`.
+
+    Loaders with GlobalBatches keep them: these divide the data among the ranks themselves.
+    """
     source = trainer.fit_loop._data_source
     source.dataloader = _PositionedSource(source)
+    connector = trainer._data_connector
+    connector._requires_distributed_sampler = _SamplerRule(connector)
+
+
+@dataclass(frozen=True, slots=True)
+class _SamplerRule:
+    """Decision whether Lightning divides the data of a loader; part of a pickled trainer."""
+
+    connector: Any
+
+    def __call__(self, dataloader: Any) -> bool:
+        """Return True if the loader needs a distributed sampler, as Lightning's connector decides."""
+        if isinstance(getattr(dataloader, "batch_sampler", None), Batches):
+            return False
+        return bool(type(self.connector)._requires_distributed_sampler(self.connector, dataloader))

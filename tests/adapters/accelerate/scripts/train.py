@@ -1,8 +1,8 @@
 """Training with a hand-written loop of Accelerate: `train.py FOLDER JSON`. Prints the end of the run as JSON.
 
 Members of the JSON, all optional: `stock` (without Holdfast), `attach` (its options), `resume`, `naming`
-("automatic" or "explicit"), `loader` ("plain", "seedable" or "stateful"), `accumulation`,
-`fsdp`, `scaler`, `every`, `steps`, `limit`, `asks`, and `kill_at` with `signal` and `rank`.
+("automatic" or "explicit"), `loader` ("plain", "seedable", "stateful" or "global"), `accumulation`,
+`workers`, `fsdp`, `scaler`, `every`, `steps`, `limit`, `asks`, and `kill_at` with `signal` and `rank`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from accelerate.utils import (
 )
 
 from adapters.digest import digest
+from holdfast.train.data import GlobalBatches
 
 warnings.simplefilter("ignore", FutureWarning)
 NUM_ROWS, BATCH = 48, 4
@@ -104,13 +105,14 @@ def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
 
         attach(accelerator, **plan.get("attach", {}))
     torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(NUM_ROWS, 4), torch.randn(NUM_ROWS, 1))
+    columns = torch.randn(NUM_ROWS, 4), torch.randn(NUM_ROWS, 1), torch.arange(NUM_ROWS)
+    data = torch.utils.data.TensorDataset(*columns)
     net: Any = Net()
     if plan.get("fsdp"):
         net.norm = torch.nn.LayerNorm(16)
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
-    loader: Any = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
+    loader: Any = torch.utils.data.DataLoader(data, **loader_options(plan))
     set_seed(5, device_specific=True)  # each rank draws its own numbers
     net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     counter = Counter()
@@ -124,6 +126,14 @@ def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     if not plan.get("stock"):
         accelerator.holdfast_session.close()
     return end
+
+
+def loader_options(plan: dict[str, Any]) -> dict[str, Any]:
+    if plan.get("loader") != "global":
+        return {"batch_size": BATCH, "shuffle": True}
+    parts = plan.get("accumulation", 1)
+    batches = GlobalBatches(NUM_ROWS, 2 * BATCH * parts, accumulation_steps=parts)
+    return {"batch_sampler": batches, "num_workers": plan.get("workers", 0)}
 
 
 def loop(
@@ -142,7 +152,8 @@ def loop(
         active = loader
         if counter.num_batches and plan.get("loader") != "stateful":
             active = accelerator.skip_first_batches(loader, counter.num_batches)
-        for x, y in active:
+        for x, y, rows in active:
+            note_rows(folder, counter, rows)
             with accelerator.accumulate(net):
                 noise = 0.01 * (random.random() + np.random.rand())
                 loss = torch.nn.functional.mse_loss(net(x) + noise, y)
@@ -154,6 +165,13 @@ def loop(
             counter.losses.append(loss.item())
             if accelerator.sync_gradients and end_step(accelerator, counter, folder, plan):
                 break
+
+
+def note_rows(folder: Path, counter: Counter, rows: torch.Tensor) -> None:
+    """Write the rows of a batch to a file of this rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rows{os.environ.get('RANK', 0)}").open("a") as out:
+        out.write(f"{counter.epoch} {counter.num_batches} {' '.join(map(str, rows.tolist()))}\n")
 
 
 def end_step(accelerator: Any, counter: Counter, folder: Path, plan: dict[str, Any]) -> bool:

@@ -150,7 +150,7 @@ class ResumeWarning(UserWarning):
 
 
 class SaveWarning(UserWarning):
-    """A save that failed, was skipped or dropped, or supersedes another one.
+    """A save that failed, was skipped or dropped, or supersedes another one; or a failed export.
 
     Training continues, and older checkpoints remain.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import enum
 import gc
 import signal
 import weakref
@@ -17,7 +18,7 @@ from torch import nn
 import holdfast
 import nursery
 from holdfast import Keep, Preemption
-from holdfast.errors import HoldfastError, InvalidInput, NotFound, SaveWarning
+from holdfast.errors import HoldfastError, InvalidInput, NotFound, ResumeWarning, SaveWarning
 from holdfast.format import names
 from stage.ranks import run_ranks
 from stage.training import CopyGate, make_model, train, wait_until
@@ -174,6 +175,33 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
         assert (ckpt.restored_step, loaded["w"][0]) == (1, 1)
         with pytest.raises(holdfast.Corrupt):
             ckpt.load(2)
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    TRAIN = 2
+
+
+def test_a_load_warns_of_values_without_their_types(tmp_path: Path) -> None:
+    """A comparison with an enum member would silently be False. `into=` shows the types."""
+    with make(tmp_path / "home") as ckpt:
+        ckpt.save(1, {"at": {"phase": Phase.TRAIN}, "seen": collections.defaultdict(int, a=2)})
+    with make(tmp_path / "home") as ckpt:
+        with pytest.warns(
+            ResumeWarning, match=r"at\.phase was saved as a .*Phase, and 1 other value"
+        ) as caught:
+            ckpt.load()
+        assert "load(into=...)" in str(caught[0].message)
+        state = {"at": {"phase": Phase.WARM}, "seen": collections.defaultdict(int)}
+        ckpt.load(into=state)
+    assert state["at"]["phase"] is Phase.TRAIN
+    assert state["seen"]["b"] == 0
+
+
+def test_a_load_of_plain_values_does_not_warn(tmp_path: Path) -> None:
+    with make(tmp_path / "home") as ckpt:
+        ckpt.save(1, {"a": [1, ("x", {2: torch.ones(1)})], "sparse": torch.eye(2).to_sparse()})
+        assert ckpt.load() is not None
 
 
 def test_the_best_is_loaded(tmp_path: Path) -> None:

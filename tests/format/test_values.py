@@ -8,11 +8,18 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import fractions
+import functools
 import io
+import ipaddress
 import json
 import math
 import pathlib
+import re
+import string
+import threading
 import types
+import zoneinfo
 from typing import Any
 
 import numpy as np
@@ -27,6 +34,7 @@ from holdfast.format.composites import RAW_DTYPES, SPARSE, SavedTensor
 from holdfast.format.limits import MAX_VALUE_DEPTH
 from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.format.sealed import dumps
+from holdfast.format.value_advice import advice_for
 from holdfast.format.values import EntryRef, TensorRef, decode, encode
 
 
@@ -37,7 +45,8 @@ def file_in_memory(content: bytes, position: int) -> io.BytesIO:
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]))  # all but lone surrogates
-dates = st.dates() | st.datetimes(timezones=st.none() | st.just(datetime.timezone.utc)) | st.timedeltas()
+zones = st.none() | st.just(datetime.timezone.utc)
+dates = st.dates() | st.datetimes(timezones=zones) | st.timedeltas() | st.times(timezones=zones)
 dtypes = arrays.scalar_dtypes()
 references = st.builds(TensorRef, text)
 scalars = (
@@ -56,13 +65,18 @@ scalars = (
     | st.builds(slice, st.none() | st.integers(), st.none() | st.integers(), st.none() | text)
     | st.decimals(allow_nan=False)
     | st.uuids()
+    | st.fractions()
+    | dtypes
     | st.builds(TensorRef, text)
     | st.builds(EntryRef, text)
     | st.builds(SavedEnum, text, text)
     | st.sampled_from(
         [torch.float32, torch.bfloat16, torch.device("cpu"), torch.device("cuda:3"), torch.Size([2, 0])]
     )
-    | st.sampled_from([pathlib.PurePosixPath("a/b c"), pathlib.PosixPath("/é")])
+    | st.sampled_from([torch.strided, torch.sparse_csr, torch.channels_last, torch.preserve_format])
+    | st.sampled_from(
+        [pathlib.PurePosixPath("a/b c"), pathlib.PosixPath("/é"), pathlib.PureWindowsPath("c:/é")]
+    )
 )
 pairs = st.lists(st.tuples(text, st.integers()), max_size=3, unique_by=lambda pair: pair[0]).map(tuple)
 hashable = (
@@ -173,8 +187,6 @@ def content(value: Any) -> Any:
 
 def same(a: Any, b: Any) -> bool:
     """Equal in value and type all the way down, NaN equal to NaN, -0.0 different from 0.0."""
-    if isinstance(a, pathlib.PurePath) and isinstance(b, pathlib.PurePath):
-        return str(a) == str(b)
     if type(a) is not type(b):
         return False
     if isinstance(a, (np.ndarray, np.generic)):
@@ -234,7 +246,9 @@ def test_trees_of_values_round_trip(value: Any) -> None:
         ),
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),
         *(set(), frozenset({frozenset({1}), 2}), collections.deque([1, 2], maxlen=2), collections.deque()),
-        *(torch.float8_e4m3fn, torch.device("meta"), torch.Size([])),
+        *(torch.float8_e4m3fn, torch.device("meta"), torch.Size([]), torch.sparse_coo, torch.channels_last),
+        *(fractions.Fraction(-22, 7), fractions.Fraction(2**100, 3), datetime.time(1, 2, 3, 4)),
+        *(np.dtype(">i2"), np.dtype([("a", "u1"), ("b", "f8", (2,))]), np.dtype("M8[ms]")),
         datetime.datetime(2026, 11, 21, tzinfo=datetime.timezone(datetime.timedelta(hours=5, minutes=30))),
         torch.Generator().manual_seed(1).get_state().numpy(),
     ],
@@ -287,9 +301,11 @@ class Facts:
         (collections.defaultdict(list), "defaultdict"),
         (torch.zeros(1), "Tensor"),
         (memoryview(b"x"), "memoryview"),
-        (datetime.time(1), "time"),
-        (np.array([object()]), "dtype object"),
-        (np.zeros(1, dtype=[("a", "O")]), "numpy array of dtype"),
+        (datetime.datetime(2026, 1, 2, tzinfo=zoneinfo.ZoneInfo("UTC")), "rules of a time zone"),
+        (datetime.datetime(2026, 10, 25, 2, 30, fold=1), "fold=1"),
+        (np.array([object()]), "numpy dtype object"),
+        (np.zeros(1, dtype=[("a", "O")]), "numpy dtype"),
+        (np.dtype("O"), "numpy dtype object"),
         (np.zeros(1, dtype=[(("title", "a"), "i4")]), "fields with titles"),
         (np.zeros(1, dtype=[("a", "i4")]).view(np.recarray)[0], "Records"),
         (np.ma.masked_array([1, 2], [True, False]), "MaskedArray"),
@@ -314,6 +330,65 @@ def test_the_error_has_the_path_of_a_refused_value(value: Any, word: str) -> Non
         assert word in str(caught.value)
 
 
+class Settings(dict[str, int]):
+    """A dict of the program's own kind, as configurations often are."""
+
+
+class Own:
+    """An object without a form that could be saved."""
+
+
+class Config:
+    def to_dict(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (np.array([object()]), "tolist()"),
+        (np.array(["a"], dtype=np.dtypes.StringDType()), 'astype("U")'),
+        (np.zeros(1, dtype=[("a", "i4")]).view(np.recarray), "view("),
+        (np.ma.masked_array([1]), ".mask"),
+        (np.random.PCG64(1), "numpy.random.Generator"),
+        (1 << 9000, "hex(value)"),
+        (decimal.Decimal("9" * 5000), "str(value)"),
+        (datetime.datetime(2026, 1, 2, tzinfo=zoneinfo.ZoneInfo("UTC")), "astimezone(datetime.timezone.utc)"),
+        (functools.reduce(lambda inner, _: [inner], range(400), [0]), "flat list"),
+        ({torch.tensor(1): 2}, "item()"),
+        (Settings(a=1), "Save dict() of it, and make a Settings of that again"),
+        (collections.UserDict(), "Save dict() of it"),
+        ({}.keys(), "Save list() of it"),
+        (Config(), "the dict that its .to_dict() returns"),
+        (lambda: None, "Save its name as text"),
+        (collections.OrderedDict, "Save its name as text"),
+        (functools.partial(print, 1), "Save its arguments"),
+        (iter([1]), "Save the position"),
+        (re.compile("a"), ".pattern"),
+        (io.StringIO(), "getvalue()"),
+        (threading.Lock(), "create it again"),
+        (re, "create it again"),
+        (ValueError("x"), "create it again"),
+        (..., "Save it as text or numbers"),
+        (ipaddress.ip_address("::1"), "Save it as text or numbers"),
+        (torch.zeros(2).untyped_storage(), "set_(storage)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "value",
+)
+def test_the_error_of_a_refused_value_has_a_fix(value: Any, advice: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        encode({"a": value}, "state")
+    assert "Nothing was written" in str(caught.value)
+    assert advice in str(caught.value)
+
+
+def test_only_a_class_of_the_program_is_asked_for_methods() -> None:
+    """Nobody can add state_dict() to an object of Python, numpy or torch."""
+    assert "Add state_dict()" in advice_for(Own())
+    for value in (object(), ..., torch.iinfo(torch.int8), np.finfo(np.float32), string.Template("x")):
+        assert "Add state_dict()" not in advice_for(value)
+
+
 def test_a_closed_file_in_memory_is_refused() -> None:
     file = io.BytesIO(b"x")
     file.close()
@@ -334,6 +409,7 @@ def test_numpy_extension_dtypes_are_refused() -> None:
     class Foreign:
         hasobject = False
         names = None
+        kind = "V"
         str = "<V2"
 
         def __eq__(self, other: object) -> bool:
@@ -346,7 +422,7 @@ def test_numpy_extension_dtypes_are_refused() -> None:
 
     from holdfast.format.array_values import encode_numpy
 
-    with pytest.raises(InvalidInput, match="only plain dtypes"):
+    with pytest.raises(InvalidInput, match="text of a fixed length"):
         encode_numpy(Array(), "a")
 
 
@@ -436,6 +512,17 @@ def test_decimals_that_are_no_numbers_round_trip(text: str) -> None:
         {"$slice": [1, 2]},
         {"$slice": "123"},
         {"$set": [{"$decimal": "sNaN"}]},
+        {"$fraction": [1, 0]},
+        {"$fraction": [2, 4]},
+        {"$fraction": [1, "2"]},
+        {"$fraction": [True, {"$tuple": []}]},
+        {"$time": "noon"},
+        {"$time": 1},
+        {"$purepath": ["mac", "x"]},
+        {"$purepath": "x"},
+        {"$npdtype": "|O"},
+        {"$npdtype": 1},
+        {"$npdtype": {"itemsize": 4, "fields": [["a", "|O", 0, []]]}},
     ],
 )
 def test_damaged_decimals_uuids_and_slices_are_corrupt(body: Any) -> None:

@@ -79,6 +79,20 @@ def test_sparse_tensors_are_restored_with_their_number_of_elements(layout: str) 
         assert same_sparse(found, make(MANY))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_tensors_of_other_dtypes_are_restored_with_their_number_of_elements(layout: str) -> None:
+    """Their values are composite tensors themselves, of another shape than the live ones."""
+    make = LAYOUTS[layout]
+    many, few = MANY.to(torch.complex128) * 1j, FEW.to(torch.complex128)
+    live: dict[str, Any] = {"m": Holder(make(few)), "x": make(few), "in": [make(few)]}
+    buffer, entry = live["m"].extra, live["x"]
+    kept({"m": Holder(make(many)), "x": make(many), "in": [make(many)]}).restore(State(live))
+    assert live["m"].extra is buffer
+    assert live["x"] is entry
+    for found in (buffer, entry, live["in"][0]):
+        assert same_sparse(found, make(many))
+
+
 @pytest.mark.parametrize("is_coalesced", [True, False])
 def test_whether_a_sparse_tensor_is_coalesced_is_kept(is_coalesced: bool) -> None:
     indices, values = torch.tensor([[2, 0, 2], [1, 0, 1]]), torch.tensor([1.0, 2.0, 3.0])

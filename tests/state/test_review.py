@@ -65,6 +65,7 @@ def test_the_result_of_state_dict_is_refused_with_a_fix(tmp_path: Path, kind: st
     with pytest.raises(InvalidInput, match=rf"{kind}\.state_dict\(\) returned") as caught:
         make_checkpointer(tmp_path / "home", state)
     assert f"Pass the {kind} itself in its place: state={fix}." in str(caught.value)
+    assert "Checkpointer(home) without a state, save(step, state) and load()" in str(caught.value)
     assert not (tmp_path / "home").exists()
 
 
@@ -76,6 +77,62 @@ def test_a_snapshot_that_is_added_later_warns_at_the_first_save(tmp_path: Path) 
             ResumeWarning, match=r"all\.model is a dictionary that model\.state_dict\(\) returned"
         ):
             ckpt.save(1)
+
+
+def test_a_dictionary_that_is_refused_as_a_state_can_be_saved_as_the_error_says(tmp_path: Path) -> None:
+    """The second fix of the error, for programs that refill the dictionary themselves."""
+    model = make_model()
+    with make_checkpointer(tmp_path / "home", None) as ckpt:
+        ckpt.save(1, {"model": model.state_dict()})
+    other = make_model()
+    with make_checkpointer(tmp_path / "home", None) as ckpt:
+        found = ckpt.load()
+    assert found is not None
+    other.load_state_dict(found["model"])
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.fixture
+def prepared() -> Callable[..., Any]:
+    """A function that prepares a data loader with Accelerate."""
+    accelerate = pytest.importorskip("accelerate", reason="needs torch-holdfast[accelerate]")
+
+    def prepare(*, is_stateful: bool = True, **options: Any) -> Any:
+        settings = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=settings)
+        return accelerator.prepare(DataLoader(Numbers(), batch_size=4, **options))
+
+    return prepare
+
+
+def test_a_shuffled_loader_that_accelerate_has_prepared_warns(
+    tmp_path: Path, prepared: Callable[..., Any]
+) -> None:
+    (doubt,) = doubts_of(tmp_path / "home", {"data": [prepared(shuffle=True)]})
+    assert "data.0 is a data loader that Accelerate has prepared" in doubt
+    assert "attach(accelerator)" in doubt
+
+
+def test_a_loader_in_order_that_accelerate_has_prepared_resumes(
+    tmp_path: Path, prepared: Callable[..., Any]
+) -> None:
+    """Without a warning, neither at the save nor at the restore: the batches are those that follow."""
+    loader = prepared(num_workers=0)
+    batches = iter(loader)
+    first = [next(batches).tolist() for _ in range(3)]
+    assert doubts_of(tmp_path / "home", {"data": loader}) == []
+    loader = prepared(num_workers=0)
+    with make_checkpointer(tmp_path / "home", {"data": loader}) as ckpt:
+        ckpt.restore()
+    assert next(iter(loader)).tolist() == [last + 4 for last in first[-1]]
+
+
+def test_a_loader_without_a_state_is_refused(tmp_path: Path, prepared: Callable[..., Any]) -> None:
+    """Accelerate's has state_dict() in any case, and fails in it."""
+    with make_checkpointer(tmp_path / "home", {"data": prepared(is_stateful=False)}) as ckpt:
+        with pytest.raises(InvalidInput, match=r"data: DataLoaderShard\.state_dict\(\) failed") as caught:
+            ckpt.save(1)
+        assert "leave the object out of the state" in str(caught.value)
 
 
 def test_a_copy_of_a_state_dict_warns_with_a_fix(tmp_path: Path) -> None:

@@ -5,15 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.exchange.background_export import BackgroundExport, export_in_background
     from holdfast.exchange.exporter import Exported, export_checkpoint
     from holdfast.exchange.importer import Imported, import_checkpoint
 
-__all__ = ["Exported", "Imported", "export_checkpoint", "import_checkpoint"]
+__all__ = [
+    "BackgroundExport",
+    "Exported",
+    "Imported",
+    "export_checkpoint",
+    "export_in_background",
+    "import_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:  # each imports what only it needs
     if name in ("Exported", "export_checkpoint"):
         from holdfast.exchange import exporter as module
+    elif name in ("BackgroundExport", "export_in_background"):
+        from holdfast.exchange import background_export as module
     elif name in ("Imported", "import_checkpoint"):
         from holdfast.exchange import importer as module
     else:

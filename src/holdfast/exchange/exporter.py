@@ -57,7 +57,7 @@ def export_checkpoint(
     DeepSpeed has all that they resume from. Files of torch.save and DCP folders
     contain the values too, as plain Python values: arrays become lists, paths become strings.
 
-    Memory: about 50 MiB in addition to torch, for any size; for DeepSpeed its largest file.
+    Memory: about 65 MiB in addition to torch, for any size; for DeepSpeed its largest file.
 
     Args:
         checkpoint: checkpoint from `holdfast.open`.
@@ -85,6 +85,7 @@ def export_checkpoint(
     Blocks: until the export is durable.
     """
     began = time.perf_counter()
+    check_kind(kind)
     target, limit = Path(path).expanduser(), parse_bytes(max_shard_bytes, "max_shard_bytes")
     selection = ExportSelection.choose(
         checkpoint, rank=rank, only=only, rename=rename, num_threads=num_threads
@@ -102,8 +103,6 @@ def export_checkpoint(
         ),
         "deepspeed": lambda: deepspeed_export.write_folder(selection, target, overwrite=overwrite),
     }
-    if kind not in writers:
-        raise InvalidInput(f"Unknown kind of export {kind!r}: use {', '.join(KINDS)}.")
     sizes = _sizes(selection, kind)
     if on_total is not None:
         on_total(sum(sizes))
@@ -111,6 +110,14 @@ def export_checkpoint(
     count = len(sizes) if kind == "deepspeed" else len(selection.tensors)
     seconds = time.perf_counter() - began
     return Exported(str(target), checkpoint.step, kind, count, selection.num_bytes, seconds)
+
+
+def check_kind(kind: str) -> None:
+    """Raise InvalidInput if there is no such kind of export."""
+    if kind not in KINDS:
+        raise InvalidInput(
+            f"Unknown kind of export {kind!r}: use {', '.join(KINDS)}. Nothing was exported.", key=kind
+        )
 
 
 def _sizes(selection: ExportSelection, kind: str) -> list[int]:

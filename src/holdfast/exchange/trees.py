@@ -57,7 +57,9 @@ def flatten(tree: Mapping[str, Any]) -> FlatTree:
             stripped = extract_tensors(item, key, emit)
         except RecursionError as error:
             raise InvalidInput(
-                f"The value of {key[:60]!r} contains itself, or is nested too deeply.", key=key[:60]
+                f"The value of {key[:60]!r} contains itself, or is nested too deeply. Nothing was imported. "
+                "Save a source without it.",
+                key=key[:60],
             ) from error
         if not is_named_tensor(key, stripped):
             found.values[key] = {} if is_state_dict(key, stripped) else stripped

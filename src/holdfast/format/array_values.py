@@ -29,7 +29,9 @@ def encoder_of(value: Any) -> Callable[[Any, str], Any] | None:
     # Exactly ndarray: its subclasses (masked arrays, matrices) mean more than their numbers.
     if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
         return encode_numpy
-    if torch is not None and isinstance(value, (torch.dtype, torch.device, torch.Size)):
+    if numpy is not None and isinstance(value, numpy.dtype):
+        return _encode_dtype
+    if torch is not None and isinstance(value, (torch.Size, *_kinds_of(torch).values())):
         return _encode_torch
     return None
 
@@ -59,8 +61,35 @@ def _check_plain(kind: Any, path: str) -> None:
     # An extension dtype such as bfloat16 has the str "<V2", and would be restored as two opaque bytes.
     if kind.hasobject or kind.names or kind != numpy.dtype(kind.str):
         raise InvalidInput(
-            f"{path} is a numpy array of dtype {kind}; only plain dtypes can be saved.", key=path
+            f"{path} has the numpy dtype {kind}, which cannot be saved: only numbers, booleans, dates, bytes "
+            f"and text of a fixed length can. Nothing was written. {_advice_on_dtype(kind)}",
+            key=path,
         )
+
+
+def _advice_on_dtype(kind: Any) -> str:
+    if kind.names or kind.kind == "V":
+        return "Save a view of it with a dtype of numpy's own, and the name of this dtype."
+    if kind.char == "T":
+        return 'Save its astype("U").'
+    if kind.hasobject:
+        return "Save its tolist(), whose items are saved one by one, and make the array of them again."
+    return "Save a view or an astype() of it."
+
+
+def _encode_dtype(value: Any, path: str) -> Any:
+    """Encode a dtype of numpy, which may have fields."""
+    if value.names is not None and not value.hasobject:
+        return {"$npdtype": _encode_fields(value, path)}
+    _check_plain(value, path)
+    return {"$npdtype": value.str}
+
+
+def decode_dtype(body: Any) -> Any:
+    """Return the dtype of a `$npdtype`."""
+    if type(body) is dict:
+        return _decode_fields(body, _MAX_FIELD_DEPTH)
+    return importlib.import_module("numpy").dtype(_plain_name(body))
 
 
 def _encode_fields(kind: Any, path: str) -> Any:
@@ -68,8 +97,8 @@ def _encode_fields(kind: Any, path: str) -> Any:
     numpy = importlib.import_module("numpy")
     if kind.type is not numpy.void or any(len(field) > 2 for field in kind.fields.values()):
         raise InvalidInput(
-            f"{path} is a numpy array of dtype {kind}. Records and fields with titles cannot be saved; "
-            "structured arrays of plain fields can: see numpy.ndarray.view.",
+            f"{path} has the numpy dtype {kind}. Records and fields with titles cannot be saved. Nothing was "
+            "written. Save a structured array of plain fields: value.view([(name, dtype), ...]).",
             key=path,
         )
     rows = []
@@ -152,7 +181,7 @@ def _encode_torch(value: Any, path: str) -> Any:
 
 
 def decode_torch(body: Any) -> Any:
-    """Return the size, device or dtype of a `$torch`."""
+    """Return the size, device, dtype, layout or memory format of a `$torch`."""
     torch = importlib.import_module("torch")
     kind, value = read_array(body, 2)
     if kind == "size":
@@ -162,7 +191,16 @@ def decode_torch(body: Any) -> Any:
             return torch.device(read_text(value, 64))
         except RuntimeError as error:
             raise Refused(f"no device of torch is called {shown(value)}") from error
-    dtype = vars(torch).get(read_text(value, 64)) if kind == "dtype" else None  # not getattr: that may import
-    if not isinstance(dtype, torch.dtype):
-        raise Unsupported(f"Unknown torch {shown(kind)} {shown(value)} in a checkpoint.")
-    return dtype
+    expected = _kinds_of(torch).get(kind) if type(kind) is str else None
+    found = vars(torch).get(read_text(value, 64)) if expected is not None else None  # not getattr: may import
+    if expected is None or not isinstance(found, expected):
+        raise Unsupported(
+            f"Unknown torch {shown(kind)} {shown(value)} in a checkpoint: torch {torch.__version__} does not "
+            "have it. Install a newer torch, or a newer Holdfast, to read it."
+        )
+    return found
+
+
+def _kinds_of(torch: Any) -> dict[str, type]:
+    """Return the types of torch's named values, by the name of the type."""
+    return {kind.__name__: kind for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format)}

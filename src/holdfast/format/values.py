@@ -11,6 +11,7 @@ import base64
 import collections
 import datetime
 import decimal
+import fractions
 import io
 import math
 import pathlib
@@ -24,10 +25,17 @@ from typing import Any
 
 from holdfast.documents import MAX_NUMBER_CHARS, is_text, shown
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
-from holdfast.format.array_values import decode_ndarray, decode_structured, decode_torch, encoder_of
+from holdfast.format.array_values import (
+    decode_dtype,
+    decode_ndarray,
+    decode_structured,
+    decode_torch,
+    encoder_of,
+)
 from holdfast.format.composites import SavedTensor, check_composite, read_composite
 from holdfast.format.limits import MAX_VALUE_DEPTH
 from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.format.value_advice import advice_for
 from holdfast.format.value_bodies import (
     Refused,
     read_array,
@@ -81,7 +89,8 @@ def encode(value: Any, path: str) -> Any:
 def _too_deep(path: str) -> InvalidInput:
     message = (
         f"{path} contains itself, or is nested too deeply (as JSON, more than "
-        f"{MAX_VALUE_DEPTH} arrays and objects in each other), so it cannot be saved. Nothing was written."
+        f"{MAX_VALUE_DEPTH} arrays and objects in each other), so it cannot be saved. Nothing was written. "
+        "Save it as a flat list, with the index of an item in place of a reference to it."
     )
     return InvalidInput(message, key=path)
 
@@ -122,19 +131,9 @@ def _encode(value: Any, path: str) -> Any:
     raise InvalidInput(
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: only tensors, numbers, "
         "strings, bytes, containers of these and objects with state_dict() are supported, so that opening a "
-        f"checkpoint never runs code. Nothing was written. {_advice(value)}",
+        f"checkpoint never runs code. Nothing was written. {advice_for(value)}",
         key=path,
     )
-
-
-def _advice(value: Any) -> str:
-    """Return the advice for a value that cannot be saved."""
-    if type(value).__module__.partition(".")[0] == "omegaconf":
-        return "Save OmegaConf.to_container(config) instead."
-    for method in ("to_dict", "model_dump"):  # of configurations in transformers and pydantic
-        if callable(getattr(value, method, None)) and not isinstance(value, type):
-            return f"Save the dict that its .{method}() returns."
-    return "Add state_dict() and load_state_dict() to the object, or leave it out of the state."
 
 
 def decode(value: Any) -> Any:
@@ -179,7 +178,8 @@ def _checked_text(value: str, path: str) -> str:
 def _encode_int(value: int, path: str) -> Any:
     if value.bit_length() > _MAX_INT_BITS:
         raise InvalidInput(
-            f"{path} is an integer of {value.bit_length()} bits; up to {_MAX_INT_BITS} can be saved.",
+            f"{path} is an integer of {value.bit_length()} bits; up to {_MAX_INT_BITS} can be saved. Nothing "
+            "was written. Save it as text, hex(value), or as bytes.",
             key=path,
         )
     return {"$int": str(value)}
@@ -229,10 +229,34 @@ def _encode_decimal(value: decimal.Decimal, path: str) -> Any:
     text = str(value)
     if len(text) > _MAX_DECIMAL_CHARS:
         raise InvalidInput(
-            f"{path} is a Decimal of {len(text)} characters; up to {_MAX_DECIMAL_CHARS} can be saved.",
+            f"{path} is a Decimal of {len(text)} characters; up to {_MAX_DECIMAL_CHARS} can be saved. "
+            "Nothing was written. Save it as text, str(value).",
             key=path,
         )
     return {"$decimal": text}
+
+
+def _encode_fraction(value: fractions.Fraction, path: str) -> Any:
+    parts = {"numerator": value.numerator, "denominator": value.denominator}
+    return {"$fraction": [_encode(part, f"{path}.{name}") for name, part in parts.items()]}
+
+
+def _encode_time(tag: str) -> Callable[[Any, str], Any]:
+    def encoder(value: Any, path: str) -> Any:
+        if type(value.tzinfo) not in (type(None), datetime.timezone) or value.fold:
+            raise InvalidInput(
+                f"{path} is {value!r}, which would be restored as another value: a checkpoint has neither "
+                "the rules of a time zone, nor which of two equal local times is meant (fold=1). Nothing was "
+                "written. Save it in UTC: value.astimezone(datetime.timezone.utc).",
+                key=path,
+            )
+        return {tag: value.isoformat()}
+
+    return encoder
+
+
+def _encode_pure_path(value: pathlib.PurePath, path: str) -> Any:
+    return {"$purepath": [_FLAVOURS[type(value)], _checked_text(str(value), path)]}
 
 
 def _encode_slice(value: slice, path: str) -> Any:
@@ -269,6 +293,8 @@ def _encode_composite(value: SavedTensor, path: str) -> Any:
     return {"$composite": [value.type, inner, _encode(value.facts, f"{path}.<description>")]}
 
 
+_FLAVOURS: dict[type, str] = {pathlib.PurePosixPath: "posix", pathlib.PureWindowsPath: "windows"}
+
 _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     TensorRef: lambda value, path: {"$tensor": value.name},
     EntryRef: lambda value, path: {"$entry": value.key},
@@ -288,16 +314,19 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     range: lambda value, path: {"$range": [value.start, value.stop, value.step]},
     slice: _encode_slice,
     decimal.Decimal: _encode_decimal,
+    fractions.Fraction: _encode_fraction,
     uuid.UUID: lambda value, path: {"$uuid": str(value)},
     collections.defaultdict: _encode_defaultdict,
     collections.OrderedDict: lambda value, path: {"$odict": _encode_items(value, path)},
     collections.Counter: lambda value, path: {"$counter": _encode_items(value, path)},
     collections.deque: _encode_deque,
-    datetime.datetime: lambda value, path: {"$datetime": value.isoformat()},
+    datetime.datetime: _encode_time("$datetime"),
     datetime.date: lambda value, path: {"$date": value.isoformat()},
+    datetime.time: _encode_time("$time"),
     datetime.timedelta: lambda value, path: {"$timedelta": [value.days, value.seconds, value.microseconds]},
     pathlib.PosixPath: lambda value, path: {"$path": _checked_text(str(value), path)},
-    pathlib.PurePosixPath: lambda value, path: {"$path": _checked_text(str(value), path)},
+    pathlib.PurePosixPath: _encode_pure_path,
+    pathlib.PureWindowsPath: _encode_pure_path,
 }
 
 # The content of a tag may be anything: each decoder checks it.
@@ -354,6 +383,21 @@ def _decode_decimal(body: Any) -> decimal.Decimal:
     if str(found) != text:  # Python also accepts spaces, underscores and other digits
         raise Refused(f"expected a decimal number, found {shown(text)}")
     return found
+
+
+def _decode_fraction(body: Any) -> fractions.Fraction:
+    numerator, denominator = (read_integer(_decode(part)) for part in read_array(body, 2))
+    if denominator < 1 or math.gcd(numerator, denominator) != 1:
+        raise Refused(f"expected a fraction in lowest terms, found {shown(body)}")
+    return fractions.Fraction(numerator, denominator)
+
+
+def _decode_pure_path(body: Any) -> pathlib.PurePath:
+    flavour, text = read_array(body, 2)
+    found = next((kind for kind, name in _FLAVOURS.items() if name == flavour), None)
+    if found is None:
+        raise Refused(f"expected the kind of a path, found {shown(flavour)}")
+    return found(read_text(text))
 
 
 def _decode_uuid(body: Any) -> uuid.UUID:
@@ -415,17 +459,21 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$slice": lambda body: slice(*map(_decode, read_array(body, 3))),
     "$decimal": _decode_decimal,
     "$uuid": _decode_uuid,
+    "$fraction": _decode_fraction,
     "$dict": lambda body: dict(_decode_pairs(body)),
     "$odict": lambda body: collections.OrderedDict(_decode_pairs(body)),
     "$counter": lambda body: collections.Counter(dict(_decode_pairs(body))),
     "$deque": _decode_deque,
     "$datetime": lambda body: datetime.datetime.fromisoformat(read_text(body, 64)),
     "$date": lambda body: datetime.date.fromisoformat(read_text(body, 64)),
+    "$time": lambda body: datetime.time.fromisoformat(read_text(body, 64)),
     "$timedelta": _decode_timedelta,
     "$path": lambda body: pathlib.Path(read_text(body)),
+    "$purepath": _decode_pure_path,
     "$ndarray": decode_ndarray,
     "$npscalar": lambda body: decode_ndarray(body)[()],
     "$structured": decode_structured,
+    "$npdtype": decode_dtype,
     "$torch": decode_torch,
     "$composite": _decode_composite,
     "$entry": lambda body: EntryRef(read_text(body)),

@@ -133,7 +133,7 @@ def _of_class(tensor: Any) -> Composite:
     if not is_complete or not all(isinstance(one, torch.Tensor) for one in inner.values()):
         raise Unsupported(
             f"it is a {name}, whose __tensor_flatten__() does not return the names of 1 to {MAX_INNER} "
-            "tensors."
+            "tensors. Save the tensors that it is made of."
         )
     facts = {"shape": [int(size) for size in tensor.shape], "dtype": str(tensor.dtype)}
     detached = {one: each.detach() for one, each in inner.items()}
@@ -151,7 +151,10 @@ def _of_dtensor(tensor: Any) -> Composite:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     region = layout.region_of(rank, tuple(tensor.shape))
     if region is None:
-        raise Unsupported("it is a DTensor on a mesh without this rank, over a tensor of another class.")
+        raise Unsupported(
+            "it is a DTensor on a mesh without this rank, over a tensor of another class. Leave it out of "
+            "the state on this rank."
+        )
     facts = {
         "shape": list(tensor.shape),
         "offsets": list(region.offsets),

@@ -234,7 +234,9 @@ class FSDP1OptimizerEntry(StateEntry):
                 self.value.load_state_dict(fsdp.optim_state_dict_to_load(module, self.value, state))
         except (KeyError, ValueError, RuntimeError) as error:
             raise InvalidInput(
-                f"{self.key}: FSDP's optim_state_dict_to_load() rejected the saved state: {error}",
+                f"{self.key}: FSDP's optim_state_dict_to_load() rejected the saved state: {error}. The "
+                "state may be partly restored: do not train with it. Wrap the module as it was when it was "
+                f"saved, or leave {self.key} out with only=.",
                 key=self.key,
             ) from error
 

@@ -254,7 +254,10 @@ class LoadPlan:
     def _check(self, name: str, live: torch.Tensor, label: str) -> None:
         if is_composite(live) and live.dtype not in RAW:
             one = take_apart(live)
-            why = f"it was saved as a plain tensor, but is {shown_type(one.type, one.facts)}."
+            why = (
+                f"it was saved as a plain tensor, but is {shown_type(one.type, one.facts)}. Build it as it "
+                "was when it was saved, or leave it out with only= or rename=."
+            )
             raise unfillable(live, label, why)
         is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
         if not is_known or live.layout is not torch.strided:
@@ -342,7 +345,9 @@ class LoadPlan:
         saved = self.tied.get(name, name)
         if saved not in self.tensors:
             raise InvalidInput(
-                f"The checkpoint refers to a tensor {saved!r} that it does not contain.", key=saved
+                f"The checkpoint refers to a tensor {saved!r} that it does not contain. Nothing was changed. "
+                "Restore another step, and look at this one with `holdfast verify`.",
+                key=saved,
             )
         return self.tensors[saved]
 

@@ -170,7 +170,10 @@ class ModuleEntry(StateEntry):
                 self.value.load_state_dict(state, strict=False)
         except Exception as error:
             raise InvalidInput(
-                f"{self.key}: load_state_dict() rejected the saved state_dict(): {error}", key=self.key
+                f"{self.key}: load_state_dict() rejected the saved state_dict(): {error}. The state may be "
+                "partly restored: do not train with it. Build the module as it was when it was saved, or "
+                "leave it out with only=.",
+                key=self.key,
             ) from error
 
     def _saved_extra(self, plan: LoadPlan) -> dict[str, Any]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping
+import collections
+from collections.abc import Collection, Iterator, MutableMapping
 from typing import Any
 
+from holdfast import units
+from holdfast.callsite import warn
+from holdfast.errors import ResumeWarning
+from holdfast.format.composites import SavedTensor
+from holdfast.format.named_types import NAMED_TYPES
 from holdfast.format.nesting import insert, is_under
 from holdfast.format.plain_forms import place_entries, placed_composites
+from holdfast.state.containers import kind_of
 from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.tree import insert_tensors, references
 
@@ -27,6 +34,8 @@ def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[
     for name in (*referenced, *implied):
         plan.read_new(name)
 
+    _warn_of_types([found for key, tree in trees.items() for found in _named(tree, key)])
+
     def finish() -> None:
         new = {key: _placed(insert_tensors(tree, plan.tensor, is_live=False)) for key, tree in trees.items()}
         for name in implied:
@@ -34,6 +43,33 @@ def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[
         target.update(place_entries(new))
 
     plan.add_step(LoadPhase.VALUE, finish)
+
+
+def _warn_of_types(named: list[tuple[str, str]]) -> None:
+    """Warn that values come back as other types than they were saved with."""
+    if not named:
+        return
+    path, kind = named[0]
+    others = "" if len(named) == 1 else f", and {units.plural(len(named) - 1, 'other value')} likewise"
+    warn(
+        f"{path} was saved as {kind}{others}. A checkpoint only names types, so load() returns the content "
+        "without them: SavedEnum, SavedDataclass or SavedNamedTuple objects, and a defaultdict without its "
+        "factory. Pass load(into=...) with a value of the type in its place, or save a plain value there.",
+        ResumeWarning,
+    )
+
+
+def _named(tree: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield path and type of each value whose type is only named."""
+    if isinstance(tree, NAMED_TYPES):
+        yield path, f"a {tree.type.replace(':', '.')}"
+    elif type(tree) is collections.defaultdict:
+        yield path, "a collections.defaultdict"
+    elif (kind := kind_of(tree)) is not None and not isinstance(tree, SavedTensor):
+        keys = tree if isinstance(tree, dict) else ()
+        yield from (one for key in keys for one in _named(key, f"{path}.<key>"))
+        for step, item in kind.items(tree):
+            yield from _named(item, f"{path}.{step}")
 
 
 def _placed(value: Any) -> Any:

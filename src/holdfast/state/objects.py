@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from holdfast.callsite import warn
-from holdfast.errors import InvalidInput, ResumeWarning
+from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.format.composites import SavedTensor
 from holdfast.format.values import TensorRef, encode
 from holdfast.state.capture import TensorCollector
@@ -60,7 +60,7 @@ class StatefulEntry(StateEntry):
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
-        state = self.value.state_dict()
+        state = self._state()
         hidden = hidden_state(self.value)
         emit = collector.callback(self.replication or Replication.OWN)
         tree = extract_tensors(
@@ -117,13 +117,27 @@ class StatefulEntry(StateEntry):
                 ResumeWarning,
             )
 
+    def _state(self) -> Any:
+        try:
+            return self.value.state_dict()
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise InvalidInput(
+                f"{self.key}: {type(self.value).__qualname__}.state_dict() failed: {error!r}. Nothing was "
+                "written. Make it return the object's state, or leave the object out of the state.",
+                key=self.key,
+            ) from error
+
     def _load(self, state: Any) -> None:
         try:
             self.value.load_state_dict(state)
         except Exception as error:
             kind = type(self.value).__qualname__
             raise InvalidInput(
-                f"{self.key}: {kind}.load_state_dict() rejected the state saved under this key: {error!r}",
+                f"{self.key}: {kind}.load_state_dict() rejected the state saved under this key: {error!r}. "
+                "The state may be partly restored: do not train with it. Make the object as it was when it "
+                "was saved, or leave it out with only=.",
                 key=self.key,
             ) from error
 
@@ -192,7 +206,9 @@ class GeneratorEntry(StateEntry):
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             kind = type(generator).__qualname__
             raise InvalidInput(
-                f"{self.key} is a {kind}, but the state in the checkpoint does not fit it: {error!r}",
+                f"{self.key} is a {kind}, but the state in the checkpoint does not fit it: {error!r}. The "
+                "state may be partly restored: do not train with it. Use the kind of generator that was "
+                "saved, or leave it out with only=.",
                 key=self.key,
             ) from error
 

@@ -41,7 +41,9 @@ def refuse_snapshots(objects: Mapping[str, Any]) -> None:
             raise InvalidInput(
                 f"{path} is a dictionary that {kind}.state_dict() returned. It is a snapshot: checkpoints "
                 f"would never change, and a restore would not reach the {kind}. Nothing was written. Pass "
-                f"the {kind} itself in its place: {_as_state(path, kind)}.",
+                f"the {kind} itself in its place: {_as_state(path, kind)}. Or, if you make a new dictionary "
+                "for each save and load it yourself: Checkpointer(home) without a state, save(step, state) "
+                "and load().",
                 key=path,
             )
 
@@ -101,6 +103,8 @@ def find_resume_risks(values: Mapping[str, Any], *, has_live_objects: bool = Tru
     for key, value in values.items():
         if isinstance(value, torch.nn.Module):
             hidden += _metric_doubts(key, value)
+        elif _is_prepared_loader(value):
+            shown += _prepared_doubts(key, value)
         elif _is_stateful_loader(value):
             shown += _loader_doubts(key, value, values)
         elif isinstance(value, torch.optim.Optimizer):
@@ -221,6 +225,27 @@ def _schedules(value: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_stateful_loader(value: Any) -> bool:
     return any(kind.__name__ == "StatefulDataLoader" for kind in type(value).__mro__)
+
+
+def _is_prepared_loader(value: Any) -> bool:
+    """Return True for a data loader that `Accelerator.prepare` has returned."""
+    return any(kind.__module__ == "accelerate.data_loader" for kind in type(value).__mro__)
+
+
+def _prepared_doubts(key: str, loader: Any) -> Iterator[str]:
+    """Yield a sentence if Accelerate's loader draws its order from random numbers."""
+    inner = getattr(loader, "base_dataloader", None)
+    order = getattr(inner, "batch_sampler", None)
+    while hasattr(order, "batch_sampler"):  # a shard of another one
+        order = order.batch_sampler
+    if isinstance(getattr(order, "sampler", None), torch.utils.data.RandomSampler):
+        yield (
+            f"{key} is a data loader that Accelerate has prepared. It does not save the order of a shuffled "
+            "epoch, so a resumed run gets other batches. Use attach(accelerator) of "
+            "holdfast.adapters.accelerate with save_state(), or prepare the loader without shuffling, with "
+            "batch_sampler=holdfast.train.data.GlobalBatches(len(data), batch_size) and these batches in "
+            "the state."
+        )
 
 
 def _loader_doubts(key: str, loader: Any, values: Mapping[str, Any]) -> Iterator[str]:
@@ -366,4 +391,4 @@ def _order_doubt(order: Any, data: str) -> str:
 
 def is_repeatable(value: Any) -> bool:
     """Return True if calling state_dict() changes nothing. Data loaders do not guarantee that."""
-    return type(value).__module__.split(".")[0] not in ("torch", "torchdata", "datasets")
+    return type(value).__module__.split(".")[0] not in ("accelerate", "torch", "torchdata", "datasets")

@@ -94,7 +94,8 @@ def python_state(generator: Any) -> dict[str, Any]:
         version, words, gauss = generator.getstate()
     except NotImplementedError as error:
         raise InvalidInput(
-            f"A {type(generator).__qualname__} does not have a state to save. Leave it out of the state."
+            f"A {type(generator).__qualname__} does not have a state to save. Nothing was written. "
+            "Leave it out of the state, or use a random.Random."
         ) from error
     return {"version": version, "words": struct.pack(f"<{len(words)}I", *words), "gauss": gauss}
 

@@ -249,7 +249,8 @@ def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> Sh
     order = _split_order(sizes, placements) if shard_order is None else _listed_order(shard_order)
     if order is None:
         raise Unsupported(
-            f"it is a DTensor whose placements {list(placements)} on a mesh of {sizes} do not nest."
+            f"it is a DTensor whose placements {list(placements)} on a mesh of {sizes} do not nest. "
+            "Call redistribute() to placements of Shard and Replicate first."
         )
     split_dims = [mesh_dim for _, mesh_dim in order]
     rest = [mesh_dim for mesh_dim in range(len(sizes)) if mesh_dim not in split_dims]
@@ -293,7 +294,8 @@ def _only_shard(tensor: Any) -> torch.Tensor:
     shards = tensor.local_shards()
     if len(shards) > 1:
         raise Unsupported(
-            f"it is a ShardedTensor with {len(shards)} parts on one rank. Only one is supported."
+            f"it is a ShardedTensor with {len(shards)} parts on one rank. Only one is supported. "
+            "Save the parts with DCP's writer of Holdfast, or use a DTensor."
         )
     if shards:
         return shards[0].tensor

@@ -22,7 +22,10 @@ def dtype_name(dtype: torch.dtype) -> str:
         Unsupported: safetensors does not have this dtype.
     """
     if dtype not in NAMES:
-        raise Unsupported(f"Tensors of {dtype} cannot be saved: the safetensors format does not support it.")
+        raise Unsupported(
+            f"Tensors of {dtype} cannot be saved: the safetensors format does not support it. Save a "
+            "view() of it with another dtype."
+        )
     return NAMES[dtype]
 
 
@@ -70,17 +73,20 @@ def _why_not(tensor: torch.Tensor) -> str:
     if tensor.is_nested:
         return "it is a nested tensor. Save its values() and offsets() instead, or its unbind()."
     if kind not in PLAIN:
-        return f"it is a {kind.__module__}.{kind.__qualname__}, not a plain tensor or parameter."
+        return (
+            f"it is a {kind.__module__}.{kind.__qualname__}, not a plain tensor or parameter. Save its "
+            "as_subclass(torch.Tensor), or give the class __tensor_flatten__() and __tensor_unflatten__()."
+        )
     if tensor.is_quantized:
         return (
             f"torch stores a scale beside {tensor.dtype}, which is deprecated. Save its int_repr() with "
             "q_scale() and q_zero_point(), or quantize with torchao."
         )
     if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}. It must be made of plain tensors (see Tensor.to_dense())."
+        return f"its layout is {tensor.layout}. Save its to_dense()."
     if tensor.device.type == "meta":
         return "it is on the meta device and has no bytes. Restore into it, or initialize it."
-    return f"the safetensors format does not support {tensor.dtype}."
+    return f"the safetensors format does not support {tensor.dtype}. Save a view() of it with another dtype."
 
 
 def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -322,7 +322,8 @@ class State:
         chosen = {only} if isinstance(only, str) else set(only)
         if unknown := sorted(chosen - set(self._found) - {rng.KEY}):
             raise InvalidInput(
-                f"only= names {unknown}, which are not in the state. Its keys: {sorted(self._found)}.",
+                f"only= names {unknown}, which are not in the state. Its keys: {sorted(self._found)}. "
+                "Nothing was changed.",
                 key=unknown[0],
             )
         return (chosen | {key for key, one in self._found.items() if one.root in chosen}).difference(kept)
@@ -428,7 +429,11 @@ def _capture(key: str, entry: StateEntry, collector: TensorCollector) -> Any:
 
 
 def _contains_itself(key: str) -> InvalidInput:
-    return InvalidInput(f"{key} contains itself, or is too deeply nested.", key=key)
+    return InvalidInput(
+        f"{key} contains itself, or is nested too deeply, so it cannot be saved. Nothing was written. Save "
+        "it as a flat list, with the index of an item in place of a reference to it.",
+        key=key,
+    )
 
 
 def _bare(root: str, value: Any, parent: _Found | None) -> _Found:
@@ -523,7 +528,7 @@ def _check_key(key: Any) -> None:
     if not isinstance(key, str) or not key or key == rng.KEY or "/" in key or "@" in key:
         raise InvalidInput(
             f"{key!r} cannot be a key of the state: keys are non-empty strings without '/' and '@', and "
-            f"{rng.KEY!r} is reserved for the random number generators.",
+            f"{rng.KEY!r} is reserved for the random number generators. Nothing was written. Rename it.",
             key=str(key),
         )
 

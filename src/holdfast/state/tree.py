@@ -102,7 +102,9 @@ class _Extraction:
         if one.type == DTENSOR:
             per_rank = getattr(self._emit, "per_rank", None)
             if per_rank is None:
-                raise unsavable(value, name, "it is a DTensor over a tensor of another class.")
+                raise unsavable(
+                    value, name, "it is a DTensor over a tensor of another class. Save its to_local()."
+                )
             walk = _Extraction(per_rank)
         inner = {part: walk.extract(item, f"{name}.{part}") for part, item in one.inner.items()}
         return SavedTensor(one.type, inner, facts_of(one, name))
@@ -163,7 +165,9 @@ def facts_of(one: Composite, name: str) -> dict[str, Any]:
 
     def refuse(path: str, tensor: torch.Tensor) -> None:
         raise unsavable(
-            tensor, path, "it is in the context of a __tensor_flatten__(), not one of its tensors."
+            tensor,
+            path,
+            "it is in the context of a __tensor_flatten__(). Return its name among the tensors there.",
         )
 
     context = extract_tensors(one.context, f"{name}.<context>", refuse, named_types=True)

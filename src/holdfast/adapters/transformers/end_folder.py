@@ -9,6 +9,7 @@ from transformers import Trainer
 from holdfast.adapters.transformers.live_state import MODEL
 from holdfast.errors import NotFound
 from holdfast.exchange.export_selection import ExportSelection
+from holdfast.exchange.mapped_weights import map_weights
 from holdfast.exchange.trainer_export import write_training_files
 from holdfast.log import get_logger
 from holdfast.restore.checkpoint import open as open_checkpoint
@@ -30,4 +31,4 @@ def write_folder(trainer: Trainer, home: str, step: int, folder: str) -> None:
         return
     everything = ExportSelection.choose(checkpoint, rank=0, only=None, rename=None, num_threads=4)
     write_training_files(everything, Path(folder), overwrite=True)
-    trainer._save(folder, state_dict=checkpoint.state_dict(MODEL))
+    trainer._save(folder, state_dict=map_weights(checkpoint, MODEL, Path(folder)))

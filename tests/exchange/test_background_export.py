@@ -1,0 +1,148 @@
+"""Exports in the background: they begin after a save, report progress, and fail in public."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, SaveWarning, TimedOut
+from holdfast.exchange import BackgroundExport, export_in_background
+from holdfast.keeper.save import Save
+from stage.training import make_checkpointer
+
+
+def saved(home: Path) -> torch.nn.Module:
+    """Save a model as step 1, and return it."""
+    model = torch.nn.Linear(64, 64)
+    with make_checkpointer(home, {"model": model, "epoch": 3}) as ckpt:
+        ckpt.save(1)
+    return model
+
+
+def wait(export: BackgroundExport) -> BackgroundExport:
+    export.exception()
+    return export
+
+
+def test_an_export_follows_its_save_while_training_continues(tmp_path: Path) -> None:
+    """It has the weights of that step, not those that training has made of them since."""
+    model = torch.nn.Linear(64, 64)
+    weight = model.weight.detach().clone()
+    with make_checkpointer(tmp_path / "home", {"model": model}) as ckpt:
+        save = ckpt.save(1)
+        export = export_in_background(
+            ckpt.home, tmp_path / "hf", after=save, kind="hf", only=["model"], rename={"model": ""}
+        )
+        save.wait_staged()
+        with torch.no_grad():
+            model.weight.add_(1)
+        done = export.result()
+    assert (done.step, done.kind, done.num_tensors) == (1, "hf", 2)
+    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["weight"], weight)
+    assert export.done()
+    assert export.exception() is None
+    assert export.num_bytes == export.total_bytes == done.num_bytes == 64 * 65 * 4
+
+
+def test_an_export_waits_for_its_save(tmp_path: Path) -> None:
+    saved(tmp_path / "home")
+    save = Save(1)
+    export = export_in_background(tmp_path / "home", tmp_path / "out.pt", after=save, kind="torch")
+    with pytest.raises(TimedOut, match="continues in the background"):
+        export.result(timeout=0.01)
+    assert not (tmp_path / "out.pt").exists()
+    save.mark_durable()
+    save.mark_home()
+    export.result()
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["epoch"] == 3
+
+
+def test_a_failed_save_is_not_exported(tmp_path: Path) -> None:
+    saved(tmp_path / "home")
+    save, error = Save(1), RetryLater("The disk is full.")
+    save.mark_failed(error)
+    with pytest.warns(SaveWarning, match=r"out\.pt failed: The disk is full"):
+        export = wait(export_in_background(tmp_path / "home", tmp_path / "out.pt", after=save, kind="torch"))
+    assert export.exception() is error
+    with pytest.raises(RetryLater, match="disk is full"):
+        export.result()
+
+
+def test_a_skipped_save_is_not_exported(tmp_path: Path) -> None:
+    saved(tmp_path / "home")
+    save = Save(1)
+    save.mark_skipped()
+    with pytest.warns(SaveWarning, match="was skipped"):
+        error = export_in_background(tmp_path / "home", tmp_path / "out.pt", after=save).exception()
+    assert isinstance(error, NotFound)
+
+
+def test_a_checkpoint_that_is_not_in_home_is_named_with_the_fix(tmp_path: Path) -> None:
+    saved(tmp_path / "home")
+    save = Save(7)
+    save.mark_home()
+    with pytest.warns(SaveWarning, match="to_home=True"):
+        error = export_in_background(tmp_path / "home", tmp_path / "out.pt", after=save).exception()
+    assert isinstance(error, NotFound)
+
+
+def test_damage_is_reported_and_nothing_is_written(tmp_path: Path) -> None:
+    saved(tmp_path / "home")
+    data = max((tmp_path / "home").rglob("*.safetensors"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[-5] ^= 1
+    data.write_bytes(content)
+    with pytest.warns(SaveWarning, match=r"out\.safetensors failed"):
+        error = export_in_background(tmp_path / "home", tmp_path / "out.safetensors").exception()
+    assert isinstance(error, Corrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_an_older_export_is_replaced_only_on_request(tmp_path: Path) -> None:
+    saved(tmp_path / "home")
+    (tmp_path / "out").write_bytes(b"older")
+    with pytest.warns(SaveWarning, match="overwrite=True"):
+        error = export_in_background(tmp_path / "home", tmp_path / "out").exception()
+    assert isinstance(error, Conflict)
+    assert (tmp_path / "out").read_bytes() == b"older"
+    export_in_background(tmp_path / "home", tmp_path / "out", step=1, overwrite=True).result()
+    assert "model.weight" in load_file(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": "onnx"}, {"max_shard_bytes": "much"}, {"step": -1}, {"step": 1, "after": Save(1)}]
+)
+def test_invalid_arguments_are_refused_at_once(tmp_path: Path, options: dict[str, object]) -> None:
+    with pytest.raises(InvalidInput):
+        export_in_background(tmp_path / "home", tmp_path / "out", **options)  # pyright: ignore[reportArgumentType]
+
+
+ENDS_EARLY = """
+import sys, threading
+from holdfast.exchange import BackgroundExport, export_in_background
+began, count = threading.Event(), BackgroundExport.count
+
+def count_late(self, num_bytes):
+    began.set()
+    while not self._is_stopped:
+        threading.Event().wait(0.01)
+    count(self, num_bytes)
+
+BackgroundExport.count = count_late
+export_in_background(sys.argv[1], sys.argv[2])
+began.wait()
+"""
+
+
+def test_a_program_that_ends_early_warns_and_leaves_nothing(tmp_path: Path) -> None:
+    saved(tmp_path / "home")
+    command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path / "home"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "The program ended before the export to" in done.stderr
+    assert "Call result()" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]

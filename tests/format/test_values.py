@@ -330,7 +330,7 @@ def test_the_error_has_the_path_of_a_refused_value(value: Any, word: str) -> Non
         assert word in str(caught.value)
 
 
-class Settings(dict[str, int]):
+class Table(dict[str, int]):
     """A dict of the program's own kind, as configurations often are."""
 
 
@@ -356,7 +356,7 @@ class Config:
         (datetime.datetime(2026, 1, 2, tzinfo=zoneinfo.ZoneInfo("UTC")), "astimezone(datetime.timezone.utc)"),
         (functools.reduce(lambda inner, _: [inner], range(400), [0]), "flat list"),
         ({torch.tensor(1): 2}, "item()"),
-        (Settings(a=1), "Save dict() of it, and make a Settings of that again"),
+        (Table(a=1), "Save dict() of it, and make a Table of that again"),
         (collections.UserDict(), "Save dict() of it"),
         ({}.keys(), "Save list() of it"),
         (Config(), "the dict that its .to_dict() returns"),

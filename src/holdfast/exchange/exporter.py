@@ -113,7 +113,7 @@ def export_checkpoint(
 
 
 def check_kind(kind: str) -> None:
-    """Raise InvalidInput if there is no such kind of export."""
+    """Raise InvalidInput unless a kind of export is one of `KINDS`."""
     if kind not in KINDS:
         raise InvalidInput(
             f"Unknown kind of export {kind!r}: use {', '.join(KINDS)}. Nothing was exported.", key=kind

@@ -68,6 +68,6 @@ def _of_others(value: Any) -> str:
     return "Add state_dict() and load_state_dict() to the object, or leave it out of the state."
 
 
+def _is_built_in(value: Any) -> bool:
     """Return True for an object of a type written in C, whose methods are fixed."""
-    """Return True for an object of a type written in C: nobody can add methods to it."""
     return not type(value).__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE

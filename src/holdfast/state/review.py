@@ -235,16 +235,16 @@ def _is_prepared_loader(value: Any) -> bool:
 def _prepared_doubts(key: str, loader: Any) -> Iterator[str]:
     """Yield a sentence if Accelerate's loader draws its order from random numbers."""
     inner = getattr(loader, "base_dataloader", None)
-    order = getattr(inner, "batch_sampler", None)
+    order: Any = getattr(inner, "batch_sampler", None)
     while hasattr(order, "batch_sampler"):  # a shard of another one
         order = order.batch_sampler
     if isinstance(getattr(order, "sampler", None), torch.utils.data.RandomSampler):
         yield (
             f"{key} is a data loader that Accelerate has prepared. It does not save the order of a shuffled "
             "epoch, so a resumed run gets other batches. Use attach(accelerator) of "
-            "holdfast.adapters.accelerate with save_state(), or prepare the loader without shuffling, with "
-            "batch_sampler=holdfast.train.data.GlobalBatches(len(data), batch_size) and these batches in "
-            "the state."
+            "holdfast.adapters.accelerate with save_state(), or read a loader that is not prepared, with "
+            "batch_sampler=holdfast.train.data.GlobalBatches(len(data), batch_size), and add these batches "
+            "to the state."
         )
 
 

@@ -44,6 +44,15 @@ def test_a_run_resumes_from_the_last_batch_of_an_epoch(tmp_path: Path, plan: dic
     assert train(tmp_path / "out", resume=True, **plan) == unbroken
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_resumes_within_its_first_pass(tmp_path: Path, workers: int) -> None:
+    """Accelerate makes its first iterator when it prepares the loader, with random numbers of that moment."""
+    plan: dict[str, Any] = {"loader": "stateful", "workers": workers}
+    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
+    train(tmp_path / "out", status=-9, kill_at=9, **plan)
+    assert train(tmp_path / "out", resume=True, **plan) == unbroken
+
+
 def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(tmp_path: Path) -> None:
     draw = random.Random(4)
     unbroken = train(tmp_path / "unbroken", stock=True, **EXPLICIT)

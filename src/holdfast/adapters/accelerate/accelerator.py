@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from typing_extensions import override
 
 from holdfast.adapters.accelerate.batch_position import BatchPosition, batches_of, prepare_batches
+from holdfast.adapters.accelerate.data_position import UnpreparedGenerators
 from holdfast.adapters.accelerate.loader import add_position, follow_position
 from holdfast.adapters.accelerate.session import Session
 from holdfast.adapters.accelerate.settings import HOME, Settings
@@ -115,7 +116,8 @@ class HoldfastAccelerator(Accelerator):
         Loaders with GlobalBatches keep them, since these divide the data among the ranks themselves.
         """
         if batches_of(data_loader) is None or getattr(data_loader, "_is_accelerate_prepared", False):
-            return add_position(super().prepare_data_loader(data_loader, *args, **kwargs))
+            before = UnpreparedGenerators(data_loader)
+            return add_position(super().prepare_data_loader(data_loader, *args, **kwargs), before)
         on_device = args[0] if args else kwargs.get("device_placement")
         return add_position(prepare_batches(self, data_loader, on_device=on_device))
 

@@ -22,14 +22,22 @@ class DataPosition:
 
     The number of used batches is not part of it: the script has it, or a StatefulDataLoader.
 
+    A stateful loader makes the iterator of its first pass when it is prepared, and draws from its generators
+    then. So that pass began before the loader was prepared.
+
     Args:
         loader: loader of the Accelerator.
+        before: generators before it was prepared; None if they are not known.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, before: UnpreparedGenerators | None = None) -> None:
         self._loader = loader
         self._active: Any = None  # loader of the pass that is under way
-        self._at_start = capture_generators(loader)  # of the pass that is under way, or of the last one
+        if is_stateful(loader) and before is None:
+            loader.load_state_dict({})  # the first pass gets another iterator
+        self._has_first = is_stateful(loader) and before is not None  # the iterator that was made first
+        # Of the pass that is under way, or of the last one.
+        self._at_start = before.states(loader) if before is not None else capture_generators(loader)
         self._pending: dict[str, Any] | None = None  # position from a checkpoint, until a pass begins
         self._is_continued = False  # the pass that is under way began before the checkpoint
         self._has_begun = False  # there has been a pass
@@ -54,6 +62,9 @@ class DataPosition:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position. A pass that is under way is not changed."""
         loader, self._active, self._has_begun = self._loader, None, state["has_begun"]
+        self._has_first = self._has_first and not self._has_begun
+        if self._has_first:
+            self._at_start = state["at_start"]
         loader.set_epoch(state["epoch"])
         num_ranks = PartialState().num_processes
         if state["num_ranks"] != num_ranks:
@@ -99,7 +110,9 @@ class DataPosition:
         pending, self._pending = self._pending, None
         self._has_begun = True
         self._active, now = loader, capture_generators(self._loader)
-        self._at_start, self._is_continued = now, False
+        if not self._has_first:
+            self._at_start = now
+        self._has_first = self._is_continued = False
         if pending is None or pending["phase"] == BETWEEN:
             return None
         continues = loader.holdfast_continues or (self._continues_itself and pending["phase"] == WITHIN)
@@ -142,6 +155,27 @@ class DataPosition:
             self._loader.iteration = loader.iteration
 
 
+class UnpreparedGenerators:
+    """States of generators before Accelerate prepares a data loader, and draws from them."""
+
+    def __init__(self, loader: Any) -> None:
+        samplers = [getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)]
+        found = [getattr(one, "generator", None) for one in (loader, *samplers)]
+        self._own = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
+        self._process = _capture_process()
+
+    def states(self, loader: Any) -> dict[str, Any]:
+        """Return the states that the generators of the prepared loader had, as `capture_generators`."""
+        own = {name: self._state_of(one) for name, one in own_generators(loader).items()}
+        return {**self._process, "own": own}
+
+    def _state_of(self, generator: torch.Generator) -> bytes:
+        """Return the state of a generator; Accelerate has seeded those that did not exist before."""
+        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
+        state = next((state for one, state in self._own if one is generator), fresh)
+        return state.cpu().numpy().tobytes()
+
+
 def is_stateful(loader: Any) -> bool:
     """Return True if a loader has a position of its own, as torchdata's StatefulDataLoader."""
     return bool(loader.use_stateful_dataloader)
@@ -164,10 +198,13 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
 
 def capture_generators(loader: Any) -> dict[str, Any]:
     """Return the states of the generators of the process and of a loader."""
+    return {**_capture_process(), "own": _states_of(own_generators(loader))}
+
+
+def _capture_process() -> dict[str, Any]:
     states: dict[str, Any] = {
         "python": python_state(random),
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "own": _states_of(own_generators(loader)),
     }
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = numpy.random.get_state(legacy=False)

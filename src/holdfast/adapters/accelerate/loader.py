@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.adapters.accelerate.batch_position import BatchPosition, batches_of
-from holdfast.adapters.accelerate.data_position import DataPosition
+from holdfast.adapters.accelerate.data_position import DataPosition, UnpreparedGenerators
 from holdfast.adapters.attached_class import insert_class
 
 
@@ -47,12 +47,19 @@ class PositionedLoader:
         position.end(self, is_empty=num_batches == 0)
 
 
-def add_position(loader: Any) -> Any:
-    """Have a prepared loader record its position. Returns the same loader."""
+def add_position(loader: Any, before: UnpreparedGenerators | None = None) -> Any:
+    """Have a prepared loader record its position. Returns the same loader.
+
+    Args:
+        loader: the loader.
+        before: generators before it was prepared; None if that was before `attach`.
+    """
     if not isinstance(_position_of(loader), DataPosition):
         insert_class(loader, PositionedLoader, before=type(loader))
         batches = batches_of(loader)
-        loader.holdfast_position = DataPosition(loader) if batches is None else BatchPosition(loader, batches)
+        loader.holdfast_position = (
+            DataPosition(loader, before) if batches is None else BatchPosition(loader, batches)
+        )
     return loader
 
 

@@ -130,7 +130,7 @@ def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
 
 def loader_options(plan: dict[str, Any]) -> dict[str, Any]:
     if plan.get("loader") != "global":
-        return {"batch_size": BATCH, "shuffle": True}
+        return {"batch_size": BATCH, "shuffle": True, "num_workers": plan.get("workers", 0)}
     parts = plan.get("accumulation", 1)
     batches = GlobalBatches(NUM_ROWS, 2 * BATCH * parts, accumulation_steps=parts)
     return {"batch_sampler": batches, "num_workers": plan.get("workers", 0)}

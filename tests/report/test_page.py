@@ -17,13 +17,19 @@ from holdfast.pace.slow_periods import SlowAttempt, SlowPeriod
 from holdfast.pace.windows import PaceReading
 from holdfast.report import RunSummary, summarize
 from holdfast.report.figures import make_figures
+from holdfast.report.node_checks import CheckedNode
 from holdfast.report.style import MAX_MARKS, MAX_ROWS, format_share
 from report.browser import find_browser, load
 from report.made_up_run import START, Fate, MadeUpRun, simulate
 
 vl_convert = pytest.importorskip("vl_convert")
 
-IDS = ["timeline", "curve-1", "progress", "shares", "costs", "pace", "durations", "levels", "intervals"]
+IDS = [
+    *("timeline", "curve-1", "progress", "shares", "costs", "pace", "problems", "nodes"),
+    *("durations", "levels", "intervals"),
+]
+TABLES = ["problems", "nodes"]
+"""Figures without a chart."""
 
 
 def eventful() -> RunSummary:
@@ -39,7 +45,12 @@ def eventful() -> RunSummary:
     paces = [PaceReading(1, START + 10 + at, {0: 0.4, 1: 0.9, 2: 0.41}) for at in range(8)]
     slow = SlowPeriod(1, "kelp-<2>", START + 10, 2.2, 0.5, 1.0, "its data loader", START + 18)
     found = summarize(made_up.by_time(), made_up.claims)
-    return replace(found, paces=tuple(paces), slow_periods=(SlowAttempt(1, slow),))
+    checks = (
+        CheckedNode(7, 1, 0, "good", START, 7, "", was_refused=False, cost_s=0.5),
+        CheckedNode(7, 1, 1, "bad<1>", START, 7, "space /home: too little", was_refused=True, cost_s=3.0),
+        CheckedNode(7, 2, 0, "good", START + 9, 7, "", was_refused=False, cost_s=0.25),
+    )
+    return replace(found, paces=tuple(paces), slow_periods=(SlowAttempt(1, slow),), node_checks=tuple(checks))
 
 
 def quiet() -> RunSummary:
@@ -102,6 +113,14 @@ def page_of() -> Callable[[RunSummary], str]:
 
 def test_an_eventful_run_has_every_figure() -> None:
     assert [one.id for one in make_figures(eventful())] == IDS
+
+
+def test_a_refused_node_and_a_failed_save_are_listed_with_their_cost() -> None:
+    found = {one.id: one for one in make_figures(eventful())}
+    assert found["nodes"].text.startswith("1 node failed, 1 refused; the job waited 3.2 s.")
+    assert found["nodes"].rows[1][1:] == (7, 1, 1, "bad<1>", "refused", "3.0 s", "space /home: too little")
+    (failed,) = (row for row in found["problems"].rows if row[4] == "failed")
+    assert failed[6:9] == (105, 105, "all steps after 100")
 
 
 @STORIES
@@ -192,7 +211,7 @@ def test_the_page_is_accessible_without_the_charts(page_of: Callable[[RunSummary
     outline = Outline()
     outline.feed(page_of(eventful()))
     charts = [one for one in outline.all("div") if one.get("class") == "chart"]
-    assert len(charts) == len(IDS)
+    assert len(charts) == len(IDS) - len(TABLES)
     assert all(one["role"] == "img" and one["aria-label"] for one in charts)
     assert outline.all("html")[0]["lang"] == "en"
     assert all(one["scope"] == "col" for one in outline.all("th"))

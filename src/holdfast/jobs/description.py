@@ -77,7 +77,7 @@ def describe_job(job: Job) -> JobDescription:
 def recorded_checks(
     folder: JobFolder, attempts: Sequence[JobAttempt], num_nodes: int
 ) -> dict[int, dict[int, NodeChecks]]:
-    """Return the results of the checks before the newest attempts, by number of the attempt and by node."""
+    """Return the checks before the newest attempts, by attempt and node."""
     found: dict[int, dict[int, NodeChecks]] = {}
     for number in [one.number for one in attempts][-_NUM_CHECKED:]:
         for rank in range(num_nodes):
@@ -95,7 +95,7 @@ def checkpoints_of(job: Job) -> dict[str, int]:
 
 
 def recorded_homes(folder: JobFolder) -> dict[str, int]:
-    """Return the newest step that the training of a job has reported, by home, as outside of the job."""
+    """Return the newest reported step of each home, named as outside of the job."""
     links = read_links(folder)
     return {outside_path(home, links): step for home, step in read_progress(folder.progress).items()}
 

@@ -63,7 +63,7 @@ def handles_signal(pid: int, number: int) -> bool:
 
 
 def threads_blocking(pid: int, number: int) -> frozenset[str]:
-    """Return the names of a process's threads in which a signal is blocked, or pending.
+    """Return the threads of a process with a blocked or pending signal.
 
     The kernel blocks a signal in the thread that runs its handler, until the handler returns.
 

@@ -1,4 +1,4 @@
-"""Checks of the nodes of the jobs that have trained a run, from this user's state folder."""
+"""Checks of nodes of the jobs that have trained a run, from the state folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CheckedNode:
 
 
 def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:
-    """Return the checks of the nodes of all jobs that have reported checkpoints in a home, oldest first.
+    """Return the checks of all jobs that have trained a run, oldest first.
 
     Jobs of other users and of other state folders are not known.
     """

@@ -1,4 +1,4 @@
-"""Problems of the run: failed and dropped saves, sick states and spikes, with the steps that were at risk."""
+"""Problems of the run: failed saves, sick states and spikes, with their costs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _cost(found: RunSummary, first: HistoryEvent, last: HistoryEvent) -> str | N
 
 
 def good_steps_around(found: RunSummary, attempt: int, first: int, last: int) -> tuple[int, int | None]:
-    """Return the steps of the last good checkpoint before some steps of an attempt, and the next one after.
+    """Return the steps of the good checkpoints before and after some steps.
 
     Returns:
         Before it has one, the step that the attempt began at. None if there is none after.

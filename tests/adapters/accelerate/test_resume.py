@@ -108,8 +108,9 @@ def test_global_batches_use_each_row_once_on_another_number_of_ranks(
     used: dict[tuple[int, int], list[int]] = {}
     plan = {**plan, "loader": "global", "every": 2, "steps": 18}
     for count, kill_at in zip(ranks, [5, 9, 0], strict=True):
-        ends = {"kill_at": kill_at, "statuses": [-9, 0][:count]} if kill_at else {}
-        train_ranks(tmp_path / "out", count, resume=kill_at != 5, **ends, **plan)
+        statuses = [-9, 0][:count] if kill_at else None
+        options = {**plan, "resume": kill_at != 5, "kill_at": kill_at}
+        train_ranks(tmp_path / "out", count, statuses=statuses, **options)
         add_rows(used, tmp_path / "out")
     for epoch in range(3):
         rows = [row for (of, _), batch in used.items() if of == epoch for row in batch]
@@ -118,7 +119,7 @@ def test_global_batches_use_each_row_once_on_another_number_of_ranks(
 
 @pytest.mark.ranks
 def test_two_ranks_with_global_batches_resume_bit_for_bit(tmp_path: Path) -> None:
-    plan = {"loader": "global"}
+    plan: dict[str, Any] = {"loader": "global"}
     unbroken = train_ranks(tmp_path / "unbroken", 2, **plan)
     train_ranks(tmp_path / "out", 2, statuses=[-9, 0], kill_at=10, **plan)
     assert train_ranks(tmp_path / "out", 2, resume=True, **plan) == unbroken

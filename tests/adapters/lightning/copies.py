@@ -29,6 +29,7 @@ pl: Any = importlib.import_module("lightning.pytorch")
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 WIDTH = 128  # weights of as many columns are large enough to be copied beside training
 SAVED = 2  # the step that is saved
+ROWS: Any = torch.ones(5, WIDTH)
 
 
 def clone(value: Any) -> Any:
@@ -67,7 +68,7 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(torch.ones(5, WIDTH), batch_size=1)
+        return DataLoader(ROWS, batch_size=1)
 
 
 class Recorder(pl.Callback):

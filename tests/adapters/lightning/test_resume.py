@@ -155,10 +155,11 @@ def test_global_batches_use_each_sample_once_on_another_number_of_ranks(
     tmp_path: Path, options: list[str], ranks: tuple[int, int, int]
 ) -> None:
     used: dict[tuple[int, int], list[int]] = {}
+    runs = []
     for num, kill in zip(ranks, ["--kill-at=6", "--kill-at=4", "--kill-at=0"], strict=True):
-        ran = start(tmp_path / "run", *options, kill, "--where=end", ranks=num)
+        runs.append(start(tmp_path / "run", *options, kill, "--where=end", ranks=num))
         add_samples(used, tmp_path / "run")
-    assert ran.statuses == [0] * ranks[-1], ran.output
+    assert runs[-1].statuses == [0] * ranks[-1], runs[-1].output
     check_epochs(used)
 
 

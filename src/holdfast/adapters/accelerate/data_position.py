@@ -91,7 +91,7 @@ class DataPosition:
 
     @property
     def _continues_itself(self) -> bool:
-        """True if the next pass of the loader is the rest of the one that was saved."""
+        """True if the next pass of the loader is the rest of the saved pass."""
         return is_stateful(self._loader)
 
     def _phase(self) -> str:

@@ -191,7 +191,7 @@ class PositionedLoader(CombinedLoader):
         self.restore(now)
 
     def _pass_over(self, position: DataPosition) -> None:
-        """Count the batches before a position as used, and read again those that were not skipped."""
+        """Count the batches before a position as used, and reread those not skipped."""
         self._num_fetched = self._num_reached = position.num_batches
         if self.batches:  # they are at the last complete step; gradients of a part of one are not saved
             self._read_again(position.num_batches % self.batches[0].accumulation_steps)

@@ -132,7 +132,7 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
 
 
 def _clean_up(records: Records, folder: JobFolder, number: int) -> None:
-    """Remove what only a running job needs, and let the next job of its pipeline start or end."""
+    """Remove what a running job needs, and let the next job of its pipeline proceed."""
     remove_links(folder)
     _release_containers(folder)
     _remove_secrets(folder)

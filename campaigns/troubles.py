@@ -26,6 +26,7 @@ from benchmarks.replaying.troubles import Troubles, wait
 from campaigns import counts
 from holdfast.home.history_lines import read_lines
 from holdfast.home.rollbacks import read_rollbacks
+from holdfast.jobs.engine import Job
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
@@ -37,6 +38,7 @@ NUM_NODES = 4
 APART = (
     50  # steps from trouble to trouble; a spike is seen after 32, and a healthy checkpoint is saved by then
 )
+LAST = 150  # steps after the last trouble: a slow rank is named after some windows of many steps
 DISK = "48m"
 LEFT_BYTES = 256 * 1024  # what the full disk still has, which is enough for documents and not for data
 TASK = """\
@@ -86,12 +88,29 @@ class Run:
         def is_there() -> bool:
             job = self.engine.job(self.number)
             if job.status.is_final and job.status is not JobStatus.SUCCEEDED:
-                raise RuntimeError(f"the job ended: {job.status.value}, {job.reason}")
+                raise RuntimeError(_end(job))
             path = self.folder / f"steps-{job.attempt}"
             lines = path.read_text().split("\n")[:-1] if path.exists() else []
             return bool(lines) and int(lines[-1].split()[0]) >= step
 
         wait(is_there, f"step {step}")
+
+    def wait_for_event(self, event: str, name: str) -> None:
+        """Wait until the run's history has an event of this kind.
+
+        Raises:
+            RuntimeError: the job ended without one.
+        """
+
+        def is_there() -> bool:
+            job = self.engine.job(self.number)  # before the history: its last events are then in it
+            if self.events(event):
+                return True
+            if job.status.is_final:
+                raise RuntimeError(f"{_end(job)}; waited for {name}")
+            return False
+
+        wait(is_there, name)
 
     def events(self, *names: str) -> list[dict[str, Any]]:
         """Return the events of these kinds in the run's history."""
@@ -106,7 +125,7 @@ class Run:
         wait(lambda: self.engine.job(self.number).status.is_final, "the job's end")
         job = self.engine.job(self.number)
         if job.status is not JobStatus.SUCCEEDED:
-            raise RuntimeError(f"the job ended: {job.status.value}, {job.reason}")
+            raise RuntimeError(_end(job))
         losses = self.losses()
         return losses[max(losses)]
 
@@ -115,6 +134,10 @@ class Run:
         if not self.engine.job(self.number).status.is_final:
             self.engine.cancel(self.number)
             wait(lambda: self.engine.job(self.number).status.is_final, "the job's end")
+
+
+def _end(job: Job) -> str:
+    return f"the job ended: {job.status.value}, {job.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +167,7 @@ def fill_disk(run: Run) -> None:
 def drift(run: Run) -> None:
     """Flip a bit of one rank's weights, wait until the rank is named, and have the job start again."""
     (run.folder / "flip").touch()
-    wait(lambda: bool(run.events("replicas-differ")), "the name of the rank that drifts")
+    run.wait_for_event("replicas-differ", "the name of the rank that drifts")
     run.troubles.kill_rank(0)
 
 
@@ -152,13 +175,13 @@ def slow_down(run: Run) -> None:
     """Slow one rank down until it is named."""
     order = run.folder / "slow"
     order.touch()
-    wait(lambda: bool(run.events("slow-rank")), "the name of the slow rank")
+    run.wait_for_event("slow-rank", "the name of the slow rank")
     order.unlink()
 
 
 def wait_for_rollback(run: Run) -> None:
     """Wait until training has gone back behind the poisoned samples."""
-    wait(lambda: bool(run.events("rollback")), "a rollback")
+    run.wait_for_event("rollback", "a rollback")
 
 
 def _of(event: str, words: str) -> Callable[[Run], str]:
@@ -204,7 +227,7 @@ def main() -> int:
 
 def _compare(folder: Path, disk: Path, ordeals: list[Ordeal], page: Path | None) -> list[counts.Count]:
     """Run the job with troubles and the one without, and return what failed."""
-    steps = APART * (len(ordeals) + 1)
+    steps = APART * (len(ordeals) + 1) + LAST
     poison = APART * (POISONED - len(ORDEALS) + len(ordeals)) + 10
     run = Run(folder / "troubled", disk / "home", steps, f"--poison {poison}")
     try:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import slow_tests
 from holdfast.store import endpoints
 from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, ministack
@@ -49,7 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in the list of slow tests, and skip what this version of torch cannot do."""
+    slow = slow_tests.read()
+    for item in items:
+        if item.nodeid in slow and not item.get_closest_marker("essential"):
+            item.add_marker(pytest.mark.slow)
+    _skip_sharded_training(items)
+
+
+def _skip_sharded_training(items: list[pytest.Item]) -> None:
     """Skip what trains a sharded model on CPUs where torch cannot, as torch 2.6 cannot."""
     if hasattr(torch.cpu.Stream, "record_event"):
         return

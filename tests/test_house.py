@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
+import slow_tests
 from holdfast.errors import Unsupported
 from holdfast.failpoint import POINTS
 
@@ -324,6 +325,14 @@ def test_every_module_can_be_imported() -> None:
         except Unsupported as error:
             assert name.startswith("holdfast.adapters.")
             assert "not installed" in str(error)  # noqa: PT017 - any other error fails the test
+
+
+def test_each_listed_slow_test_exists() -> None:
+    texts: dict[str, str] = {}
+    for name in sorted(slow_tests.read()):
+        path, *_, function = name.partition("[")[0].split("::")
+        text = texts.setdefault(path, (ROOT / path).read_text())
+        assert re.search(rf"\b{function}\b", text), f"remove {name} from tests/slow_tests.txt"
 
 
 def test_architecture_has_the_tree_of_today() -> None:

@@ -37,6 +37,7 @@ def without(recording: Recording, is_left_out: str) -> Log:
     return read_log(filter(is_kept, recording.calls()), recording.root)
 
 
+@pytest.mark.essential
 def test_every_state_of_a_run_restores_what_was_durable(recording: Recording):
     outcome = explored(recording, recording.read(), num_states=150, resumed_share=0.03)
     assert outcome.num_distinct == 150

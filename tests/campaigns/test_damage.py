@@ -21,6 +21,7 @@ def original() -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_damage_never_restores_wrong_bytes(original: Path, seed: int):
     results = list(damage.run(SMALL, original, seed, NUM_CASES, num_workers=1))

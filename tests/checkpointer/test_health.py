@@ -66,6 +66,7 @@ def test_a_manifest_has_the_health_of_the_state(tmp_path: Path) -> None:
     assert holdfast.open(tmp_path, step=200).verify().is_good  # saved all the same
 
 
+@pytest.mark.essential
 def test_the_newest_healthy_checkpoint_is_never_deleted(tmp_path: Path) -> None:
     with make(tmp_path, keep=2) as ckpt:
         for step in (100, 200):

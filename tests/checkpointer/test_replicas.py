@@ -57,6 +57,7 @@ def check_clean(home: Path, found: list[list[str]], *, num_steps: int) -> None:
         assert any("equal on all ranks" in reason for reason in health(home, step).reasons)
 
 
+@pytest.mark.essential
 def test_a_flipped_bit_of_one_of_three_ranks_is_named_at_the_next_save(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

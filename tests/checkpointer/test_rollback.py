@@ -47,6 +47,7 @@ def home(tmp_path: Path) -> Path:
 # -- in one process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.essential
 def test_training_goes_back_and_leaves_the_samples_out(home: Path) -> None:
     story = Story(home, bad=BAD)
     assert story.train(200)[-1] == 200

@@ -109,6 +109,7 @@ def check(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any], 
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
+@pytest.mark.essential
 def test_an_exact_script_passes_and_its_own_home_is_not_touched(tmp_path: Path) -> None:
     script = tmp_path / "script"
     with forking(tmp_path) as python:

@@ -244,6 +244,7 @@ def test_options_override_the_file(jobs: JobHarness, task: Path, tmp_path: Path,
         assert said in refused.err
 
 
+@pytest.mark.essential
 def test_a_pipeline_is_launched_and_followed(jobs: JobHarness, task: Path, holdfast: Command) -> None:
     task.write_text("name: both\n---\nname: a\nrun: echo one\n---\nname: b\nrun: echo two $WHO\n")
     plan = holdfast("launch", task, "--dry-run").out

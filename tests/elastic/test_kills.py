@@ -169,6 +169,7 @@ def check_random_kills(playground: Playground, expected: str, seed: int, num_kil
     assert playground.check_all_complete_verify() > 0
 
 
+@pytest.mark.essential
 def test_random_kills(playground: Playground, uninterrupted: str) -> None:
     check_random_kills(playground, uninterrupted, seed=0, num_kills=2)
 

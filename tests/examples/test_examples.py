@@ -68,6 +68,7 @@ def check_killed_trainer(name: str, folder: Path, resumed: str, env: Mapping[str
     assert last_line(again) == straight
 
 
+@pytest.mark.essential
 def test_three_lines_killed_and_resumed_end_like_an_uninterrupted_run(
     first: tuple[Path, str], tmp_path: Path
 ) -> None:

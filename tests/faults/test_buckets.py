@@ -180,6 +180,7 @@ def check_random_kills(
     assert playground.check_all_complete_verify(bucket.view) > 0
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("seed", [1])
 def test_random_kills(playground: Playground, bucket: Bucket, uninterrupted: str, seed: int):
     """A few of the kills that the long suite makes by the hundred."""

@@ -126,6 +126,7 @@ def test_each_host_has_its_own_files_and_home_has_all(hosts: Hosts, uninterrupte
         assert not list(hosts.local(host).glob(f"step-*/rank-{1 - host:05d}-*"))
 
 
+@pytest.mark.essential
 def test_a_checkpoint_that_is_not_in_home_is_assembled_from_both_disks(
     hosts: Hosts, uninterrupted_ranks: str
 ):

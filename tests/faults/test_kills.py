@@ -11,6 +11,7 @@ from faults.playground import Playground
 from holdfast.failpoint import POINTS
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "point",
@@ -56,6 +57,7 @@ def check_random_kills(playground: Playground, uninterrupted: str, seed: int, nu
     assert playground.check_all_complete_verify() > 0
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("seed", range(1))
 def test_random_kills(playground: Playground, uninterrupted: str, seed: int):
     """A few of the random kills that the long suite makes by the hundred."""

@@ -107,6 +107,7 @@ def test_a_home_that_becomes_read_only_keeps_what_it_has(playground: Playground,
     assert playground.check_all_complete_verify() > 1
 
 
+@pytest.mark.essential
 def test_a_second_run_on_a_home_whose_writer_lives_is_refused(playground: Playground):
     """It names the process; the first one is not disturbed, and a kill -9 makes room at once."""
     first = playground.start("--every", "2", "--step-s", "0.05", total=100_000)

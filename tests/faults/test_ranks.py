@@ -55,6 +55,7 @@ def test_each_rank_writes_its_share_and_no_tensor_is_written_twice(playground: P
     assert any(name.startswith("model.") for name in names[0] | names[1])
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_rank_killed(playground: Playground, uninterrupted_ranks: str, victim: int):
     """The launcher ends the other one; both resume from one step."""
@@ -125,6 +126,7 @@ def check_random_rank_kills(playground: Playground, expected: str, seed: int, nu
     assert playground.check_all_complete_verify() > 0
 
 
+@pytest.mark.essential
 def test_random_kills_of_ranks(playground: Playground, uninterrupted_ranks: str):
     check_random_rank_kills(playground, uninterrupted_ranks, seed=0, num_kills=3)
 

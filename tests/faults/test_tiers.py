@@ -81,6 +81,7 @@ def test_without_its_keeper_a_run_resumes_from_the_local_disk(
     assert playground.final() == uninterrupted
 
 
+@pytest.mark.essential
 def test_a_lost_host_resumes_from_home(playground: Playground, uninterrupted: str, local: tuple[str, str]):
     """Keepers and local disk gone: the newest complete checkpoint in home is restored."""
     child = playground.start("--step-s", "0.01", *ENDLESS, *local, "--home-every", "4", *HOLD)

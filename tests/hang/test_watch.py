@@ -35,6 +35,7 @@ PLACES = {
 """Place of the rank that hangs, by the way it does."""
 
 
+@pytest.mark.essential
 def test_a_hang_is_recorded_with_the_stacks_of_the_training(new_trial: NewTrial) -> None:
     trial = new_trial()
     trial.start("sleep", limit="3s")
@@ -110,6 +111,7 @@ def test_a_hang_that_ends_is_recorded(new_trial: NewTrial) -> None:
     assert over["seconds"] > 3.0
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     "way", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("loop", "gil")), "stop"]
 )

@@ -142,6 +142,7 @@ def test_two_nodes_start_again_after_one_has_hung(harness: JobHarness) -> None:
     assert (harness.folder / "final.txt").exists()
 
 
+@pytest.mark.essential
 def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
     harness: JobHarness, uninterrupted: Callable[[int], str]
 ) -> None:

@@ -140,6 +140,7 @@ os._exit(3) if ending == "_exit" else os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("ending", ["_exit", "kill"])
 def test_a_keeper_completes_the_save_of_a_killed_trainer_and_exits(tmp_path: Path, ending: str) -> None:
     command = [sys.executable, "-c", TRAINER, str(tmp_path / "home"), ending]

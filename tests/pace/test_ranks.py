@@ -26,6 +26,7 @@ def trial(folder: Path, *, world_size: int = 3, kind: str = "ddp") -> Iterator[P
         made.kill()
 
 
+@pytest.mark.essential
 def test_a_rank_with_a_slow_data_loader_is_named_once_with_its_cause_and_cost(tmp_path: Path) -> None:
     with trial(tmp_path) as training:
         training.begin("loader", odd=1, seconds=ALWAYS, window="0.4s")

@@ -39,6 +39,7 @@ def exact_steps(home: Path, found: list[dict[str, Any]]) -> list[int]:
     return steps
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize("torn", [{0}, {1}, {0, 1}], ids=str)
 def test_a_save_torn_on_one_rank_is_repeated_by_all(tmp_path: Path, torn: set[int]) -> None:
     """Ranks write other tensors, so a tear on both is one in different tensors."""

@@ -163,6 +163,7 @@ def test_a_failing_setup_fails_the_job(harness: JobHarness) -> None:
     assert "never" not in log
 
 
+@pytest.mark.essential
 def test_a_preemption_notice_reaches_the_trainer(harness: JobHarness) -> None:
     job = harness.submit(
         f"""

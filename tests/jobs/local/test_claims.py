@@ -120,6 +120,7 @@ def test_cpus_and_memory_are_divided_if_they_are_asked_for(harness: JobHarness) 
         assert harness.wait(job).status is JobStatus.SUCCEEDED
 
 
+@pytest.mark.essential
 def test_jobs_start_by_priority_and_then_in_their_order(harness: JobHarness) -> None:
     first = hold(harness, 4, "first")
     harness.wait(first, JobStatus.RUNNING)
@@ -159,7 +160,9 @@ def test_jobs_that_wait_behind_others_are_cancelled_at_once_and_without_a_proces
     waiting = [hold(harness, 4) for _ in range(4)]
     last = hold(harness, 2)
     for job in waiting[1:]:  # the first that waits keeps its controller, which cancels it
-        harness.wait_for(job, lambda job=job: not harness.has_controller(job), "the end of its controller")
+        harness.wait_for(
+            job, lambda job=job: not harness.roles(job, "controller"), "the end of its controller"
+        )
     cancelled = harness.engine.cancel_all([job.id for job in waiting])
     assert [job.id for job in cancelled] == [job.id for job in waiting]
     assert all(job.status is JobStatus.CANCELLED for job in cancelled[1:])

@@ -40,6 +40,7 @@ def test_a_job_runs_to_its_end(harness: JobHarness) -> None:
     assert (harness.files(job).workdir(0) / "made.txt").read_text() == "made\n"
 
 
+@pytest.mark.essential
 def test_the_environment_is_skypilot_s_and_stable_across_recoveries(harness: JobHarness) -> None:
     show = (
         "env | grep -E '^(SKYPILOT|HOLDFAST)_' | tr '\\n' ' ' > env-$HOLDFAST_ATTEMPT-$SKYPILOT_NODE_RANK\n"
@@ -236,6 +237,7 @@ def test_the_guardian_of_a_controller_ends_with_it(harness: JobHarness) -> None:
     harness.wait_for(job, lambda: not harness.roles(job, "controller"), "the end of both")
 
 
+@pytest.mark.essential
 def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness) -> None:
     """The agent does so, which lives as long as the attempt. On two nodes one of them is enough."""
     job = harness.submit(

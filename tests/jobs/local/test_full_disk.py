@@ -14,9 +14,9 @@ from small_disk import small_disk
 FILL = "echo ran >> $RAN; cat /dev/zero > $BALLAST"
 """Command that notes its run on another disk, and fills that of the job."""
 FILL_BESIDE = f"""
-  if [ $SKYPILOT_NODE_RANK = 0 ]; then {FILL}; touch $FULL
+  if [ $SKYPILOT_NODE_RANK = 0 ]; then until [ -e $RAN ]; do sleep 0.05; done; {FILL}; touch $FULL
   else echo ran >> $RAN; until [ -e $FULL ]; do sleep 0.05; done; fi"""
-"""Commands of two nodes, of which the first fills the disk that both have."""
+"""Commands of two nodes, of which the first fills the disk that both have once the other one runs."""
 
 
 @pytest.fixture

@@ -173,6 +173,7 @@ def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attem
     assert place.names() == {"data-1", "marker-1", "data-2", "marker-2"}
 
 
+@pytest.mark.essential
 def test_a_completed_job_survives_kills_during_its_upload(
     harness: JobHarness, place: Bucket, proxy: FaultProxy
 ) -> None:

@@ -43,6 +43,7 @@ def statuses(harness: JobHarness) -> list[JobStatus]:
     return [job.status for job in harness.engine.jobs()]
 
 
+@pytest.mark.essential
 def test_the_next_job_starts_after_success(harness: JobHarness) -> None:
     a, b, c = submit(harness, WAITS, WAITS, "echo last")
     assert [(job.id, job.name, job.after) for job in (a, b, c)] == [

@@ -502,6 +502,7 @@ def test_a_target_in_the_home_needs_the_same_path_on_all_nodes(
     assert "relative to the workdir" in ended.reason
 
 
+@pytest.mark.essential
 @needs_fuse
 def test_a_bucket_is_mounted_on_each_node(slurm: SlurmHarness, bucket: Bucket) -> None:
     bucket.store.put("in/x", b"seen")

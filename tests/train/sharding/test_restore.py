@@ -50,6 +50,7 @@ def follow(worlds: Worlds, name: str, home: Path, chain: list[tuple[int, dict[st
                 assert found == pytest.approx(true, rel=1e-4), f"link {link}: {size} ranks with {options}"
 
 
+@pytest.mark.essential
 def test_a_gpt_resumes_with_other_options_and_ranks(worlds: Worlds, tmp_path: Path) -> None:
     follow(worlds, "gpt", tmp_path / "home", CHAIN[:4])
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ HERE = Path(__file__).resolve().parent
 STATES = ("gpt2-124m", "gpt2-355m", "small-8000", "tiny")
 TRAINED = ("gpt2-124m", "tiny")
 JUDGED = "holdfast"
+FIRST = (JUDGED, "torch-save")
+"""Contestants whose numbers are in the goals."""
+PEER_COMPARED = 6
+"""Saves of a peer in a training: the fewest that have an interval of 95 %."""
 # markup would take [least..greatest] for a tag; a log file has no width of its own
 console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 220)
 
@@ -48,15 +54,15 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1 round, few comparisons, no 355M state")
-    parser.add_argument("--long", action="store_true", help="as many rounds for the peers as for Holdfast")
+    parser.add_argument("--long", action="store_true", help="every peer in every round, without a time limit")
     parser.add_argument("--states", nargs="+", choices=STATES)
     parser.add_argument("--contestants", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--rounds", type=int, help="default 2, 5 with --long or 1 with --quick")
     parser.add_argument(
-        "--peer-rounds", type=int, help="rounds with all peers; default 1, or all with --long"
+        "--compared", type=int, help="Holdfast's saves in a training; default 16 in each round"
     )
     parser.add_argument(
-        "--compared", type=int, help="Holdfast's saves in a training; default 16 in each round"
+        "--minutes", type=float, help="start nothing after so many minutes; default 23, none with --long"
     )
     parser.add_argument(
         "--dir", type=Path, default=HERE.parent / ".bench", help="where checkpoints are written"
@@ -64,40 +70,59 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default results/saving[-quick]_<hardware>_<date>.json")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 5 if options.long else 2)
-    options.peer_rounds = options.peer_rounds or (options.rounds if options.long else 1)
     options.compared = options.compared or (6 if options.quick else 16)
+    options.minutes = options.minutes or (math.inf if options.long else 23)
     if options.states is None:
         options.states = ["gpt2-124m", *([] if options.quick else ["gpt2-355m"]), "small-8000"]
     return options
 
 
 def _measure_all(options: argparse.Namespace, directory: Path, runs: list[Run]) -> None:
-    for number in range(options.rounds):
-        has_peers = number < options.peer_rounds
-        contestants = [
-            "limits",
-            *(one for one in options.contestants if one == JUDGED or has_peers),
-        ]
-        for state in options.states:
-            # each round begins with another one, so that none always follows the same neighbour
-            shift = number % len(contestants)
-            for name in contestants[shift:] + contestants[:shift]:
-                is_judged = name == JUDGED
-                compared = options.compared if is_judged else max(6, options.compared // 2)
-                loads = 3 if is_judged or options.long else 1
-                runs.append(
-                    measure_alone(
-                        name,
-                        state,
-                        number,
-                        directory,
-                        compared=compared if state in TRAINED else 0,
-                        loads=loads,
-                    )
-                )
-                console.print(in_short(runs[-1]))
-    order = ["limits", *options.contestants]
-    runs.sort(key=lambda run: (run["round"], order.index(run["contestant"])))
+    order = plan(options.states, options.contestants, options.rounds, has_all_rounds=options.long)
+    until_s = time.monotonic() + 60 * options.minutes
+    for at, (number, state, name) in enumerate(order):
+        if time.monotonic() > until_s:
+            left_out = ", ".join(f"{left} ({size})" for _, size, left in order[at:])
+            console.print(f"no time left for {left_out}; --long has no limit")
+            break
+        is_judged = name == JUDGED
+        compared = options.compared if is_judged else PEER_COMPARED
+        runs.append(
+            measure_alone(
+                name,
+                state,
+                number,
+                directory,
+                compared=compared if state in TRAINED else 0,
+                loads=3 if is_judged or options.long else 1,
+            )
+        )
+        console.print(in_short(runs[-1]))
+    names = ["limits", *options.contestants]
+    runs.sort(key=lambda run: (run["round"], names.index(run["contestant"])))
+
+
+def plan(
+    states: list[str], contestants: list[str], rounds: int, *, has_all_rounds: bool
+) -> list[tuple[int, str, str]]:
+    """Return the order of measurements: round, state and contestant, the most important first.
+
+    Every round begins with another contestant, so that none always follows the same neighbour.
+
+    Args:
+        has_all_rounds: every contestant takes part in every round. Otherwise the rounds are for Holdfast and
+            the limits, and the others follow at the end, once for each state.
+    """
+    judged = [name for name in contestants if name in FIRST]
+    peers = [name for name in contestants if name not in FIRST]
+    found = []
+    for number in range(rounds):
+        names = ["limits", *judged, *(peers if has_all_rounds else ())]
+        shift = number % len(names)
+        found += [(number, state, name) for state in states for name in names[shift:] + names[:shift]]
+    if not has_all_rounds:
+        found += [(0, state, name) for state in states for name in peers]
+    return found
 
 
 def _write(out: Path | None, facts: dict[str, Any], results: Results, options: argparse.Namespace) -> None:
@@ -109,7 +134,6 @@ def _write(out: Path | None, facts: dict[str, Any], results: Results, options: a
         "machine": facts,
         "rounds": options.rounds,
         "quick": options.quick,
-        "peer_rounds": options.peer_rounds,
         "goals": [columns.verdict(found) for found in _judge(results, facts)],
         "runs": results.runs,
     }

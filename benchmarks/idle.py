@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 PERIOD_S, QUIET_PERIODS = 0.01, 10
-LIMIT_S = 6.0
+LIMIT_S = 4.0
 """Longest wait: others may use the disk too."""
 
 

@@ -15,7 +15,7 @@ NUM_SAVES = 4
 
 
 def measure(subject: Subject, directory: Path) -> dict[str, float]:
-    """Median seconds for which `save()` blocks, and of a copy in memory just before.
+    """Return the median seconds that `save()` blocks for, and those of a copy in memory just before.
 
     The tensors are in a plain dict, as an average of weights would be. Nothing waits for a copy of them
     before it writes to them, so that all is copied before `save()` returns.

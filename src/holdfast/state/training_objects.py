@@ -214,7 +214,7 @@ class State:
         if found:
             own = [one for one in found if not has_step_hooks(one) and hasattr(one, "param_groups")]
             return tuple(_version(tensor) for one in own for tensor in parameters(one))
-        # With a table of its own: it leaves objects out, and a new table takes as long as a copy of the state.
+        # With a table of its own, as it leaves objects out. A new table would take as long as a copy.
         collector = TensorCollector(*self._world(), self._checked, self._mark_table)
         kinds = (ModuleEntry, TensorEntry, ValueEntry)
         values = {

@@ -60,14 +60,14 @@ class Loop:
         self._last = self._optimizer.register_step_pre_hook(self._note_start)
 
     def run(
-        self, num_steps: int, peer: Peer | None = None, save: Callable[[], _Completion] | None = None
+        self, num_steps: int, peer: Peer | None = None, save: Callable[[], _Completion | None] | None = None
     ) -> Span:
         """Train, and with `save` call it before the first step.
 
         Args:
             num_steps: optimizer steps to take, at least; until one step after the save is durable.
             peer: its guard is entered around each optimizer step.
-            save: starts a save.
+            save: starts a save; without a completion, the save is not waited for.
         """
         self._span = span = Span()
         self._synchronize()

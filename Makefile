@@ -69,8 +69,9 @@ lint: $(DEV) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-bench: $(BENCH) ## measure against raw limits and peers
-	$(BIN)/python benchmarks/run.py
+LONG ?=
+bench: $(BENCH) ## measure against raw limits and peers, in 30 minutes; LONG=1 for every round of everything
+	$(BIN)/python benchmarks/suite.py $(if $(LONG),--long)
 
 campaigns: crash-states damage kills hangs troubles soak torn fuzz ## every long search for failures, with its defaults
 

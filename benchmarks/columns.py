@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from comparison import MAX_OTHERS
 from goals import Verdict
+from intervals import Interval
 from results import Results, Spread
 
 NONE = "-"
+JUDGED = "holdfast"
 Cell = Callable[[Results, str, str], str]
 
 
@@ -67,18 +71,18 @@ def limits(results: Results, state: str) -> str:
     return "; ".join(parts)
 
 
-def verdict(found: Verdict) -> tuple[str, str, str, str]:
-    """Goal, bound, what was found, and pass or FAIL."""
-    sign = "at least" if found.at_least else "under"
-    unknown = "lost in noise" if found.noisy else "not measured"
-    outcome = {True: "pass", False: "FAIL", None: unknown}[found.passed]
-    spread = found.found
-    if spread is None:
-        value = NONE
-    else:
-        number = f"{spread.median:.3g} [{spread.least:.3g}..{spread.most:.3g}]"
-        value = f"{number} {found.unit}"
-    return found.goal, f"{sign} {found.bound:g} {found.unit}", value, outcome
+def verdict(found: Verdict) -> tuple[str, str, str, str, str]:
+    """Goal, bound, value with its range, day, and the outcome; a goal not measured has its command."""
+    goal, value = found.goal, found.found
+    bound = f"{'at least' if goal.at_least else 'at most'} {goal.bound:g} {goal.unit}"
+    if value is None:
+        return goal.what, bound, NONE, NONE, f"not measured: `{goal.command}`"
+    spread = value.spread
+    text = f"{spread.median:.3g} [{spread.least:.3g}..{spread.most:.3g}] {goal.unit}"
+    outcome = {True: "pass", False: "missed", None: "undecided: the interval contains the goal"}[found.passed]
+    if value.others > MAX_OTHERS:
+        outcome += f"; other programs used {value.others:.1f} processors"
+    return goal.what, bound, text, value.date, outcome
 
 
 def seconds(spread: Spread) -> str:
@@ -92,10 +96,14 @@ def seconds(spread: Spread) -> str:
 def facts(machine: dict[str, Any], rounds: int | None) -> str:
     """The machine and the day in one line; without `rounds` for a table of medians alone."""
     what = "medians" if rounds is None else f"median [least..greatest] of {rounds} rounds"
+    return f"{hardware(machine)}, torch {machine['packages']['torch']}, {machine['date'][:10]}; {what}"
+
+
+def hardware(machine: dict[str, Any]) -> str:
+    """The machine in one line."""
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
-        f"{machine['filesystem']}, Linux {machine['kernel']}, torch {machine['packages']['torch']}, "
-        f"{machine['date'][:10]}; {what}"
+        f"{machine['filesystem']}, Linux {machine['kernel']}"
     )
 
 
@@ -115,20 +123,42 @@ def _durable(results: Results, state: str, contestant: str) -> str:
 
 
 def _lost(results: Results, state: str, contestant: str) -> str:
-    lost = results.spread(state, contestant, "lost_s")
-    times = results.training_lost(state, contestant)
-    if lost is None or times is None:
+    lost = results.training_lost_copies(state, contestant)
+    if lost is None:
         return NONE
-    # a save that outlived the steps counted has slowed down more of them
-    more = results.spread(state, contestant, "lost_in_view")
-    sign = ">= " if more is not None and more.least < 1 else ""
-    text = f"{sign}{times.median:.1f} [{times.least:.1f}..{times.most:.1f}] memcpys"
-    return f"{text} ({sign}{lost.median:.2f} s)"
+    seconds_lost = _lost_in_seconds(results, state, contestant)
+    return f"{lost.estimate:.1f} [{lost.low:.1f}..{lost.high:.1f}] copies ({seconds_lost})"
 
 
 def _lost_in_seconds(results: Results, state: str, contestant: str) -> str:
-    lost = results.spread(state, contestant, "lost_s")
-    return NONE if lost is None else f"{lost.median:.2f} [{lost.least:.2f}..{lost.most:.2f}] s"
+    return _interval(results.training_lost(state, contestant))
+
+
+def _lost_cpu(results: Results, state: str, contestant: str) -> str:
+    return _interval(results.training_cpu(state, contestant))
+
+
+def _interval(found: Interval | None) -> str:
+    if found is None:
+        return NONE
+    return f"{found.estimate:.2f} [{found.low:.2f}..{found.high:.2f}] s"
+
+
+def training_lost(results: Results, state: str, machine: dict[str, Any]) -> str:
+    """Return the cost of a save in a training, as a sentence."""
+    lost, cpu = results.training_lost_copies(state, JUDGED), results.training_cpu(state, JUDGED)
+    if lost is None or cpu is None:
+        return "Training lost per save: not measured with the present method (`make bench`)."
+    size = results.spread(state, JUDGED, "state_bytes")
+    others = statistics.median(one.others for one in results.comparisons(state, JUDGED))
+    busy = f", while other programs used {others:.1f} processors" if others > MAX_OTHERS else ""
+    return (
+        f"A save of {_bytes(size.median) if size else state} costs a training on all cores "
+        f"{_lost_in_seconds(results, state, JUDGED)} of its time, which is {lost.estimate:.1f} "
+        f"[{lost.low:.1f}..{lost.high:.1f}] copies of the state in memory, and {_interval(cpu)} of processor "
+        f"time (in brackets the {lost.confidence:.0%} confidence interval, of {lost.num_pairs} saves{busy}; "
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]})."
+    )
 
 
 def _load(key: str) -> Cell:
@@ -172,8 +202,8 @@ COLUMNS = (
     Column("the call blocks", _time("blocked_s")),
     Column("copied after", _time("staged_s")),
     Column("step() waits", _time("train_wait_s")),
-    Column("training lost in total", _lost),
-    Column("processor time", _time("save_cpu_s")),
+    Column("training lost", _lost),
+    Column("processor time", _lost_cpu),
     Column("durable after", _durable),
     Column("load, cache dropped", _load("load_cold_s")),
     Column("load, cached", _load("load_warm_s")),

@@ -1,108 +1,325 @@
-"""The goals that Holdfast has set itself, judged against the measured numbers. Pure."""
+"""Goals of Holdfast, judged against the newest measurements of one machine. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from results import Results, Spread
+from results import Results, Spread, combine
 
 KEEPER_BYTES = 60e6
 SMALL_EXTRA_S = 0.030
+SMALL, MEDIUM, LARGE = "small-8000", "gpt2-124m", "gpt2-355m"
+SIZES = {MEDIUM: "1.5 GB", LARGE: "4.3 GB"}
+LARGEST_WORLD = 1024
 
-Values = dict[str, float]
+Values = Mapping[str, float]
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Measured value of a goal: the median with its range, or an estimate with its confidence interval.
+
+    Attributes:
+        date: day of the measurement, if the document does not state it beside the table.
+        is_interval: the range is a confidence interval.
+        others: processors that other programs used meanwhile, where it is known.
+    """
+
+    spread: Spread
+    date: str = ""
+    is_interval: bool = False
+    others: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Bound of one number: it must be at most the bound or, with `at_least`, not under it.
+
+    Attributes:
+        what: the measured quantity.
+        command: measures it.
+        find: takes the value from the measurements; None if it is not in them.
+    """
+
+    what: str
+    bound: float
+    unit: str
+    command: str
+    find: Callable[[Measurements], Found | None] = lambda _: None
+    at_least: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One goal: the median must be under (or, with `at_least`, not under) the bound."""
+    """One goal with its measured value."""
 
-    goal: str
-    bound: float
-    found: Spread | None
-    unit: str
-    at_least: bool = False
-
-    @property
-    def noisy(self) -> bool:
-        """True if the rounds disagree so much that they cannot tell: nothing here can truly be negative."""
-        found = self.found
-        return found is not None and (found.median < 0 or (found.least < 0 and found.most > self.bound))
+    goal: Goal
+    found: Found | None
 
     @property
     def passed(self) -> bool | None:
-        """None if it was not measured, or drowned in noise."""
-        if self.found is None or self.noisy:
+        """None if it was not measured, or if the confidence interval contains the bound."""
+        if self.found is None:
             return None
-        value = self.found.median
-        return value >= self.bound if self.at_least else value <= self.bound
+        spread, bound = self.found.spread, self.goal.bound
+        if self.found.is_interval and spread.least <= bound <= spread.most:
+            return None
+        return spread.median >= bound if self.goal.at_least else spread.median <= bound
 
 
-def judge(results: Results) -> list[Verdict]:
-    """Every goal that applies to a measured state."""
-    verdicts = []
-    for state in results.states():
-        paired = _Paired(results, state)
-        found = [_small(paired)] if state == "small-8000" else _large(results, state, paired)
-        verdicts += [replace(verdict, goal=f"{state}: {verdict.goal}") for verdict in found]
-    return verdicts
+class Measurements:
+    """Results of one machine.
+
+    Args:
+        documents: by kind, which is the first part of a results file's name; each newest first.
+    """
+
+    def __init__(self, documents: Mapping[str, Sequence[Document]]) -> None:
+        self._documents = documents
+        self.saving, self._of_state = combine(dict(one) for one in documents.get("saving", ()))
+
+    def newest(self, kind: str) -> Document | None:
+        """Return the newest results of a kind."""
+        found = self._documents.get(kind, ())
+        return found[0] if found else None
+
+    def date_of(self, state: str) -> str:
+        """Return the day on which saves of a state were measured."""
+        return _date(self._of_state[state])
 
 
-def _large(results: Results, state: str, paired: _Paired) -> list[Verdict]:
-    blocked = results.spread(state, "holdfast", "blocked_s")
-    in_ms = Spread(blocked.median * 1e3, blocked.least * 1e3, blocked.most * 1e3) if blocked else None
-    found = [
-        Verdict("save() blocks", 10.0, in_ms, "ms"),
-        Verdict(
-            "save() blocks, share of torch.save's",
-            0.01,
-            paired("torch-save", lambda own, peer: own["blocked_s"] / peer["blocked_s"]),
-            "x",
-        ),
-        Verdict(
-            "training lost per save, in memcpys",
-            1.5,
-            results.training_lost(state, "holdfast"),
-            "x",
-        ),
-        Verdict(
-            "staged to durable, share of raw write speed",
-            0.85,
-            paired("holdfast", lambda own, _: own["near_write_s"] / (own["durable_s"] - own["staged_s"])),
-            "x",
-            at_least=True,
-        ),
-        Verdict(
-            "verified restore, cache dropped, share of raw read speed",
-            0.85,
-            paired("holdfast", lambda own, _: own["near_read_s"] / own["load_cold_s"]),
-            "x",
-            at_least=True,
-        ),
-        Verdict(
-            "extra memory, in (1.05 states + 60 MB)",
-            1.0,
-            paired(
-                "holdfast", lambda own, _: own["extra_bytes"] / (1.05 * own["state_bytes"] + KEEPER_BYTES)
-            ),
-            "x",
-        ),
+def judge(measurements: Measurements, goals: Iterable[Goal] | None = None) -> list[Verdict]:
+    """Return every goal with its measured value."""
+    return [Verdict(goal, goal.find(measurements)) for goal in (GOALS if goals is None else goals)]
+
+
+def _date(document: Document) -> str:
+    return document["machine"]["date"][:10]
+
+
+def _ours(state: str, ratio: Callable[[Values], float]) -> Callable[[Measurements], Found | None]:
+    """A number of Holdfast's own runs, whose limits were measured beside it."""
+    return _beside("holdfast", state, lambda own, _: ratio(own))
+
+
+def _beside(
+    peer: str, state: str, ratio: Callable[[Values, Values], float]
+) -> Callable[[Measurements], Found | None]:
+    """A number of Holdfast's runs and those of a peer in the same rounds."""
+
+    def find(measurements: Measurements) -> Found | None:
+        spread = measurements.saving.paired(state, "holdfast", peer, ratio)
+        return None if spread is None else Found(spread, measurements.date_of(state))
+
+    return find
+
+
+def _training_lost(measurements: Measurements) -> Found | None:
+    results: Results = measurements.saving
+    found = results.training_lost_copies(MEDIUM, "holdfast")
+    if found is None:
+        return None
+    others = statistics.median(one.others for one in results.comparisons(MEDIUM, "holdfast"))
+    spread = Spread(found.estimate, found.low, found.high)
+    return Found(spread, measurements.date_of(MEDIUM), is_interval=True, others=others)
+
+
+def _of_runs(
+    kind: str, values: Callable[[Document], Iterable[float]]
+) -> Callable[[Measurements], Found | None]:
+    """Numbers of the newest results of a kind."""
+
+    def find(measurements: Measurements) -> Found | None:
+        document = measurements.newest(kind)
+        if document is None:
+            return None
+        spread = Spread.of(values(document))
+        return None if spread is None else Found(spread, _date(document))
+
+    return find
+
+
+def _bucket_reads(document: Document) -> list[float]:
+    """Return the ratio of each round, or the one of the medians in older results."""
+    seconds: dict[tuple[int, str], float] = {
+        (run["round"], run["operation"]): run["seconds"]
+        for run in document.get("runs", ())
+        if run["server"] == "null" and "round" in run
+    }
+    rounds = sorted({number for number, _ in seconds})
+    pairs = [(seconds.get((one, "read_bare")), seconds.get((one, "read"))) for one in rounds]
+    found = [bare / own for bare, own in pairs if bare is not None and own is not None]
+    return found or [document["summary"]["null"]["read_ratio"]]
+
+
+def _commits(document: Document) -> list[float]:
+    """Return the commit times of all layouts on the most ranks."""
+    rows = [row for row in document["rows"] if row["world_size"] == LARGEST_WORLD]
+    return [value for row in rows for value in row["values"]["commit_s"]]
+
+
+def _bucket_arrivals(document: Document) -> list[float]:
+    """Return when a checkpoint was whole in a bucket, as a share of rclone's time, round by round."""
+    times: dict[tuple[int, str], float] = {
+        (run["round"], run["contestant"]): run["all_visible_s"]
+        for run in document["writeback"]
+        if run["case"] == "checkpoint" and run["way"] == "straight" and run.get("all_visible_s")
+    }
+    rounds = sorted({number for number, _ in times})
+    return [
+        times[one, "holdfast"] / times[one, "rclone"]
+        for one in rounds
+        if (one, "holdfast") in times and (one, "rclone") in times
     ]
-    trained = results.spread(state, "holdfast", "lost_s") is not None
-    return [verdict for verdict in found if trained or "training" not in verdict.goal]
 
 
-def _small(paired: _Paired) -> Verdict:
-    found = paired("holdfast", lambda own, _: own["durable_s"] / (2 * own["near_write_s"] + SMALL_EXTRA_S))
-    return Verdict("save to durable, in (2 raw writes + 30 ms)", 1.0, found, "x")
+def _sharding(document: Document) -> list[float]:
+    """Return the median ratio of each layout: the slowest one counts."""
+    return [
+        statistics.median(a / b for a, b in zip(run["ours"]["s"], run["hand"]["s"], strict=True))
+        for run in document["runs"]
+    ]
 
 
-class _Paired:
-    """Ratios of Holdfast's numbers to another contestant's, or its own limits, of the same round."""
+_SAVING = "make bench"
 
-    def __init__(self, results: Results, state: str) -> None:
-        self._results = results
-        self._state = state
 
-    def __call__(self, other: str, ratio: Callable[[Values, Values], float]) -> Spread | None:
-        return self._results.paired(self._state, "holdfast", other, ratio)
+def _of_size(state: str) -> tuple[Goal, ...]:
+    """Goals of a state with its optimizer."""
+    size = SIZES[state]
+    return (
+        Goal(
+            f"save() blocks, {size} owned by an optimizer",
+            2.0 if state == MEDIUM else 3.0,
+            "ms",
+            _SAVING,
+            _ours(state, lambda own: own["blocked_s"] * 1e3),
+        ),
+        Goal(
+            f"save() blocks, {size} that nothing owns",
+            0.5,
+            "copies",
+            _SAVING,
+            _ours(state, lambda own: own["unowned_blocked_s"] / own["unowned_copy_s"]),
+        ),
+        Goal(
+            f"durable, {size}, share of raw write",
+            0.97,
+            "x",
+            _SAVING,
+            _ours(state, lambda own: own["near_write_s"] / (own["durable_s"] - own["staged_s"])),
+            at_least=True,
+        ),
+        Goal(
+            f"cold verified restore, {size}, share of raw read",
+            0.95,
+            "x",
+            _SAVING,
+            _ours(state, lambda own: own["near_read_s"] / own["load_cold_s"]),
+            at_least=True,
+        ),
+        Goal(
+            f"first save of a process blocks, {size}, beside later ones",
+            2.0,
+            "x",
+            _SAVING,
+            _ours(state, lambda own: own["first_blocked_s"] / own["blocked_s"]),
+        ),
+        Goal(
+            f"first save of a process durable, {size}, beside later ones",
+            2.0,
+            "x",
+            _SAVING,
+            _ours(state, lambda own: own["first_durable_s"] / own["durable_s"]),
+        ),
+    )
+
+
+def _of_nebula(state: str) -> tuple[Goal, ...]:
+    """Claims of Nebula: 95 % to 99.9 % of the time of a save, for three copies of the state in memory."""
+    size = SIZES[state]
+    share = _beside("torch-save", state, lambda own, peer: own["blocked_s"] / peer["blocked_s"])
+    return (
+        Goal(f"Nebula's 95 %: save() blocks, {size}, share of torch.save", 0.05, "x", _SAVING, share),
+        Goal(f"Nebula's 1000 times: save() blocks, {size}, share of torch.save", 0.001, "x", _SAVING, share),
+        Goal(
+            f"memory of a save, {size}, in 1.05 states + 60 MB (Nebula: 3 states)",
+            1.0,
+            "x",
+            _SAVING,
+            _ours(state, lambda own: own["extra_bytes"] / (1.05 * own["state_bytes"] + KEEPER_BYTES)),
+        ),
+    )
+
+
+GOALS = (
+    Goal("training lost per save, 1.5 GB", 1.0, "copies", _SAVING, _training_lost),
+    *_of_size(MEDIUM),
+    *_of_size(LARGE),
+    Goal(
+        "8000 tensors of 8 KiB durable, in 2 raw writes + 30 ms",
+        0.7,
+        "x",
+        _SAVING,
+        _ours(SMALL, lambda own: own["durable_s"] / (2 * own["near_write_s"] + SMALL_EXTRA_S)),
+    ),
+    Goal(
+        "restore from the keeper's memory, share of memcpy",
+        0.8,
+        "x",
+        "benchmarks/tiers.py",
+        _of_runs("tiers", lambda found: [run["memory_of_memcpy"] for run in found["tiers"]]),
+        at_least=True,
+    ),
+    Goal(
+        "verified reads from a bucket, share of the bare client",
+        0.95,
+        "x",
+        "benchmarks/remote.py",
+        _of_runs("remote", _bucket_reads),
+        at_least=True,
+    ),
+    Goal(
+        "from `import holdfast` to the first byte, nothing cached, beyond `import torch`",
+        0.15,
+        "s",
+        "benchmarks/firstbyte.py",
+        _of_runs("firstbyte", lambda found: [run["cold_s"] for run in found["runs"]]),
+    ),
+    Goal("commit of 1024 ranks", 0.3, "s", "benchmarks/scale.py", _of_runs("scale", _commits)),
+    *_of_nebula(MEDIUM),
+    *_of_nebula(LARGE),
+    Goal(
+        "SkyPilot's MOUNT_CACHED: a checkpoint whole in the bucket, share of rclone's time",
+        1.0,
+        "x",
+        "benchmarks/writeback.py",
+        _of_runs("writeback", _bucket_arrivals),
+    ),
+    Goal(
+        "SkyPilot's restarts: kill -9 of a node until its command runs again",
+        2.0,
+        "s",
+        "benchmarks/recovering.py",
+        _of_runs("recovering", lambda found: [found["medians"]["node_s"], found["medians"]["node_worst_s"]]),
+    ),
+    Goal(
+        "PyTorch's FSDP: a step under holdfast.shard, beside fully_shard by hand",
+        1.03,
+        "x",
+        "benchmarks/sharding.py",
+        _of_runs("sharding", _sharding),
+    ),
+    Goal(
+        "SageMaker's compiler: processor time of a compiled restart, share of the first start",
+        0.15,
+        "x",
+        "benchmarks/compiled.py",
+        _of_runs("compiled", lambda found: [found["medians"]["share"]]),
+    ),
+)
+OF_SAVING = tuple(goal for goal in GOALS if goal.command == _SAVING)

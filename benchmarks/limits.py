@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from idle import wait_idle
 from pagecache import evict
 from states import Subject
 
@@ -30,6 +31,8 @@ def measure(subject: Subject, directory: Path) -> dict[str, float]:
     path = directory / "raw"
     direct = takes_direct(directory)
     for depth in DEPTHS:
+        path.unlink(missing_ok=True)
+        wait_idle(directory)
         found[f"write_q{depth}_s"] = write_raw(path, subject.num_bytes, depth, direct=direct)
     found |= {f"read_q{depth}_s": seconds for depth, seconds in read_file_raw(path).items()}
     path.unlink()
@@ -38,25 +41,48 @@ def measure(subject: Subject, directory: Path) -> dict[str, float]:
     return found | {"direct": float(direct)}
 
 
+class MemoryCopy:
+    """Copy of the state, tensor by tensor, into touched host memory (pinned if the state is on a GPU).
+
+    Attributes:
+        single_s: fastest of the first copies with one thread.
+        default_s: with torch's number of threads.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._pin = subject.device.type == "cuda"
+        self._sources = list(subject.tensors().values())
+        self._targets = [
+            torch.zeros_like(tensor, device="cpu", pin_memory=self._pin) for tensor in self._sources
+        ]
+        threads = torch.get_num_threads()
+        self._threads = threads
+        self.run()
+        self.default_s = min(self.run() for _ in range(MEMCPY_REPEATS))
+        self._threads = 1
+        self.single_s = min(self.run() for _ in range(MEMCPY_REPEATS))
+        self._threads = threads if self.default_s < self.single_s else 1
+
+    def run(self) -> float:
+        """Copy once with the faster number of threads, and return the seconds."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            started = time.perf_counter()
+            for source, target in zip(self._sources, self._targets, strict=True):
+                target.copy_(source, non_blocking=self._pin)
+            if self._pin:
+                torch.cuda.synchronize()
+            return time.perf_counter() - started
+        finally:
+            torch.set_num_threads(before)
+
+
 def copy_in_memory(subject: Subject) -> dict[str, float]:
-    """Seconds to copy the state tensor by tensor into touched host memory (pinned if it is on a GPU)."""
-    pin = subject.device.type == "cuda"
-    sources = list(subject.tensors().values())
-    targets = [torch.zeros_like(tensor, device="cpu", pin_memory=pin) for tensor in sources]
-
-    def copy() -> None:
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source, non_blocking=pin)
-        if pin:
-            torch.cuda.synchronize()
-
-    copy()
-    default_s = _fastest(copy)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    single_s = _fastest(copy)
-    torch.set_num_threads(threads)
-    return {"memcpy_1_s": single_s, "memcpy_n_s": default_s, "memcpy_s": min(single_s, default_s)}
+    """Seconds to copy the state in memory."""
+    copy = MemoryCopy(subject)
+    fastest = min(copy.single_s, copy.default_s)
+    return {"memcpy_1_s": copy.single_s, "memcpy_n_s": copy.default_s, "memcpy_s": fastest}
 
 
 def write_raw(path: Path, num_bytes: int, depth: int, *, direct: bool) -> float:
@@ -84,6 +110,20 @@ def write_raw(path: Path, num_bytes: int, depth: int, *, direct: bool) -> float:
         os.close(fd)
     _sync_directory(path.parent)
     return time.perf_counter() - started
+
+
+def best_write_depth(num_bytes: int, directory: Path) -> int:
+    """Return the depth at which a raw write was the fastest."""
+    return min(DEPTHS, key=lambda depth: write_and_delete(num_bytes, directory, depth))
+
+
+def write_and_delete(num_bytes: int, directory: Path, depth: int) -> float:
+    """Seconds of a raw write on an idle disk; its file is deleted."""
+    path, direct = directory / "raw", takes_direct(directory)
+    wait_idle(directory)
+    seconds = write_raw(path, num_bytes, depth, direct=direct)
+    path.unlink()
+    return seconds
 
 
 def read_raw(path: Path, depth: int, *, direct: bool) -> float:
@@ -135,15 +175,6 @@ def aligned_noise(num_bytes: int) -> mmap.mmap:
     buffer = mmap.mmap(-1, num_bytes)
     buffer.write(os.urandom(num_bytes))
     return buffer
-
-
-def _fastest(action: Callable[[], None]) -> float:
-    times = []
-    for _ in range(MEMCPY_REPEATS):
-        started = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - started)
-    return min(times)
 
 
 def _in_parallel(action: Callable[[int, int], None], fd: int, depth: int) -> None:

@@ -12,11 +12,15 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import limits
 import training
+import unowned
+from comparison import Comparison, summarize
+from idle import wait_idle
 from memory import Watch, footprint
 from pagecache import evict, sync
 from peers import find
@@ -24,6 +28,8 @@ from peers.contract import Peer, Pending
 from states import Subject, build
 
 JUDGED = "holdfast"
+NUM_TIMED = 3
+"""Saves whose medians are the times of one process."""
 
 
 def main() -> None:
@@ -33,7 +39,7 @@ def main() -> None:
     parser.add_argument("state")
     parser.add_argument("directory", type=Path)
     parser.add_argument("answer", type=Path)
-    parser.add_argument("--pairs", type=int, default=0, help="pairs of training spans; 0 for none")
+    parser.add_argument("--compared", type=int, default=0, help="saves within a training; 0 for none")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--loads", type=int, default=3, help="loads with a cold cache; 0 for no loads at all")
     options = parser.parse_args()
@@ -41,7 +47,7 @@ def main() -> None:
     try:
         subject = functools.partial(build, options.state, options.device)
         answer = measure(
-            options.contestant, subject, options.directory, pairs=options.pairs, loads=options.loads
+            options.contestant, subject, options.directory, compared=options.compared, loads=options.loads
         )
     except BaseException as error:  # noqa: BLE001 - DCP's own is a BaseException; the answer carries it
         answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
@@ -49,9 +55,9 @@ def main() -> None:
 
 
 def measure(
-    contestant: str, build_subject: Callable[[], Subject], directory: Path, *, pairs: int, loads: int
+    contestant: str, build_subject: Callable[[], Subject], directory: Path, *, compared: int, loads: int
 ) -> dict[str, Any]:
-    """All numbers of one contestant: `title`, what it is, and `values` in seconds and bytes."""
+    """All numbers of one contestant: its `title`, `values` in seconds and bytes, and `comparisons`."""
     if contestant == "limits":
         subject = build_subject()
         values = limits.measure(subject, directory) | {"state_bytes": float(subject.num_bytes)}
@@ -63,19 +69,17 @@ def measure(
     subject = build_subject()
     values = {"state_bytes": float(subject.num_bytes)} | measure_saves(kind, subject, directory, loads=loads)
     if contestant == JUDGED:
-        # a shared disk changes its speed within minutes: what is judged against a limit needs one close by
-        near = {f"near_{key}": value for key, value in limits.measure(subject, directory).items()}
-        values = near | values  # what was read between the loads is closer still
-    if pairs and subject.optimizer is not None:
-        in_flight_s = values["durable_s"] - values["blocked_s"] if kind.overlaps else 0.0
-        training_directory = directory / "training"
-        training_directory.mkdir()
-        values |= measure_training(kind, subject, training_directory, in_flight_s=in_flight_s, pairs=pairs)
-    return facts | {"values": values}
+        near = {f"near_{key}": value for key, value in limits.copy_in_memory(subject).items()}
+        values |= near | unowned.measure(subject, directory / "unowned")
+    comparisons: list[Comparison] = []
+    if compared and subject.optimizer is not None:
+        comparisons = measure_training(kind, subject, directory / "training", times=compared)
+        values |= summarize(comparisons)
+    return facts | {"values": values, "comparisons": [asdict(one) for one in comparisons]}
 
 
 def measure_saves(kind: type[Peer], subject: Subject, directory: Path, *, loads: int) -> dict[str, float]:
-    """A first save, one whose memory is watched, one that is timed, and loads of that one."""
+    """A first save, one whose memory is watched, some that are timed, and loads of the last one."""
     gc.collect()
     before = footprint()
     peer = kind(subject, directory)
@@ -90,8 +94,7 @@ def measure_saves(kind: type[Peer], subject: Subject, directory: Path, *, loads:
     peer.delete(2)
     peer.settle()
     gc.collect()
-    values = time_save(peer, 3)
-    peer.settle()
+    values, last = time_saves(peer, subject, directory, first_step=3)
     peer.close()
     values |= {
         "prepare_s": prepare_s,
@@ -102,7 +105,30 @@ def measure_saves(kind: type[Peer], subject: Subject, directory: Path, *, loads:
     }
     if not kind.own_load or not loads:
         return values
-    return values | measure_loads(kind, subject, directory, 3, num_cold=loads)
+    return values | measure_loads(kind, subject, directory, last, num_cold=loads)
+
+
+def time_saves(
+    peer: Peer, subject: Subject, directory: Path, *, first_step: int
+) -> tuple[dict[str, float], int]:
+    """Medians of some saves on an idle disk, and the number of the last one, which is kept.
+
+    For what is judged, a raw write of as many bytes comes before each of them: a shared disk changes its
+    speed within minutes.
+    """
+    found: list[dict[str, float]] = []
+    depth = limits.best_write_depth(subject.num_bytes, directory) if peer.title == JUDGED else 0
+    last = first_step + NUM_TIMED - 1
+    for step in range(first_step, last + 1):
+        if step > first_step:
+            peer.delete(step - 1)
+        near = {}
+        if depth:
+            near = {"near_write_s": limits.write_and_delete(subject.num_bytes, directory, depth)}
+        wait_idle(directory)
+        found.append(time_save(peer, step) | near)
+        peer.settle()
+    return {key: statistics.median(one[key] for one in found) for key in found[0]}, last
 
 
 def time_save(peer: Peer, step: int) -> dict[str, float]:
@@ -162,10 +188,9 @@ def _time_load(kind: type[Peer], subject: Subject, directory: Path, step: int, e
     return seconds
 
 
-def measure_training(
-    kind: type[Peer], subject: Subject, directory: Path, *, in_flight_s: float, pairs: int
-) -> dict[str, float]:
-    """What a save costs training, with a peer that has saved before; see `training.measure`."""
+def measure_training(kind: type[Peer], subject: Subject, directory: Path, *, times: int) -> list[Comparison]:
+    """What single saves cost training, with a peer that has saved before; see `training.compare`."""
+    directory.mkdir()
     loop = training.Loop(subject)
     peer = kind(subject, directory)
     peer.open()
@@ -173,9 +198,9 @@ def measure_training(
     _finish(peer.save(100))
     peer.settle()
     peer.delete(100)
-    values = training.measure(loop, peer, first_step=101, in_flight_s=in_flight_s, pairs=pairs)
+    found = training.compare(subject, loop, peer, first_step=101, times=times)
     peer.close()
-    return values
+    return found
 
 
 def _finish(pending: Pending) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from goals import Verdict
+from goals import Found, Goal, Verdict
 from replaying.progress import PARTS
 from results import Results, Spread
 
@@ -107,12 +107,16 @@ def judge(document: Document) -> list[Verdict]:
     results, found = Results(tuple(document["runs"])), []
     for trace in results.states():
         goodput = results.spread(trace, "holdfast", "goodput")
-        found.append(Verdict(f"{trace}: goodput of the time left", GOAL, goodput, "", at_least=True))
+        found.append(_verdict(f"{trace}: goodput of the time left", GOAL, "", goodput))
         for peer in (one for one in results.contestants(trace) if one != "holdfast"):
             ahead = results.paired(trace, "holdfast", peer, _ratio)
-            goal = f"{trace}: goodput, compared with {peer}"
-            found.append(Verdict(goal, 1.0, ahead, "times", at_least=True))
+            found.append(_verdict(f"{trace}: goodput, compared with {peer}", 1.0, "times", ahead))
     return found
+
+
+def _verdict(what: str, bound: float, unit: str, spread: Spread | None) -> Verdict:
+    goal = Goal(what, bound, unit, "benchmarks/goodput.py", at_least=True)
+    return Verdict(goal, None if spread is None else Found(spread))
 
 
 def _ratio(ours: dict[str, float], theirs: dict[str, float]) -> float:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from comparison import Comparison, counted
+from intervals import Interval, interval_of
+
 Run = dict[str, Any]
 
 
@@ -70,16 +73,29 @@ class Results:
         except KeyError:  # a number that is not measured on this state
             return None
 
-    def training_lost(self, state: str, contestant: str) -> Spread | None:
+    def comparisons(self, state: str, contestant: str) -> list[Comparison]:
+        """Comparisons of trainings with and without a save that count, from all rounds."""
+        runs = self.of(state, contestant)
+        return counted([Comparison(**one) for run in runs for one in run.get("comparisons", [])])
+
+    def training_lost(self, state: str, contestant: str) -> Interval | None:
+        """Return the training time lost by one save, in seconds. Every table and goal takes it from here."""
+        found = self.comparisons(state, contestant)
+        return interval_of([one.lost_s for one in found]) if found else None
+
+    def training_cpu(self, state: str, contestant: str) -> Interval | None:
+        """Return the processor time of one save, in seconds."""
+        found = self.comparisons(state, contestant)
+        return interval_of([one.cpu_s for one in found]) if found else None
+
+    def training_lost_copies(self, state: str, contestant: str) -> Interval | None:
         """Return the training time lost by one save, in copies of the state in memory.
 
-        Every table and goal takes it from here. One unit holds for all contestants and rounds: the
-        median of the raw limit. A ratio taken round by round would let one slow copy halve the loss.
+        One unit holds for all of its comparisons: the median of the copies made between them. A ratio taken
+        one by one would let one slow copy halve the loss.
         """
-        lost, copy = self.spread(state, contestant, "lost_s"), self.spread(state, "limits", "memcpy_s")
-        if lost is None or copy is None:
-            return None
-        return Spread(lost.median / copy.median, lost.least / copy.median, lost.most / copy.median)
+        lost, found = self.training_lost(state, contestant), self.comparisons(state, contestant)
+        return lost.divided_by(statistics.median(one.copy_s for one in found)) if lost else None
 
     def trouble(self, state: str, contestant: str) -> str | None:
         """Why a contestant has no numbers, if it has none."""
@@ -92,3 +108,14 @@ class Results:
             return "not run"
         lines = str(runs[0].get("error", "no answer")).splitlines() or ["no answer"]
         return f"failed: {lines[0][:100]}"
+
+
+def combine(documents: Iterable[dict[str, Any]]) -> tuple[Results, dict[str, dict[str, Any]]]:
+    """Return the runs of every state from the first document that has it, and these documents."""
+    runs: dict[str, list[Any]] = {}
+    measured: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        for state in {run["state"] for run in document["runs"]} - runs.keys():
+            runs[state] = [run for run in document["runs"] if run["state"] == state]
+            measured[state] = document
+    return Results(tuple(run for state in sorted(runs) for run in runs[state])), measured

@@ -29,7 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "home"
-        _make_home(home)
+        make_home(home)
         run_main = "import sys; from holdfast.cli import main; sys.exit(main())"
         commands = {
             "python -c pass": [sys.executable, "-c", "pass"],
@@ -42,7 +42,7 @@ def main() -> int:
     return _report(options, list(commands), runs[1:])  # the first round fills the page cache
 
 
-def _make_home(home: Path) -> None:
+def make_home(home: Path) -> None:
     """Make a home with a few small checkpoints, in a process of its own."""
     code = (
         "import sys, torch, holdfast\n"

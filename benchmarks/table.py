@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -14,10 +15,10 @@ import columns
 import replayed
 import sharded
 import trainers
-from goals import judge
+from goals import Measurements, judge
 from resharded import HEADINGS
 from resharded import rows as resharded_rows
-from results import Results
+from results import combine
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from campaigns import counts
@@ -55,7 +56,7 @@ def main() -> int:
     is_whole = True
     for name in asked:
         kind = name.partition(" ")[0]
-        documents = list(counts.read_all().values()) if kind == "reliability" else newest(RESULTS, kind)
+        documents = _documents_of(kind)
         if documents:
             text = insert(text, RENDERERS[name](documents), name, what=str(options.markdown))
         else:
@@ -67,12 +68,30 @@ def main() -> int:
     return 0 if is_whole else 1
 
 
+def _documents_of(kind: str) -> list[dict[str, Any]]:
+    if kind == "reliability":
+        return list(counts.read_all().values())
+    return (
+        read_results(RESULTS)
+        if kind == "goals"
+        else newest(RESULTS, "saving" if kind == "training" else kind)
+    )
+
+
 def newest(folder: Path, kind: str) -> list[dict[str, Any]]:
     """Results of a kind from the machine that was measured last, newest first; quick runs do not count."""
-    documents = [json.loads(path.read_text()) for path in folder.glob(f"{kind}*_*.json")]
-    full = [document for document in documents if not document.get("quick")]
-    full.sort(key=lambda document: document["machine"]["date"], reverse=True)
+    full = read_results(folder, f"{kind}*_*.json")
     return [document for document in full if _hardware(document) == _hardware(full[0])]
+
+
+def read_results(folder: Path, pattern: str = "*_*.json") -> list[dict[str, Any]]:
+    """Results of all machines, newest first, each with its kind; quick runs do not count."""
+    found = []
+    for path in folder.glob(pattern):
+        document = json.loads(path.read_text())
+        if not document.get("quick"):
+            found.append(document | {"kind": re.split("[-_]", path.name)[0]})
+    return sorted(found, key=lambda document: document["machine"]["date"], reverse=True)
 
 
 def _hardware(document: dict[str, Any]) -> list[Any]:
@@ -130,7 +149,8 @@ def render_goodput(documents: list[dict[str, Any]]) -> str:
         _table([*replayed.TRACE_HEADINGS], replayed.trace_rows(document)),
         _table([*replayed.PAUSE_HEADINGS], replayed.pause_rows(document)),
         _table(
-            ["goal", "bound", "found", ""], [list(columns.verdict(one)) for one in replayed.judge(document)]
+            ["goal", "bound", "found", "measured", ""],
+            [list(columns.verdict(one)) for one in replayed.judge(document)],
         ),
     ]
     return "\n\n".join([facts, *tables])
@@ -146,7 +166,7 @@ def _trainer_facts(document: dict[str, Any], names: list[str]) -> str:
 
 def render_saving(documents: list[dict[str, Any]]) -> str:
     """The Markdown of saving results: for each state a table of its newest, the limits, and all goals."""
-    results, measured = _combined(documents)
+    results, measured = combine(documents)
     parts = []
     for state in results.states():
         document = measured[state]
@@ -154,14 +174,36 @@ def render_saving(documents: list[dict[str, Any]]) -> str:
         headings = [f"**{TITLES.get(state, state)}**", *(column.heading for column in columns.COLUMNS)]
         parts.append(_table(headings, columns.rows(results, state)))
         parts.append(f"Limits: {columns.limits(results, state)}.")
-    verdicts = [list(columns.verdict(found)) for found in judge(results)]
-    parts.append(_table(["goal", "bound", "found", ""], verdicts))
+    return "\n\n".join(parts)
+
+
+def render_training_lost(documents: list[dict[str, Any]]) -> str:
+    """The cost of a save in a training, as a sentence."""
+    results, measured = combine(documents)
+    return columns.training_lost(results, REAL[0], measured[REAL[0]]["machine"])
+
+
+def render_goals(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of all goals: for each machine a table, whole for the one measured last."""
+    machines: dict[str, list[dict[str, Any]]] = {}
+    for document in documents:  # the newest first
+        machines.setdefault(json.dumps(_hardware(document)), []).append(document)
+    parts = []
+    for number, found in enumerate(machines.values()):
+        by_kind: dict[str, list[dict[str, Any]]] = {}
+        for document in found:
+            by_kind.setdefault(document["kind"], []).append(document)
+        verdicts = judge(Measurements(by_kind))
+        rows = [list(columns.verdict(one)) for one in verdicts if not number or one.found is not None]
+        if rows:
+            parts.append(f"_{columns.hardware(found[0]['machine'])}_")
+            parts.append(_table(["goal", "bound", "found", "measured", ""], rows))
     return "\n\n".join(parts)
 
 
 def render_in_short(documents: list[dict[str, Any]]) -> str:
     """The Markdown of what most readers ask: medians for the real states, one table."""
-    results, measured = _combined(documents)
+    results, measured = combine(documents)
     lines = []
     for state in (state for state in results.states() if state in REAL):
         lines.append([f"**{TITLES[state]}**", *[""] * len(columns.SHORT)])
@@ -194,17 +236,6 @@ def render_scale(documents: list[dict[str, Any]]) -> str:
     return f"_{facts}_\n\n" + _table(headings, [rows[key] for key in sorted(rows)])
 
 
-def _combined(documents: list[dict[str, Any]]) -> tuple[Results, dict[str, dict[str, Any]]]:
-    """The newest runs of every state, and the document that each is from."""
-    runs: dict[str, list[Any]] = {}
-    measured: dict[str, dict[str, Any]] = {}
-    for document in documents:
-        for state in {run["state"] for run in document["runs"]} - runs.keys():
-            runs[state] = [run for run in document["runs"] if run["state"] == state]
-            measured[state] = document
-    return Results(tuple(run for state in sorted(runs) for run in runs[state])), measured
-
-
 def _table(headings: list[str], rows: list[list[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -213,6 +244,8 @@ def _table(headings: list[str], rows: list[list[str]]) -> str:
 RENDERERS = {
     "reliability": lambda _: counts.render(),
     "reliability in short": lambda _: counts.render_in_short(),
+    "goals": render_goals,
+    "training lost": render_training_lost,
     "saving": render_saving,
     "saving in short": render_in_short,
     "resharding": render_resharding,

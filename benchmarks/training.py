@@ -1,15 +1,19 @@
-"""A real training loop, run in turns without and with a save, to see what a save costs it."""
+"""A real training loop, measured in short spans without and with a save, one after the other."""
 
 from __future__ import annotations
 
 import contextlib
-import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from cputime import cpu_s
+from comparison import Comparison, undisturbed
+from cputime import cpu_s, others_s
+from idle import wait_idle
+from limits import MemoryCopy
+from pagecache import sync
 from peers.contract import Peer
 from states import Subject
 
@@ -17,7 +21,9 @@ BATCHES = {"cpu": (1, 64), "cuda": (8, 1024)}
 """Sequences and tokens of each, by device type: a step then takes some tenths of a second."""
 LARGE_BYTES, LARGE_BATCH = 10 << 30, (1, 1024)
 """A state from this size on, and its batch, whose activations fit beside it on a device of 80 GB."""
-MIN_STEPS, MAX_SPAN_S = 4, 30.0
+MIN_STEPS, MAX_SPAN_S = 2, 120.0
+MAX_ATTEMPTS = 2
+"""Comparisons made, for each that is wanted, until enough were undisturbed."""
 
 
 @dataclass(slots=True)
@@ -28,12 +34,12 @@ class Span:
     blocked_s: float = 0.0
     waits_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
-    finished: bool = True
+    others_s: float = 0.0
 
     @property
-    def wait_s(self) -> float:
-        """Seconds that optimizer steps waited for the save."""
-        return sum(self.waits_s)
+    def num_steps(self) -> int:
+        """Steps that were taken."""
+        return len(self.waits_s)
 
 
 class Loop:
@@ -53,24 +59,30 @@ class Loop:
         """Add the hook that runs after all others; call when the peer has added its own."""
         self._last = self._optimizer.register_step_pre_hook(self._note_start)
 
-    def run(self, num_steps: int, peer: Peer | None = None, save: Callable[[], object] | None = None) -> Span:
-        """Train; with `save`, call it before the first step.
+    def run(
+        self, num_steps: int, peer: Peer | None = None, save: Callable[[], _Completion | None] | None = None
+    ) -> Span:
+        """Train, and with `save` call it before the first step.
 
         Args:
-            num_steps: optimizer steps to take.
-            peer: whose guard stands around each optimizer step.
-            save: starts a save.
+            num_steps: optimizer steps to take, at least; until one step after the save is durable.
+            peer: its guard is entered around each optimizer step.
+            save: starts a save; without a completion, the save is not waited for.
         """
         self._span = span = Span()
         self._synchronize()
-        started = time.perf_counter()
+        before_s, others_before_s, started = cpu_s(), others_s(), time.perf_counter()
+        completion = None
         if save is not None:
-            save()
+            completion = save()
             span.blocked_s = time.perf_counter() - started
-        for _ in range(num_steps):
+        is_durable = False
+        while span.num_steps < num_steps or not is_durable:
+            is_durable = completion is None or completion.is_done(time.perf_counter() - started)
             self._step(peer)
         self._synchronize()
-        span.wall_s = time.perf_counter() - started
+        span.wall_s, span.cpu_s = time.perf_counter() - started, cpu_s() - before_s
+        span.others_s = others_s() - others_before_s
         return span
 
     def _step(self, peer: Peer | None) -> None:
@@ -93,61 +105,96 @@ class Loop:
             torch.cuda.synchronize()
 
 
-def measure(loop: Loop, peer: Peer, *, first_step: int, in_flight_s: float, pairs: int) -> dict[str, float]:
-    """What one save costs training: seconds of steps with a save less seconds of as many without.
+class _Completion:
+    """A save under way: a thread waits for it, and fsyncs its files if the peer has not."""
 
-    Turns go quiet, save, save, quiet, ... so that a drift of the machine cancels out.
+    def __init__(self, peer: Peer, number: int) -> None:
+        self._pending = peer.save(number)
+        self._peer, self._number = peer, number
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._wait, name="durable", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self._pending.wait_complete()
+            if not self._peer.syncs:
+                sync(self._peer.path(self._number))
+        except BaseException as error:  # noqa: BLE001 - raised by `is_done`, in the thread that trains
+            self._error = error
+
+    def is_done(self, so_far_s: float) -> bool:
+        """Return True if the checkpoint is durable.
+
+        Raises:
+            TimeoutError: it is not, after `MAX_SPAN_S`.
+        """
+        if self._thread.is_alive():
+            if so_far_s > MAX_SPAN_S:
+                message = f"the save was not durable after {so_far_s:.0f} s of training"
+                raise TimeoutError(message)
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+def compare(subject: Subject, loop: Loop, peer: Peer, *, first_step: int, times: int) -> list[Comparison]:
+    """Return what single saves cost training, each compared with the steps just before and after it.
+
+    A span with a save ends one step after the save is durable, so all its work in the background is in it.
+    The machine's drift cancels out, as the spans without a save are on both sides. Before and after each,
+    the disk is idle: what the deletion of the last checkpoint left behind is not in any span.
 
     Args:
+        subject: trained state, whose copy in memory is timed too.
         loop: the training.
         peer: what saves, opened and warm.
         first_step: number of the first save; later ones count on.
-        in_flight_s: seconds that a save goes on after its call; steps are taken for longer than that.
-        pairs: how many spans of each kind.
+        times: comparisons wanted without other programs at work; if there are few, up to twice as many are
+            made.
     """
     loop.watch_last()
-    step_s = loop.run(3).wall_s / 3
-    num_steps = max(MIN_STEPS, math.ceil(min(1.5 * in_flight_s, MAX_SPAN_S) / step_s) + 1)
-    quiet: list[Span] = []
-    saving: list[Span] = []
+    loop.run(3, peer)
+    memory_copy = MemoryCopy(subject)
+    num_steps = _span_with_save(loop, peer, first_step).num_steps  # not counted: it has costs of its own
+    found: list[Comparison] = []
     number = first_step
-    for turn in range(pairs):
-        for with_save in (False, True) if turn % 2 == 0 else (True, False):
-            if not with_save:
-                quiet.append(_span_without(loop, peer, num_steps))
-                continue
-            saving.append(_span_with_save(loop, peer, number, num_steps))
-            number += 1
-    quiet_s = sum(span.wall_s for span in quiet) / pairs
-    saving_s = sum(span.wall_s for span in saving) / pairs
-    return {
-        "step_s": quiet_s / num_steps,
-        "train_steps": float(num_steps),
-        "train_blocked_s": sum(span.blocked_s for span in saving) / pairs,
-        "train_wait_s": (sum(s.wait_s for s in saving) - sum(s.wait_s for s in quiet)) / pairs,
-        "lost_s": saving_s - quiet_s,
-        "save_cpu_s": (sum(span.cpu_s for span in saving) - sum(span.cpu_s for span in quiet)) / pairs,
-        "quiet_range_s": max(span.wall_s for span in quiet) - min(span.wall_s for span in quiet),
-        "lost_in_view": float(all(span.finished for span in saving)),
-    }
+    while len(undisturbed(found)) < times and len(found) < MAX_ATTEMPTS * times:
+        number += 1
+        copy_s = memory_copy.run()
+        before = loop.run(num_steps, peer)
+        saving = _span_with_save(loop, peer, number)
+        num_steps = saving.num_steps
+        found.append(_difference(saving, before, loop.run(num_steps, peer), copy_s))
+    return found
 
 
-def _span_without(loop: Loop, peer: Peer, num_steps: int) -> Span:
+def _difference(saving: Span, before: Span, after: Span, copy_s: float) -> Comparison:
+    """Compare a span with those around it, step by step: they may differ in length."""
+
+    def extra(of: Callable[[Span], float]) -> float:
+        quiet = (of(before) / before.num_steps + of(after) / after.num_steps) / 2
+        return of(saving) - saving.num_steps * quiet
+
+    return Comparison(
+        lost_s=extra(lambda span: span.wall_s),
+        cpu_s=extra(lambda span: span.cpu_s),
+        wait_s=extra(lambda span: sum(span.waits_s)),
+        blocked_s=saving.blocked_s,
+        num_steps=saving.num_steps,
+        step_s=(before.wall_s + after.wall_s) / (before.num_steps + after.num_steps),
+        copy_s=copy_s,
+        others=sum(one.others_s for one in (before, saving, after))
+        / sum(one.wall_s for one in (before, saving, after)),
+    )
+
+
+def _span_with_save(loop: Loop, peer: Peer, number: int) -> Span:
+    span = loop.run(MIN_STEPS, peer, lambda: _Completion(peer, number))
     before_s = cpu_s()
-    span = loop.run(num_steps, peer)
-    span.cpu_s = cpu_s() - before_s
-    return span
-
-
-def _span_with_save(loop: Loop, peer: Peer, number: int, num_steps: int) -> Span:
-    pending = []
-    before_s = cpu_s()
-    span = loop.run(num_steps, peer, lambda: pending.append(peer.save(number)))
-    started = time.perf_counter()
-    pending[0].wait_complete()
-    # a save that outlives the steps has slowed down steps that were not counted
-    span.finished = time.perf_counter() - started < 0.05
     peer.settle()
-    span.cpu_s = cpu_s() - before_s
+    span.cpu_s += cpu_s() - before_s  # of the save too
     peer.delete(number)
+    wait_idle(peer.directory)
     return span

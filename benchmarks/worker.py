@@ -25,7 +25,7 @@ def measure_alone(
     number: int,
     directory: Path,
     *,
-    pairs: int,
+    compared: int,
     device: str = "cpu",
     loads: int = 3,
 ) -> Run:
@@ -39,7 +39,7 @@ def measure_alone(
     answer.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / "measure.py"), contestant, state, str(work), str(answer)]
     started = time.monotonic()
-    command += ["--pairs", str(pairs), "--device", device, "--loads", str(loads)]
+    command += ["--compared", str(compared), "--device", device, "--loads", str(loads)]
     trouble = _run(command, log=directory / "log")
     found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"error": trouble}
     shutil.rmtree(work, ignore_errors=True)

@@ -31,7 +31,10 @@ def main() -> int:
         for name in ("limits", "holdfast", *(() if is_large else PEERS)):
             folder = options.dir / f"stalls-{state}"
             loads = 1 if name == "holdfast" and not is_large else 0
-            runs.append(measure_alone(name, state, 0, folder, pairs=1, device=options.device, loads=loads))
+            times = 2 if is_large else 6
+            runs.append(
+                measure_alone(name, state, 0, folder, compared=times, device=options.device, loads=loads)
+            )
             shutil.rmtree(folder, ignore_errors=True)
             print(in_short(runs[-1]), flush=True)
             options.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")

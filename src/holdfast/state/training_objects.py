@@ -77,6 +77,8 @@ class State:
         self._checked: set[str] = set()
         self._table: TensorTable | None = None  # of the previous capture
         self._structure: StateStructure | None = None
+        self._mark_table: TensorTable | None = None  # of the previous call of `marks`
+        self._mark_structure: StateStructure | None = None
         self._agreement: HolderAgreement | None = None
         rank, world_size = self._world()
         for key, entry in self._current().items():
@@ -104,7 +106,7 @@ class State:
         """
         rank, world_size = self._world()
         self._agreement = agree(self._inventory(), rank, world_size, gather)
-        self._table = None  # facts about the structure have changed
+        self._forget_tables()  # facts about the structure have changed
 
     def _inventory(self) -> RankInventory:
         """Return the tensors that this rank announces to the others, also those on meta."""
@@ -188,11 +190,12 @@ class State:
         """
         own, self._objects = self._objects, objects
         self._lent_optimizers = [one for one in optimizers if has_step_hooks(one)]
-        self._table = None
+        self._forget_tables()
         try:
             yield
         finally:
-            self._objects, self._table, self._entries, self._found = own, None, {}, {}
+            self._objects, self._entries, self._found = own, {}, {}
+            self._forget_tables()
             self._lent_optimizers = []
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -211,12 +214,16 @@ class State:
         if found:
             own = [one for one in found if not has_step_hooks(one) and hasattr(one, "param_groups")]
             return tuple(_version(tensor) for one in own for tensor in parameters(one))
-        collector = TensorCollector(*self._world(), self._checked)
+        # With a table of its own, as it leaves objects out. A new table would take as long as a copy.
+        collector = TensorCollector(*self._world(), self._checked, self._mark_table)
         kinds = (ModuleEntry, TensorEntry, ValueEntry)
         values = {
             key: _capture(key, one, collector) for key, one in entries.items() if isinstance(one, kinds)
         }
-        return values, [(tensor.data_ptr(), _version(tensor)) for tensor in collector.table.tensors.values()]
+        marked = collector.captured(values, self._mark_structure, self._agreed(), is_frozen_known=False)
+        self._mark_table, self._mark_structure = collector.table, marked.structure
+        tensors = marked.tensors.values()
+        return values, list(map(torch.Tensor.data_ptr, tensors)), list(map(_version, tensors))
 
     def load(
         self,
@@ -259,7 +266,7 @@ class State:
         sharded, it
             is called to find its DTensors.
         """
-        self._table = None  # a load replaces tensors: the memory of the old ones must be free
+        self._forget_tables()  # a load replaces tensors: the memory of the old ones must be free
         entries = self._current()
         wanted = self._wanted(only, kept)
         plan = LoadPlan(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
@@ -309,7 +316,7 @@ class State:
             InvalidInput: the checkpoint does not have a key of `only`.
             Unsupported: this torch does not have a dtype.
         """
-        self._table = None
+        self._forget_tables()
         plan = LoadPlan(tensors, tied, values, renamer(None), rank=self._world()[0])
         plan_new(plan, self._objects, _chosen(plan, only))
         if with_rng:
@@ -412,6 +419,9 @@ class State:
         if agreed is None or (agreed.rank, agreed.world_size) != (rank, world_size):
             agreed = HolderAgreement(rank, world_size)
         return dataclasses.replace(agreed, marked=self._marked) if self._marked else agreed
+
+    def _forget_tables(self) -> None:
+        self._table = self._mark_table = None
 
     def _world(self) -> tuple[int, int]:
         return self._given_world or _world()

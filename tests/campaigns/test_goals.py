@@ -1,0 +1,127 @@
+"""Goals and their table: verdicts, machines, and one figure for the training lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
+sys.path.append(BENCHMARKS)
+
+import columns  # noqa: E402  # pyright: ignore[reportMissingImports]
+import table  # noqa: E402  # pyright: ignore[reportMissingImports]
+from comparison import Comparison, counted  # noqa: E402  # pyright: ignore[reportMissingImports]
+from goals import Found, Goal, Measurements, Verdict, judge  # noqa: E402  # pyright: ignore[reportMissingImports]
+from results import Spread  # noqa: E402  # pyright: ignore[reportMissingImports]
+from run import plan  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+sys.path.remove(BENCHMARKS)  # its files would hide folders of tests with the same name
+
+LOST = "training lost per save, 1.5 GB"
+
+
+def machine(cpu: str = "CPU", day: str = "2026-11-26") -> dict[str, Any]:
+    facts = {"cpu": cpu, "cores": 2, "memory_bytes": 24 << 30, "disk": "/dev/vda", "filesystem": "ext4"}
+    return facts | {"kernel": "6.18", "packages": {"torch": "2.13"}, "date": f"{day}T00:00:00+00:00"}
+
+
+def comparison(lost_s: float, *, others: float = 0.0) -> dict[str, float]:
+    found = Comparison(lost_s, 2 * lost_s, 0.0, 0.004, 2, 0.6, 0.1, others)
+    return {name: getattr(found, name) for name in Comparison.__slots__}
+
+
+def saving(*lost_s: float, others: float = 0.0) -> dict[str, Any]:
+    own = {
+        "round": 0,
+        "state": "gpt2-124m",
+        "contestant": "holdfast",
+        "title": "holdfast",
+        "values": {"blocked_s": 0.0015, "state_bytes": 1.5e9},
+        "comparisons": [comparison(one, others=others) for one in lost_s],
+    }
+    return {"kind": "saving", "machine": machine(), "rounds": 1, "runs": [own]}
+
+
+def verdict_of(document: dict[str, Any], what: str) -> Verdict:
+    return next(one for one in judge(Measurements({"saving": [document]})) if one.goal.what == what)
+
+
+@pytest.mark.parametrize(("lost_s", "passed"), [(0.05, True), (0.2, False)])
+def test_the_training_lost_is_judged_in_copies(lost_s: float, passed: bool) -> None:
+    verdict = verdict_of(saving(*(lost_s + number / 1000 for number in range(12))), LOST)
+    assert verdict.found is not None
+    assert verdict.found.spread.median == pytest.approx(10 * lost_s, rel=0.2)
+    assert verdict.passed is passed
+
+
+def test_an_interval_that_contains_the_goal_decides_nothing() -> None:
+    verdict = verdict_of(saving(*(0.05 + number / 100 for number in range(12))), LOST)
+    assert verdict.passed is None
+    assert columns.verdict(verdict)[-1].startswith("undecided")
+
+
+def test_the_same_figure_is_in_the_column_the_goal_and_the_sentence() -> None:
+    document = saving(*(0.2 + number / 100 for number in range(13)))
+    texts = [
+        table.render_saving([document]),
+        table.render_goals([document]),
+        table.render_training_lost([document]),
+    ]
+    assert "2.6 [2.4..2.9] copies (0.26 [0.24..0.29] s)" in texts[0]
+    assert "2.6 [2.35..2.85] copies" in texts[1]
+    assert "2.6 [2.4..2.9] copies" in texts[2]
+    assert "0.26 [0.24..0.29] s of its time" in texts[2]
+
+
+def test_a_disturbed_measurement_says_so() -> None:
+    document = saving(*(0.2 + number / 100 for number in range(12)), others=0.8)
+    assert "other programs used 0.8 processors" in table.render_goals([document])
+    assert "other programs used 0.8 processors" in table.render_training_lost([document])
+
+
+def test_disturbed_comparisons_are_left_out_if_enough_others_exist() -> None:
+    quiet = [Comparison(**comparison(0.1)) for _ in range(6)]
+    busy = [Comparison(**comparison(5.0, others=1.0)) for _ in range(6)]
+    assert counted([*quiet, *busy]) == quiet
+    assert counted([*quiet[:5], *busy]) == [*quiet[:5], *busy]
+    assert counted(quiet[:2]) == quiet[:2]
+
+
+def test_a_goal_without_results_has_the_command_that_measures_it() -> None:
+    cells = columns.verdict(Verdict(Goal("reads", 0.9, "x", "benchmarks/remote.py", at_least=True), None))
+    assert cells == ("reads", "at least 0.9 x", "-", "-", "not measured: `benchmarks/remote.py`")
+
+
+@pytest.mark.parametrize(("at_least", "passed"), [(True, True), (False, False)])
+def test_a_goal_without_an_interval_is_judged_by_its_median(at_least: bool, passed: bool) -> None:
+    goal = Goal("reads", 0.9, "x", "benchmarks/remote.py", at_least=at_least)
+    assert Verdict(goal, Found(Spread(0.95, 0.5, 2.0))).passed is passed
+
+
+def test_each_machine_has_a_table_and_only_the_newest_lists_what_was_not_measured() -> None:
+    tiers = {"kind": "tiers", "machine": machine("OLD", "2026-11-01"), "tiers": [{"memory_of_memcpy": 0.3}]}
+    newest, older = table.render_goals([saving(0.2), tiers]).split("_OLD, ")
+    assert "not measured: `benchmarks/tiers.py`" in newest
+    assert "not measured" not in older
+    assert "0.3 [0.3..0.3] x | 2026-11-01 | missed" in older
+
+
+def test_the_short_form_measures_the_goals_first_and_each_peer_once() -> None:
+    order = plan(["a", "b"], ["dcp", "holdfast", "torch-save"], 2, has_all_rounds=False)
+    assert [name for *_, name in order[-2:]] == ["dcp", "dcp"]
+    assert sorted({(number, state) for number, state, name in order if name == "holdfast"}) == [
+        (0, "a"),
+        (0, "b"),
+        (1, "a"),
+        (1, "b"),
+    ]
+    assert len(order) == len(set(order))
+
+
+def test_the_long_form_measures_all_in_every_round_beginning_with_another_one() -> None:
+    order = plan(["a"], ["dcp", "holdfast"], 3, has_all_rounds=True)
+    assert [order[3 * number][2] for number in range(3)] == ["limits", "holdfast", "dcp"]
+    assert len(set(order)) == 9

@@ -70,7 +70,7 @@ lint: $(DEV) ## formatting, lint and types
 	$(BIN)/pyright
 
 LONG ?=
-bench: $(BENCH) ## measure against raw limits and peers, in 30 minutes; LONG=1 for every round of everything
+bench: $(BENCH) ## measure against raw limits and peers; LONG=1 for every round of everything
 	$(BIN)/python benchmarks/suite.py $(if $(LONG),--long)
 
 campaigns: crash-states damage kills hangs troubles soak torn fuzz ## every long search for failures, with its defaults

@@ -95,7 +95,9 @@ def seconds(spread: Spread) -> str:
 
 def facts(machine: dict[str, Any], rounds: int | None) -> str:
     """The machine and the day in one line; without `rounds` for a table of medians alone."""
-    what = "medians" if rounds is None else f"median [least..greatest] of {rounds} rounds"
+    what = "medians"
+    if rounds is not None:
+        what = f"median [least..greatest] of {rounds} round{'' if rounds == 1 else 's'}"
     return f"{hardware(machine)}, torch {machine['packages']['torch']}, {machine['date'][:10]}; {what}"
 
 

@@ -167,10 +167,11 @@ def _trainer_facts(document: dict[str, Any], names: list[str]) -> str:
 def render_saving(documents: list[dict[str, Any]]) -> str:
     """The Markdown of saving results: for each state a table of its newest, the limits, and all goals."""
     results, measured = combine(documents)
-    parts = []
+    parts = list(dict.fromkeys(one["note"] for one in measured.values() if one.get("note")))
     for state in results.states():
         document = measured[state]
-        parts.append(f"_{columns.facts(document['machine'], document['rounds'])}_")
+        rounds = len({run["round"] for run in results.of(state)})  # a run may have had no time for all
+        parts.append(f"_{columns.facts(document['machine'], rounds)}_")
         headings = [f"**{TITLES.get(state, state)}**", *(column.heading for column in columns.COLUMNS)]
         parts.append(_table(headings, columns.rows(results, state)))
         parts.append(f"Limits: {columns.limits(results, state)}.")
@@ -208,8 +209,10 @@ def render_in_short(documents: list[dict[str, Any]]) -> str:
     for state in (state for state in results.states() if state in REAL):
         lines.append([f"**{TITLES[state]}**", *[""] * len(columns.SHORT)])
         lines += columns.rows_in_short(results, state)
-    facts = columns.facts(measured[results.states()[0]]["machine"], rounds=None)
-    return f"_{facts}_\n\n" + _table(["", *(column.heading for column in columns.SHORT)], lines)
+    document = measured[results.states()[0]]
+    facts = f"_{columns.facts(document['machine'], rounds=None)}_"
+    table = _table(["", *(column.heading for column in columns.SHORT)], lines)
+    return "\n\n".join([facts, *filter(None, [document.get("note")]), table])
 
 
 def render_numbers(labels: Mapping[str, str]) -> Callable[[list[dict[str, Any]]], str]:

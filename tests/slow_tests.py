@@ -13,7 +13,7 @@ from pathlib import Path
 LIST = Path(__file__).with_suffix(".txt")
 ROOT = LIST.parents[1]
 LIMIT_S = 2.0
-"""Seconds from which a test is in the list, measured with three workers on two cores."""
+"""Seconds from which a test is in the list, measured with three workers on two busy cores."""
 
 
 def read() -> frozenset[str]:

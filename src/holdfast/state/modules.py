@@ -26,6 +26,7 @@ from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
 from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.replication import Replication
 from holdfast.state.saved_forms import has_saved_form
+from holdfast.state.sharding import is_dtensor
 from holdfast.state.tensor_table import Role
 from holdfast.state.tensors import PLAIN
 from holdfast.state.tree import extract_tensors, insert_tensors, references
@@ -129,7 +130,7 @@ class ModuleEntry(StateEntry):
         self._plan_meta(plan)
         trees = self._saved_extra(plan)
         composites = self._saved_composites(plan)
-        special: dict[str, Any] = {}  # key -> saved name of a tensor, or a tree
+        special: dict[str, Any] = {}  # key -> _New for a tensor, or a tree
         for row, (key, value) in zip(self._current(state).rows, state.items(), strict=True):
             saved = plan.saved_names.get(row.name)
             tree = composites.pop(row.name, trees.pop(row.name, None) if saved is None else None)
@@ -140,8 +141,7 @@ class ModuleEntry(StateEntry):
             elif tree is not None:
                 _plan_tree(plan, tree, value, row.name, key, special)
             elif saved is not None:
-                plan.read_new(saved)
-                special[key] = _Named(saved)
+                special[key] = _plan_new(plan, saved, value, row.name)
             else:
                 plan.missing.append(row.name)
         plan.unexpected += [*trees, *composites]
@@ -162,9 +162,7 @@ class ModuleEntry(StateEntry):
                 del state[key]
                 continue
             value = special[key]
-            state[key] = (
-                plan.tensor(value.name) if isinstance(value, _Named) else insert_tensors(value, plan.tensor)
-            )
+            state[key] = value.make() if isinstance(value, _New) else insert_tensors(value, plan.tensor)
         try:
             with torch.no_grad():
                 self.value.load_state_dict(state, strict=False)
@@ -243,10 +241,22 @@ class ModuleEntry(StateEntry):
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
-    """Placeholder for a saved tensor that goes through the module's own load code."""
+class _New:
+    """Source of a saved tensor that goes through the module's own load code."""
 
-    name: str
+    make: Callable[[], torch.Tensor]
+
+
+def _plan_new(plan: LoadPlan, saved: str, value: torch.Tensor, label: str) -> _New:
+    """Plan to read a tensor that a hook of the module makes.
+
+    It becomes a DTensor if the hook makes one. The module's load code may combine it with other DTensors,
+    and these do not mix with plain tensors.
+    """
+    if is_dtensor(value) and tuple(value.shape) == plan.shape(saved):
+        return _New(plan.read_like(saved, value, label))
+    plan.read_new(saved)
+    return _New(lambda: plan.tensor(saved))
 
 
 def _plan_tree(plan: LoadPlan, tree: Any, value: Any, label: str, key: str, special: dict[str, Any]) -> None:

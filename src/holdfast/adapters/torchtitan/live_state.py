@@ -81,11 +81,23 @@ class DataPosition:
         saved, self._saved = self._saved, None
         if saved is None:
             return
+        self._keep_generator()
         if not saved.keys() >= self._dataloader.state_dict().keys():
             opened = open_loaded(home, step, attempt)
             ranks = (opened.values(rank).get(DATALOADER, {}) for rank in range(opened.world_size))
             saved = {key: value for found in ranks for key, value in found.items()}
         self._dataloader.load_state_dict(saved)
+
+    def _keep_generator(self) -> None:
+        """Give the loader a copy of the restored generator, for the seed of its workers.
+
+        A new iterator draws that seed, and the restored generator is past the draw of the uninterrupted
+        training. torchtitan makes one iterator in each process.
+        """
+        loader: Any = self._dataloader
+        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+            loader.generator = torch.Generator()
+            loader.generator.set_state(torch.get_rng_state())
 
 
 def live_objects(states: Mapping[str, Any]) -> dict[str, Any]:

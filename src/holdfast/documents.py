@@ -205,10 +205,7 @@ def refuse(what: str, name: str, expected: str, found: object) -> NoReturn:
 
 def _are_integers(items: list[Any], at_least: int, at_most: int) -> bool:
     if len(items) < _MANY_ITEMS:
-        for item in items:
-            if type(item) is not int or not at_least <= item <= at_most:
-                return False
-        return True
+        return all(type(item) is int and at_least <= item <= at_most for item in items)
     return set(map(type, items)) == {int} and at_least <= min(items) and max(items) <= at_most
 
 

@@ -125,6 +125,17 @@ def test_a_value_that_is_not_an_array_of_counts_is_refused(value: object) -> Non
         read_integers(value)
 
 
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 300])
+@pytest.mark.parametrize("bad", [1.0, True, "1", None, [1], -1, 2**53, 2**70, float("nan")])
+def test_one_bad_item_at_any_place_of_an_array_of_counts_is_refused(bad: object, length: int) -> None:
+    for place in {0, length // 2, length - 1}:
+        items: list[object] = [*range(length)]
+        assert read_integers(items) == tuple(range(length))
+        items[place] = bad
+        with pytest.raises(ValueError, match="expected an array of integers"):
+            read_integers(items)
+
+
 def test_any_value_is_shown_in_a_few_words() -> None:
     """In errors; not every value can be written out."""
     deep: Any = []

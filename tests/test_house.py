@@ -26,7 +26,7 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A part may import only parts in layers before its own: no later one, no sibling.
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
-    backoff callsite entry failpoint host_memory linux log rawbytes redaction | errors
+    backoff callsite dtensor entry failpoint host_memory linux log rawbytes redaction | errors
     | documents save_interval units privacy | policy format environment hang | health pace store
     | home state stage notice process_exit ranks
     | keeper restore | writeback compiled
@@ -283,6 +283,13 @@ def test_starting_does_not_import_torch(start: str) -> None:
         run_python(f"{start}; import sys; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])")
         == "[]"
     )
+
+
+@pytest.mark.parametrize("name", ["Checkpointer", "Save", "replicated", "open"])
+def test_a_public_name_does_not_import_dtensors(name: str) -> None:
+    """Their package takes longer to import than Holdfast."""
+    code = f"import sys, torch, holdfast; holdfast.{name}; print('torch.distributed.tensor' in sys.modules)"
+    assert run_python(code) == "False"
 
 
 def test_help_does_not_import_torch() -> None:

@@ -62,8 +62,14 @@ def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BY
         raise Corrupt(
             f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found}).", key=what
         )
-    head, *lines = document[_HEAD_BYTES:].split(b"\n")
-    return [b"{" + head, *lines]
+    lines: list[bytes] = []
+    start, stop = _HEAD_BYTES, document.find(b"\n", _HEAD_BYTES)
+    while stop >= 0:  # not split(), which would need a copy of all lines first
+        lines.append(document[start:stop])
+        start, stop = stop + 1, document.find(b"\n", stop + 1)
+    lines.append(document[start:])
+    lines[0] = b"{" + lines[0]
+    return lines
 
 
 def _digest_of_rest(document: bytes) -> str:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from holdfast.dtensor import is_dtensor
 from holdfast.errors import InvalidInput
 
 
@@ -47,7 +47,7 @@ def copy_scalar(value: SupportsFloat | torch.Tensor, name: str) -> float | Pendi
     """
     if not isinstance(value, torch.Tensor):
         return _number(value, name)
-    if isinstance(value, DTensor) or value.numel() != 1 or value.is_complex() or value.is_meta:
+    if is_dtensor(value) or value.numel() != 1 or value.is_complex() or value.is_meta:
         raise InvalidInput(
             f"{name}: expected one number, found a {type(value).__name__} of shape "
             f"{tuple(value.shape)} and {value.dtype}. Nothing was recorded. Reduce it first."

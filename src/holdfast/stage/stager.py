@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from holdfast.dtensor import is_dtensor
 from holdfast.errors import InvalidInput
 from holdfast.failpoint import failpoint
 from holdfast.stage.arena import Arena
@@ -32,6 +32,7 @@ _GROUP_BYTES = (
 
 _NO_WITNESSES: Mapping[int, int] = MappingProxyType({})
 _NOTHING = torch.empty(0)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
@@ -499,7 +500,9 @@ def _addresses_of(optimizer: Optimizer) -> set[int]:
 
 
 def _address_of(tensor: torch.Tensor) -> int:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+    if type(tensor) not in _PLAIN and is_dtensor(tensor):
+        tensor = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor.data_ptr()
 
 
 def _is_equal(copy: torch.Tensor, live: torch.Tensor) -> bool:

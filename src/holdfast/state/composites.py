@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.documents import shown
+from holdfast.dtensor import is_dtensor
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.format.composites import DTENSOR, DTYPE, MAX_INNER, RAW_DTYPES, SPARSE, SavedTensor, raw_of
 from holdfast.state.sharding import (
-    is_dtensor,
     is_pending,
     is_sharded_tensor,
     layout_of,

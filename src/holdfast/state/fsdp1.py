@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from holdfast.dtensor import is_dtensor
 from holdfast.errors import InvalidInput
 from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
@@ -20,7 +21,7 @@ from holdfast.state.modules import EXTRA, canonical
 from holdfast.state.optimizer_layout import is_state_tensor_name
 from holdfast.state.replication import Replication
 from holdfast.state.saved_optimizer import SavedOptimizer
-from holdfast.state.sharding import is_dtensor, is_sharded_tensor, note_copies
+from holdfast.state.sharding import is_sharded_tensor, note_copies
 from holdfast.state.tensor_table import Role
 from holdfast.state.tree import extract_tensors, insert_tensors, references
 

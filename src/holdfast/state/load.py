@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from holdfast.dtensor import is_dtensor
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.composites import shown_type
 from holdfast.format.manifest import Tensor
@@ -16,7 +17,7 @@ from holdfast.format.partitioning import Region
 from holdfast.format.values import decode
 from holdfast.state.composites import RAW, is_composite, take_apart
 from holdfast.state.fitting import Fitting, Misfit, fit
-from holdfast.state.sharding import is_dtensor, is_sharded_tensor, local_of, shard_like, sharding_of
+from holdfast.state.sharding import is_sharded_tensor, local_of, shard_like, sharding_of
 from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, torch_dtype, unfillable
 from holdfast.state.tree import references
 

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from holdfast.callsite import warn
+from holdfast.dtensor import is_dtensor
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.format.composites import SavedTensor
 from holdfast.format.values import TensorRef, encode
@@ -26,7 +27,7 @@ from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import is_repeatable
 from holdfast.state.rng import python_state, set_python_state
 from holdfast.state.saved_forms import has_saved_form
-from holdfast.state.sharding import is_dtensor, may_be_sharded
+from holdfast.state.sharding import may_be_sharded
 from holdfast.state.tensor_table import Role
 from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references, update_in_place
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from typing_extensions import override
 
+from holdfast.dtensor import is_dtensor
 from holdfast.format.composites import SavedTensor
 from holdfast.format.values import encode
 from holdfast.state.capture import TensorCollector
@@ -24,7 +25,7 @@ from holdfast.state.optimizer_layout import OptimizerLayout, find_layout, is_sta
 from holdfast.state.replication import Replication
 from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.saved_optimizer import SavedOptimizer, SavedState
-from holdfast.state.sharding import is_dtensor, replicated_like
+from holdfast.state.sharding import replicated_like
 from holdfast.state.tensor_table import Role
 from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references, update_in_place
 

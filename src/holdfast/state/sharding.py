@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from holdfast.dtensor import dtensor_class, is_dtensor
 from holdfast.errors import Unsupported
 from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 
@@ -166,15 +167,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local if type(local) is torch.Tensor or type(local).__name__ != _PENDING else local.wait()
 
 
-def is_dtensor(tensor: object) -> bool:
-    """Return True for a DTensor, without importing its class."""
-    kind = _dtensor_type()
-    return kind is not None and isinstance(tensor, kind)
-
-
 def may_be_sharded() -> bool:
     """Return True if this process can have a DTensor."""
-    return _dtensor_type() is not None and torch.distributed.is_initialized()
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_sharded_tensor(tensor: object) -> bool:
@@ -228,13 +223,8 @@ def _wrap(
     if placements == spec.placements and not getattr(spec, "use_strided_shard_as_shard_order", True):
         order = {"shard_order": spec.shard_order}
     new = type(spec)(spec.mesh, tuple(placements), tensor_meta=meta, **order)
-    kind: Any = _dtensor_type()
+    kind = dtensor_class()
     return kind(local, new, requires_grad=False)
-
-
-def _dtensor_type() -> Any:
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", None)
 
 
 # A cached mesh costs the memory of its ranks' numbers. Equal meshes hold the same ranks.

@@ -93,6 +93,25 @@ def read(fd: int, offset: int, buffer: memoryview) -> int:
     return done
 
 
+def read_whole(fd: int, num_bytes: int) -> bytes:
+    """Return the first `num_bytes` of a file, or less if it ends before.
+
+    It reads through the page cache, straight into `bytes`: a small file needs no copy.
+
+    Raises:
+        OSError: the file system failed.
+    """
+    slices: list[bytes] = []
+    done = 0
+    while done < num_bytes:
+        got = os.pread(fd, min(SLICE_BYTES, num_bytes - done), done)
+        if not got:
+            break
+        slices.append(got)
+        done += len(got)
+    return b"".join(slices)
+
+
 def _read_direct(fd: int, offset: int, buffer: memoryview) -> int:
     done = 0
     while done < len(buffer):

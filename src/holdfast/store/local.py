@@ -177,9 +177,7 @@ class LocalStore(Store):
         with translating(self.root, "read", name), self._opened(name) as fd:
             num_bytes = os.fstat(fd).st_size
             check_size(name, num_bytes)
-            data = bytearray(num_bytes)
-            got = direct_io.read(fd, 0, memoryview(data))
-            return bytes(memoryview(data)[:got])
+            return direct_io.read_whole(fd, num_bytes)
 
     @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:

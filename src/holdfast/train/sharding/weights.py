@@ -12,11 +12,12 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
+from holdfast.dtensor import is_dtensor
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
 from holdfast.rawbytes import view_bytes
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.state.sharding import is_dtensor, local_of, sharding_of
+from holdfast.state.sharding import local_of, sharding_of
 from holdfast.train.sharding.units import plain_name
 from holdfast.units import plural
 

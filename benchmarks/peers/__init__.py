@@ -21,8 +21,14 @@ PEERS = {
 }
 """Name: (module in this folder, class)."""
 
+OTHERS = {
+    "moonclip": ("moonclip", "Moonclip"),
+    "moonclip-bf16": ("moonclip", "MoonclipBf16"),
+}
+"""The same for engines of which most environments have none; `run.py --others` measures them."""
+
 
 def find(name: str) -> type[Peer]:
     """The class of that name; imports only its own file."""
-    module, cls = PEERS[name]
+    module, cls = (PEERS | OTHERS)[name]
     return getattr(importlib.import_module(f"{__name__}.{module}"), cls)

@@ -45,6 +45,8 @@ def _row(results: Results, state: str, contestant: str) -> list[str]:
     ]
     size = results.spread(state, contestant, "disk_bytes")
     cells.append(f"{size.median / 1e6:.0f} MB" if size else NONE)
+    if run.get("loads_with"):
+        title += f", loaded with {run['loads_with']}"
     return [title, *cells, *(run.get("exact", {}).get(key, NONE) for key in EXACT.values())]
 
 

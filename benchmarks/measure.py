@@ -83,6 +83,7 @@ def measure(
         return {"title": "raw limits", "values": values}
     kind = find(contestant)
     facts = {"title": kind.title, "syncs": kind.syncs, "overlaps": kind.overlaps, "own_load": kind.own_load}
+    facts["loads_with"] = kind.loads_with
     if importlib.util.find_spec(kind.module) is None:
         return facts | {"not_installed": kind.module}
     subject = build_subject()

@@ -24,6 +24,17 @@ PEERS = {
 OTHERS = {
     "moonclip": ("moonclip", "Moonclip"),
     "moonclip-bf16": ("moonclip", "MoonclipBf16"),
+    "ravex": ("ravex", "Ravex"),
+    "lm-resiliency": ("lmresiliency", "LmResiliency"),
+    "torchsnapshot": ("torchsnapshot", "TorchSnapshot"),
+    "dlrover": ("dlrover", "DlRover"),
+    "nvrx-fork": ("nvrx", "NvrxFork"),
+    "nvrx-persistent": ("nvrx", "NvrxPersistent"),
+    "orbax": ("orbax", "Orbax"),
+    "lightning": ("lightning", "Lightning"),
+    "deepspeed-torch": ("deepspeed", "DeepSpeedTorch"),
+    "deepspeed-fast": ("deepspeed", "DeepSpeedFast"),
+    "deepspeed-decoupled": ("deepspeed", "DeepSpeedDecoupled"),
 }
 """The same for engines of which most environments have none; `run.py --others` measures them."""
 

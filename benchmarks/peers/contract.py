@@ -42,6 +42,8 @@ class Peer(ABC):
     """True if the save goes on after its call."""
     own_load: ClassVar[bool] = True
     """False if another peer has the same load, which is then measured there only."""
+    loads_with: ClassVar[str | None] = None
+    """Function that the adapter loads with, if the method has none of its own."""
     package: ClassVar[str | None] = None
     """Distribution that has the module, for its version; None: those in the facts of the machine."""
 

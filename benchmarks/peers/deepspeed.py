@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from . import onerank
 from .contract import Peer, Pending
@@ -69,7 +69,7 @@ class DeepSpeedFast(DeepSpeedTorch):
 class DeepSpeedDecoupled(DeepSpeedTorch):
     """`DecoupledCheckpointEngine`: the same writer in a child, waited for before the next optimizer step.
 
-    The child reads tensors in host memory where they are, so `optimizer.step()` has to wait for the whole write.
+    The child reads tensors in host memory where they are, so `optimizer.step()` waits for the whole write.
     DeepSpeed's training engine commits there too.
     """
 

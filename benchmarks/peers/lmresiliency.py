@@ -1,7 +1,7 @@
 """`lm-resiliency`: GEMINI's copies in memory, with the flush to the local disk.
 
-Copies in other ranks' memory are what GEMINI is about, and one rank has no other. So a save here is a copy into
-its own buffers, which a failure of the process loses, and a flush that makes it durable.
+Copies in other ranks' memory are what GEMINI is about, and one rank has no other. So a save here is a copy
+into its own buffers, which a failure of the process loses, and a flush that makes it durable.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """NVIDIA's `nvidia-resiliency-ext`: `torch.save` in another process, forked or kept.
 
-It is made for CUDA: where PyTorch has none, `torch.cuda.synchronize` is replaced by a function without effect.
+It is made for CUDA: where PyTorch has none, `torch.cuda.synchronize` is replaced by one without effect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`orbax-checkpoint`: the `AsyncCheckpointer` of JAX, given NumPy views of the tensors.
 
-The views are made by `Tensor.numpy()`, which copies nothing. Orbax copies what is in host memory itself. A load
-returns NumPy arrays, which are copied into the live tensors.
+The views are made by `Tensor.numpy()`, which copies nothing. Orbax copies what is in host memory itself. A
+load returns NumPy arrays, which are copied into the live tensors.
 """
 
 from __future__ import annotations

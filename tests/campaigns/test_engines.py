@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 sys.path.append(BENCHMARKS)
 
 from engines import HEADINGS, rows  # noqa: E402  # pyright: ignore[reportMissingImports]
+from peers import OTHERS, find  # noqa: E402  # pyright: ignore[reportMissingImports]
 from results import Results  # noqa: E402  # pyright: ignore[reportMissingImports]
 from table import render_engines  # noqa: E402  # pyright: ignore[reportMissingImports]
 
@@ -18,6 +21,14 @@ sys.path.remove(BENCHMARKS)  # its files would hide folders of tests with the sa
 
 def _run(**facts: Any) -> dict[str, Any]:
     return {"round": 0, "state": "tiny", "contestant": "one", "title": "One", **facts}
+
+
+def test_every_name_has_a_class_of_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    for name in OTHERS:
+        kind = find(name)
+        assert kind.title
+        assert kind.package, f"{name} has no distribution, so the table would lack its version"
 
 
 def test_an_engine_that_fails_has_its_error_in_the_table() -> None:

@@ -54,7 +54,8 @@ class Ravex(Peer):
 
     def load(self, step: int) -> None:
         """Resume, which brings back the newest checkpoint."""
-        if self._ravex.step() < 1 or not self._ravex.status()["resumed"]:
+        # step() resumes; a checkpoint before the first optimizer step has step 0
+        if self._ravex.step() < 0 or not self._ravex.status()["resumed"]:
             raise RuntimeError("Ravex did not resume")
 
     def delete(self, step: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import logging
+import shutil
 import statistics
 import time
 import traceback
@@ -16,13 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import exact
 import limits
 import training
 import unowned
 from comparison import Comparison, summarize
 from idle import wait_idle
 from memory import Watch, footprint
-from pagecache import evict, sync
+from pagecache import evict, files_under, sync
 from peers import find
 from peers.contract import Peer, Pending
 from states import Subject, build
@@ -42,12 +45,18 @@ def main() -> None:
     parser.add_argument("--compared", type=int, default=0, help="saves within a training; 0 for none")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--loads", type=int, default=3, help="loads with a cold cache; 0 for no loads at all")
+    parser.add_argument("--others", action="store_true", help="change the state before each save; exactness")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # peers log every save
     try:
         subject = functools.partial(build, options.state, options.device)
         answer = measure(
-            options.contestant, subject, options.directory, compared=options.compared, loads=options.loads
+            options.contestant,
+            subject,
+            options.directory,
+            compared=options.compared,
+            loads=options.loads,
+            is_others=options.others,
         )
     except BaseException as error:  # noqa: BLE001 - DCP's own is a BaseException; the answer carries it
         answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
@@ -55,18 +64,31 @@ def main() -> None:
 
 
 def measure(
-    contestant: str, build_subject: Callable[[], Subject], directory: Path, *, compared: int, loads: int
+    contestant: str,
+    build_subject: Callable[[], Subject],
+    directory: Path,
+    *,
+    compared: int,
+    loads: int,
+    is_others: bool = False,
 ) -> dict[str, Any]:
-    """All numbers of one contestant: its `title`, `values` in seconds and bytes, and `comparisons`."""
+    """All numbers of one contestant: its `title`, `values` in seconds and bytes, and `comparisons`.
+
+    With `is_others`, an optimizer step comes before each save: some engines skip what has not changed. There,
+    a load or a training that fails leaves the other numbers, and `exact` has what the loads bring back.
+    """
     if contestant == "limits":
         subject = build_subject()
         values = limits.measure(subject, directory) | {"state_bytes": float(subject.num_bytes)}
         return {"title": "raw limits", "values": values}
     kind = find(contestant)
     facts = {"title": kind.title, "syncs": kind.syncs, "overlaps": kind.overlaps, "own_load": kind.own_load}
+    facts["loads_with"] = kind.loads_with
     if importlib.util.find_spec(kind.module) is None:
         return facts | {"not_installed": kind.module}
     subject = build_subject()
+    if is_others:
+        return facts | _measure_other(kind, subject, directory, compared=compared, loads=loads)
     values = {"state_bytes": float(subject.num_bytes)} | measure_saves(kind, subject, directory, loads=loads)
     if contestant == JUDGED:
         near = {f"near_{key}": value for key, value in limits.copy_in_memory(subject).items()}
@@ -78,8 +100,49 @@ def measure(
     return facts | {"values": values, "comparisons": [asdict(one) for one in comparisons]}
 
 
+def _measure_other(
+    kind: type[Peer], subject: Subject, directory: Path, *, compared: int, loads: int
+) -> dict[str, Any]:
+    """Return the numbers of a method of the `--others` run, and the troubles of its parts."""
+    troubles: dict[str, str] = {}
+    values, last = time_process(kind, subject, directory, is_changed=True)
+    values["state_bytes"] = float(subject.num_bytes)
+    values["disk_bytes"] = float(sum(path.stat().st_blocks * 512 for path in files_under(directory)))
+    comparisons: list[Comparison] = []
+    try:
+        values |= measure_loads(kind, subject, directory, last, num_cold=loads)
+    except Exception as error:  # noqa: BLE001 - the saves are still worth reporting
+        troubles["load"] = exact.failure(error)
+    subject = build(subject.name, str(subject.device))  # a load that failed leaves half a state
+    shutil.rmtree(directory)
+    directory.mkdir()
+    if compared and subject.optimizer is not None:
+        try:
+            comparisons = measure_training(kind, subject, directory / "training", times=compared)
+            values |= summarize(comparisons)
+        except Exception as error:  # noqa: BLE001 - as above
+            troubles["training"] = exact.failure(error)
+    return {
+        "version": importlib.metadata.version(kind.package) if kind.package else None,
+        "values": values,
+        "comparisons": [asdict(one) for one in comparisons],
+        "troubles": troubles,
+        "exact": exact.check(kind, subject, directory / "exact"),
+    }
+
+
 def measure_saves(kind: type[Peer], subject: Subject, directory: Path, *, loads: int) -> dict[str, float]:
     """A first save, one whose memory is watched, some that are timed, and loads of the last one."""
+    values, last = time_process(kind, subject, directory)
+    if not kind.own_load or not loads:
+        return values
+    return values | measure_loads(kind, subject, directory, last, num_cold=loads)
+
+
+def time_process(
+    kind: type[Peer], subject: Subject, directory: Path, *, is_changed: bool = False
+) -> tuple[dict[str, float], int]:
+    """Return the numbers of the saves of a process, and the number of the last one, which is kept."""
     gc.collect()
     before = footprint()
     peer = kind(subject, directory)
@@ -89,12 +152,14 @@ def measure_saves(kind: type[Peer], subject: Subject, directory: Path, *, loads:
     prepare_s = time.perf_counter() - started
     first = time_save(peer, 1)
     peer.delete(1)
+    if is_changed:
+        subject.change()
     with Watch() as watch:
         _finish(peer.save(2))
     peer.delete(2)
     peer.settle()
     gc.collect()
-    values, last = time_saves(peer, subject, directory, first_step=3)
+    values, last = time_saves(peer, subject, directory, first_step=3, is_changed=is_changed)
     peer.close()
     values |= {
         "prepare_s": prepare_s,
@@ -103,13 +168,11 @@ def measure_saves(kind: type[Peer], subject: Subject, directory: Path, *, loads:
         "extra_bytes": float(watch.peak.total - before.total),
         "helper_bytes": float(watch.helpers_peak - before.helpers),
     }
-    if not kind.own_load or not loads:
-        return values
-    return values | measure_loads(kind, subject, directory, last, num_cold=loads)
+    return values, last
 
 
 def time_saves(
-    peer: Peer, subject: Subject, directory: Path, *, first_step: int
+    peer: Peer, subject: Subject, directory: Path, *, first_step: int, is_changed: bool = False
 ) -> tuple[dict[str, float], int]:
     """Medians of some saves on an idle disk, and the number of the last one, which is kept.
 
@@ -122,6 +185,8 @@ def time_saves(
     for step in range(first_step, last + 1):
         if step > first_step:
             peer.delete(step - 1)
+        if is_changed:
+            subject.change()
         near = {}
         if depth:
             near = {"near_write_s": limits.write_and_delete(subject.num_bytes, directory, depth)}

@@ -14,8 +14,9 @@ from typing import Any
 
 import columns
 import machine
+import others
 from goals import OF_SAVING, Measurements, Verdict, judge
-from peers import PEERS
+from peers import OTHERS, PEERS
 from results import Results, Run
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +37,9 @@ console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty
 def main() -> int:
     """Run everything that the command line asks for; exit status 1 if a goal is missed."""
     options = _options()
+    if options.others:
+        others.run(options)
+        return 0
     directory = options.dir.resolve() / f"run-{os.getpid()}"
     directory.mkdir(parents=True)
     facts = machine.describe(directory)
@@ -55,9 +59,17 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1 round, few comparisons, no 355M state")
     parser.add_argument("--long", action="store_true", help="every peer in every round, without a time limit")
+    parser.add_argument(
+        "--others",
+        action="store_true",
+        help="engines of other projects, with Holdfast and torch.save: 1 round",
+    )
+    parser.add_argument(
+        "--python", help="interpreter with their packages; default .venv-peers/bin/python, if it exists"
+    )
     parser.add_argument("--states", nargs="+", choices=STATES)
-    parser.add_argument("--contestants", nargs="+", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--rounds", type=int, help="default 2, 5 with --long or 1 with --quick")
+    parser.add_argument("--contestants", nargs="+", choices=[*PEERS, *OTHERS])
+    parser.add_argument("--rounds", type=int, help="default 2, 5 with --long, 1 with --quick or --others")
     parser.add_argument(
         "--compared", type=int, help="Holdfast's saves in a training; default 16 in each round"
     )
@@ -69,6 +81,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="default results/saving[-quick]_<hardware>_<date>.json")
     options = parser.parse_args()
+    if options.others:
+        return options
+    options.contestants = options.contestants or list(PEERS)
     options.rounds = options.rounds or (1 if options.quick else 5 if options.long else 2)
     options.compared = options.compared or (6 if options.quick else 16)
     options.minutes = options.minutes or (math.inf if options.long else 23)

@@ -44,14 +44,31 @@ class Subject:
         hasher = xxhash.xxh3_128()
         for name, tensor in sorted(self.tensors().items()):
             hasher.update(name.encode())
-            hasher.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+            hasher.update(_raw(tensor))
         return hasher.hexdigest()
+
+    def digests(self) -> dict[str, str]:
+        """Return one hash for each tensor, by its name."""
+        return {name: xxhash.xxh3_128_hexdigest(_raw(tensor)) for name, tensor in self.tensors().items()}
+
+    def change(self) -> None:
+        """Change every parameter and moment by an optimizer step; without an optimizer, the parameters."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+            return
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.001)
 
     def scramble(self) -> None:
         """Overwrite every tensor, so that a load that does nothing is found out."""
         with torch.no_grad():
             for tensor in self.tensors().values():
                 tensor.fill_(-1)
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)

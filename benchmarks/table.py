@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import columns
+import engines
 import replayed
 import sharded
 import trainers
@@ -36,6 +37,8 @@ SCALE = {
     "commit_again_s": "commit of a structure seen before",
     "restore_plan_s": "plan of a restore on 3/4 of the ranks",
 }
+UNMEASURED = ("engines",)
+"""Kinds whose table names the command until there are results."""
 REAL = ("gpt2-124m", "gpt2-355m")
 
 
@@ -57,7 +60,7 @@ def main() -> int:
     for name in asked:
         kind = name.partition(" ")[0]
         documents = _documents_of(kind)
-        if documents:
+        if documents or kind in UNMEASURED:
             text = insert(text, RENDERERS[name](documents), name, what=str(options.markdown))
         else:
             sys.stderr.write(f"No {kind} results in {RESULTS}: its table is left as it is. Run it first.\n")
@@ -178,6 +181,21 @@ def render_saving(documents: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def render_engines(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of the newest run of other projects' engines: a line for each, and the limits."""
+    if not documents:
+        return "Not measured yet: `benchmarks/run.py --others`."
+    results, measured = combine(documents)
+    parts = []
+    for state in results.states():
+        document = measured[state]
+        parts.append(f"_{columns.facts(document['machine'], document['rounds'])}_")
+        headings = [f"**{TITLES.get(state, state)}**", *engines.HEADINGS]
+        parts.append(_table(headings, engines.rows(results, state)))
+        parts.append(f"Limits: {columns.limits(results, state)}.")
+    return "\n\n".join(parts)
+
+
 def render_training_lost(documents: list[dict[str, Any]]) -> str:
     """The cost of a save in a training, as a sentence."""
     results, measured = combine(documents)
@@ -251,6 +269,7 @@ RENDERERS = {
     "training lost": render_training_lost,
     "saving": render_saving,
     "saving in short": render_in_short,
+    "engines": render_engines,
     "resharding": render_resharding,
     "sharding": render_sharding,
     "scale": render_scale,

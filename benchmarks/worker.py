@@ -28,8 +28,12 @@ def measure_alone(
     compared: int,
     device: str = "cpu",
     loads: int = 3,
+    is_others: bool = False,
+    python: str = sys.executable,
 ) -> Run:
     """One run of round `number`; `error` in it says what went wrong, if anything did.
+
+    `python` is the interpreter that has the packages; for `is_others`, see `measure.measure`.
 
     Blocks: until the measurement is complete, at most `LIMIT_S`.
     """
@@ -37,9 +41,10 @@ def measure_alone(
     work.mkdir(parents=True)
     answer = directory / "answer.json"
     answer.unlink(missing_ok=True)
-    command = [sys.executable, str(HERE / "measure.py"), contestant, state, str(work), str(answer)]
+    command = [python, str(HERE / "measure.py"), contestant, state, str(work), str(answer)]
     started = time.monotonic()
     command += ["--compared", str(compared), "--device", device, "--loads", str(loads)]
+    command += ["--others"] if is_others else []
     trouble = _run(command, log=directory / "log")
     found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"error": trouble}
     shutil.rmtree(work, ignore_errors=True)

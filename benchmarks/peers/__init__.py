@@ -21,8 +21,25 @@ PEERS = {
 }
 """Name: (module in this folder, class)."""
 
+OTHERS = {
+    "moonclip": ("moonclip", "Moonclip"),
+    "moonclip-bf16": ("moonclip", "MoonclipBf16"),
+    "ravex": ("ravex", "Ravex"),
+    "lm-resiliency": ("lmresiliency", "LmResiliency"),
+    "torchsnapshot": ("torchsnapshot", "TorchSnapshot"),
+    "dlrover": ("dlrover", "DlRover"),
+    "nvrx-fork": ("nvrx", "NvrxFork"),
+    "nvrx-persistent": ("nvrx", "NvrxPersistent"),
+    "orbax": ("orbax", "Orbax"),
+    "lightning": ("lightning", "Lightning"),
+    "deepspeed-torch": ("deepspeed", "DeepSpeedTorch"),
+    "deepspeed-fast": ("deepspeed", "DeepSpeedFast"),
+    "deepspeed-decoupled": ("deepspeed", "DeepSpeedDecoupled"),
+}
+"""The same for engines of which most environments have none; `run.py --others` measures them."""
+
 
 def find(name: str) -> type[Peer]:
     """The class of that name; imports only its own file."""
-    module, cls = PEERS[name]
+    module, cls = (PEERS | OTHERS)[name]
     return getattr(importlib.import_module(f"{__name__}.{module}"), cls)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pagecache import sync
 from states import Subject
@@ -42,6 +42,10 @@ class Peer(ABC):
     """True if the save goes on after its call."""
     own_load: ClassVar[bool] = True
     """False if another peer has the same load, which is then measured there only."""
+    loads_with: ClassVar[str | None] = None
+    """Function that the adapter loads with, if the method has none of its own."""
+    package: ClassVar[str | None] = None
+    """Distribution that has the module, for its version; None: those in the facts of the machine."""
 
     def __init__(self, subject: Subject, directory: Path) -> None:
         self.subject = subject
@@ -70,6 +74,19 @@ class Peer(ABC):
     def guard(self) -> contextlib.AbstractContextManager[object]:
         """Stands around optimizer.step(); entering it waits until the state may change."""
         return contextlib.nullcontext()
+
+    def state_dicts(self) -> dict[str, Any]:
+        """Return the live state dicts of the model and, if there is one, of the optimizer."""
+        state: dict[str, Any] = {"model": self.subject.model.state_dict()}
+        if self.subject.optimizer is not None:
+            state["optimizer"] = self.subject.optimizer.state_dict()
+        return state
+
+    def set_state_dicts(self, found: dict[str, Any]) -> None:
+        """Bring state dicts that were loaded into the live model and optimizer."""
+        self.subject.model.load_state_dict(found["model"])
+        if self.subject.optimizer is not None:
+            self.subject.optimizer.load_state_dict(found["optimizer"])
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` stands."""

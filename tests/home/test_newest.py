@@ -42,7 +42,7 @@ class Disk:
 
     def __init__(self, patch: pytest.MonkeyPatch, step: int, number: int, times: int, call: str) -> None:
         self.step, self.number, self.left, self.failed, self.call = step, number, times, 0, call
-        real_open, real_read = local.open_regular, direct_io.read
+        real_open, real_read, real_read_whole = local.open_regular, direct_io.read, direct_io.read_whole
 
         def open_regular(folder_fd: int, name: str, flags: int) -> int:
             fd = real_open(folder_fd, name, flags)
@@ -56,8 +56,14 @@ class Disk:
                 self._fail(str(fd))
             return real_read(fd, offset, buffer)
 
+        def read_whole(fd: int, num_bytes: int) -> bytes:
+            if call in ("read", "read data") and self._is_due(fd):
+                self._fail(str(fd))
+            return real_read_whole(fd, num_bytes)
+
         patch.setattr(local, "open_regular", open_regular)
         patch.setattr(direct_io, "read", read)
+        patch.setattr(direct_io, "read_whole", read_whole)
 
     def _is_due(self, fd: int) -> bool:
         path = Path(f"/proc/self/fd/{fd}").readlink()

@@ -143,6 +143,20 @@ def test_a_file_that_another_program_truncated_is_corrupt(tmp_path: Path) -> Non
         store.read_into("a", 0, _page_aligned(bytes(DIRECT)))
 
 
+def test_a_whole_object_of_any_length_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`get` reads slice by slice, and the kernel may return less than a slice at a time."""
+    from holdfast.store import direct_io
+
+    real_pread = os.pread
+    monkeypatch.setattr(direct_io, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(os, "pread", lambda fd, n, offset: real_pread(fd, min(n, 1000), offset))
+    store = LocalStore(tmp_path)
+    for num_bytes in (0, 1, 999, 1000, 4096, 4097, 10_000):
+        data = os.urandom(num_bytes)
+        store.put(f"a{num_bytes}", data)
+        assert store.get(f"a{num_bytes}") == data
+
+
 # Disks that are full, read-only or gone
 
 

@@ -25,13 +25,43 @@ TROUBLED = {
     "processor time": "training",
     "load, cache dropped": "load",
     "load, cached": "load",
+    "load, cold": "load",
 }
 """Columns that have no numbers if that part of a run failed."""
+SHORT = {
+    "blocks": columns.SHORT[0],
+    "training lost": columns.SHORT[1],
+    "durable": columns.SHORT[2],
+    "load, cold": columns.SHORT[3],
+}
+"""Columns of the terminal's table, which is 80 columns wide; `TROUBLED` has the parts of some of them."""
+HEADINGS_IN_SHORT = (*SHORT, "exact")
 
 
 def rows(results: Results, state: str) -> list[list[str]]:
     """Return one row of cells for each engine on a state, its title first."""
     return [_row(results, state, contestant) for contestant in results.contestants(state)]
+
+
+def rows_in_short(results: Results, state: str) -> list[list[str]]:
+    """Return medians of what most readers ask, one row for each engine, its title first."""
+    return [_row_in_short(results, state, contestant) for contestant in results.contestants(state)]
+
+
+def _row_in_short(results: Results, state: str, contestant: str) -> list[str]:
+    run = results.of(state, contestant)[0]
+    title = run.get("title", contestant)
+    if results.trouble(state, contestant):
+        absent = "not installed" if "not_installed" in run else "failed"
+        return [title, absent] + [NONE] * (len(HEADINGS_IN_SHORT) - 1)
+    cells = [
+        "failed"
+        if TROUBLED.get(heading) in run.get("troubles", {})
+        else column.cell(results, state, contestant)
+        for heading, column in SHORT.items()
+    ]
+    outcomes = [run.get("exact", {}).get(key, NONE) for key in ("back", "during")]
+    return [title, *cells, "yes" if outcomes == ["exact", "exact"] else "no"]
 
 
 def _row(results: Results, state: str, contestant: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -20,6 +19,7 @@ from typing import Any
 
 import exact
 import limits
+import machine
 import training
 import unowned
 from comparison import Comparison, summarize
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--others", action="store_true", help="change the state before each save; exactness")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # peers log every save
+    options.answer.write_text(json.dumps(_facts(options.contestant)))  # left if this process is killed
     try:
         subject = functools.partial(build, options.state, options.device)
         answer = measure(
@@ -59,7 +60,8 @@ def main() -> None:
             is_others=options.others,
         )
     except BaseException as error:  # noqa: BLE001 - DCP's own is a BaseException; the answer carries it
-        answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        trouble = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        answer = _facts(options.contestant) | trouble
     options.answer.write_text(json.dumps(answer))
 
 
@@ -82,8 +84,7 @@ def measure(
         values = limits.measure(subject, directory) | {"state_bytes": float(subject.num_bytes)}
         return {"title": "raw limits", "values": values}
     kind = find(contestant)
-    facts = {"title": kind.title, "syncs": kind.syncs, "overlaps": kind.overlaps, "own_load": kind.own_load}
-    facts["loads_with"] = kind.loads_with
+    facts = _facts(contestant)
     if importlib.util.find_spec(kind.module) is None:
         return facts | {"not_installed": kind.module}
     subject = build_subject()
@@ -98,6 +99,21 @@ def measure(
         comparisons = measure_training(kind, subject, directory / "training", times=compared)
         values |= summarize(comparisons)
     return facts | {"values": values, "comparisons": [asdict(one) for one in comparisons]}
+
+
+def _facts(contestant: str) -> dict[str, Any]:
+    """Return what is known of a contestant without a measurement."""
+    if contestant == "limits":
+        return {}
+    kind = find(contestant)
+    return {
+        "title": kind.title,
+        "syncs": kind.syncs,
+        "overlaps": kind.overlaps,
+        "own_load": kind.own_load,
+        "loads_with": kind.loads_with,
+        "version": machine.version(kind.package) if kind.package else None,
+    }
 
 
 def _measure_other(
@@ -123,7 +139,6 @@ def _measure_other(
         except Exception as error:  # noqa: BLE001 - as above
             troubles["training"] = exact.failure(error)
     return {
-        "version": importlib.metadata.version(kind.package) if kind.package else None,
         "values": values,
         "comparisons": [asdict(one) for one in comparisons],
         "troubles": troubles,

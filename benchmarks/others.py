@@ -29,7 +29,9 @@ STATES = ("gpt2-124m",)
 COMPARED = 2
 """Saves of each engine in a training: few, so that all of them take 20 minutes."""
 MINUTES = 20.0
-console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 260)
+LIMIT_S = 300.0
+"""Limit for one engine: the slowest that works takes a third of it."""
+console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 80)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -65,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
                     loads=1,
                     is_others=True,
                     python=python,
+                    limit_s=LIMIT_S,
                 )
             )
             console.print(in_short(runs[-1]))
@@ -95,8 +98,9 @@ def _write(out: Path | None, facts: dict[str, Any], rounds: int, runs: list[Run]
 
 def _show(results: Results) -> None:
     for state in results.states():
-        table = Table("", *engines.HEADINGS, title=state)
-        for row in engines.rows(results, state):
+        table = Table("", *engines.HEADINGS_IN_SHORT, title=state)
+        for row in engines.rows_in_short(results, state):
             table.add_row(*row)
         console.print(table)
         console.print(columns.limits(results, state))
+    console.print("All columns, with their ranges: benchmarks/table.py benchmarks/RESULTS.md")

@@ -30,12 +30,13 @@ def measure_alone(
     loads: int = 3,
     is_others: bool = False,
     python: str = sys.executable,
+    limit_s: float = LIMIT_S,
 ) -> Run:
     """One run of round `number`; `error` in it says what went wrong, if anything did.
 
     `python` is the interpreter that has the packages; for `is_others`, see `measure.measure`.
 
-    Blocks: until the measurement is complete, at most `LIMIT_S`.
+    Blocks: until the measurement is complete, at most `limit_s`.
     """
     work = directory / "work"
     work.mkdir(parents=True)
@@ -45,8 +46,10 @@ def measure_alone(
     started = time.monotonic()
     command += ["--compared", str(compared), "--device", device, "--loads", str(loads)]
     command += ["--others"] if is_others else []
-    trouble = _run(command, log=directory / "log")
-    found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"error": trouble}
+    trouble = _run(command, log=directory / "log", limit_s=limit_s)
+    found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
+    if not found.keys() & {"values", "not_installed", "error"}:  # the process ended before its answer
+        found["error"] = trouble
     shutil.rmtree(work, ignore_errors=True)
     took_s = round(time.monotonic() - started, 1)
     return {"round": number, "state": state, "contestant": contestant, "took_s": took_s, **found}
@@ -64,7 +67,7 @@ def in_short(run: Run) -> str:
     return f"{head} {numbers}  (took {run['took_s']:.0f} s)"
 
 
-def _run(command: list[str], *, log: Path) -> str:
+def _run(command: list[str], *, log: Path, limit_s: float) -> str:
     """Run a command and end whatever it has left behind; says how it ended."""
     environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src")}
     with log.open("wb") as output:
@@ -72,9 +75,9 @@ def _run(command: list[str], *, log: Path) -> str:
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
-            status = f"no answer, exit status {worker.wait(LIMIT_S)}"
+            status = f"no answer, exit status {worker.wait(limit_s)}"
         except subprocess.TimeoutExpired:
-            status = f"no answer within {LIMIT_S:.0f} s"
+            status = f"no answer within {limit_s:.0f} s"
         finally:
             # the session is the worker's own, so this reaches only what it started
             with contextlib.suppress(ProcessLookupError):

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,11 @@ def main() -> int:
             for position, trace in enumerate(traces):
                 turn = (number + position) % len(tools)
                 bench.replay(trace, number, options.count, tools[turn:] + tools[:turn])
+    except (KeyboardInterrupt, TimeoutError):
+        traceback.print_exc()
+        console.print("ended early; the replays so far are kept")
+        report(options, facts, bench)
+        return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return report(options, facts, bench)

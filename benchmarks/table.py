@@ -74,11 +74,11 @@ def main() -> int:
 def _documents_of(kind: str) -> list[dict[str, Any]]:
     if kind == "reliability":
         return list(counts.read_all().values())
-    return (
-        read_results(RESULTS)
-        if kind == "goals"
-        else newest(RESULTS, "saving" if kind == "training" else kind)
-    )
+    if kind == "goals":
+        return read_results(RESULTS)
+    if kind == "trainers":  # each is compared with its own stock way, on whichever machine
+        return read_results(RESULTS, f"{kind}_*.json")
+    return newest(RESULTS, "saving" if kind == "training" else kind)
 
 
 def newest(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -203,18 +203,18 @@ def render_training_lost(documents: list[dict[str, Any]]) -> str:
 
 
 def render_goals(documents: list[dict[str, Any]]) -> str:
-    """The Markdown of all goals: for each machine a table, whole for the one measured last."""
+    """The Markdown of all goals: a table for each machine that has some, whole for the one measured last."""
     machines: dict[str, list[dict[str, Any]]] = {}
     for document in documents:  # the newest first
         machines.setdefault(json.dumps(_hardware(document)), []).append(document)
-    parts = []
-    for number, found in enumerate(machines.values()):
+    parts: list[str] = []
+    for found in machines.values():
         by_kind: dict[str, list[dict[str, Any]]] = {}
         for document in found:
             by_kind.setdefault(document["kind"], []).append(document)
         verdicts = judge(Measurements(by_kind))
-        rows = [list(columns.verdict(one)) for one in verdicts if not number or one.found is not None]
-        if rows:
+        if any(one.found is not None for one in verdicts):
+            rows = [list(columns.verdict(one)) for one in verdicts if not parts or one.found is not None]
             parts.append(f"_{columns.hardware(found[0]['machine'])}_")
             parts.append(_table(["goal", "bound", "found", "measured", ""], rows))
     return "\n\n".join(parts)

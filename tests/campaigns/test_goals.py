@@ -125,3 +125,8 @@ def test_the_long_form_measures_all_in_every_round_beginning_with_another_one() 
     order = plan(["a"], ["dcp", "holdfast"], 3, has_all_rounds=True)
     assert [order[3 * number][2] for number in range(3)] == ["limits", "holdfast", "dcp"]
     assert len(set(order)) == 9
+
+
+def test_a_machine_where_no_goal_was_measured_has_no_table() -> None:
+    trainers = {"kind": "trainers", "machine": machine("NEW", "2026-12-01"), "runs": []}
+    assert "NEW" not in table.render_goals([trainers, saving(0.2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,6 +87,18 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(jobs: JobHarness, task: Pat
     ]
     assert "A100: 1" in plan["task"]
     assert jobs.engine.jobs() == []
+
+
+def test_a_dry_run_shows_the_python_of_the_commands(
+    jobs: JobHarness, task: Path, holdfast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = jobs.folder / "first"
+    first.mkdir()
+    (first / "python3").symlink_to(sys.executable)
+    words = ["launch", task, "--env", "WHO=you", "--dry-run"]
+    monkeypatch.setenv("PATH", f"{first}:{os.environ['PATH']}")
+    assert re.search(rf"python +{first}/python3, the first on the PATH", holdfast(*words).out)
+    assert "the first on the PATH" not in holdfast(*words, "--on", "slurm").out, "nodes have their own"
 
 
 def test_an_invalid_task_file_is_reported_line_by_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -87,6 +88,8 @@ def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
     yield "job", f"{task.name}, on {engine.name}"
     yield "nodes", str(task.num_nodes)
     yield "workdir", _format_workdir(task)
+    if engine.is_here and task.image is None:
+        yield "python", _format_python(task)
     for mount in task.file_mounts:
         yield "mount", f"{mount.target}: {mount.mode.value} of {mount.source or mount.bucket}"
     yield "setup", f"{plural(len(task.setup.splitlines()), 'line')}" if task.setup else "none"
@@ -102,6 +105,12 @@ def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
     free = f" and exit status {codes}" if codes else ""
     errors = f"{plural(task.recovery.max_restarts, 'restart')} after other errors"
     yield "recovery", f"unlimited restarts after preemptions, lost nodes{free}; {errors}"
+
+
+def _format_python(task: Task) -> str:
+    path = task.envs.get("PATH")
+    found = shutil.which("python3", path=path) or shutil.which("python", path=path)
+    return f"{found}, the first on the PATH" if found else "none on the PATH"
 
 
 def _format_workdir(task: Task) -> str:

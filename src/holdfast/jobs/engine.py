@@ -119,6 +119,8 @@ class Engine(ABC):
     """Name of the engine, as in `--on`."""
     can_notify = False
     """True if the jobs of the engine send notifications."""
+    is_here = False
+    """True if jobs run on this machine, with the variables of the shell that launches them."""
     no_pipelines: str = ""
     """Why the engine does not run pipelines, and what to use instead. Empty if it does."""
     poll_s = 5.0

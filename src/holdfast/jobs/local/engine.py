@@ -53,6 +53,7 @@ class LocalEngine(RecordedEngine):
 
     name = "local"
     can_notify = True
+    is_here = True
 
     # -- submission ------------------------------------------------------------------------------------------
 

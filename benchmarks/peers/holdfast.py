@@ -29,7 +29,8 @@ class Holdfast(Peer):
         )
 
     def prepare(self) -> None:
-        """Touch the arena."""
+        """Search for a checkpoint, as every start of a training does, and prepare the first save."""
+        self._checkpointer.restore()
         self._checkpointer.prepare()
 
     def save(self, step: int) -> Pending:

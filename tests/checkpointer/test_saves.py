@@ -213,6 +213,26 @@ def test_an_empty_home_restores_nothing(home: Path) -> None:
             ckpt.restore(step=3)
 
 
+def test_a_prepared_training_has_its_attempt_before_the_first_save(home: Path) -> None:
+    with make_checkpointer(home, make_state()) as ckpt:
+        ckpt.prepare()
+        assert not home.exists(), "restore() has not chosen what the attempt follows"
+    with make_checkpointer(home, make_state()) as ckpt:
+        ckpt.restore()
+        ckpt.prepare()
+        assert home.exists(), "it is claimed"
+        ckpt.save(1)
+    with make_checkpointer(home, make_state()) as ckpt:
+        ckpt.restore()
+        ckpt.prepare()
+        ckpt.save(2)
+        ckpt.wait()
+        assert ckpt.restore(step=1) == 1
+        ckpt.save(3)
+    with make_checkpointer(home, make_state()) as ckpt:
+        assert ckpt.restore() == 3
+
+
 def test_going_back_begins_a_new_attempt_that_the_run_then_continues(home: Path) -> None:
     """Steps saved after going back win over higher steps that were saved before."""
     state = {"x": torch.zeros(1)}

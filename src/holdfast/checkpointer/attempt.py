@@ -71,6 +71,16 @@ class Attempt:
         """Attempt that saved the checkpoint of `base_step`."""
         return self.ancestors[-1][0] if self.ancestors else None
 
+    def prepare(self) -> None:
+        """Prepare the first save: the claim and the keeper too, if `restore` has chosen what it follows.
+
+        Ranks: collective, the first time after `restore`.
+        Blocks: until the staging memory is ready and the state is in huge pages.
+        """
+        if self._restoration.has_run:
+            self.begin()  # first: it may change the names of the state
+        self._pipeline.prepare()
+
     def latest(self) -> int | None:
         """Return the newest durable step of this attempt, else the step that was restored."""
         self.saves.settle()

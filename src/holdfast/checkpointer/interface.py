@@ -409,16 +409,18 @@ class Checkpointer:
             self._training.attempt.delete(step)
 
     def prepare(self) -> None:
-        """Prepare the staging memory, so that the first save is as quick as later ones.
+        """Prepare the first save, so that it is about as quick as later ones.
 
-        The loop of `steps` does this in the background, after its first step.
+        This prepares the staging memory and, after `restore()`, claims the home and starts the keeper. The
+        loop of `steps` does all of it by itself, the memory in the background after its first step.
 
+        Ranks: collective after `restore()`.
         Blocks: for about 1 s per GB of memory that the machine has not touched before, and as long to put
             the state into huge pages.
         """
         self._check_state("prepare()")
         with self._training.guard("prepare()"):
-            self._components.pipeline.prepare()
+            self._training.attempt.prepare()
 
     def send_home(self, step: int) -> None:
         """Copy an older save of this attempt from `local` to home, in the background.

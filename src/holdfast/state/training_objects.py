@@ -19,6 +19,7 @@ from holdfast.state.entry_kinds import is_entry, is_follower, is_generator, is_s
 from holdfast.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
 from holdfast.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
 from holdfast.state.load import Load, LoadPhase, LoadPlan, leftover, mismatch, renamer
+from holdfast.state.marks import MarkCollector, MemoryMarks, versions
 from holdfast.state.modules import ModuleEntry
 from holdfast.state.new_content import plan_new
 from holdfast.state.objects import (
@@ -77,8 +78,7 @@ class State:
         self._checked: set[str] = set()
         self._table: TensorTable | None = None  # of the previous capture
         self._structure: StateStructure | None = None
-        self._mark_table: TensorTable | None = None  # of the previous call of `marks`
-        self._mark_structure: StateStructure | None = None
+        self._marks = MemoryMarks()
         self._agreement: HolderAgreement | None = None
         rank, world_size = self._world()
         for key, entry in self._current().items():
@@ -106,7 +106,7 @@ class State:
         """
         rank, world_size = self._world()
         self._agreement = agree(self._inventory(), rank, world_size, gather)
-        self._forget_tables()  # facts about the structure have changed
+        self._table = None  # facts about the structure have changed
 
     def _inventory(self) -> RankInventory:
         """Return the tensors that this rank announces to the others, also those on meta."""
@@ -190,12 +190,12 @@ class State:
         """
         own, self._objects = self._objects, objects
         self._lent_optimizers = [one for one in optimizers if has_step_hooks(one)]
-        self._forget_tables()
+        self._release_memory()
         try:
             yield
         finally:
             self._objects, self._entries, self._found = own, {}, {}
-            self._forget_tables()
+            self._release_memory()
             self._lent_optimizers = []
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -213,17 +213,13 @@ class State:
         found = [entry.value for entry in entries.values() if isinstance(entry.value, torch.optim.Optimizer)]
         if found:
             own = [one for one in found if not has_step_hooks(one) and hasattr(one, "param_groups")]
-            return tuple(_version(tensor) for one in own for tensor in parameters(one))
-        # With a table of its own, as it leaves objects out. A new table would take as long as a copy.
-        collector = TensorCollector(*self._world(), self._checked, self._mark_table)
+            return versions(tensor for one in own for tensor in parameters(one))
+        collector = MarkCollector()
         kinds = (ModuleEntry, TensorEntry, ValueEntry)
         values = {
             key: _capture(key, one, collector) for key, one in entries.items() if isinstance(one, kinds)
         }
-        marked = collector.captured(values, self._mark_structure, self._agreed(), is_frozen_known=False)
-        self._mark_table, self._mark_structure = collector.table, marked.structure
-        tensors = marked.tensors.values()
-        return values, list(map(torch.Tensor.data_ptr, tensors)), list(map(_version, tensors))
+        return values, self._marks.mark(collector.tensors)
 
     def load(
         self,
@@ -266,7 +262,7 @@ class State:
         sharded, it
             is called to find its DTensors.
         """
-        self._forget_tables()  # a load replaces tensors: the memory of the old ones must be free
+        self._release_memory()  # a load replaces tensors: the memory of the old ones must be free
         entries = self._current()
         wanted = self._wanted(only, kept)
         plan = LoadPlan(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
@@ -316,7 +312,7 @@ class State:
             InvalidInput: the checkpoint does not have a key of `only`.
             Unsupported: this torch does not have a dtype.
         """
-        self._forget_tables()
+        self._release_memory()
         plan = LoadPlan(tensors, tied, values, renamer(None), rank=self._world()[0])
         plan_new(plan, self._objects, _chosen(plan, only))
         if with_rng:
@@ -420,8 +416,9 @@ class State:
             agreed = HolderAgreement(rank, world_size)
         return dataclasses.replace(agreed, marked=self._marked) if self._marked else agreed
 
-    def _forget_tables(self) -> None:
-        self._table = self._mark_table = None
+    def _release_memory(self) -> None:
+        self._table = None
+        self._marks.release()
 
     def _world(self) -> tuple[int, int]:
         return self._given_world or _world()
@@ -482,10 +479,6 @@ def _add(found: dict[str, _Found], key: str, one: _Found) -> None:
             "string look the same. Nothing was written. Rename one of the keys.",
             key=key,
         )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _layout(name: str, tensor: torch.Tensor) -> ShardLayout | None:

@@ -1,0 +1,169 @@
+"""Marks of a state differ once training has changed it, and only then."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.state import State
+from state.trip import kept
+
+
+class Setup:
+    """A model, plain tensors and a number, without an optimizer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        self.loose = torch.ones(5)
+        self.waves = torch.randn(3, dtype=torch.complex64)
+        with torch.inference_mode():
+            self.inferred = torch.ones(2)
+        self.objects: dict[str, Any] = {
+            "model": self.model,
+            "loose": {"a": self.loose, "w": self.waves},
+            "inferred": self.inferred,
+            "epoch": 1,
+        }
+        self.state = State(self.objects)
+
+
+def _nothing(setup: Setup) -> None:
+    setup.model[0](torch.randn(3, 4))
+    setup.state.capture()
+    gc.collect()
+
+
+@torch.no_grad()
+def _write(setup: Setup) -> None:
+    setup.model[2].bias += 1
+
+
+def _write_loose(setup: Setup) -> None:
+    setup.loose[2] = 7
+
+
+def _write_through_a_view(setup: Setup) -> None:
+    setup.model[0].weight.detach().view(-1)[3] = 4
+
+
+def _replace_parameter(setup: Setup) -> None:
+    setup.model[0].bias = nn.Parameter(torch.zeros(8))
+
+
+def _set_data(setup: Setup) -> None:
+    setup.model[0].bias.data = torch.zeros(8)
+
+
+def _replace_twice(setup: Setup) -> None:
+    """The allocator hands the first memory out again, if nothing holds it."""
+    size = setup.model[0].weight.shape
+    for value in (1.0, 2.0):
+        setup.model[0].weight = nn.Parameter(torch.full(size, value))
+
+
+def _set_to_another_storage(setup: Setup) -> None:
+    setup.model[1].running_mean.set_(setup.model[1].running_mean.flip(0))
+
+
+def _change_strides(setup: Setup) -> None:
+    setup.model[2].weight.data = setup.model[2].weight.data.reshape(8, 2).t()
+
+
+def _reread(setup: Setup) -> None:
+    setup.waves.data = setup.waves.conj()
+
+
+def _reinterpret(setup: Setup) -> None:
+    setup.model[1].running_var.data = setup.model[1].running_var.view(torch.int32)
+
+
+def _train_a_batch(setup: Setup) -> None:
+    setup.model(torch.randn(3, 4))
+
+
+def _count(setup: Setup) -> None:
+    setup.objects["epoch"] = 2
+
+
+def _replace_inferred(setup: Setup) -> None:
+    setup.objects["inferred"] = setup.inferred.clone()
+
+
+def _add_a_layer(setup: Setup) -> None:
+    setup.model.append(nn.Linear(2, 2))
+
+
+CHANGES = [
+    _write,
+    _write_loose,
+    _write_through_a_view,
+    _replace_parameter,
+    _set_data,
+    _replace_twice,
+    _set_to_another_storage,
+    _change_strides,
+    _reread,
+    _reinterpret,
+    _train_a_batch,
+    _count,
+    _replace_inferred,
+    _add_a_layer,
+]
+
+
+def test_the_marks_of_an_unchanged_state_are_equal() -> None:
+    setup = Setup()
+    before = setup.state.marks()
+    for _ in range(3):
+        _nothing(setup)
+        assert setup.state.marks() == before
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+def test_a_change_has_another_mark(change: Callable[[Setup], None]) -> None:
+    setup = Setup()
+    before = setup.state.marks()
+    change(setup)
+    assert setup.state.marks() != before
+
+
+def test_a_change_that_is_undone_still_has_another_mark() -> None:
+    setup = Setup()
+    before, bias = setup.state.marks(), setup.model[0].bias
+    setup.model[0].bias = nn.Parameter(torch.zeros(8))
+    setup.state.marks()
+    setup.model[0].bias = bias
+    assert setup.state.marks() != before
+
+
+def test_no_new_tensor_has_the_address_of_a_marked_one() -> None:
+    """The memory of a replaced tensor is in use until the next mark, and free after it."""
+    setup = Setup()
+    setup.objects["big"] = torch.zeros(1 << 20)
+    before, address = setup.state.marks(), setup.objects["big"].data_ptr()
+    old = weakref.ref(setup.objects["big"].untyped_storage())
+    del setup.objects["big"]
+    gc.collect()
+    assert torch.zeros(1 << 20).data_ptr() != address
+    assert setup.state.marks() != before
+    assert old() is None
+
+
+def test_a_load_releases_the_memory_of_marked_tensors() -> None:
+    setup = Setup()
+    checkpoint = kept(setup.objects)
+    setup.objects["big"] = torch.zeros(1 << 20)
+    before = setup.state.marks()
+    old = weakref.ref(setup.objects["big"].untyped_storage())
+    del setup.objects["big"]
+    checkpoint.plan(setup.state)
+    gc.collect()
+    assert old() is None
+    assert setup.state.marks() != before

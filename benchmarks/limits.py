@@ -16,6 +16,7 @@ from pagecache import evict
 from states import Subject
 
 BLOCK_BYTES = 16 << 20
+READ_BLOCK_BYTES = 2 << 20
 ALIGN_BYTES = 4096
 DEPTHS = (1, 2, 4)
 MEMCPY_REPEATS = 3
@@ -129,11 +130,11 @@ def write_and_delete(num_bytes: int, directory: Path, depth: int) -> float:
 def read_raw(path: Path, depth: int, *, direct: bool) -> float:
     """Seconds to read a whole file into small aligned buffers, `depth` reads at once."""
     size = path.stat().st_size
-    buffers = [memoryview(aligned_noise(BLOCK_BYTES)) for _ in range(depth)]
+    buffers = [memoryview(aligned_noise(READ_BLOCK_BYTES)) for _ in range(depth)]
 
     def read_every(first: int, fd: int) -> None:
-        for start in range(first * BLOCK_BYTES, size, depth * BLOCK_BYTES):
-            count = min(BLOCK_BYTES, size - start)
+        for start in range(first * READ_BLOCK_BYTES, size, depth * READ_BLOCK_BYTES):
+            count = min(READ_BLOCK_BYTES, size - start)
             # O_DIRECT wants whole blocks, also for the end of a file that stops within one
             _finish(lambda done, s=start: os.preadv(fd, [buffers[first][done:]], s + done), count)
 

@@ -18,6 +18,12 @@ SLICE_BYTES = 16 << 20
 Measured on a virtio disk, 1.5 GB, interleaved rounds: slices of 4, 8, 16 and 32 MiB, one or two writing
 threads, with and without fallocate first, differ by a few percent in the median, so the simplest won.
 """
+READ_BYTES = 2 << 20
+"""Length of one of several reads at once that reaches full speed.
+
+Measured on a virtio disk, cold, 4 threads that read, hash and copy, interleaved rounds: 1.5 GB took 0.81 s in
+reads of 2 MiB, as long in reads of 1 MiB, and 1.00 s in reads of 8 MiB.
+"""
 MIN_DIRECT_BYTES = 1 << 20
 """Writes smaller than this use the page cache, which speeds up later reads of small objects."""
 

@@ -78,7 +78,11 @@ class LocalStore(Store):
         self.root = Path(root).absolute()
         self.url = str(self.root)
         self._real = Path(os.path.realpath(self.root))  # later changes of links have no effect
-        self.properties = Properties(survives_host=survives_host, read_align_bytes=direct_io.ALIGN_BYTES)
+        self.properties = Properties(
+            survives_host=survives_host,
+            read_align_bytes=direct_io.ALIGN_BYTES,
+            read_bytes=direct_io.READ_BYTES,
+        )
         self._seen: tuple[int, int] | None = None  # device and inode of the root
         self._names = DurableNames(self._real)
         with translating(self.root, "open", ""), self._rooted():

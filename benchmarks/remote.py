@@ -19,6 +19,7 @@ from typing import Any
 
 import machine
 import obstore
+import torch
 from null_server import TILE
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +28,7 @@ from holdfast.format import names
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.part import DataFile, Part
 from holdfast.keeper.persist import persist
+from holdfast.restore.fill import TensorSink
 from holdfast.restore.read import FileRead, Want, read
 from holdfast.store.address import parse_address
 from holdfast.store.bucket import READ_BYTES, ObjectStore
@@ -52,6 +54,7 @@ class Subject:
             self.arena[start : start + len(TILE)] = TILE[: num_bytes - start]
         self.room = memoryview(mmap.mmap(-1, num_bytes))
         self.room[:] = self.arena  # every page is there before anything is measured
+        self.tensor = torch.frombuffer(self.room, dtype=torch.uint8)
         self.address = parse_address(url)
         self.store = ObjectStore(self.address)
         self.client = Clients(self.address).get(retrying=True)
@@ -80,12 +83,8 @@ class Subject:
 
     def read(self) -> None:
         """What a restore does: ranges, each chunk compared with its hash, then handed on."""
-        want = Want(0, self.num_bytes, self)
+        want = Want(0, self.num_bytes, TensorSink(self.tensor))
         read(self.store, [FileRead(self.part, [want])], num_threads=self.store.properties.parallel_reads)
-
-    def write(self, offset: int, view: memoryview) -> None:
-        """Take verified bytes, as a `Sink`."""
-        self.room[offset : offset + len(view)] = view
 
     def read_bare(self) -> None:
         """The bare client's ranges, as many at once, copied to where they belong."""

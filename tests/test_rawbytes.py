@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.rawbytes import view_bytes
+from holdfast.rawbytes import copy_to, view_bytes
 
 WITHOUT_NUMPY = """
 import sys, warnings
@@ -73,3 +73,26 @@ def test_nothing_needs_numpy(tmp_path: Path) -> None:
         [sys.executable, "-c", WITHOUT_NUMPY, tmp_path / "home"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+@pytest.mark.parametrize("num_bytes", [0, 1, 4097])
+def test_bytes_are_copied_to_an_address(kind: type[bytes | bytearray], num_bytes: int) -> None:
+    """Read-only memory too; nothing around the target changes."""
+    target = torch.zeros(num_bytes + 2, dtype=torch.uint8)
+    source = kind(i % 251 + 1 for i in range(num_bytes))
+    copy_to(target.data_ptr() + 1, memoryview(source))
+    assert bytes(view_bytes(target)) == b"\0" + source + b"\0"
+
+
+def test_a_copied_view_is_released() -> None:
+    source, target = bytearray(9), torch.zeros(9)
+    copy_to(target.data_ptr(), memoryview(source))
+    source.append(1)  # a BufferError as long as a view exists
+
+
+def test_bytes_with_gaps_are_not_copied() -> None:
+    target = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(BufferError):
+        copy_to(target.data_ptr(), memoryview(bytes(8))[::2])
+    assert not target.any()

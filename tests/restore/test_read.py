@@ -12,8 +12,10 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Retr
 from holdfast.format import names
 from holdfast.format.part import Part
 from holdfast.restore.parts import Parts
-from holdfast.restore.read import READ_BYTES, STRETCH_BYTES, FileRead, Want, read
+from holdfast.restore.read import READ_BYTES, FileRead, Want, read
+from holdfast.store.contract import Properties
 from holdfast.store.memory import MemoryStore
+from holdfast.store.tiered import TieredStore
 from making import make_checkpoint
 
 CHUNK = 4096
@@ -92,13 +94,13 @@ def test_any_ranges_arrive_and_each_needed_chunk_is_read_once(
     assert stats.num_reads == len(store.reads)
 
 
-LONG_STORE, LONG_PART, LONG_IMAGE = make_file(2 * READ_BYTES + STRETCH_BYTES // 2, 64 << 10)
+LONG_STORE, LONG_PART, LONG_IMAGE = make_file(2 * READ_BYTES + (512 << 10), 64 << 10)
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, len(LONG_IMAGE)), min_size=2, max_size=8).map(sorted))
-def test_ranges_over_several_reads_and_stretches_arrive_once(cuts: list[int]) -> None:
-    """A want may begin before the read and the stretch that brings its end."""
+def test_ranges_over_several_reads_arrive_once(cuts: list[int]) -> None:
+    """A want may begin before the read that brings its end."""
     ranges = [(start, stop - start) for start, stop in pairwise(cuts)]
     wanted = wants(ranges)
     read(LONG_STORE, [FileRead(LONG_PART, wanted)], num_threads=3)
@@ -132,6 +134,61 @@ def test_several_files_are_read_in_one_go() -> None:
     read(store, jobs)
     assert torch.equal(torch.frombuffer(takers[0].data, dtype=torch.int64), torch.arange(9))
     assert torch.equal(torch.frombuffer(takers[1].data, dtype=torch.float32), torch.arange(3.0))
+
+
+class Mapped(MemoryStore):
+    """A store whose bytes are in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.properties = Properties(survives_host=False, zero_copy_views=True)
+
+    def read_view(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        return memoryview(self.get(name))[offset : offset + num_bytes]
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[list[MemoryStore], list[set[int]]]:
+    """Two to four copies of the file, and the damaged chunks of each; all of them if it has no file."""
+    found: list[MemoryStore] = []
+    damage: list[set[int]] = []
+    every = set(range(len(PART.file.hashes) // 32))
+    for number in range(draw(st.integers(2, 4))):
+        copy = draw(st.sampled_from([MemoryStore, Mapped]))()
+        copy.url = f"copy {number}"
+        bad = draw(st.sets(st.sampled_from(sorted(every)), max_size=4))
+        if draw(st.integers(0, 4)):
+            image = bytearray(IMAGE)
+            for chunk in bad:
+                image[min(chunk * CHUNK + 7, len(IMAGE) - 1)] ^= 8
+            copy.put(names.data(1, 1, 0), image)
+        else:
+            bad = every
+        found.append(copy)
+        damage.append(bad)
+    return found, damage
+
+
+@settings(deadline=None)
+@given(copies())
+def test_each_chunk_comes_from_its_nearest_good_copy(made: tuple[list[MemoryStore], list[set[int]]]) -> None:
+    """Also if no copy of the file is whole, as long as each chunk is good somewhere."""
+    found, damage = made
+    taker = Taker(len(IMAGE))
+    jobs = [FileRead(PART, [Want(0, len(IMAGE), taker)])]
+    if set.intersection(*damage):
+        with pytest.raises((Corrupt, NotFound)):
+            read(TieredStore(found), jobs)
+        assert taker.count == 0
+        return
+    stats = read(TieredStore(found), jobs)
+    assert taker.data == IMAGE
+    assert taker.count == len(IMAGE)
+    expected: dict[str, int] = {}
+    for chunk in range(len(PART.file.hashes) // 32):
+        url = next(copy.url for copy, bad in zip(found, damage, strict=True) if chunk not in bad)
+        expected[url] = expected.get(url, 0) + min(CHUNK, len(IMAGE) - chunk * CHUNK)
+    assert stats.sources == expected
 
 
 @pytest.mark.parametrize("position", [0, 5, CHUNK, 20 * CHUNK + 1, len(IMAGE) - 1])

@@ -16,6 +16,7 @@ from holdfast.errors import Corrupt, HoldfastError, NotFound
 from holdfast.keeper import packets
 from holdfast.keeper.memory_offer import connect_to_offers
 from holdfast.keeper.messages import ArenaImages, FreeImages, Image, RequestImages
+from holdfast.rawbytes import copy_to
 from holdfast.store.contract import ObjectInfo, Properties
 from holdfast.store.read_only import ReadOnlyStore
 
@@ -94,9 +95,8 @@ class MemoryTierStore(ReadOnlyStore):
     @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         source = self.read_view(name, offset, len(buffer))
-        if buffer:  # a slice assignment would hold the interpreter lock
-            first = ctypes.c_char.from_buffer
-            ctypes.memmove(ctypes.addressof(first(buffer)), ctypes.addressof(first(source)), len(buffer))
+        if buffer:  # a slice assignment would hold the GIL
+            copy_to(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), source)
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

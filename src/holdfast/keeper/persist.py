@@ -13,17 +13,13 @@ from holdfast.keeper import rate
 from holdfast.store import Store
 
 
-def _ignore(start: int, stop: int) -> None:
-    """Do nothing."""
-
-
 def persist(
     store: Store,
     name: str,
     image: memoryview,
     *,
     bytes_per_s: float | None = None,
-    on_chunk: Callable[[int, int], None] = _ignore,
+    on_chunk: Callable[[int, int], None] | None = None,
 ) -> DataFile:
     """Write an image to a store durably, and return its size and chunk hashes.
 

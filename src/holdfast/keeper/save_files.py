@@ -126,7 +126,7 @@ class SaveFiles:
             name,
             image,
             bytes_per_s=config.persist_bandwidth,
-            **({} if check is None else {"on_chunk": check.add}),
+            on_chunk=None if check is None else check.add,
         )
         failpoint("keeper.data")
         self._history.settle()

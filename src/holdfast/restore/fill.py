@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ import torch
 from holdfast.errors import InvalidInput, MissingKey
 from holdfast.format.manifest import Manifest
 from holdfast.format.partitioning import Region
+from holdfast.rawbytes import copy_to
 from holdfast.restore.byte_ranges import contiguous_cover, is_contiguous, item_offset
 from holdfast.restore.parts import Located, Parts
 from holdfast.restore.read import FileRead, ReadStats, Want, read
@@ -41,18 +41,13 @@ class TensorSink:
             raise InvalidInput(f"A tensor of shape {list(tensor.shape)} must be contiguous to be filled.")
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Copy `view` to byte `base + offset` of the tensor. A large copy releases the GIL."""
+        """Copy `view` to byte `base + offset` of the tensor, without the GIL."""
         num_bytes, at = len(view), self._base + offset
         assert 0 <= at <= self._limit - num_bytes, (at, num_bytes, self._limit)
         if self._address:
             # Not Tensor.copy_: it costs five times as much for few bytes, and for many its thread
-            # pool competes with the reader's threads. ctypes releases the GIL while memmove runs.
-            if view.readonly:  # memory of a store that is slower than any copy: this copy holds the GIL
-                target = (ctypes.c_char * num_bytes).from_address(self._address + at)
-                memoryview(target).cast("B")[:] = view
-            elif num_bytes:
-                source = ctypes.addressof(ctypes.c_char.from_buffer(view))
-                ctypes.memmove(self._address + at, source, num_bytes)
+            # pool competes with the reader's threads.
+            copy_to(self._address + at, view)
             return
         flat = self._tensor.detach().view(-1).view(torch.uint8)
         writable = bytearray(view) if view.readonly else view  # torch takes no other

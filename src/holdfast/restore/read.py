@@ -7,12 +7,12 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import Corrupt, HoldfastError, Internal, InvalidInput, NotFound
-from holdfast.format.hashes import digest
+from holdfast.format.hashes import DIGITS, chunk_ranges, hash_chunks
 from holdfast.format.part import DataFile, Part
 from holdfast.store.contract import Store
 from holdfast.store.tiered import decisive_error
@@ -20,8 +20,8 @@ from holdfast.store.tiered import decisive_error
 READ_BYTES = 8 << 20
 """Limit of bytes for reading adjacent chunks together, at least one chunk; a store may set another."""
 
-STRETCH_BYTES = 1 << 20
-"""Bytes that are hashed and then delivered together, at least one chunk: they fit into the CPU's cache."""
+ByteRange = tuple[int, int]
+"""Start and stop in a file."""
 
 
 class Sink(Protocol):
@@ -108,17 +108,6 @@ class Read:
     start: int
     stop: int
     wanted: list[Want] = field(default_factory=list)
-
-    def stretches(self) -> list[Read]:
-        """Return this read divided at chunk borders into reads that fit into the CPU's cache."""
-        chunk_bytes = self.file.chunk_bytes
-        step = max(STRETCH_BYTES // chunk_bytes, 1) * chunk_bytes
-        if self.stop - self.start <= step:
-            return [self]
-        starts = range(self.start, self.stop, step)
-        parts = [Read(self.name, self.part, self.file, at, min(at + step, self.stop)) for at in starts]
-        distribute(self.wanted, parts)
-        return parts
 
 
 def read(
@@ -279,8 +268,7 @@ class _Crew:
             self._do(one, view[: one.stop - one.start])
 
     def _do(self, one: Read, buffer: memoryview) -> None:
-        for stretch, fetched in fetch_each(self._store, one.stretches(), buffer):
-            self._deliver(stretch, fetched)
+        self._deliver(one, fetch(self._store, one, buffer))
         if self._on_bytes is not None:
             with self._lock:
                 self._on_bytes(len(buffer))
@@ -295,7 +283,8 @@ class _Crew:
         num_bytes = deliver(one, fetched.view)
         with self._lock:
             self.num_delivered += num_bytes
-            self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(fetched.view)
+            for url, num_bytes in fetched.sources.items():
+                self.sources[url] = self.sources.get(url, 0) + num_bytes
             self.recovered_from += map(str, fetched.errors)
 
     def _report(self, error: HoldfastError, on_error: Callable[[HoldfastError], None]) -> None:
@@ -307,72 +296,88 @@ class Fetched(NamedTuple):
     """Result of one read: verified bytes, or errors."""
 
     view: memoryview | None
-    source: str  # URL of the good copy
-    errors: list[HoldfastError]  # of the copies before the good one, or of all
+    sources: Mapping[str, int]  # bytes by the URL of the good copy
+    errors: list[HoldfastError]  # of copies that were tried before a good one, or of all
 
 
 def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
-    """Return the verified bytes of one read; see `fetch_each`."""
-    ((_, fetched),) = fetch_each(store, [one], buffer)
-    return fetched
-
-
-def fetch_each(store: Store, reads: list[Read], buffer: memoryview) -> Iterator[tuple[Read, Fetched]]:
-    """Yield reads with their verified bytes, each from its nearest good copy, in any order.
-
-    A copy is read once for all of them. An error of a copy is returned with one of the reads only.
+    """Return the verified bytes of one read, each chunk from its nearest good copy.
 
     Args:
         store: where the copies are.
-        reads: adjacent reads of one file, in order.
-        buffer: as long as all of them; filled unless a copy has them in memory.
+        one: the read.
+        buffer: as long as the read; filled unless a copy has the bytes in memory.
     """
-    left, origin = reads, reads[0].start
-    failures: list[HoldfastError] = []  # of copies as a whole
+    view: memoryview | None = None
+    sources: dict[str, int] = {}
+    errors: list[HoldfastError] = []
     missing: list[HoldfastError] = []  # a nearer tier need not have an object
-    damage: dict[int, list[HoldfastError]] = {}  # by where a read starts
+    left = [(one.start, one.stop)]
     for copy in store.copies():
-        first, last = left[0].start, left[-1].stop
         try:
-            if copy.properties.zero_copy_views:
-                view = copy.read_view(left[0].name, first, last - first)
-            else:
-                view = buffer[first - origin : last - origin]
-                copy.read_into(left[0].name, first, view)
+            view = _read_from(copy, one, buffer, left, view)
         except NotFound as error:
             missing.append(error)
             continue
         except HoldfastError as error:
-            failures.append(error)
+            errors.append(error)
             continue
-        damaged = []
-        for one in left:
-            bytes_of = view[one.start - first : one.stop - first]
-            if found := find_damage(one, bytes_of):
-                damage.setdefault(one.start, []).extend(found)
-                damaged.append(one)
-                continue
-            yield one, Fetched(bytes_of, copy.url, [*failures, *damage.get(one.start, [])])
-            failures = []
-        left = damaged
+        num_left = _num_bytes(left)
+        left, found = find_damage(one, view, left)
+        errors += found
+        if num_good := num_left - _num_bytes(left):
+            sources[copy.url] = num_good
         if not left:
-            return
-    for one in left:
-        yield one, Fetched(None, "", [*failures, *damage.get(one.start, [])] or missing[-1:])
-        failures, missing = [], []
+            return Fetched(view, sources, errors)
+    return Fetched(None, {}, errors or missing[-1:])
 
 
-def find_damage(one: Read, view: memoryview) -> list[HoldfastError]:
-    """Return an error for each chunk of a read that does not match its hash."""
-    chunk_bytes = one.file.chunk_bytes
-    damage: list[HoldfastError] = []
-    for start in range(one.start, one.stop, chunk_bytes):
-        stop = min(start + chunk_bytes, one.stop)
-        number = start // chunk_bytes
-        found = digest(view[start - one.start : stop - one.start])
-        if found != one.file.hash_of(number):
-            damage.append(_damaged_chunk(one, number, start, stop, found))
-    return damage
+def _read_from(
+    copy: Store, one: Read, buffer: memoryview, ranges: list[ByteRange], view: memoryview | None
+) -> memoryview:
+    """Return the bytes of a read, unverified, with those of some ranges from this copy.
+
+    Args:
+        view: bytes of the read from nearer copies, if any has them; the other ranges come from there.
+    """
+    num_bytes = one.stop - one.start
+    if view is None and copy.properties.zero_copy_views:
+        return copy.read_view(one.name, one.start, num_bytes)
+    whole = buffer[:num_bytes]
+    if view is not None and view.obj is not buffer.obj:
+        whole[:] = view
+    for start, stop in ranges:
+        copy.read_into(one.name, start, whole[start - one.start : stop - one.start])
+    return whole
+
+
+def _num_bytes(ranges: list[ByteRange]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def find_damage(
+    one: Read, view: memoryview, ranges: list[ByteRange]
+) -> tuple[list[ByteRange], list[HoldfastError]]:
+    """Return the ranges of a read's damaged chunks, with an error for each.
+
+    Args:
+        view: bytes of the read.
+        ranges: ranges of the file to check, of whole chunks.
+    """
+    chunk_bytes, hashes = one.file.chunk_bytes, one.file.hashes
+    damaged: list[ByteRange] = []
+    errors: list[HoldfastError] = []
+    for start, stop in ranges:
+        found = hash_chunks(view[start - one.start : stop - one.start], chunk_bytes)
+        at = start // chunk_bytes * DIGITS
+        if found == hashes[at : at + len(found)]:
+            continue
+        for i, (low, high) in enumerate(chunk_ranges(stop - start, chunk_bytes)):
+            number, digits = start // chunk_bytes + i, found[i * DIGITS : (i + 1) * DIGITS]
+            if digits != one.file.hash_of(number):
+                damaged.append((start + low, start + high))
+                errors.append(_damaged_chunk(one, number, start + low, start + high, digits))
+    return damaged, errors
 
 
 def _damaged_chunk(one: Read, number: int, start: int, stop: int, found: str) -> Corrupt:

@@ -340,6 +340,7 @@ class _Ahead:
             view[:] = fetched.view
         self.num_bytes += len(view)
         self.num_reads += 1
-        self.sources[fetched.source] = self.sources.get(fetched.source, 0) + len(view)
+        for url, num_bytes in fetched.sources.items():
+            self.sources[url] = self.sources.get(url, 0) + num_bytes
         self.recovered_from += map(str, fetched.errors)
         return None

@@ -32,7 +32,7 @@ class MemoryMarks:
         self._number = 0  # of the memory that the aliases show
 
     def mark(self, tensors: list[torch.Tensor]) -> tuple[int, list[int]]:
-        """Return a value that differs from the previous ones if the memory is another, or was written.
+        """Return a value that differs if the memory is another, or was written.
 
         Args:
             tensors: this rank's parts of them.

@@ -120,7 +120,7 @@ def read(
 ) -> ReadStats:
     """Read data files, verify every chunk, and deliver the requested bytes to their sinks.
 
-    Reads each needed chunk once. Memory: one buffer of 8 MiB per thread.
+    Reads each needed chunk once. Memory: one buffer per thread, as long as the longest read.
 
     Args:
         store: where the data files are.

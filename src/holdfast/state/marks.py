@@ -35,7 +35,7 @@ class MemoryMarks:
         """Return a value that differs if the memory is another, or was written.
 
         Args:
-            tensors: this rank's parts of them.
+            tensors: this rank's parts of the state's tensors.
         """
         if not self._are_shown_by(tensors):
             self._aliases = [tensor.detach() for tensor in tensors]

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.fill_target import FillTarget
 from holdfast.format import names, part
 from holdfast.format import values as value_format
 from holdfast.format.catalog import Catalog
@@ -31,7 +32,7 @@ from holdfast.home.writer import WriterId
 from holdfast.restore.fill import plan_fill
 from holdfast.restore.parts import Parts
 from holdfast.stage import SavePlan
-from holdfast.state import CapturedState, FillTarget, Sharding, catalog_of
+from holdfast.state import CapturedState, Sharding, catalog_of
 from holdfast.state.sharding import ShardLayout
 from holdfast.state.tensor_table import StateStructure
 from holdfast.store import open_store

@@ -27,7 +27,8 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
     backoff callsite dtensor entry failpoint host_memory linux log rawbytes redaction | errors
-    | documents save_interval units privacy | policy format environment hang | health pace store
+    | documents save_interval units privacy | policy retention format environment hang
+    | fill_target health pace store torch_dtypes
     | home state stage notice process_exit ranks
     | keeper restore | writeback compiled
     | checkpointer exchange jobs train | report | dash

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from holdfast.keeper.save import Save
-    from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime, Keep
+    from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime
     from holdfast.process_exit import hard_exit
     from holdfast.restore.checkpoint import Checkpoint, open
+    from holdfast.retention import Keep
     from holdfast.state import per_rank, replicated
     from holdfast.train.batch import BatchFit, fit_batch
     from holdfast.train.sharding.inspection import describe
@@ -66,7 +67,7 @@ _PLACES = {
     "Home": "checkpointer.options",
     "Internal": "errors",
     "InvalidInput": "errors",
-    "Keep": "policy",
+    "Keep": "retention",
     "Limits": "checkpointer.options",
     "Local": "checkpointer.options",
     "Memory": "checkpointer.options",

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.checkpointer.save_metrics import SaveMetrics
 from holdfast.checkpointer.scores import Scores
-from holdfast.policy import Keep
+from holdfast.retention import Keep
 
 
 def test_a_save_gets_the_newest_values_since_the_save_before() -> None:

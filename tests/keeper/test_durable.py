@@ -18,7 +18,7 @@ from holdfast.home.recovery import recover_commit
 from holdfast.keeper.commit_tier import Committed, CommitTier, PendingSave
 from holdfast.keeper.inbox import TrainerInbox
 from holdfast.keeper.reports import Reports
-from holdfast.policy import Keep
+from holdfast.retention import Keep
 from holdfast.store import local
 from holdfast.store.local import LocalStore
 from keeper.test_commit import make_config, put_part

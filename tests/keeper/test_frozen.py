@@ -22,7 +22,7 @@ from holdfast.home.retain import Retention
 from holdfast.keeper import ArenaLayout, Keeper, KeeperConfig, Save
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.persist import persist
-from holdfast.policy import Keep
+from holdfast.retention import Keep
 from holdfast.stage import Arena
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -15,6 +15,7 @@ import torch
 
 import holdfast
 from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.fill_target import FillTarget
 from holdfast.format import names
 from holdfast.home.documents import read_manifest
 from holdfast.keeper import MemoryTierStore, free_memory_tier, wait_for_orphans
@@ -25,7 +26,6 @@ from holdfast.keeper.runtime_dir import runtime_dir
 from holdfast.linux.processes import start_time
 from holdfast.restore.fill import fill
 from holdfast.stage import Arena
-from holdfast.state.load import FillTarget
 from holdfast.store.memory import MemoryStore
 from holdfast.store.tiered import TieredStore
 from making import make_checkpoint, make_home

@@ -25,7 +25,7 @@ from holdfast.keeper import KeeperConfig
 from holdfast.keeper.commit_tier import CommitTier
 from holdfast.keeper.inbox import TrainerInbox
 from holdfast.keeper.reports import Reports
-from holdfast.policy import Keep
+from holdfast.retention import Keep
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore

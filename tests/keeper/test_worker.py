@@ -34,7 +34,7 @@ from holdfast.keeper.messages import (
 )
 from holdfast.keeper.worker import Worker
 from holdfast.linux.processes import start_time
-from holdfast.policy import Keep
+from holdfast.retention import Keep
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 from keeper.test_commit import make_config, put_part

@@ -207,3 +207,16 @@ def test_opening_listing_and_exporting_do_not_import_torch(tmp_path: Path) -> No
     )
     assert ran.stdout.strip() == "False"
     assert torch.equal(load_file(tmp_path / "out.safetensors")["s"], WHOLE)
+
+
+def test_reading_a_tensor_does_not_import_what_only_training_needs(tmp_path: Path) -> None:
+    make_store(LocalStore(tmp_path / "home"))
+    code = (
+        "import sys, holdfast; assert holdfast.open(sys.argv[1])['s'].shape == (4, 6)\n"
+        "parts = {name.split('.')[1] for name in sys.modules if name.startswith('holdfast.')}\n"
+        "print(sorted(parts & {'checkpointer', 'keeper', 'stage', 'state'}))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "home")], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "[]"

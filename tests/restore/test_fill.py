@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt, InvalidInput, NotFound
+from holdfast.fill_target import FillTarget
 from holdfast.format import names
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.manifest import Manifest
@@ -19,11 +20,10 @@ from holdfast.restore import fill as filling
 from holdfast.restore.fill import TensorSink, region_sink
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import ReadStats
-from holdfast.state.load import FillTarget
-from holdfast.state.tensors import torch_dtype
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
+from holdfast.torch_dtypes import torch_dtype
 from making import LocalShard, make_checkpoint, raw_bytes
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.fill_target import FillTarget
 from holdfast.format import names
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.manifest import Manifest
@@ -24,7 +25,6 @@ from holdfast.home.recovery import recover_commit
 from holdfast.ranks import RankGroup
 from holdfast.restore.request import Mark, RankFrom, Request, Restored
 from holdfast.restore.resume import restore_newest
-from holdfast.state.load import FillTarget
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.store.tiered import TieredStore

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.state import State, dtype_name, per_rank, replicated, torch_dtype
+from holdfast.state import State, per_rank, replicated
+from holdfast.torch_dtypes import dtype_name, torch_dtype
 from state.trip import kept, same
 
 

@@ -12,8 +12,9 @@ from torch import nn
 from holdfast.format.manifest import Tensor
 from holdfast.format.sealed import dumps
 from holdfast.format.values import decode
-from holdfast.state import CapturedState, Load, State, dtype_name
+from holdfast.state import CapturedState, Load, State
 from holdfast.state.load import view_of
+from holdfast.torch_dtypes import dtype_name
 
 
 class Net(nn.Module):

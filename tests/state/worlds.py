@@ -19,8 +19,9 @@ from torch.multiprocessing.spawn import start_processes
 
 from forkserver import forkserver
 from holdfast.format.manifest import Tensor
-from holdfast.state import CapturedState, Load, State, assign, dtype_name
+from holdfast.state import CapturedState, Load, State, assign
 from holdfast.state.load import view_of
+from holdfast.torch_dtypes import dtype_name
 from layouts import LAYOUTS, WORDS, Net, gather, mesh_of, tensor_parallel, whole
 
 FOUR = (

@@ -41,8 +41,9 @@ from holdfast.checkpointer.restoration import Selection
 from holdfast.checkpointer.training import Training
 from holdfast.errors import InvalidInput
 from holdfast.keeper import Save
-from holdfast.policy import Every, Keep, single_policies
+from holdfast.policy import Every, single_policies
 from holdfast.ranks import RankGroup
+from holdfast.retention import Keep
 from holdfast.units import Duration, parse_step, parse_timeout
 
 

@@ -16,7 +16,8 @@ from holdfast.environment import KEEP_IN_MEMORY
 from holdfast.errors import InvalidInput
 from holdfast.hang.limit import HangLimits
 from holdfast.pace.judgement import FACTOR
-from holdfast.policy import Every, Keep, every
+from holdfast.policy import Every, every
+from holdfast.retention import Keep
 from holdfast.units import Duration, parse_bytes, parse_duration
 
 HANG_ACTIONS = ("report", "restart", "off")

@@ -6,7 +6,7 @@ import math
 import struct
 from collections import deque
 
-from holdfast.policy import Keep, best_first
+from holdfast.retention import Keep, best_first
 
 _NO_SCORE = (1 << 63) - 1  # the greatest number that is exchanged; as a float it is NaN
 

@@ -207,10 +207,10 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
     """Read and verify the tensors of a rank. Tensors that the rank does not have are left out."""
     import torch  # slow, so imported only when it is needed
 
+    from holdfast.fill_target import FillTarget
     from holdfast.restore.fill import fill
     from holdfast.restore.parts import Parts
-    from holdfast.state.load import FillTarget
-    from holdfast.state.tensors import torch_dtype
+    from holdfast.torch_dtypes import torch_dtype
 
     manifest = side.checkpoint.manifest
     parts, found = Parts(side.store, manifest), {}

@@ -14,7 +14,7 @@ from holdfast.home.documents import check_files, read_manifest
 from holdfast.home.listing import ListedSave, Listing
 from holdfast.home.metrics import read_metrics
 from holdfast.home.skipped import read_reason
-from holdfast.policy import CheckpointLine, line_of
+from holdfast.retention import CheckpointLine, line_of
 from holdfast.store import Store
 from holdfast.units import plural
 

@@ -18,7 +18,7 @@ from holdfast.home.commit import MAX_REFUSALS
 from holdfast.home.deletion import delete_files
 from holdfast.home.listing import CheckpointId, files_of
 from holdfast.home.metrics import read_metrics
-from holdfast.policy import Keep, line_of
+from holdfast.retention import Keep, line_of
 from holdfast.store import Store
 
 _MAX_SKIPPED_ATTEMPTS = 3  # attempts whose skipped checkpoints stay, the newest of those that have any

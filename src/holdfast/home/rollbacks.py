@@ -11,7 +11,7 @@ from holdfast.errors import Conflict, Corrupt, Denied, NotFound, RetryLater, Uns
 from holdfast.format import names, run
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import CheckpointId, candidates, list_home
-from holdfast.policy import Ancestors, line_of
+from holdfast.retention import Ancestors, line_of
 from holdfast.store.contract import Store
 
 _MAX_RECORDS = 10_000

@@ -24,7 +24,7 @@ from holdfast.keeper.lockfile import is_trainer_alive, running_keepers
 from holdfast.keeper.messages import DropSave
 from holdfast.keeper.reports import TRANSIENT_ERRORS, Reports
 from holdfast.keeper.retention_thread import RetentionThread, delete_old
-from holdfast.policy import Keep
+from holdfast.retention import Keep
 from holdfast.store import Store
 
 

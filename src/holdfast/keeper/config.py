@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.hang.limit import HangLimits
 from holdfast.home.writer import WriterId
-from holdfast.policy import Keep
+from holdfast.retention import Keep
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a training, but not its keepers: the last save must be completed. SIGKILL stops both."""

@@ -19,7 +19,7 @@ from holdfast.keeper.inbox import TrainerInbox
 from holdfast.keeper.messages import DropSave, MarkComplete
 from holdfast.keeper.reports import Reports
 from holdfast.keeper.retention_thread import RetentionThread, delete_old
-from holdfast.policy import Keep
+from holdfast.retention import Keep
 from holdfast.store import Store
 
 _PERSISTED_BY_ALL = "every rank has reported that its files are durable"

@@ -22,13 +22,13 @@ from holdfast.home.metrics import read_metrics, read_values
 from holdfast.home.newest import list_patiently, usable
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Skipped
-from holdfast.policy import best_first, check_mode, line_of
 from holdfast.restore import export as exporting
 from holdfast.restore import verify as verifying
 from holdfast.restore.parts import Parts
 from holdfast.restore.read import ReadStats
 from holdfast.restore.slices import SLICE_BYTES, TensorSlice, read_slices
 from holdfast.restore.verify import VerifyReport
+from holdfast.retention import best_first, check_mode, line_of
 from holdfast.store import open_store
 from holdfast.store.command_limit import command_limit
 from holdfast.store.contract import Store
@@ -387,9 +387,9 @@ class Checkpoint:
     def _read(self, wanted: list[str], rank: int, num_threads: int) -> dict[str, torch.Tensor]:
         import torch  # not above: reading a checkpoint does not need it
 
+        from holdfast.fill_target import FillTarget
         from holdfast.restore.fill import fill
-        from holdfast.state.load import FillTarget
-        from holdfast.state.tensors import torch_dtype
+        from holdfast.torch_dtypes import torch_dtype
 
         found = {}
         for name in wanted:

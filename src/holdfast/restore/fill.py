@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 import torch
 
 from holdfast.errors import InvalidInput, MissingKey
+from holdfast.fill_target import FillTarget
 from holdfast.format.manifest import Manifest
 from holdfast.format.partitioning import Region
 from holdfast.rawbytes import copy_to
 from holdfast.restore.byte_ranges import contiguous_cover, is_contiguous, item_offset
 from holdfast.restore.parts import Located, Parts
 from holdfast.restore.read import FileRead, ReadStats, Want, read
-from holdfast.state.load import FillTarget
-from holdfast.state.tensors import torch_dtype
 from holdfast.store.contract import Store
+from holdfast.torch_dtypes import torch_dtype
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from holdfast.fill_target import FillTarget
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Ancestors
 from holdfast.home.listing import CheckpointId
 from holdfast.home.patience import LIMIT_S
 from holdfast.home.rollbacks import NO_ROLLBACKS, Rollbacks
 from holdfast.home.skipped import Skipped
-from holdfast.policy import Keep
 from holdfast.ranks import RankGroup
-from holdfast.state.load import FillTarget
+from holdfast.retention import Keep
 from holdfast.store.contract import Store
 
 

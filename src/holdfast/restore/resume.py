@@ -13,7 +13,6 @@ from holdfast.home.listing import CheckpointId
 from holdfast.home.losses import check_no_losses
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Skipped
-from holdfast.policy import best_first, line_of
 from holdfast.ranks import RankOutcome, raise_first
 from holdfast.restore.candidates import find_candidates, gather_values
 from holdfast.restore.request import Request, Restored
@@ -27,6 +26,7 @@ from holdfast.restore.verdict import (
     make_none_good_error,
     make_unread_error,
 )
+from holdfast.retention import best_first, line_of
 from holdfast.units import plural
 
 

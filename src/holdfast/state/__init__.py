@@ -4,18 +4,16 @@ from holdfast.state.assignment import assign
 from holdfast.state.audit_turns import AuditTurns, audit_turns
 from holdfast.state.capture import CapturedState
 from holdfast.state.catalog import catalog_of
-from holdfast.state.load import FillTarget, Load
+from holdfast.state.load import Load
 from holdfast.state.optimizers import stepping
 from holdfast.state.replication import per_rank, replicated
 from holdfast.state.sharding import Sharding, local_of, sharding_of
 from holdfast.state.skippable import Skippable
-from holdfast.state.tensors import dtype_name, torch_dtype
 from holdfast.state.training_objects import State
 
 __all__ = [
     "AuditTurns",
     "CapturedState",
-    "FillTarget",
     "Load",
     "Sharding",
     "Skippable",
@@ -23,11 +21,9 @@ __all__ = [
     "assign",
     "audit_turns",
     "catalog_of",
-    "dtype_name",
     "local_of",
     "per_rank",
     "replicated",
     "sharding_of",
     "stepping",
-    "torch_dtype",
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.state.capture import CapturedState
 from holdfast.state.sharding import ShardLayout
-from holdfast.state.tensors import NAMES
+from holdfast.torch_dtypes import NAMES
 
 MAX_TURNS = 64
 """Saves within which every tensor is compared, at most, unless the user chooses a number."""

@@ -8,7 +8,7 @@ from holdfast.format.catalog import Catalog, Tensor
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.state.assignment import assign
 from holdfast.state.capture import CapturedState
-from holdfast.state.tensors import NAMES
+from holdfast.torch_dtypes import NAMES
 
 
 def catalog_of(captured: CapturedState) -> Catalog:

@@ -21,7 +21,8 @@ from holdfast.state.sharding import (
     reshaped_like,
     shard_like,
 )
-from holdfast.state.tensors import NAMES, PLAIN, torch_dtype
+from holdfast.state.tensors import PLAIN
+from holdfast.torch_dtypes import NAMES, torch_dtype
 
 RAW: dict[torch.dtype, str] = {getattr(torch, name): name for name in RAW_DTYPES if hasattr(torch, name)}
 """Name of a dtype that safetensors files do not have, by torch dtype."""

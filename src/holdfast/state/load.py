@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from holdfast.dtensor import is_dtensor
 from holdfast.errors import InvalidInput, Unsupported
+from holdfast.fill_target import FillTarget
 from holdfast.format.composites import shown_type
 from holdfast.format.manifest import Tensor
 from holdfast.format.partitioning import Region
@@ -18,8 +18,9 @@ from holdfast.format.values import decode
 from holdfast.state.composites import RAW, is_composite, take_apart
 from holdfast.state.fitting import Fitting, Misfit, fit
 from holdfast.state.sharding import is_sharded_tensor, local_of, shard_like, sharding_of
-from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, torch_dtype, unfillable
+from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, unfillable
 from holdfast.state.tree import references
+from holdfast.torch_dtypes import torch_dtype
 
 Rename = Callable[[str], str]
 _MAX_LISTED = 10
@@ -39,19 +40,6 @@ class LoadPhase(enum.IntEnum):
     OBJECT = 5
     VALUE = 6
     RNG = 7  # last, because any step before may draw random numbers
-
-
-@dataclass(frozen=True, slots=True)
-class FillTarget:
-    """Destination of a saved tensor's bytes.
-
-    Args:
-        tensor: contiguous, of the saved dtype, and of the region's sizes.
-        region: its region of the saved tensor; None for all of it.
-    """
-
-    tensor: torch.Tensor
-    region: Region | None = None
 
 
 class Load:

@@ -20,7 +20,7 @@ from holdfast.format.layout import Shard, check_name
 from holdfast.format.limits import MAX_DOCUMENT_BYTES
 from holdfast.format.part import DataFile
 from holdfast.format.partitioning import Region
-from holdfast.state.tensors import NAMES
+from holdfast.torch_dtypes import NAMES
 
 INDEX = "@dcp"
 """Key of the index of all ranks' values, in the values of rank 0."""

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.layout import FileLayout, Shard
-from holdfast.state.tensors import PLAIN, torch_dtype
+from holdfast.state.tensors import PLAIN
+from holdfast.torch_dtypes import torch_dtype
 
 
 @torch.no_grad()

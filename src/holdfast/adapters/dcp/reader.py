@@ -39,9 +39,9 @@ from holdfast.home.patience import LIMIT_S, Patience
 from holdfast.home.skipped import Skipped
 from holdfast.restore.parts import Located, Parts
 from holdfast.restore.read import FileRead, Want, read
-from holdfast.state.tensors import torch_dtype
 from holdfast.store import open_store
 from holdfast.store.contract import Store
+from holdfast.torch_dtypes import torch_dtype
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from holdfast.home.attempts import check_not_fenced, read_claim
 from holdfast.home.claim import claim_attempt, claim_run
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import Listing, candidates, list_home
-from holdfast.policy import line_of
+from holdfast.retention import line_of
 from holdfast.store import Store
 
 

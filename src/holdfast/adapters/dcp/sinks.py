@@ -13,7 +13,7 @@ from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import Shard
 from holdfast.restore.fill import CollectingSink, TensorSink
 from holdfast.restore.read import Sink
-from holdfast.state.tensors import torch_dtype
+from holdfast.torch_dtypes import torch_dtype
 
 
 def make_sinks(

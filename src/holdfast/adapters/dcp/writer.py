@@ -28,7 +28,7 @@ from holdfast.home.listing import list_home
 from holdfast.home.retain import Retention
 from holdfast.home.writer import WriterId
 from holdfast.keeper.persist import persist
-from holdfast.policy import Keep
+from holdfast.retention import Keep
 from holdfast.store import Store, open_store
 
 

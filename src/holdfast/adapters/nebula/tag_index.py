@@ -17,9 +17,9 @@ from holdfast.home.listing import Listing, candidates, list_home
 from holdfast.home.newest import list_patiently, usable
 from holdfast.home.patience import LIMIT_S, Patience
 from holdfast.home.skipped import Skipped
-from holdfast.policy import line_of
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.verify import check_verified
+from holdfast.retention import line_of
 from holdfast.store import Store
 from holdfast.store.tiered import TieredStore
 

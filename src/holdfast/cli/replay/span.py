@@ -8,10 +8,10 @@ from holdfast.errors import InvalidInput, NotFound
 from holdfast.format.manifest import Manifest
 from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
-from holdfast.policy import line_of
 from holdfast.report.curves import collect_curves
 from holdfast.report.events import parse_events
 from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.retention import line_of
 from holdfast.store import Store
 from holdfast.units import plural
 

@@ -16,13 +16,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from holdfast import torch_dtypes
 from holdfast.errors import Unsupported
 from holdfast.format import names, run
 from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.format.values import EntryRef, TensorRef
 from holdfast.home.documents import read_run
 from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.state import tensors
 from holdfast.store.local import LocalStore
 
 GOLDEN = Path(__file__).parent / "v1"
@@ -189,7 +189,7 @@ def test_every_dtype(name: str) -> None:
 
 def test_a_dtype_that_this_torch_lacks_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As float8_e8m0fnu on torch 2.6; the other tensors are read."""
-    monkeypatch.delitem(tensors._TORCH, "F8_E8M0", raising=False)
+    monkeypatch.delitem(torch_dtypes._TORCH, "F8_E8M0", raising=False)
     opened = open_checkpoint(GOLDEN / "two-ranks")
     with pytest.raises(
         Unsupported, match=r"saved as F8_E8M0 \(torch.float8_e8m0fnu\).*Install a newer torch"

@@ -200,7 +200,14 @@ def _of_size(state: str) -> tuple[Goal, ...]:
             _ours(state, lambda own: own["blocked_s"] * 1e3),
         ),
         Goal(
-            f"save() blocks, {size} that nothing owns",
+            f"save() blocks, {size} of averages, written after each step",
+            0.5,
+            "copies",
+            _SAVING,
+            _ours(state, lambda own: own["averages_blocked_s"] / own["averages_copy_s"]),
+        ),
+        Goal(
+            f"save() blocks, {size} that nothing owns, without steps",
             0.5,
             "copies",
             _SAVING,

@@ -74,7 +74,7 @@ def _check_gbps(image: memoryview, rounds: int) -> dict[str, float]:
 
     def with_check() -> None:
         check = ContentCheck(image)
-        hash_chunks(image, chunk_bytes_for(len(image)), on_chunk=check.add)
+        hash_chunks(image, chunk_bytes_for(len(image)), on_hashed=check.add)
         assert check.result().num_bad == 0
 
     plain, checked = [], []
@@ -100,7 +100,7 @@ def _durable_s(image: memoryview, rounds: int, folder: str | None) -> dict[str, 
                 store = open_store(home)
                 began = time.perf_counter()
                 if kind == "with":
-                    persist(store, "data", image, on_chunk=ContentCheck(image).add)
+                    persist(store, "data", image, on_hashed=ContentCheck(image).add)
                 else:
                     persist(store, "data", image)
                 found[kind].append(time.perf_counter() - began)

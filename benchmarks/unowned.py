@@ -4,46 +4,67 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from idle import wait_idle
 from limits import MemoryCopy
 from states import Subject
 
-NUM_SAVES = 4
-"""Saves of which the first does not count: its memory is touched for the first time."""
+NUM_FIRST = 3
+"""Saves that do not count: in the first, memory is touched for the first time, and two are observed."""
+NUM_SAVES = 3
+"""Saves that count."""
 
 
 def measure(subject: Subject, directory: Path) -> dict[str, float]:
-    """Return the median seconds that `save()` blocks for, and those of a copy in memory just before.
+    """Return the median seconds that `save()` blocks for, and those of a copy in memory just before each.
 
-    The tensors are in a plain dict, as an average of weights would be. Nothing waits for a copy of them
-    before it writes to them, so that all is copied before `save()` returns.
+    `averages_*`: the tensors are written after each optimizer step, as averages of weights are.
+    `unowned_*`: they are in a plain dict without any optimizer, and may be written at any time.
     """
-    import holdfast
-
     directory.mkdir()
+    tensors = subject.tensors()
+    layer = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step() -> None:
+        layer(torch.ones(8)).sum().backward()
+        optimizer.step()
+        torch._foreach_mul_(list(tensors.values()), 1.0)
+
+    trained = {"layer": layer, "optimizer": optimizer, "averages": tensors}
+    averages = _measure(subject, directory / "averages", trained, step)
+    plain = _measure(subject, directory / "plain", {"tensors": tensors}, lambda: None)
+    return {
+        "averages_blocked_s": averages[0],
+        "averages_copy_s": averages[1],
+        "unowned_blocked_s": plain[0],
+        "unowned_copy_s": plain[1],
+    }
+
+
+def _measure(
+    subject: Subject, home: Path, state: dict[str, Any], before: Callable[[], None]
+) -> tuple[float, float]:
+    """Return the median seconds of a save and of a copy, calling `before` before each save."""
+    import holdfast
 
     memory_bytes = int(1.1 * subject.num_bytes) + (64 << 20)
     blocked_s, copies_s = [], []
     copy = MemoryCopy(subject)
     with holdfast.Checkpointer(
-        directory / "home",
-        {"tensors": subject.tensors()},
-        every=10**9,
-        keep=1,
-        memory=memory_bytes,
-        quiet=True,
+        home, state, every=10**9, keep=1, memory=memory_bytes, quiet=True
     ) as checkpointer:
         checkpointer.prepare()
-        for step in range(1, NUM_SAVES + 1):
-            wait_idle(directory)
+        for step in range(1, NUM_FIRST + NUM_SAVES + 1):
+            wait_idle(home.parent)
+            before()
             copies_s.append(copy.run())
             started = time.perf_counter()
             save = checkpointer.save(step)
             blocked_s.append(time.perf_counter() - started)
             save.wait_durable()
-    return {
-        "unowned_blocked_s": statistics.median(blocked_s[1:]),
-        "unowned_copy_s": statistics.median(copies_s[1:]),
-    }
+    return statistics.median(blocked_s[NUM_FIRST:]), statistics.median(copies_s[NUM_FIRST:])

@@ -55,7 +55,7 @@ class Child:
         return status
 
     def said(self) -> str:
-        """What it has printed."""
+        """Return its output so far."""
         return self.output.read_text()
 
 

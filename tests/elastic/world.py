@@ -49,7 +49,7 @@ class World:
             end.send((body, args, env))
 
     def finish(self, *, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What the ranks have answered.
+        """Return the answers of the ranks.
 
         Raises:
             RankDied: a rank has ended, or does not answer.

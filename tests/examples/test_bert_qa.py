@@ -47,7 +47,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def curves(home: Path) -> dict[str, Curve]:
-    """What a run has told of itself, by name."""
+    """Return the curves of a run by name."""
     return {one.name: one for one in read_summary(open_store(str(home))).curves}
 
 

@@ -157,7 +157,7 @@ def test_looking_inside_reports_damage(first: tuple[Path, str], tmp_path: Path) 
 def test_sharded_training_killed_on_four_ranks_resumes_on_two_then_three(
     tmp_path: Path,
 ) -> None:
-    """What each start has restored is, bit for bit, what its checkpoint holds."""
+    """Each start restores its checkpoint, bit for bit."""
     home = tmp_path / "home"
     kill = {"HOLDFAST_KILL_AT": "trainer.handed:3", "HOLDFAST_KILL_MARK": str(tmp_path / "mark")}
     killed = run_example("05_fsdp2.py", home, launcher=on_ranks(4), **kill)

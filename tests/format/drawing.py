@@ -64,7 +64,7 @@ def tensors(draw: st.DrawFn, ranks: list[int]) -> Tensor:
 
 @st.composite
 def catalogs(draw: st.DrawFn, ranks: list[int]) -> Catalog:
-    """What some ranks have in common."""
+    """Draw tensors and values that some ranks have in common."""
     held = draw(st.dictionaries(tensor_names, tensors(ranks), max_size=4))
     aliases = draw(st.dictionaries(text, st.sampled_from(sorted(held)), max_size=2)) if held else {}
     return Catalog(held, aliases)

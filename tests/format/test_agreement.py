@@ -21,7 +21,7 @@ F32 = "F32"
 
 
 def agreed(*by_rank: Catalog) -> Agreement:
-    """What ranks with these catalogs agree on; equal ones are handed over once."""
+    """Return the agreement of ranks with these catalogs; equal ones are passed once."""
     texts = list(map(catalog_text, by_rank))
     different = list(dict.fromkeys(texts))
     return agree(tuple(different), tuple(different.index(text) for text in texts))

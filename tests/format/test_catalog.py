@@ -144,7 +144,7 @@ json_values = st.recursive(
 
 @given(st.data())
 def test_any_value_of_a_member_is_parsed_or_corrupt(data: st.DataObject) -> None:
-    """What is read can be used: its regions can be made and its text written."""
+    """A catalog that was read can be used: its regions can be made and its text written."""
     body = body_of()
     spot = data.draw(
         st.sampled_from(["cuts", "groups", "tensors", "tied", "splits", "ranks", "row", "boxes"])

@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.format.hashes import (
+    CACHED_BYTES,
     CHUNKS_PER_FILE,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     chunk_bytes_for,
     chunk_ranges,
     digest,
+    hash_chunks,
 )
 
 sizes = st.integers(0, 1 << 45)
@@ -40,6 +42,20 @@ def test_chunks_cover_the_file_in_order(file_bytes: int, chunk_bytes: int) -> No
     assert [i for start, stop in ranges for i in range(start, stop)] == list(range(file_bytes))
     assert all(stop - start == chunk_bytes for start, stop in ranges[:-1])
     assert all(stop > start for start, stop in ranges)
+
+
+@given(st.integers(0, 3 * CACHED_BYTES), st.sampled_from([32 << 10, 96_000, 128 << 10, 1 << 20]))
+def test_hashed_ranges_are_reported_in_order_whatever_the_chunks(file_bytes: int, chunk_bytes: int) -> None:
+    """Small chunks together, as far as they fit into the cache, and never a part of a chunk."""
+    data = memoryview(bytes(file_bytes))
+    reported: list[tuple[int, int]] = []
+    hashes = hash_chunks(data, chunk_bytes, on_hashed=lambda start, stop: reported.append((start, stop)))
+    assert hashes == hash_chunks(data, chunk_bytes)
+    assert [start for start, _ in reported] == [0, *(stop for _, stop in reported)][: len(reported)]
+    assert file_bytes == (reported[-1][1] if reported else 0)
+    assert all(start % chunk_bytes == 0 for start, _ in reported)
+    assert all(stop - start <= max(CACHED_BYTES, chunk_bytes) for start, stop in reported)
+    assert len(reported) == -(-file_bytes // max(CACHED_BYTES // chunk_bytes * chunk_bytes, chunk_bytes))
 
 
 @given(st.binary())

@@ -73,7 +73,7 @@ OWN: list[list[Own]] = [[("rng", "U8", (16,), 4096)]] * 2
 
 
 def test_a_manifest_lists_owners_ties_and_files() -> None:
-    """Who holds all of a tensor, which tensors every rank has, which are split; hashes of all parts."""
+    """Whole owners, tensors of every rank, split tensors, and the hashes of all parts."""
     own = [[("rng", "U8", (n,), 4096)] for n in (16, 24)]  # sizes may differ by rank
     ranks = parts_of([EXAMPLE, EXAMPLE], own)
     merged = merge(ranks)
@@ -181,7 +181,7 @@ def healths() -> st.SearchStrategy[Health]:
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """What parts that fit together are merged into."""
+    """Draw parts that fit together, and return their manifest."""
     ranks = list(range(draw(st.integers(1, 5))))
     common = draw(catalogs(ranks))
     free = text.filter(lambda name: name not in common.tensors)

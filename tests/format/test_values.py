@@ -439,7 +439,7 @@ def test_an_array_of_objects_is_refused() -> None:
 
 
 def test_cycles_and_deep_nesting_are_refused() -> None:
-    """What is written can be read back: the limit is the reader's."""
+    """Written values can be read back: the limit is the reader's."""
     own: list[Any] = []
     own.append(own)
     deep: Any = 0

@@ -358,7 +358,8 @@ class Checkpointer:
 
         Ranks: every rank calls it for the same step. Not collective, unless it may skip, or
             nothing was restored or saved before.
-        Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
+        Blocks: for the copy of what no optimizer owns, unless earlier saves have shown that it is written
+            after a step only; and while no staging memory is free.
         """
         with self._training.guard("save()", alone=True):
             step = parse_step(step, "save()")

@@ -120,6 +120,7 @@ class Pipeline:
                 arena,
                 then=submit,
                 at_once=order.must,
+                is_lent=self.objects.are_lent,
                 witnesses=audited.witnesses,
             )
         except BaseException:
@@ -138,6 +139,7 @@ class Pipeline:
                 catalog=catalog,
                 per_rank=captured.per_rank,
                 owned=captured.owned,
+                temporary=captured.structure.temporary,
                 rank=rank,
             )
             plan = make(witnesses=self._audit.witnesses, witness_bytes=self._audit.witness_bytes)

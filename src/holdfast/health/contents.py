@@ -1,4 +1,4 @@
-"""Contents of a data file: its floating-point tensors, checked and summed up chunk by chunk. No torch.
+"""Contents of a data file: its floating-point tensors, checked and summed up block by block. No torch.
 
 One dot product of a block with itself is both: its sum of squares, and finite only if every element is. So
 the check is one pass over memory that the hash has just brought into the cache.
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+from holdfast.format.hashes import CACHED_BYTES
 from holdfast.format.health import MAX_NAMES, Squares, TensorHealth
 from holdfast.format.layout import header_bytes, parse_header
 
-_BLOCK_BYTES = 256 << 10
-"""Bytes that are checked at once: they fit into the cache, and BLAS uses one thread for them."""
+_BLOCK_BYTES = CACHED_BYTES
+"""Bytes that are checked at once."""
 _MOMENT = re.compile(r"(?:^|\.)state\.")
 _TRAINED = re.compile(r"(?:^|\.)(?:weight|bias)$")
 """Usual names of parameters. Masks have others."""

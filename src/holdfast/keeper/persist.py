@@ -19,7 +19,7 @@ def persist(
     image: memoryview,
     *,
     bytes_per_s: float | None = None,
-    on_chunk: Callable[[int, int], None] | None = None,
+    on_hashed: Callable[[int, int], None] | None = None,
 ) -> DataFile:
     """Write an image to a store durably, and return its size and chunk hashes.
 
@@ -28,7 +28,7 @@ def persist(
 
     Args:
         bytes_per_s: limit on the rate; None for no limit.
-        on_chunk: called with the range of each chunk that was hashed, by the thread that hashes.
+        on_hashed: called with each range that was hashed, in order, by the thread that hashes.
 
     Raises:
         Conflict: the name exists with other bytes.
@@ -39,7 +39,7 @@ def persist(
     chunk_bytes = chunk_bytes_for(len(image))
     # In another thread: both xxh3 and write release the interpreter lock.
     with ThreadPoolExecutor(1, "holdfast-hash") as hasher:
-        chunks = hasher.submit(hash_chunks, image, chunk_bytes, on_chunk=on_chunk)
+        chunks = hasher.submit(hash_chunks, image, chunk_bytes, on_hashed=on_hashed)
         try:
             rate.put(store, name, image, bytes_per_s)
         except Conflict:

@@ -126,7 +126,7 @@ class SaveFiles:
             name,
             image,
             bytes_per_s=config.persist_bandwidth,
-            on_chunk=None if check is None else check.add,
+            on_hashed=None if check is None else check.add,
         )
         failpoint("keeper.data")
         self._history.settle()

@@ -29,7 +29,7 @@ class SavePlan:
     """
 
     names: tuple[str, ...]  # of the tensors this rank writes, in the order of `shards`
-    blocking: tuple[int, ...]  # indices of tensors that are copied before save() returns
+    lasting: tuple[int, ...]  # indices of tensors without an owner, in memory that lasts from save to save
     background: tuple[int, ...]  # indices of tensors that an optimizer owns
     frozen: tuple[int, ...]  # indices of tensors that no optimizer trains
     large: frozenset[int]  # indices of tensors that may be copied in the background
@@ -56,6 +56,7 @@ class SavePlan:
         per_rank: Collection[str],
         owned: Collection[str],
         rank: int,
+        temporary: Collection[str] = (),
         witnesses: Collection[str] = (),
         witness_bytes: int = 0,
     ) -> SavePlan:
@@ -66,6 +67,7 @@ class SavePlan:
             catalog: the tensors that this rank holds, without its own ones.
             per_rank: names of its own tensors.
             owned: names of tensors that only an optimizer's step changes.
+            temporary: names of tensors in memory that their object may release.
             witnesses: names of tensors that are not written, but copied at some saves to be hashed.
             witness_bytes: most bytes of the witnesses of one save, each from `WITNESS_ALIGNMENT` on.
         """
@@ -90,7 +92,7 @@ class SavePlan:
         large |= {i for i, name in others.items() if tensors[name].nbytes >= LARGE_BYTES}
         return cls(
             names=tuple(shard.name for shard in shards),
-            blocking=tuple(i for i in changing if shards[i].name not in owned),
+            lasting=tuple(i for i in changing if shards[i].name not in {*owned, *temporary}),
             background=tuple(i for i in changing if shards[i].name in owned),
             frozen=tuple(frozen),
             large=frozenset(large),

@@ -19,6 +19,7 @@ from holdfast.dtensor import is_dtensor
 from holdfast.errors import InvalidInput
 from holdfast.failpoint import failpoint
 from holdfast.stage.arena import Arena
+from holdfast.stage.calm import CalmTensors
 from holdfast.stage.plan import SavePlan
 from holdfast.stage.repeats import Repeats
 from holdfast.stage.step_hook import LastStep, StepHook
@@ -104,6 +105,7 @@ class Stager:
         self.num_steps = 0
         self.repeats = Repeats()
         self.watcher = Watcher()
+        self._calm = CalmTensors()
         self._current: Staging | None = None
         self._hook = StepHook(self._before_step)
         self._hook.add_known(optimizers)
@@ -166,6 +168,8 @@ class Stager:
     def _before_step(self, optimizer: Optimizer) -> None:
         is_known = self._hook.is_known(optimizer)
         self.num_steps += is_known
+        if is_known:
+            self._calm.end()
         staging = self._current
         if staging is None or staging.done.is_set():
             return
@@ -194,14 +198,16 @@ class Stager:
         *,
         then: Callable[[Staging], None],
         at_once: bool = False,
+        is_lent: bool = False,
         witnesses: Mapping[int, int] = _NO_WITNESSES,
     ) -> Staging:
         """Start to copy `tensors` into `arena`.
 
         A tensor is copied in the background if it is large, can be watched meanwhile, and either is owned by
-        an optimizer, or is frozen with the same address and version as at the previous save. Everything else
-        is copied before this returns. Such frozen tensors that cannot be watched are also copied in the
-        background: the keeper proves by their hashes that they have not changed.
+        an optimizer, or is frozen with the same address and version as at the previous save, or is calm: not
+        written before the next step after earlier saves. Everything else is copied before this returns. Such
+        frozen tensors that cannot be watched are also copied in the background: the keeper proves by their
+        hashes that they have not changed.
 
         Witnesses are copied by the same rules, after everything else. A torn one does not spoil the save.
 
@@ -209,14 +215,17 @@ class Stager:
             arena: of `plan.arena_bytes` or more.
             then: called in the background thread after the copy, successful or not.
             at_once: copy everything before returning.
+            is_lent: the caller may write to what no optimizer owns as soon as this returns.
             witnesses: offsets in the arena, by index, of those that are copied too.
 
         Blocks: for the copy of all that is not copied in the background, and for an earlier copy.
         """
         self.wait()
+        self._calm.cancel()
         staging = self._current = Staging(arena)
+        free = () if at_once or is_lent or plan.is_cuda else plan.lasting
         try:
-            self._start(staging, plan, tensors, then, at_once=at_once, witnesses=witnesses)
+            self._start(staging, plan, tensors, then, free, at_once=at_once, witnesses=witnesses)
         except BaseException:  # no copy will run, so nothing may wait for it
             staging.done.set()
             self.distrust_frozen()  # this save will have no hashes to compare with
@@ -229,22 +238,24 @@ class Stager:
         plan: SavePlan,
         tensors: Mapping[str, torch.Tensor],
         then: Callable[[Staging], None],
+        free: tuple[int, ...],
         *,
         at_once: bool,
         witnesses: Mapping[int, int],
     ) -> None:
+        """Start as `stage` does. `free` are tensors without an owner that may be calm."""
         live = [tensors[name] for name in plan.live_names]
         self._frozen_names = frozenset(plan.names[i] for i in plan.frozen)
         if plan.is_cuda:
             staging.arena.pin()
         views = [*plan.views(staging.arena), *_witness_views(plan, live, staging.arena, witnesses)]
-        calm = () if at_once else self._calm(plan, witnesses)
+        calm = () if at_once else self._calm_witnesses(plan, witnesses)
         watches: tuple[Watch, ...] = ()
         if plan.is_cuda:
             later = (*self._divide_cuda(staging, plan, live, at_once=at_once), *calm)
         else:
             self.watcher.locate(live, plan.large)
-            later, watch = self._divide(staging, plan, live, at_once=at_once)
+            later, watch = self._divide(staging, plan, live, free, at_once=at_once)
             watches = watch, self.watcher.start({i: live[i] for i in calm if i in plan.large})
             later = (*later, *watches[1].tensors)
         try:
@@ -256,10 +267,10 @@ class Stager:
             if plan.is_cuda:
                 self._start_cuda(staging, blocking, later, live, views)
             else:
-                changed = self._copy_blocking(plan, blocking, live, views)
+                changed = self._copy_blocking(plan, blocking, live, views, free)
             self._check_threads(live)  # another one may just have begun its first step
             failpoint("trainer.staging")
-            work = _Background(self, staging, plan, later, live, views, watches, changed, then)
+            work = _Background(self, staging, plan, later, live, views, watches, changed, free, then)
             thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
             thread.start()
         except BaseException:
@@ -268,7 +279,7 @@ class Stager:
             raise
         self._thread = thread
 
-    def _calm(self, plan: SavePlan, witnesses: Mapping[int, int]) -> tuple[int, ...]:
+    def _calm_witnesses(self, plan: SavePlan, witnesses: Mapping[int, int]) -> tuple[int, ...]:
         """Return the indices of witnesses that may be copied in the background."""
         names, torn = plan.live_names, self._torn_witnesses
         return tuple(
@@ -282,11 +293,17 @@ class Stager:
         self._torn_witnesses.update(plan.live_names[i] for i in torn)
 
     def _divide(
-        self, staging: Staging, plan: SavePlan, live: list[torch.Tensor], *, at_once: bool
+        self,
+        staging: Staging,
+        plan: SavePlan,
+        live: list[torch.Tensor],
+        free: tuple[int, ...],
+        *,
+        at_once: bool,
     ) -> tuple[tuple[int, ...], Watch]:
         """Return the tensors to copy in the background, and the watch over them, already started."""
         names, frozen = plan.names, self._unchanged(plan, live)
-        wanted = () if at_once else (*plan.background, *frozen)
+        wanted = () if at_once else (*plan.background, *frozen, *self._find_calm(plan, free))
         watch = self.watcher.start(
             {i: live[i] for i in wanted if i in plan.large and names[i] not in self.repeats}
         )
@@ -295,6 +312,9 @@ class Stager:
         if staging.is_frozen_unchanged:
             later.update(frozen)
         return tuple(sorted(later)), watch
+
+    def _find_calm(self, plan: SavePlan, free: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(i for i in free if plan.names[i] in self._calm)
 
     def _unchanged(self, plan: SavePlan, live: list[torch.Tensor]) -> tuple[int, ...]:
         """Return the frozen tensors if all have the addresses and versions of the previous save."""
@@ -320,15 +340,28 @@ class Stager:
         return (*later, *frozen) if staging.is_frozen_unchanged else tuple(later)
 
     def _copy_blocking(
-        self, plan: SavePlan, blocking: tuple[int, ...], live: list[torch.Tensor], views: list[torch.Tensor]
+        self,
+        plan: SavePlan,
+        blocking: tuple[int, ...],
+        live: list[torch.Tensor],
+        views: list[torch.Tensor],
+        free: tuple[int, ...],
     ) -> set[int]:
         """Copy while the caller waits; return the indices of tensors that another thread has changed."""
         large = {i: live[i] for i in sorted(plan.large.intersection(blocking))}
         watch, counters = self.watcher.start(large), VersionCounters(large)
         try:
             _copy_in_threads([views[i] for i in blocking], [live[i] for i in blocking])
-        finally:
-            changed = set(watch.end(views))
+            changed = set(watch.find_written())
+        except BaseException:
+            watch.cancel()
+            raise
+        watch.complete(views)
+        observed = self._calm.choose(plan.number, {i: plan.names[i] for i in free if i in watch.tensors})
+        if observed:
+            self._calm.observe(watch, observed)
+        else:
+            watch.cancel()
         changed |= counters.find_changed()
         shared = self.watcher.shared.intersection(blocking)  # writes of other processes show only so
         return changed | {i for i in shared if not _is_equal(views[i], live[i])}
@@ -363,6 +396,14 @@ class Stager:
             self.repeats.record_torn(self._frozen_names)
         self._frozen = None
 
+    def record_torn(self, names: tuple[str, ...]) -> None:
+        """Copy tensors before `stage` returns, because a copy of them was torn.
+
+        For some saves, and those without an owner from now on.
+        """
+        self.repeats.record_torn(names)
+        self._calm.record_torn(names)
+
     def settle(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Move large tensors into huge pages, so that watching them costs almost nothing.
 
@@ -371,7 +412,7 @@ class Stager:
         live, current = [tensors[name] for name in plan.live_names], self._current
         if not plan.is_cuda:
             self.watcher.locate(live, plan.large)
-            self._settle(plan, live, current)
+            self._settle(plan, live, plan.lasting, current)
 
     def settle_in_background(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Call `settle` in a thread, once. The first save then need not protect small pages.
@@ -383,12 +424,15 @@ class Stager:
         live = [tensors[name] for name in plan.live_names]
         self.watcher.locate(live, plan.large)  # not in the thread: a concurrent save reads the result
         self._settling = threading.Thread(
-            target=self._settle, args=(plan, live, None), name="holdfast-settle", daemon=True
+            target=self._settle, args=(plan, live, plan.lasting, None), name="holdfast-settle", daemon=True
         )
         self._settling.start()
 
-    def _settle(self, plan: SavePlan, live: list[torch.Tensor], current: Staging | None) -> None:
-        large = {i: live[i] for i in (*plan.background, *plan.frozen) if i in plan.large}
+    def _settle(
+        self, plan: SavePlan, live: list[torch.Tensor], free: tuple[int, ...], current: Staging | None
+    ) -> None:
+        settled = () if self._calm.is_observing else free  # protected pages stay small
+        large = {i: live[i] for i in (*plan.background, *plan.frozen, *settled) if i in plan.large}
         self.watcher.use_huge_pages(large, until=lambda: self._closing or self._current is not current)
 
     def close(self) -> None:
@@ -398,6 +442,7 @@ class Stager:
             if thread is not None:
                 thread.join()
         self._hook.remove()
+        self._calm.cancel()
         self.watcher.close()
 
 
@@ -413,6 +458,7 @@ class _Background:
     views: list[torch.Tensor]
     watches: tuple[Watch, ...]
     changed: set[int]  # during the blocking copy
+    free: tuple[int, ...]  # tensors without an owner that may be calm
     then: Callable[[Staging], None]
 
     def run(self) -> None:
@@ -429,7 +475,7 @@ class _Background:
         finally:
             staging.done.set()
         if staging.copied_event is None:
-            self.stager._settle(self.plan, self.live, staging)
+            self.stager._settle(self.plan, self.live, self.free, staging)
 
     def _copy(self) -> None:
         if self.staging.copied_event is not None:
@@ -450,7 +496,7 @@ class _Background:
         self.stager.note_witnesses(self.plan, self.staging.torn_witnesses)
         self.staging.changed = tuple(self.plan.names[i] for i in changed)
         if changed:
-            self.stager.repeats.record_torn(self.staging.changed)
+            self.stager.record_torn(self.staging.changed)
         else:
             self.stager.repeats.record_saved()
 

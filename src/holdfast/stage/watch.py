@@ -33,7 +33,7 @@ class Watcher:
         self._places = _Places({}, [], {})
         self._mappings: list[Range] = []
         self._extents: dict[tuple[int, ...], Extents] = {}
-        self._huge: Extents | None = None  # in huge pages as far as the kernel could
+        self._huge: frozenset[int] = frozenset()  # in huge pages as far as the kernel could
         try:
             self._tracker = WriteTracker()
         except OSError as error:
@@ -60,7 +60,7 @@ class Watcher:
         if has_moved or shared != self.shared:
             # The extents come last: a concurrent thread that finds them empty and fills them must not
             # treat newly shared memory as private.
-            self.shared, self._extents = shared, {}
+            self.shared, self._extents, self._huge = shared, {}, frozenset()
 
     def _find_shared(self, tensors: Mapping[int, torch.Tensor]) -> set[int]:
         plain = {i: t for i, t in tensors.items() if t.device.type == "cpu" and t.nbytes}
@@ -81,7 +81,7 @@ class Watcher:
             return Watch(None, _NOTHING, {}, None)
         extents = self._find_extents(tensors)
         try:
-            self._tracker.start(extents.ranges, in_huge_pages=extents is self._huge)
+            self._tracker.start(extents.ranges, in_huge_pages=self._huge.issuperset(tensors))
         except OSError:
             extents = self._extents[tuple(tensors)] = self._start_each(tensors, extents)
         watched = {index: tensors[index] for index in extents.indices}
@@ -129,12 +129,12 @@ class Watcher:
         """
         if self._tracker is None:
             return
-        extents = self._find_extents(tensors)
-        if extents is self._huge:
+        if self._huge.issuperset(tensors):
             return
+        extents, known = self._find_extents(tensors), self._extents
         use_huge_pages(self._tracker.find_small(extents.ranges), until=until)
-        if not until():
-            self._huge = extents  # if the kernel had none left, asking again would not help
+        if not until() and known is self._extents:
+            self._huge |= frozenset(tensors)  # if the kernel had none left, asking again would not help
 
     def close(self) -> None:
         """Release the kernel's record. No watch may be running."""
@@ -163,15 +163,24 @@ class Watch:
             copies: of the tensors, by index, complete and contiguous. They receive the bytes of shared pages
                 that were saved when the watch began.
         """
-        if self.tracker is None:
-            return []
-        written = self.extents.touched_by(self.tracker.find_written(self.extents.ranges))
-        self.tracker.stop(self.extents.ranges)
-        self._put_edges(copies)
+        written = self.find_written()
+        self.cancel()
+        self.complete(copies)
         return written
 
+    def find_written(self) -> list[int]:
+        """Return the indices of tensors that were written since the watch began."""
+        if self.tracker is None:
+            return []
+        return self.extents.touched_by(self.tracker.find_written(self.extents.ranges))
+
+    def complete(self, copies: Sequence[torch.Tensor]) -> None:
+        """Put the bytes of shared pages into copies, as for `end`."""
+        if self.tracker is not None:
+            self._put_edges(copies)
+
     def cancel(self) -> None:
-        """End the watch without a copy."""
+        """End the watch without a result."""
         if self.tracker is not None:
             self.tracker.stop(self.extents.ranges)
 

@@ -107,7 +107,8 @@ class FSDP1ModuleEntry(StateEntry):
         for key, value in state.items():
             fqn, parameter, buffer = canonical(module, key)
             replication = self.replication or (buffer if key in buffers else parameter)
-            rows.append((f"{self.key}.{fqn}", fqn, value, Role(replication, in_module=key not in buffers)))
+            role = Role(replication, in_module=key not in buffers, is_temporary=True)
+            rows.append((f"{self.key}.{fqn}", fqn, value, role))
         return rows
 
     @override
@@ -163,7 +164,7 @@ class FSDP1OptimizerEntry(StateEntry):
     def capture(self, collector: TensorCollector) -> Any:
         state = self._state_dict()
         other: dict[str, Any] = {}
-        role = Role(self.replication or Replication.REPLICATED)
+        role = Role(self.replication or Replication.REPLICATED, is_temporary=True)
         for fqn, layout in state["state"].items():
             name = self._name(fqn)
             for key, value in layout.items():

@@ -35,6 +35,7 @@ class Role(NamedTuple):
     is_named: bool = False  # a parameter that optimizers name their state after
     is_owned: bool = False  # changed only by a step of an optimizer in the state
     in_module: bool = False
+    is_temporary: bool = False  # in memory that its object may release
     is_inner: bool = False  # an inner tensor of a parameter that is a composite tensor
     follows: str | None = None  # the parameter whose state it is, held by the same ranks
 
@@ -50,6 +51,7 @@ class StateStructure:
     shardings: dict[str, Sharding]
     per_rank: frozenset[str]
     owned: frozenset[str]
+    temporary: frozenset[str]
     frozen: frozenset[str]
     tied: dict[str, str]
     lowest: dict[str, ShardLayout]  # the layouts of all holders, where only the lowest has the true bytes
@@ -95,6 +97,7 @@ class TensorTable:
         self._named: dict[int, str] = {}  # id of a sharded tensor -> name
         self._per_rank: set[str] = set()
         self._owned: set[str] = set()
+        self._temporary: set[str] = set()
         self._checked = checked
         self._at: dict[int, str] = {}  # address -> first tensor that starts there
         self._more: dict[int, list[str]] = {}  # address -> other tensors that start there
@@ -126,6 +129,8 @@ class TensorTable:
         self._row_of[name] = len(self.names)
         if role.is_owned and is_here:
             self._owned.add(holder)
+        if role.is_temporary:
+            self._temporary.add(holder)
         if role.is_named:
             self.parameter_names.setdefault(id(tensor), name)
         self.names.append(name)
@@ -195,6 +200,7 @@ class TensorTable:
             shardings=self._shardings(agreement),
             per_rank=frozenset(self._per_rank),
             owned=frozenset(self._owned),
+            temporary=frozenset(self._temporary),
             frozen=self._frozen() if is_frozen_known and self.owners else frozenset(),
             tied=dict(self.tied),
             lowest=self._lowest(agreement),

@@ -62,6 +62,9 @@ class State:
             own that is in a container is saved under its key path: "gan.g" in {"gan": {"g": module}}.
         world: this rank and the number of ranks that save together; by default from torch.distributed.
 
+    Attributes:
+        are_lent: the objects are others for now, see `lent`.
+
     Raises:
         InvalidInput: a key or a value cannot be saved, named by its key path.
         Unsupported: this version cannot save a kind of tensor or module.
@@ -70,6 +73,7 @@ class State:
     def __init__(self, objects: MutableMapping[str, Any], *, world: tuple[int, int] | None = None) -> None:
         self._objects = objects
         self._lent_optimizers: list[torch.optim.Optimizer] = []
+        self.are_lent = False
         self._given_world = world
         self._entries: dict[str, StateEntry] = {}
         self._found: dict[str, _Found] = {}
@@ -188,7 +192,7 @@ class State:
             objects: the objects.
             optimizers: optimizers whose memory `objects` may refer to.
         """
-        own, self._objects = self._objects, objects
+        own, self._objects, self.are_lent = self._objects, objects, True
         self._lent_optimizers = [one for one in optimizers if has_step_hooks(one)]
         self._release_memory()
         try:
@@ -196,7 +200,7 @@ class State:
         finally:
             self._objects, self._entries, self._found = own, {}, {}
             self._release_memory()
-            self._lent_optimizers = []
+            self._lent_optimizers, self.are_lent = [], False
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers whose steps change tensors in `CapturedState.owned`."""

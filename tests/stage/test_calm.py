@@ -1,0 +1,189 @@
+"""Tensors without an owner: copied before save() returns until they prove to be written only after a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import holdfast
+from holdfast.errors import InvalidInput, SaveWarning
+from holdfast.format.catalog import Catalog, Tensor
+from holdfast.format.partitioning import whole
+from holdfast.stage import SavePlan
+from holdfast.stage.watch import Watcher
+from stage.training import CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
+
+pytestmark = pytest.mark.skipif(Watcher().refusal is not None, reason="this kernel keeps no record of writes")
+
+SIZE = 20_000  # elements: large enough to be copied beside the training
+
+
+@dataclass
+class Averaged:
+    """A training with an average of weights that nothing owns, and a gate in front of background copies."""
+
+    home: Path
+    ckpt: holdfast.Checkpointer
+    gate: CopyGate
+    model: nn.Module
+    optimizer: SGD
+    average: torch.Tensor
+    saved: int = 0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state that is saved."""
+        return {"model": self.model, "optimizer": self.optimizer, "average": self.average}
+
+    def step(self) -> None:
+        """Train one step, and update the average after it."""
+        train(self.model, self.optimizer)
+        self.average.lerp_(torch.rand(SIZE), 0.1)
+
+    def is_calm(self) -> bool:
+        """Save, and return True if the average was copied in the background, as its memory shows."""
+        self.gate.opened.clear()
+        self.saved += 1
+        expected, save = snapshot(self.state), self.ckpt.save(self.saved)
+        staging = self.ckpt._components.pipeline.stager._current
+        assert staging is not None
+        found = self.average.data_ptr() in staging.addresses
+        self.gate.opened.set()
+        save.wait_durable()
+        check_saved(self.home, self.saved, expected)
+        return found
+
+
+@pytest.fixture
+def averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    model = make_model()
+    optimizer, average = SGD(model.parameters(), lr=0.1, momentum=0.9), torch.rand(SIZE)
+    train(model, optimizer)  # its momentum is there from the first save on
+    state = {"model": model, "optimizer": optimizer, "average": average}
+    gate = CopyGate(monkeypatch)
+    gate.open_when_stepping([optimizer])
+    with make_checkpointer(tmp_path / "home", state, keep=None, every=10**6) as ckpt:
+        yield Averaged(tmp_path / "home", ckpt, gate, model, optimizer, average)
+
+
+def run(averaged: Averaged, saves: int, *, between: Callable[[], object] = lambda: None) -> list[bool]:
+    """Save, then call `between` and train a step, several times; return whether the average was calm."""
+    found = []
+    for _ in range(saves):
+        found.append(averaged.is_calm())
+        between()
+        averaged.step()
+    return found
+
+
+def test_an_average_that_is_written_after_each_step_is_copied_in_the_background_from_the_third_save_on(
+    averaged: Averaged,
+) -> None:
+    assert run(averaged, 5) == [False, False, True, True, True]
+
+
+def test_a_tensor_that_is_written_between_a_save_and_a_step_never_is(averaged: Averaged) -> None:
+    assert run(averaged, 9, between=lambda: averaged.average.data.clamp_(0, 0.9)) == [False] * 9
+
+
+def test_one_write_begins_the_series_of_observations_again(averaged: Averaged) -> None:
+    """After saves 1, 2, 4, 8 and 16."""
+
+    def write_twice() -> None:
+        if averaged.saved in (2, 5):
+            averaged.average.numpy().fill(averaged.saved)
+
+    found = run(averaged, 17, between=write_twice)
+    assert found == [False] * 8 + [True] * 9
+
+
+def test_without_steps_nothing_is_calm(averaged: Averaged) -> None:
+    """No optimizer would wait for the copy."""
+    averaged.step()
+    assert [averaged.is_calm() for _ in range(6)] == [False] * 6
+
+
+def test_steps_of_other_optimizers_prove_nothing(averaged: Averaged) -> None:
+    other = make_model()
+    optimizer = SGD(other.parameters(), lr=0.1)
+    found = []
+    for _ in range(5):
+        found.append(averaged.is_calm())
+        train(other, optimizer)
+    assert found == [False] * 5
+
+
+def test_a_write_to_a_calm_tensor_drops_one_save_and_the_tensor_is_never_calm_again(
+    averaged: Averaged,
+) -> None:
+    assert run(averaged, 3)[-1]
+    averaged.gate.opened.clear()
+    torn = averaged.ckpt.save(4)
+    averaged.average.data.fill_(0.5)
+    averaged.gate.opened.set()
+    with pytest.raises(InvalidInput, match=r"average was written while it was being copied"):
+        torn.wait_durable()
+    assert averaged.ckpt.should_save(5), "the save is repeated, though none is due"
+    averaged.saved = 4
+    with pytest.warns(SaveWarning, match="step 4 was dropped"):
+        assert not averaged.is_calm()
+    assert run(averaged, 30) == [False] * 30
+
+
+def test_a_step_waits_for_the_copies_of_calm_tensors(averaged: Averaged) -> None:
+    """The average is updated after the step, so its copy is that of the save."""
+    assert run(averaged, 3)[-1]
+    averaged.gate.opened.clear()
+    expected = snapshot(averaged.state)
+    save = averaged.ckpt.save(4)
+    averaged.step()
+    save.wait_durable()
+    check_saved(averaged.home, 4, expected)
+
+
+def test_a_child_process_does_not_end_the_observation_of_its_parent(averaged: Averaged) -> None:
+    assert not averaged.is_calm()
+    child = os.fork()
+    if child == 0:
+        try:
+            averaged.ckpt._components.pipeline.stager._calm.end()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    averaged.average.fill_(0.25)  # it is still recorded
+    averaged.step()
+    assert run(averaged, 3) == [False, False, False]
+
+
+def test_a_state_that_is_given_to_save_may_be_written_to_at_once(tmp_path: Path) -> None:
+    """As the documentation of `save` promises."""
+    model, average = make_model(), torch.rand(SIZE)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with make_checkpointer(tmp_path / "home", None, keep=None) as ckpt:
+        for step in range(1, 6):
+            train(model, optimizer)
+            expected = {"average": average.clone()}
+            save = ckpt.save(step, {"model": model, "optimizer": optimizer, "average": average})
+            if step > 4:
+                average.zero_()
+            save.wait_durable()
+            check_saved(tmp_path / "home", step, expected)
+
+
+def test_memory_that_an_object_may_release_is_never_calm() -> None:
+    """As that of FSDP1's parameters: their storage is resized beside training."""
+    tensors = {name: torch.rand(SIZE) for name in ("owned", "plain", "released")}
+    rows = {name: Tensor("F32", (SIZE,), whole(0), (0,), False) for name in tensors}
+    plan = SavePlan.make(
+        tensors, catalog=Catalog(rows, {}), per_rank=(), owned={"owned"}, temporary={"released"}, rank=0
+    )
+    assert [plan.names[i] for i in plan.lasting] == ["plain"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ from holdfast.errors import InvalidInput, SaveWarning
 from holdfast.format.catalog import Catalog, Tensor
 from holdfast.format.partitioning import whole
 from holdfast.stage import SavePlan
+from holdfast.stage.calm import CalmTensors
 from holdfast.stage.watch import Watcher
 from stage.training import CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
 
@@ -162,6 +166,75 @@ def test_a_child_process_does_not_end_the_observation_of_its_parent(averaged: Av
     averaged.average.fill_(0.25)  # it is still recorded
     averaged.step()
     assert run(averaged, 3) == [False, False, False]
+
+
+def test_a_child_process_does_not_wait_for_the_copy_of_its_parent(averaged: Averaged) -> None:
+    averaged.gate.opened.clear()
+    save = averaged.ckpt.save(1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            averaged.ckpt._components.pipeline.stager._before_step(averaged.optimizer)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    averaged.gate.opened.set()
+    save.wait_durable()
+
+
+def test_an_average_in_a_file_is_copied_before_save_returns_while_it_has_pages_of_the_file(
+    averaged: Averaged, tmp_path: Path
+) -> None:
+    """Another program that writes to the file would change it without a trace."""
+    path = tmp_path / "average"
+    path.write_bytes(averaged.average.numpy().tobytes())
+    averaged.average = averaged.ckpt.state["average"] = torch.from_file(str(path), shared=False, size=SIZE)
+    found = []
+    for _ in range(4):
+        found.append(averaged.is_calm())
+        train(averaged.model, averaged.optimizer)
+    assert found == [False] * 4
+    averaged.average.mul_(0.5)  # its pages are now its own
+    assert run(averaged, 13)[-1]
+
+
+@pytest.mark.parametrize("is_view_first", [False, True])
+def test_a_view_in_the_state_tears_no_save(averaged: Averaged, is_view_first: bool) -> None:
+    weight = averaged.model.get_parameter("2.weight").detach()
+    views = {"of_weight": weight[:100], "of_average": averaged.average[10:-10]}
+    if is_view_first:
+        averaged.ckpt.state.update(views)
+    run(averaged, 3)
+    averaged.ckpt.state.update(views)
+    run(averaged, 6)
+
+
+def test_two_checkpointers_of_the_same_average(averaged: Averaged, tmp_path: Path) -> None:
+    """Only one of them can watch it at a time, and no save is torn."""
+    with make_checkpointer(tmp_path / "other", averaged.state, keep=None) as other:
+        for step in range(1, 6):
+            assert not averaged.is_calm(), "each save of the other ends the observation"
+            expected, save = snapshot(averaged.state), other.save(step)
+            save.wait_durable()
+            check_saved(tmp_path / "other", step, expected)
+            averaged.step()
+    assert run(averaged, 12) == [False] * 11 + [True]
+
+
+def test_an_observed_tensor_that_training_releases_is_no_error() -> None:
+    """The observation keeps no memory, and new memory at its place may not be watched."""
+    watcher, calm, tensor = Watcher(), CalmTensors(), torch.rand(1 << 24)  # has a mapping of its own
+    watcher.locate([tensor], [0])
+    calm.observe(watcher.start({0: tensor}), {0: "average"})
+    released = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert released() is None
+    calm.end()
+    assert "average" not in calm
+    watcher.close()
 
 
 def test_a_state_that_is_given_to_save_may_be_written_to_at_once(tmp_path: Path) -> None:

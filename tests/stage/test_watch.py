@@ -132,6 +132,12 @@ def test_shared_memory_is_recognized_and_not_watched(watcher: Watcher, tmp_path:
         torch.ones(10),
     ]
     watcher.locate(tensors, [0, 1, 2])
+    assert watcher.shared == {0, 1, 2, 3}, "pages of a private mapping follow the file until they are written"
+    tensors[2][: SIZE // 2] = 2
+    watcher.locate(tensors, [0, 1, 2])
+    assert watcher.shared == {0, 1, 2, 3}
+    tensors[2].fill_(2)
+    watcher.locate(tensors, [0, 1, 2])
     assert watcher.shared == {0, 1, 3}
     watch = watcher.start({i: tensors[i] for i in range(3)})
     assert set(watch.tensors) == {2}

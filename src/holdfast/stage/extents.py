@@ -94,6 +94,23 @@ class Extents:
         return saved
 
 
+def find_overlapping(places: Iterable[tuple[int, int, int]]) -> set[int]:
+    """Return the indices of tensors that share pages with another one.
+
+    Args:
+        places: first address, bytes and index of each tensor.
+    """
+    found: set[int] = set()
+    reached, last = 0, -1  # end of the memory so far, and the tensor that ends there
+    for start, num_bytes, index in sorted(places):
+        low, high = -(-start // _PAGE) * _PAGE, (start + num_bytes) // _PAGE * _PAGE
+        if low < reached and low < high:
+            found.update((index, last))
+        if high > reached:
+            reached, last = high, index
+    return found
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return True if the elements fill their memory without gaps, each once."""
     return tensor.is_contiguous() or memory_order(tensor) is not None
@@ -111,25 +128,36 @@ def memory_order(tensor: torch.Tensor) -> list[int] | None:
     return order
 
 
-def private_mappings() -> list[Range]:
-    """Return the address ranges that only this process can write to, sorted and joined.
+@dataclass(frozen=True, slots=True)
+class PrivateMappings:
+    """Address ranges that other processes do not share, by start."""
 
-    Blocks: 1 ms per 1000 mappings.
-    """
-    found: list[Range] = []
-    for line in Path("/proc/self/maps").read_bytes().splitlines():
-        span, mode = line.split(b" ", 2)[:2]
-        if not mode.endswith(b"p") or not mode.startswith(b"rw"):
-            continue
-        start, stop = (int(address, 16) for address in span.split(b"-"))
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
-        else:
-            found.append((start, stop))
-    return found
+    anonymous: list[Range]  # neighbours are joined
+    of_files: list[Range]  # their pages follow the file until this process has written to them
+
+    @classmethod
+    def read(cls) -> PrivateMappings:
+        """Return the writable mappings of this process.
+
+        Blocks: 1 ms per 1000 mappings.
+        """
+        anonymous: list[Range] = []
+        of_files: list[Range] = []
+        for line in Path("/proc/self/maps").read_bytes().splitlines():
+            span, mode, _, _, inode = line.split(None, 5)[:5]
+            if not mode.endswith(b"p") or not mode.startswith(b"rw"):
+                continue
+            start, stop = (int(address, 16) for address in span.split(b"-"))
+            if inode != b"0":
+                of_files.append((start, stop))
+            elif anonymous and anonymous[-1][1] == start:
+                anonymous[-1] = anonymous[-1][0], stop
+            else:
+                anonymous.append((start, stop))
+        return cls(anonymous, of_files)
 
 
-def is_private(tensor: torch.Tensor, mappings: Sequence[Range]) -> bool:
+def is_within(tensor: torch.Tensor, mappings: Sequence[Range]) -> bool:
     """Return True if all bytes of a tensor are in one of `mappings`."""
     start = tensor.data_ptr()
     at = bisect.bisect_right(mappings, (start, 1 << 64)) - 1

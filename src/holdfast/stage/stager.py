@@ -19,7 +19,7 @@ from holdfast.dtensor import is_dtensor
 from holdfast.errors import InvalidInput
 from holdfast.failpoint import failpoint
 from holdfast.stage.arena import Arena
-from holdfast.stage.calm import CalmTensors
+from holdfast.stage.calm import CalmTensors, cancel_all
 from holdfast.stage.plan import SavePlan
 from holdfast.stage.repeats import Repeats
 from holdfast.stage.step_hook import LastStep, StepHook
@@ -104,7 +104,8 @@ class Stager:
         self.waited_s = 0.0
         self.num_steps = 0
         self.repeats = Repeats()
-        self.watcher = Watcher()
+        self.watcher = Watcher(on_busy=cancel_all)
+        self._pid = os.getpid()
         self._calm = CalmTensors()
         self._current: Staging | None = None
         self._hook = StepHook(self._before_step)
@@ -166,10 +167,12 @@ class Stager:
                 )
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        if os.getpid() != self._pid:  # a child has no copy to wait for, and its parent's are not its own
+            return
         is_known = self._hook.is_known(optimizer)
         self.num_steps += is_known
         if is_known:
-            self._calm.end()
+            self.watcher.lose_huge_pages(self._calm.end())
         staging = self._current
         if staging is None or staging.done.is_set():
             return
@@ -256,7 +259,8 @@ class Stager:
         else:
             self.watcher.locate(live, plan.large)
             later, watch = self._divide(staging, plan, live, free, at_once=at_once)
-            watches = watch, self.watcher.start({i: live[i] for i in calm if i in plan.large})
+            lone = plan.large.difference(self.watcher.overlapping)
+            watches = watch, self.watcher.start({i: live[i] for i in calm if i in lone})
             later = (*later, *watches[1].tensors)
         try:
             background = frozenset(later)
@@ -304,6 +308,9 @@ class Stager:
         """Return the tensors to copy in the background, and the watch over them, already started."""
         names, frozen = plan.names, self._unchanged(plan, live)
         wanted = () if at_once else (*plan.background, *frozen, *self._find_calm(plan, free))
+        overlapping = self.watcher.overlapping
+        if not overlapping.issubset(wanted):  # all that overlap need one watch
+            wanted = [i for i in wanted if i not in overlapping]
         watch = self.watcher.start(
             {i: live[i] for i in wanted if i in plan.large and names[i] not in self.repeats}
         )
@@ -349,20 +356,20 @@ class Stager:
     ) -> set[int]:
         """Copy while the caller waits; return the indices of tensors that another thread has changed."""
         large = {i: live[i] for i in sorted(plan.large.intersection(blocking))}
-        watch, counters = self.watcher.start(large), VersionCounters(large)
+        lone = plan.large.difference(self.watcher.overlapping)
+        chosen = self._calm.choose(plan.number, {i: plan.names[i] for i in free if i in lone})
+        observed = self.watcher.start({i: live[i] for i in chosen})
+        watch = self.watcher.start({i: tensor for i, tensor in large.items() if i not in chosen})
+        counters = VersionCounters(large)
         try:
             _copy_in_threads([views[i] for i in blocking], [live[i] for i in blocking])
-            changed = set(watch.find_written())
+            changed = {*watch.end(views), *observed.find_written(), *counters.find_changed()}
+            observed.complete(views)
         except BaseException:
             watch.cancel()
+            observed.cancel()
             raise
-        watch.complete(views)
-        observed = self._calm.choose(plan.number, {i: plan.names[i] for i in free if i in watch.tensors})
-        if observed:
-            self._calm.observe(watch, observed)
-        else:
-            watch.cancel()
-        changed |= counters.find_changed()
+        self._calm.observe(observed, {i: chosen[i] for i in observed.tensors})
         shared = self.watcher.shared.intersection(blocking)  # writes of other processes show only so
         return changed | {i for i in shared if not _is_equal(views[i], live[i])}
 
@@ -431,7 +438,8 @@ class Stager:
     def _settle(
         self, plan: SavePlan, live: list[torch.Tensor], free: tuple[int, ...], current: Staging | None
     ) -> None:
-        settled = () if self._calm.is_observing else free  # protected pages stay small
+        observed = self._calm.observed  # protected pages stay small
+        settled = [i for i in free if i not in observed]
         large = {i: live[i] for i in (*plan.background, *plan.frozen, *settled) if i in plan.large}
         self.watcher.use_huge_pages(large, until=lambda: self._closing or self._current is not current)
 

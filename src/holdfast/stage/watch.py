@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from holdfast.stage.extents import Extents, is_dense, is_private, memory_order, private_mappings
-from holdfast.stage.write_tracker import Range, WriteTracker, use_huge_pages
+from holdfast.stage.extents import (
+    Extents,
+    PrivateMappings,
+    find_overlapping,
+    is_dense,
+    is_within,
+    memory_order,
+)
+from holdfast.stage.write_tracker import WriteTracker, use_huge_pages
 
 _NOTHING = Extents.of({}, ())
 _get_num_bytes = operator.attrgetter("nbytes")
@@ -19,19 +27,27 @@ _get_num_bytes = operator.attrgetter("nbytes")
 class Watcher:
     """Starts watches over tensors, if the kernel records writes.
 
+    Args:
+        on_busy: called if memory is not available; may end the watches of others over it.
+
     Attributes:
         refusal: reason why this process cannot watch memory, or None if it can.
         shared: indices of the tensors, of the last call of `locate`, in memory that other processes may write
-            to: a watch does not detect that.
+            to, or that still has pages of a file: a watch does not detect such changes.
+        overlapping: indices of the large tensors that share pages with others: the end of a watch over one of
+            them would end that of the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_busy: Callable[[], None] = lambda: None) -> None:
         self.refusal: str | None = None
         self.shared: frozenset[int] = frozenset()
+        self.overlapping: frozenset[int] = frozenset()
+        self._on_busy = on_busy
+        self._of_files: frozenset[int] = frozenset()  # those of `shared` that may become private
         self._tracker: WriteTracker | None = None
         self._ids: list[int] = []
         self._places = _Places({}, [], {})
-        self._mappings: list[Range] = []
+        self._mappings = PrivateMappings([], [])
         self._extents: dict[tuple[int, ...], Extents] = {}
         self._huge: frozenset[int] = frozenset()  # in huge pages as far as the kernel could
         try:
@@ -51,11 +67,14 @@ class Watcher:
         new = set[int]()
         if has_moved := places != known:
             new.update(places.find_changed(known))
-            self._places, self._mappings = places, private_mappings()
+            self._places, self._mappings = places, PrivateMappings.read()
+            sizes = zip(places.addresses.items(), places.num_bytes, strict=True)
+            self.overlapping = frozenset(find_overlapping((at, size, i) for (i, at), size in sizes))
         if len(before) != len(tensors):
             new.update(range(len(tensors)))
         elif self._ids != before:
             new.update(i for i in range(len(tensors)) if self._ids[i] != before[i])
+        new |= self._of_files
         shared = self.shared.difference(new) | self._find_shared({i: tensors[i] for i in new})
         if has_moved or shared != self.shared:
             # The extents come last: a concurrent thread that finds them empty and fills them must not
@@ -64,10 +83,18 @@ class Watcher:
 
     def _find_shared(self, tensors: Mapping[int, torch.Tensor]) -> set[int]:
         plain = {i: t for i, t in tensors.items() if t.device.type == "cpu" and t.nbytes}
-        shared = {i for i, tensor in plain.items() if not is_private(tensor, self._mappings)}
+        shared = {i for i, tensor in plain.items() if not is_within(tensor, self._mappings.anonymous)}
         if shared:  # or in memory that is new since the mappings were read
-            self._mappings = private_mappings()
-        return {i for i in shared if not is_private(plain[i], self._mappings)}
+            self._mappings = PrivateMappings.read()
+        shared = {i for i in shared if not is_within(plain[i], self._mappings.anonymous)}
+        of_files = {i for i in shared if is_within(plain[i], self._mappings.of_files)}
+        own = {i for i in of_files if self._is_own(plain[i])}
+        self._of_files = frozenset(of_files.difference(own))
+        return shared.difference(own)
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        return self._tracker is not None and self._tracker.is_own(address, address + tensor.nbytes)
 
     def start(self, tensors: Mapping[int, torch.Tensor]) -> Watch:
         """Watch tensors by index from now on; those that cannot be watched are left out.
@@ -80,18 +107,27 @@ class Watcher:
         if self._tracker is None:
             return Watch(None, _NOTHING, {}, None)
         extents = self._find_extents(tensors)
-        try:
-            self._tracker.start(extents.ranges, in_huge_pages=self._huge.issuperset(tensors))
-        except OSError:
-            extents = self._extents[tuple(tensors)] = self._start_each(tensors, extents)
+        is_huge = self._huge.issuperset(tensors)
+        if not self._try_start(extents, in_huge_pages=is_huge):
+            self._on_busy()
+            if not self._try_start(extents, in_huge_pages=is_huge):
+                extents = self._start_each(tensors, extents)
         watched = {index: tensors[index] for index in extents.indices}
         return Watch(self._tracker, extents, watched, extents.save_edges())
+
+    def _try_start(self, extents: Extents, *, in_huge_pages: bool) -> bool:
+        assert self._tracker is not None
+        try:
+            self._tracker.start(extents.ranges, in_huge_pages=in_huge_pages)
+        except OSError:
+            return False
+        return True
 
     def _find_extents(self, tensors: Mapping[int, torch.Tensor]) -> Extents:
         key, known = tuple(tensors), self._extents  # a concurrent save may replace the attribute
         if key not in known:
             watchable = {i: t for i, t in tensors.items() if i not in self.shared and _is_watchable(t)}
-            known[key] = Extents.of(watchable, self._mappings, self._apart_from(watchable))
+            known[key] = Extents.of(watchable, self._mappings.anonymous, self._apart_from(watchable))
         return known[key]
 
     def _apart_from(self, indices: Collection[int]) -> list[int]:
@@ -101,21 +137,22 @@ class Watcher:
     def _start_each(self, tensors: Mapping[int, torch.Tensor], extents: Extents) -> Extents:
         """Start tracking range by range; return extents without tensors that the kernel refuses."""
         assert self._tracker is not None
-        started, refused = [], []
+        started, refused, is_busy = [], [], False
         for one in extents.ranges:
             try:
                 self._tracker.start([one])
                 started.append(one)
-            except OSError:
+            except OSError as error:
                 refused.append(one)
+                is_busy = is_busy or error.errno == errno.EBUSY  # another tracker has it, for now
         self._tracker.stop(started)
         accepted = extents.indices.difference(extents.touched_by(refused))
         accepted_tensors = {index: tensors[index] for index in sorted(accepted)}
-        extents = Extents.of(accepted_tensors, self._mappings, self._apart_from(accepted))
-        try:
-            self._tracker.start(extents.ranges)
-        except OSError:
+        extents = Extents.of(accepted_tensors, self._mappings.anonymous, self._apart_from(accepted))
+        if not self._try_start(extents, in_huge_pages=False):
             return _NOTHING
+        if not is_busy:
+            self._extents[tuple(tensors)] = extents
         return extents
 
     def use_huge_pages(self, tensors: Mapping[int, torch.Tensor], *, until: Callable[[], bool]) -> None:
@@ -135,6 +172,10 @@ class Watcher:
         use_huge_pages(self._tracker.find_small(extents.ranges), until=until)
         if not until() and known is self._extents:
             self._huge |= frozenset(tensors)  # if the kernel had none left, asking again would not help
+
+    def lose_huge_pages(self, indices: Iterable[int]) -> None:
+        """Record that writes have divided the huge pages of watched tensors."""
+        self._huge = self._huge.difference(indices)
 
     def close(self) -> None:
         """Release the kernel's record. No watch may be running."""

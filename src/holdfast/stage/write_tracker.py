@@ -26,7 +26,7 @@ _FEATURES = 1 << 12 | 1 << 13 | 1 << 15  # shared memory and huge pages; pages n
 _REGISTER_WRITES = 2
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN_PROTECT, _SCAN_CHECK = 1, 2  # protect the pages that match; fail where writes are not tracked
-_TRACKABLE, _WRITTEN, _PRESENT, _SWAPPED, _HUGE = 1 << 0, 1 << 1, 1 << 3, 1 << 4, 1 << 6
+_TRACKABLE, _WRITTEN, _FILE, _PRESENT, _SWAPPED, _HUGE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 6
 _ZERO = 1 << 5
 _MADV_COLLAPSE = 25
 _MAX_FOUND = 1024  # ranges that one call returns; more take more calls
@@ -72,9 +72,9 @@ class WriteTracker:
         started: list[Range] = []
         try:
             for start, stop in ranges:
-                started.append((start, stop))
                 register = struct.pack("4Q", start, stop - start, _REGISTER_WRITES, 0)
                 fcntl.ioctl(self._uffd, _REGISTER, bytearray(register))
+                started.append((start, stop))  # not before: it may be another tracker's
                 if in_huge_pages:  # one flush of the processors' caches of addresses, not one per 2 MiB
                     protect = struct.pack("3Q", start, stop - start, _PROTECT)
                     fcntl.ioctl(self._uffd, _WRITEPROTECT, bytearray(protect))
@@ -124,6 +124,15 @@ class WriteTracker:
                 returned=_TRACKABLE,
             )
         return found
+
+    def is_own(self, start: int, stop: int) -> bool:
+        """Return True if this process has written to all pages of a file's private mapping."""
+        low, high = start // mmap.PAGESIZE * mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
+        found: list[Range] = []
+        reached = self._scan(
+            low, high, 0, found, inverted=_FILE, required=_FILE, any_of=_PRESENT | _SWAPPED, returned=_PRESENT
+        )
+        return reached == high and sum(stop - start for start, stop in found) == high - low
 
     def find_small(self, ranges: Iterable[Range]) -> list[Range]:
         """Return the parts of `ranges` in present small pages. The zero page does not count."""

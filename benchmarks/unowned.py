@@ -33,7 +33,8 @@ def measure(subject: Subject, directory: Path) -> dict[str, float]:
     def step() -> None:
         layer(torch.ones(8)).sum().backward()
         optimizer.step()
-        torch._foreach_mul_(list(tensors.values()), 1.0)
+        for tensor in tensors.values():
+            tensor.mul_(1.0)
 
     trained = {"layer": layer, "optimizer": optimizer, "averages": tensors}
     averages = _measure(subject, directory / "averages", trained, step)

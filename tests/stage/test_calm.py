@@ -223,6 +223,22 @@ def test_two_checkpointers_of_the_same_average(averaged: Averaged, tmp_path: Pat
     assert run(averaged, 12) == [False] * 11 + [True]
 
 
+def test_an_observation_that_nobody_ends_does_not_outlive_its_watcher() -> None:
+    """As of a Checkpointer that was not closed; another one may watch the memory then."""
+    tensor, first, second = torch.rand(SIZE), Watcher(), Watcher()
+    for watcher in (first, second):
+        watcher.locate([tensor], [0])
+    calm = CalmTensors()
+    calm.observe(first.start({0: tensor}), {0: "average"})
+    assert not second.start({0: tensor}).tensors
+    del calm, first, watcher
+    gc.collect()
+    watch = second.start({0: tensor})
+    assert set(watch.tensors) == {0}
+    watch.cancel()
+    second.close()
+
+
 def test_an_observed_tensor_that_training_releases_is_no_error() -> None:
     """The observation keeps no memory, and new memory at its place may not be watched."""
     watcher, calm, tensor = Watcher(), CalmTensors(), torch.rand(1 << 24)  # has a mapping of its own

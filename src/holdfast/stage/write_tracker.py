@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 import struct
+import weakref
 from collections.abc import Callable, Iterable
 
 Range = tuple[int, int]  # first address and the one after the last, both on page boundaries
@@ -49,8 +50,12 @@ class WriteTracker:
     def __init__(self) -> None:
         self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         self._uffd = -1
+        descriptors = [self._pagemap]
+        # Also without a call of `close`: what an open descriptor tracks, no other one can.
+        self._close = weakref.finalize(self, _close_each, descriptors)
         try:
             self._uffd = _open_userfaultfd()
+            descriptors.append(self._uffd)
             fcntl.ioctl(self._uffd, _API, bytearray(struct.pack("3Q", 0xAA, _FEATURES, 0)))
             self._check()
         except BaseException:
@@ -198,10 +203,13 @@ class WriteTracker:
 
     def close(self) -> None:
         """Stop tracking everything."""
-        for descriptor in (self._uffd, self._pagemap):
-            if descriptor >= 0:
-                os.close(descriptor)
+        self._close()
         self._uffd = self._pagemap = -1
+
+
+def _close_each(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _open_userfaultfd() -> int:

@@ -13,9 +13,9 @@ from idle import wait_idle
 from limits import MemoryCopy
 from states import Subject
 
-NUM_FIRST = 3
-"""Saves that do not count: in the first, memory is touched for the first time, and two are observed."""
-NUM_SAVES = 3
+NUM_OBSERVED = 2
+"""Saves after which it is observed when the tensors are written. They do not count."""
+NUM_SAVES = 2
 """Saves that count."""
 
 
@@ -37,8 +37,8 @@ def measure(subject: Subject, directory: Path) -> dict[str, float]:
             tensor.mul_(1.0)
 
     trained = {"layer": layer, "optimizer": optimizer, "averages": tensors}
-    averages = _measure(subject, directory / "averages", trained, step)
-    plain = _measure(subject, directory / "plain", {"tensors": tensors}, lambda: None)
+    averages = _measure(subject, directory / "averages", trained, step, num_first=NUM_OBSERVED + 1)
+    plain = _measure(subject, directory / "plain", {"tensors": tensors}, lambda: None, num_first=1)
     return {
         "averages_blocked_s": averages[0],
         "averages_copy_s": averages[1],
@@ -48,9 +48,12 @@ def measure(subject: Subject, directory: Path) -> dict[str, float]:
 
 
 def _measure(
-    subject: Subject, home: Path, state: dict[str, Any], before: Callable[[], None]
+    subject: Subject, home: Path, state: dict[str, Any], before: Callable[[], None], *, num_first: int
 ) -> tuple[float, float]:
-    """Return the median seconds of a save and of a copy, calling `before` before each save."""
+    """Return the median seconds of a save and of a copy, calling `before` before each save.
+
+    The first saves do not count; memory is touched for the first time in the very first one.
+    """
     import holdfast
 
     memory_bytes = int(1.1 * subject.num_bytes) + (64 << 20)
@@ -60,7 +63,7 @@ def _measure(
         home, state, every=10**9, keep=1, memory=memory_bytes, quiet=True
     ) as checkpointer:
         checkpointer.prepare()
-        for step in range(1, NUM_FIRST + NUM_SAVES + 1):
+        for step in range(1, num_first + NUM_SAVES + 1):
             wait_idle(home.parent)
             before()
             copies_s.append(copy.run())
@@ -68,4 +71,4 @@ def _measure(
             save = checkpointer.save(step)
             blocked_s.append(time.perf_counter() - started)
             save.wait_durable()
-    return statistics.median(blocked_s[NUM_FIRST:]), statistics.median(copies_s[NUM_FIRST:])
+    return statistics.median(blocked_s[num_first:]), statistics.median(copies_s[num_first:])

@@ -1,7 +1,7 @@
-"""How soon files are in the bucket, and in which order: a write-back directory beside rclone's mount.
+"""Time and order in which files reach a bucket: a write-back directory beside rclone's mount.
 
 rclone mounts with the flags that SkyPilot's MOUNT_CACHED gives it. It needs FUSE and rclone (Debian:
-`apt-get install rclone fuse3`); where they are missing, that is told. The bucket is ministack's, on this
+`apt-get install rclone fuse3`); where they are missing, this is reported. The bucket is ministack's, on this
 machine.
 """
 

@@ -121,6 +121,16 @@ def test_writes_of_a_forked_child_are_ignored(watcher: Watcher) -> None:
     assert written(watcher, [tensor], lambda: (in_child(lambda: None), tensor[5000].fill_(3)))[0] == [0]
 
 
+def test_a_state_that_loses_a_tensor_in_a_file_is_located(watcher: Watcher, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4 * SIZE))
+    kept, in_file = torch.ones(SIZE), torch.from_file(str(path), shared=False, size=SIZE)
+    watcher.locate([kept, in_file], [0, 1])
+    assert watcher.shared == {1}
+    watcher.locate([kept], [0])
+    assert set(watcher.start({0: kept}).tensors) == {0}
+
+
 def test_shared_memory_is_recognized_and_not_watched(watcher: Watcher, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(4 * SIZE))

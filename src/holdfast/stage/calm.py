@@ -61,7 +61,7 @@ class CalmTensors:
         """Observe tensors until `end` or `cancel`.
 
         Args:
-            watch: a watch over them, which has not ended. It is ended here.
+            watch: a watch over them, which ends with the observation.
             names: tensors of the watch, by index.
         """
         if names:  # without the tensors themselves: training may release them

@@ -74,7 +74,7 @@ class Watcher:
             new.update(range(len(tensors)))
         elif self._ids != before:
             new.update(i for i in range(len(tensors)) if self._ids[i] != before[i])
-        new |= self._of_files
+        new.update(self._of_files.intersection(range(len(tensors))))
         shared = self.shared.difference(new) | self._find_shared({i: tensors[i] for i in new})
         if has_moved or shared != self.shared:
             # The extents come last: a concurrent thread that finds them empty and fills them must not

@@ -89,16 +89,18 @@ def _parts(device: str, folder: Path) -> list[Part]:
         str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()
     )
     tests = (python, "-m", "pytest", "-q", "-m", "gpu", *(("--collect-only",) if is_dry else ()), *files)
-    tune = (python, "-m", "holdfast.cli", "tune", "--json", str(ROOT / "examples" / "gpt" / "train.py"))
+    example = str(ROOT / "examples" / "gpt" / "train.py")
+    steps = ("--steps", "4" if is_dry else "20")
+    tune = (python, "-m", "holdfast.cli", "tune", "--json", *steps, example)
     return [
         Part("tests", tests, 120.0, writes=False),
         Part("stalls", script("gpu/stalls.py", *at, *place, "--states", *states), 240.0),
         Part("overlap", script("gpu/overlap.py", *at, *place, "--state", small), 60.0),
         Part("restore", script("tiers.py", *at, *place, "--state", small, "--rounds", "1"), 90.0),
         Part("fit", script("gpu/fitting.py", *at), 60.0),
-        Part("shard", script("sharding.py", *at, "--ranks", "1", "--rounds", "3"), 90.0),
+        Part("shard", script("sharding.py", *at, "--ranks", "1", "--rounds", "1" if is_dry else "3"), 90.0),
         Part("compile", script("compiled.py", *at, *place, "--rounds", "1"), 120.0),
-        Part("tune", (*tune, "--steps", "4" if is_dry else "20"), 120.0, writes=False),
+        Part("tune", tune, 120.0, writes=False),
     ]
 
 

@@ -98,6 +98,30 @@ def test_a_script_without_training_is_rejected(tmp_path: Path) -> None:
         profile_script(str(script))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("leave", ["holdfast.hard_exit(0)", "os._exit(0)", "sys.exit(0)"])
+def test_a_script_that_ends_the_process_before_enough_steps_is_rejected(tmp_path: Path, leave: str) -> None:
+    script = tmp_path / "short.py"
+    script.write_text(
+        "import os, sys, torch, holdfast\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(2):\n"
+        "    model(torch.randn(4, 8)).sum().backward()\n"
+        "    optimizer.step()\n"
+        f"{leave}\n"
+    )
+    with pytest.raises(InvalidInput, match="ends after too few steps"):
+        profile_script(str(script))
+
+
+def test_the_exit_status_of_an_aborted_script_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "aborted.py"
+    script.write_text("import os\nos.abort()\n")
+    with pytest.raises(InvalidInput, match="exit status -6 before the measurements were complete"):
+        profile_script(str(script))
+
+
 def test_a_missing_script_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="does not exist"):
         profile_script("nowhere.py")

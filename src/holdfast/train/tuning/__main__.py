@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
 import sys
+import threading
 import traceback
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,8 @@ def main(own: Path) -> int:
     tracker.start()
     status = 0
     try:
-        _run(spec)
+        with _raised_exits():
+            _run(spec)
     except StopRun:
         pass
     except SystemExit as left:
@@ -89,6 +93,23 @@ def _run(spec: RunSpec) -> None:
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module  # pickle looks up the script's classes there
     exec(compile(path.read_bytes(), str(path.resolve()), "exec"), module.__dict__)
+
+
+@contextlib.contextmanager
+def _raised_exits() -> Iterator[None]:
+    """Raise SystemExit where the script's main thread ends the process by `os._exit`, as `hard_exit` does."""
+    leave, own = os._exit, os.getpid()
+
+    def leaving(status: int) -> None:
+        if os.getpid() == own and threading.current_thread() is threading.main_thread():
+            raise SystemExit(status)
+        leave(status)
+
+    os._exit = leaving
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _note_compile(found: list[SourceLine]) -> None:

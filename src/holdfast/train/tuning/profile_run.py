@@ -86,22 +86,21 @@ class ProfileRuns:
         log = own / "log.txt"
         self.logs.append(log)
         with process_group(self._command(own), self._environment(own), log) as process:
-            ended = self._wait(process, own)
-        return self._seen(own, log, kind, ended=ended)
+            status = self._wait(process, own)
+        return self._seen(own, log, kind, status)
 
-    def _wait(self, process: subprocess.Popen[bytes], own: Path) -> bool:
+    def _wait(self, process: subprocess.Popen[bytes], own: Path) -> int | None:
+        """Wait for the result or the end of the process. Return its exit status; None if it was stopped."""
         deadline_s = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline_s and read_result(own) is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_S)
-                return True
-        has_result = read_result(own) is not None
-        if not has_result:
+                return process.wait(_POLL_S)
+        if read_result(own) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_EXIT_S)  # the result exists; a rank may still wait for one that has left
-        return has_result
+        return None
 
     def _command(self, own: Path) -> list[str]:
         script = command("holdfast.train.tuning", str(own))
@@ -119,7 +118,7 @@ class ProfileRuns:
             env |= {"TORCH_TRACE": str(own / "trace"), "TORCH_LOGS": "recompiles,graph_breaks,perf_hints"}
         return env
 
-    def _seen(self, own: Path, log: Path, kind: type[T], *, ended: bool) -> T:
+    def _seen(self, own: Path, log: Path, kind: type[T], status: int | None) -> T:
         # The result counts, not the exit status: a gloo rank may abort after its work is done.
         result = read_result(own)
         if result is not None and "facts" in result:
@@ -127,7 +126,9 @@ class ProfileRuns:
         tail = end_of(log)
         if result is not None:
             raise RunFailed(f"{result['failure']}\n{tail}".rstrip())
-        why = "it failed" if ended else f"it took more than {self._timeout_s:.0f} s and was killed"
+        why = f"it ended with exit status {status} before the measurements were complete"
+        if status is None:
+            why = f"it took more than {self._timeout_s:.0f} s and was killed"
         raise RunFailed(f"{why}; the end of its output ({log}):\n{tail}")
 
 

@@ -91,10 +91,11 @@ def test_every_finite_bit_pattern_is_good(dtype: torch.dtype) -> None:
     else:
         patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfloat16)
         patterns = patterns.view(dtype) if dtype.itemsize == 2 else patterns.to(dtype)
-    finite = torch.isfinite(patterns.float())
-    assert check({"w": patterns[finite]}).num_bad == 0
-    for one in patterns[~finite][:: max(1, int((~finite).sum()) // 20)]:
-        assert check({"w": torch.stack([one.float(), torch.tensor(1.0)]).to(dtype)}).num_bad == 1
+    exact = patterns.float()  # torch 2.6 cannot index all types of 8 bits
+    finite = torch.isfinite(exact)
+    assert check({"w": exact[finite].to(dtype)}).num_bad == 0
+    for one in exact[~finite][:: max(1, int((~finite).sum()) // 20)]:
+        assert check({"w": torch.stack([one, torch.tensor(1.0)]).to(dtype)}).num_bad == 1
 
 
 def test_huge_values_are_finite_though_their_squares_are_not() -> None:

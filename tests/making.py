@@ -156,21 +156,26 @@ def _elements(value: torch.Tensor | LocalShard) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else value[0]
 
 
-def reseal(store: Store, name: str, *, catalog: bytes | None = None, **facts: Any) -> None:
+def reseal(
+    store: Store, name: str, *, catalog: bytes | None = None, starts: list[int] | None = None, **facts: Any
+) -> None:
     """Change a sealed document and seal it again, as another writer would have written it.
 
     Args:
         store: the home.
         name: the document.
         catalog: its only catalog from now on; a part then names this one.
+        starts: those of a part from now on.
         facts: members of the first line.
     """
     first, *rest = unseal_lines(store.get(name), name)
     body = json.loads(first)
     if catalog is not None:
         is_part = "catalog" in body
-        rest = [catalog, *rest[1:]] if is_part else [catalog]  # hashes of a part's files follow its catalog
+        rest = [catalog, *rest[1:]] if is_part else [catalog]  # starts and hashes follow
         body |= {"catalog": digest(catalog)} if is_part else {}
+    if starts is not None:
+        rest[1] = dumps(starts)  # after its catalog
     store.put(name, seal(b"\n".join([dumps({**body, **facts}), *rest])))
 
 

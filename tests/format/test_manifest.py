@@ -39,11 +39,11 @@ def parts_of(by_rank: Sequence[Catalog], own: Sequence[Sequence[Own]] = ()) -> l
             ancestors=((1, 400),),
             values={},
             own=tuple(own[rank]) if own else (),
-            catalog_starts=(0,) * len(list(catalog.written_by(rank))),
             file=DataFile(1000 + rank, 65536, digest(b"")),
             frozen=DataFile(77, 65536, digest(b"")) if rank else None,
             catalog_digest=digest(line),
             catalog_text=line,
+            starts_text=dumps([0] * len(list(catalog.written_by(rank)))),
             what=f"part {rank}",
         )
         found.append((one, b"document of rank %d" % rank))
@@ -136,7 +136,7 @@ def test_a_tensor_that_is_both_per_rank_and_shared_is_refused() -> None:
 def test_a_part_with_a_wrong_number_of_starts_is_refused(num_starts: int) -> None:
     ranks = parts_of([EXAMPLE, EXAMPLE], OWN)
     assert merge(ranks).world_size == 2
-    ranks[0] = dataclasses.replace(ranks[0][0], catalog_starts=(0,) * num_starts), b""
+    ranks[0] = dataclasses.replace(ranks[0][0], starts_text=dumps([0] * num_starts)), b""
     with pytest.raises(InvalidInput, match=f"rank 0 wrote {num_starts} shards, but the catalogs list 4"):
         merge(ranks)
 

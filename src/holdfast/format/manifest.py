@@ -22,7 +22,7 @@ from holdfast.format.limits import (
     MAX_STEP,
     RUN_ID,
 )
-from holdfast.format.part import SEVERAL_REGIONS, Ancestors, Part, read_ancestors
+from holdfast.format.part import Ancestors, Part, read_ancestors
 from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.format.versions import Versions
 
@@ -145,7 +145,7 @@ class _Merging:
         self.files.append(
             PartFile(part.rank, len(text), digest(text), part.file.num_bytes, frozen_bytes, catalog)
         )
-        self._num_shards.append(len(part.catalog_starts))
+        self._num_shards.append(part.num_shards)
         for name, dtype, shape, _ in part.own:
             self.each.setdefault(name, (Tensor(dtype, shape, None), part.rank))
 
@@ -278,5 +278,8 @@ def _each_tensor(name: str, row: Any) -> Tensor:
     check_facts(name, dtype)
     return Tensor(dtype, read_integers(shape, max_items=MAX_DIMS), None)
 
+
+SEVERAL_REGIONS = 2
+"""Version that allows a rank several regions of a tensor. It is written only where that is so."""
 
 VERSIONS = Versions("holdfast-manifest", written=1, parsers={1: _parse_v1, SEVERAL_REGIONS: _parse_v2})

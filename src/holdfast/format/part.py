@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from holdfast.documents import Fields, decode_object, read_integers
+from holdfast.documents import Fields, decode, decode_object, read_integers
 from holdfast.errors import Corrupt
 from holdfast.format import names
 from holdfast.format.audit import (
@@ -75,11 +75,11 @@ class Part:
     ancestors: Ancestors
     values: dict[str, Any]  # tagged JSON, see values.decode
     own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start
-    catalog_starts: tuple[int, ...]
     file: DataFile
     frozen: DataFile | None  # the second data file, with the frozen tensors
     catalog_digest: str
     catalog_text: bytes
+    starts_text: bytes  # of the shards that the catalog assigns to this rank
     what: str  # name of its document, for errors
     health: TensorHealth | None = None  # of the first data file; None if it was not checked
     trend: Trend | None = None  # of the recorded metrics, on rank 0
@@ -93,6 +93,27 @@ class Part:
             Corrupt: it cannot be parsed.
         """
         return parse_catalog(self.catalog_text, self.what)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards that the catalog assigns to this rank, counted without parsing their starts."""
+        return 0 if self.starts_text == b"[]" else self.starts_text.count(b",") + 1
+
+    @cached_property
+    def catalog_starts(self) -> tuple[int, ...]:
+        """Byte offset of each shard that the catalog assigns to this rank.
+
+        They are parsed at the first use.
+
+        Raises:
+            Corrupt: they cannot be parsed.
+        """
+        try:
+            return read_integers(decode(self.starts_text, self.what, max_bytes=MAX_DOCUMENT_BYTES))
+        except ValueError as error:
+            raise Corrupt(
+                f"{self.what}: its starts: {error}.", step=self.step, rank=self.rank, key=self.what
+            ) from error
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -141,7 +162,6 @@ def draft(
     own: Sequence[tuple[str, str, tuple[int, ...], int]],
     starts: Sequence[int],
     catalog: bytes,
-    has_several: bool = False,
 ) -> bytes:
     """Return a part without facts about its files, made when a save is staged.
 
@@ -150,11 +170,10 @@ def draft(
         own: name, dtype, shape and start of each per-rank tensor.
         starts: of the shards that the catalog assigns to this rank, in its order.
         catalog: from `catalog.catalog_text`.
-        has_several: if a rank has several regions of one tensor, which older versions of Holdfast refuse.
     """
     facts = dumps(
         {
-            **VERSIONS.header_of(SEVERAL_REGIONS if has_several else VERSIONS.written),
+            **VERSIONS.header,
             "run": run,
             "step": step,
             "attempt": attempt,
@@ -163,17 +182,16 @@ def draft(
             "ancestors": ancestors,
             "values": values,
             "own": own,
-            "starts": starts,
             "catalog": digest(catalog),
         }
     )
-    return facts + b"\n" + catalog
+    return b"\n".join((facts, catalog, dumps(starts)))
 
 
 def add_trend(draft_text: bytes, trend: Trend) -> bytes:
     """Return a draft with the judgement of the metrics recorded up to its save."""
-    facts, _, catalog = draft_text.partition(b"\n")
-    return facts[:-1] + b"," + dumps({"trend": trend_members(trend)})[1:] + b"\n" + catalog
+    facts, _, lines = draft_text.partition(b"\n")
+    return facts[:-1] + b"," + dumps({"trend": trend_members(trend)})[1:] + b"\n" + lines
 
 
 def add_order(draft_text: bytes, replicas: Sequence[ReplicaAt]) -> bytes:
@@ -187,7 +205,7 @@ def order_of(draft_text: bytes, what: str) -> tuple[ReplicaAt, ...]:
     Raises:
         Corrupt: the order cannot be parsed.
     """
-    _, _, *orders = draft_text.split(b"\n", 2)
+    _, _, _, *orders = draft_text.split(b"\n", 3)
     try:
         return parse_order(orders[0], what) if orders else ()
     except ValueError as error:
@@ -208,12 +226,12 @@ def finish(
         health: of the tensors in `file`; None if they were not checked.
         audit: the replicas that the draft ordered to hash.
     """
-    facts, catalog = draft_text.split(b"\n", 2)[:2]
+    facts, catalog, starts = draft_text.split(b"\n", 3)[:3]
     checked = {} if health is None else {"health": tensor_members(health)}
     checked |= {} if audit is None else {"audit": audit_members(audit)}
     sizes = dumps({"file": _sizes(file), "frozen": None if frozen is None else _sizes(frozen), **checked})
     hashes = [dumps(one.hashes) for one in (file, frozen) if one is not None]
-    return seal(b"\n".join((facts[:-1] + b"," + sizes[1:], catalog, *hashes)))
+    return seal(b"\n".join((facts[:-1] + b"," + sizes[1:], catalog, starts, *hashes)))
 
 
 def _sizes(file: DataFile) -> list[int]:
@@ -221,7 +239,7 @@ def _sizes(file: DataFile) -> list[int]:
 
 
 def parse(document: bytes, what: str) -> Part:
-    """Parse a part; its catalog is parsed at the first use.
+    """Parse a part; its catalog and starts are parsed at the first use.
 
     Raises:
         Corrupt: its bytes have changed, or it is not a part.
@@ -237,16 +255,24 @@ def parse(document: bytes, what: str) -> Part:
 
 
 def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
-    # Not as JSON: a commit reads the parts of all ranks, and would spend most of its time on the hashes.
+    catalog, *hashes = lines or [b""]
+    return _parse_v3(body, [catalog, dumps(body.integers("starts")), *hashes], what)
+
+
+def _parse_v3(body: Fields, lines: list[bytes], what: str) -> Part:
+    # Hashes and starts are not in the body: a commit needs those of no rank, and would spend most of its time
+    # on decoding them.
     sizes = [body.integers("file", max_items=2)]
     if "frozen" in body:
         sizes.append(body.integers("frozen", max_items=2))
     catalog_digest = body.text("catalog", pattern=HASH)
-    if len(lines) != 1 + len(sizes):
-        raise ValueError(f"it has {1 + len(lines)} lines, expected {2 + len(sizes)}")
-    catalog, *hashes = lines
+    if len(lines) != 2 + len(sizes):
+        raise ValueError("the number of its lines does not match that of its files")
+    catalog, starts, *hashes = lines
     if digest(catalog) != catalog_digest:
         raise ValueError("its catalog does not match its digest")
+    if starts.translate(None, b"0123456789,") != b"[]":
+        raise ValueError("its starts are not an array of integers")
     file, *frozen = (_file(size, line) for size, line in zip(sizes, hashes, strict=True))
     world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     return Part(
@@ -258,11 +284,11 @@ def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
         ancestors=read_ancestors(body),
         values=body.fields("values").members,
         own=tuple(_own(row) for row in body.array("own")),
-        catalog_starts=body.integers("starts"),
         file=file,
         frozen=frozen[0] if frozen else None,
         catalog_digest=catalog_digest,
         catalog_text=catalog,
+        starts_text=starts,
         what=what,
         health=read_tensors(body),
         trend=read_trend(body),
@@ -304,7 +330,4 @@ def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
     return DataFile(num_bytes, chunk_bytes, line[1:-1].decode("ascii"))
 
 
-SEVERAL_REGIONS = 2
-"""Version that allows a rank several regions of a tensor. It is written only where that is so."""
-
-VERSIONS = Versions("holdfast-part", written=1, parsers={1: _parse_v1, SEVERAL_REGIONS: _parse_v1})
+VERSIONS = Versions("holdfast-part", written=3, parsers={1: _parse_v1, 2: _parse_v1, 3: _parse_v3})

@@ -14,7 +14,7 @@ from holdfast.adapters.dcp.save_claim import SaveClaim
 from holdfast.documents import decode_object, read_as, refuse
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import part, values
-from holdfast.format.agreement import agree, has_several
+from holdfast.format.agreement import agree
 from holdfast.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
 from holdfast.format.layout import Shard, check_name
 from holdfast.format.limits import MAX_DOCUMENT_BYTES
@@ -215,6 +215,5 @@ def make_part(
         own=(),
         starts=starts,
         catalog=catalog,
-        has_several=has_several(parse_catalog(catalog, "the catalog of this save").tensors),
     )
     return part.finish(draft, file)

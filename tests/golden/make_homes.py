@@ -1,6 +1,6 @@
-"""Makes the golden checkpoints of format version 1; run once, the files are kept for ever.
+"""Golden checkpoints, made once for each version of parts that is written; the files are kept for ever.
 
-Run from the repository root: `PYTHONPATH=src:tests python tests/golden/make_v1.py NEW_DIRECTORY`.
+Run from the repository root: `PYTHONPATH=src:tests python tests/golden/make_homes.py NEW_DIRECTORY`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ VALUES: dict[str, Any] = {
     "datetime": datetime.datetime(2026, 11, 21, 12, 30, 15, 250, tzinfo=datetime.timezone.utc),
     "date": datetime.date(2026, 11, 21),
     "timedelta": datetime.timedelta(days=-1, seconds=5, microseconds=7),
-    "path": pathlib.PurePosixPath("/data/train"),
+    "path": pathlib.Path("/data/train"),
     "ndarray": np.array([[1, 2], [3, 4]], dtype=np.int16),
     "npscalar": np.float32(0.5),
     "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cpu")],

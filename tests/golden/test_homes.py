@@ -1,4 +1,4 @@
-"""Checkpoints of format version 1 load for ever, with exactly these contents."""
+"""Checkpoints with parts of version 1 and of version 3 load for ever, with exactly these contents."""
 
 import argparse
 import collections
@@ -6,6 +6,7 @@ import datetime
 import decimal
 import math
 import pathlib
+import sys
 import types
 import uuid
 from pathlib import Path
@@ -25,7 +26,7 @@ from holdfast.home.documents import read_run
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.store.local import LocalStore
 
-GOLDEN = Path(__file__).parent / "v1"
+GOLDEN = Path(__file__).parent / "v1"  # and in turn the others, by `each_version`
 
 FIRST_BYTES = {
     "F64": (torch.float64, bytes(range(1, 25))),
@@ -57,6 +58,19 @@ def raw(tensor: torch.Tensor) -> bytes:
 def is_known(tensor: str) -> bool:
     """Return whether this torch has the dtype after which a tensor is named."""
     return FIRST_BYTES.get(tensor.removeprefix("dtype."), (torch.uint8, b""))[0] is not None
+
+
+@pytest.fixture(params=["v1", "v3"], autouse=True)
+def each_version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run each test on the checkpoints of each version, and return its name."""
+    monkeypatch.setattr(sys.modules[__name__], "GOLDEN", Path(__file__).parent / request.param)
+    return request.param
+
+
+def test_its_parts_have_the_version(each_version: str) -> None:
+    parts = list(GOLDEN.rglob("rank-*.json"))
+    assert len(parts) == 14
+    assert all(b'"version":%s,' % each_version[1:].encode() in path.read_bytes()[:120] for path in parts)
 
 
 def test_the_files_are_small_and_all_there() -> None:

@@ -1,7 +1,7 @@
-"""An S3 server that swallows what it is sent and serves made-up bytes, so that the client is the limit.
+"""S3 server that discards uploads and serves made-up bytes, so that the client is the limit.
 
-Every key exists, and holds the bytes of `TILE` again and again. It listens on 127.0.0.1:
-`python null_server.py PORT NUM_BYTES`.
+A key exists from the end of its upload to its deletion, and contains the bytes of `TILE` again and again. It
+listens on 127.0.0.1: `python null_server.py PORT NUM_BYTES`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ _FACTS = f'ETag: "{_TAG}"\r\nLast-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\nx-a
 
 
 class Connection:
-    """Serves one connection; bodies are received into memory that nobody looks at."""
+    """One connection of a client; bodies are received into memory that nothing reads.
 
-    def __init__(self, end: socket.socket, num_bytes: int) -> None:
+    Args:
+        keys: the keys that exist, of all connections.
+    """
+
+    def __init__(self, end: socket.socket, num_bytes: int, keys: set[str]) -> None:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._end = end
         self._num_bytes = num_bytes
+        self._keys = keys
         self._waiting = bytearray()
         self._waste = memoryview(bytearray(1 << 20))
 
@@ -62,8 +67,10 @@ class Connection:
             left -= got
 
     def _answer(self, method: str, target: str, headers: dict[str, str]) -> None:
-        query = target.partition("?")[2]
-        if method == "GET":
+        key, _, query = target.partition("?")
+        if method in ("GET", "HEAD") and key not in self._keys:
+            self._end.sendall(f"HTTP/1.1 404 Not Found\r\n{_FACTS}Content-Length: 0\r\n\r\n".encode())
+        elif method == "GET":
             self._send_range(headers.get("range", ""))
         elif method == "HEAD":
             length = f"Content-Length: {self._num_bytes}\r\n\r\n"
@@ -73,8 +80,14 @@ class Connection:
                 "<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>"
             )
         elif method == "POST":
+            self._keys.add(key)
             self._reply(f"<CompleteMultipartUploadResult><ETag>{_TAG}</ETag></CompleteMultipartUploadResult>")
+        elif method == "DELETE":
+            self._keys.discard(key)
+            self._reply("")
         else:
+            if not query:  # otherwise a part of an upload
+                self._keys.add(key)
             self._reply("")
 
     def _reply(self, body: str) -> None:
@@ -98,10 +111,11 @@ class Connection:
 def main() -> None:
     """Listen until the process is ended."""
     port, num_bytes = map(int, sys.argv[1:])
+    keys: set[str] = set()
     listener = socket.create_server(("127.0.0.1", port), backlog=128)
     while True:
         end, _ = listener.accept()
-        threading.Thread(target=Connection(end, num_bytes).serve, daemon=True).start()
+        threading.Thread(target=Connection(end, num_bytes, keys).serve, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def _short_limits(results: Results, state: str) -> list[str]:
     keys = ("memcpy_s", "write_s", "read_s")
     spreads = [results.spread(state, "limits", key) for key in keys]
     copy, write, read = [NONE if one is None else _median(one) for one in spreads]
-    return [copy, NONE, write, read, NONE]
+    return [copy, _lost_in_seconds(results, state, "limits"), write, read, NONE]
 
 
 def limits(results: Results, state: str) -> str:
@@ -160,6 +160,16 @@ def training_lost(results: Results, state: str, machine: dict[str, Any]) -> str:
         f"[{lost.low:.1f}..{lost.high:.1f}] copies of the state in memory, and {_interval(cpu)} of processor "
         f"time (in brackets the {lost.confidence:.0%} confidence interval, of {lost.num_pairs} saves{busy}; "
         f"{machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]})."
+        f"{_lost_to_raw_write(results, state)}"
+    )
+
+
+def _lost_to_raw_write(results: Results, state: str) -> str:
+    if results.training_lost(state, "limits") is None:
+        return ""
+    lost = _lost_in_seconds(results, state, "limits")
+    return (
+        f" A raw write of as many bytes, without a copy and without hashes, costs the same training {lost}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import time
@@ -89,7 +90,7 @@ def copy_in_memory(subject: Subject) -> dict[str, float]:
 def write_raw(path: Path, num_bytes: int, depth: int, *, direct: bool) -> float:
     """Seconds to write a new file from aligned memory, `depth` writes at once, and fsync it."""
     path.unlink(missing_ok=True)
-    source = aligned_noise(BLOCK_BYTES * max(DEPTHS))
+    source = _noise_to_write()
     padded = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
     view = memoryview(source)
 
@@ -169,6 +170,11 @@ def takes_direct(directory: Path) -> bool:
     finally:
         path.unlink(missing_ok=True)
     return True
+
+
+@functools.cache
+def _noise_to_write() -> mmap.mmap:
+    return aligned_noise(BLOCK_BYTES * max(DEPTHS))  # once: beside a training, it must not take its cores
 
 
 def aligned_noise(num_bytes: int) -> mmap.mmap:

@@ -28,6 +28,7 @@ from memory import Watch, footprint
 from pagecache import evict, files_under, sync
 from peers import find
 from peers.contract import Peer, Pending
+from rawwrite import RawWrite
 from states import Subject, build
 
 JUDGED = "holdfast"
@@ -82,7 +83,7 @@ def measure(
     if contestant == "limits":
         subject = build_subject()
         values = limits.measure(subject, directory) | {"state_bytes": float(subject.num_bytes)}
-        return {"title": "raw limits", "values": values}
+        return {"title": "raw limits", **_with_training(RawWrite, subject, directory, values, compared)}
     kind = find(contestant)
     facts = _facts(contestant)
     if importlib.util.find_spec(kind.module) is None:
@@ -94,11 +95,19 @@ def measure(
     if contestant == JUDGED:
         near = {f"near_{key}": value for key, value in limits.copy_in_memory(subject).items()}
         values |= near | unowned.measure(subject, directory / "unowned")
+    return facts | _with_training(kind, subject, directory, values, compared)
+
+
+def _with_training(
+    kind: type[Peer], subject: Subject, directory: Path, values: dict[str, float], compared: int
+) -> dict[str, Any]:
     comparisons: list[Comparison] = []
     if compared and subject.optimizer is not None:
         comparisons = measure_training(kind, subject, directory / "training", times=compared)
-        values |= summarize(comparisons)
-    return facts | {"values": values, "comparisons": [asdict(one) for one in comparisons]}
+    return {
+        "values": values | (summarize(comparisons) if comparisons else {}),
+        "comparisons": [asdict(one) for one in comparisons],
+    }
 
 
 def _facts(contestant: str) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def plan(
 
     Args:
         has_all_rounds: every contestant takes part in every round. Otherwise the rounds are for Holdfast and
-            the limits, and the others follow at the end, once for each state.
+            the limits, and the others follow after the first round, once for each state.
     """
     judged = [name for name in contestants if name in FIRST]
     peers = [name for name in contestants if name not in FIRST]
@@ -135,8 +135,8 @@ def plan(
         names = ["limits", *judged, *(peers if has_all_rounds else ())]
         shift = number % len(names)
         found += [(number, state, name) for state in states for name in names[shift:] + names[:shift]]
-    if not has_all_rounds:
-        found += [(0, state, name) for state in states for name in peers]
+        if number == 0 and not has_all_rounds:
+            found += [(0, state, name) for state in states for name in peers]
     return found
 
 

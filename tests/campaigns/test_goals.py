@@ -76,6 +76,14 @@ def test_the_same_figure_is_in_the_column_the_goal_and_the_sentence() -> None:
     assert "0.26 [0.24..0.29] s of its time" in texts[2]
 
 
+def test_the_cost_of_a_raw_write_is_beside_that_of_a_save() -> None:
+    document = saving(*(0.2 + number / 100 for number in range(13)))
+    assert "raw write" not in table.render_training_lost([document])
+    document["runs"].append(document["runs"][0] | {"contestant": "limits"})
+    sentence = table.render_training_lost([document])
+    assert sentence.endswith("costs the same training 0.26 [0.24..0.29] s.")
+
+
 def test_a_disturbed_measurement_says_so() -> None:
     document = saving(*(0.2 + number / 100 for number in range(12)), others=0.8)
     assert "other programs used 0.8 processors" in table.render_goals([document])
@@ -109,9 +117,10 @@ def test_each_machine_has_a_table_and_only_the_newest_lists_what_was_not_measure
     assert "0.3 [0.3..0.3] x | 2026-11-01 | missed" in older
 
 
-def test_the_short_form_measures_the_goals_first_and_each_peer_once() -> None:
+def test_the_short_form_measures_the_goals_first_and_each_peer_once_before_the_second_round() -> None:
     order = plan(["a", "b"], ["dcp", "holdfast", "torch-save"], 2, has_all_rounds=False)
-    assert [name for *_, name in order[-2:]] == ["dcp", "dcp"]
+    assert [number for number, *_ in order] == [0] * 8 + [1] * 6
+    assert [(state, name) for _, state, name in order[6:8]] == [("a", "dcp"), ("b", "dcp")]
     assert sorted({(number, state) for number, state, name in order if name == "holdfast"}) == [
         (0, "a"),
         (0, "b"),

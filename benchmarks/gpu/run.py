@@ -91,7 +91,8 @@ def _parts(device: str, folder: Path) -> list[Part]:
     tests = (python, "-m", "pytest", "-q", "-m", "gpu", *(("--collect-only",) if is_dry else ()), *files)
     example = str(ROOT / "examples" / "gpt" / "train.py")
     steps = ("--steps", "4" if is_dry else "20")
-    tune = (python, "-m", "holdfast.cli", "tune", "--json", *steps, example)
+    questions = ("--only", "syncs,compile,shapes,input")  # `fit` searches for batches
+    tune = (python, "-m", "holdfast.cli", "tune", "--json", *questions, *steps, example)
     return [
         Part("tests", tests, 120.0, writes=False),
         Part("stalls", script("gpu/stalls.py", *at, *place, "--states", *states), 240.0),
@@ -100,7 +101,7 @@ def _parts(device: str, folder: Path) -> list[Part]:
         Part("fit", script("gpu/fitting.py", *at), 60.0),
         Part("shard", script("sharding.py", *at, "--ranks", "1", "--rounds", "1" if is_dry else "3"), 90.0),
         Part("compile", script("compiled.py", *at, *place, "--rounds", "1"), 120.0),
-        Part("tune", tune, 120.0, writes=False),
+        Part("tune", tune, 180.0, writes=False),
     ]
 
 

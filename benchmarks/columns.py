@@ -40,7 +40,7 @@ def rows(results: Results, state: str) -> list[list[str]]:
 
 def rows_in_short(results: Results, state: str) -> list[list[str]]:
     """Medians of what most readers ask, one row for each contestant that has them, and the raw limits."""
-    found = [["limits: memory copy, raw write, raw read", *_short_limits(results, state)]]
+    found = [["limits: a copy in memory, raw writes and raw reads", *_short_limits(results, state)]]
     for contestant in results.contestants(state):
         if not results.trouble(state, contestant):
             title = results.of(state, contestant)[0].get("title", contestant)
@@ -49,17 +49,20 @@ def rows_in_short(results: Results, state: str) -> list[list[str]]:
 
 
 def _short_limits(results: Results, state: str) -> list[str]:
-    keys = ("memcpy_s", "write_s", "read_s")
-    spreads = [results.spread(state, "limits", key) for key in keys]
+    spreads = [_limit(results, state, key) for key in ("memcpy_s", "write_s", "read_s")]
     copy, write, read = [NONE if one is None else _median(one) for one in spreads]
     return [copy, _lost_in_seconds(results, state, "limits"), write, read, NONE]
 
 
+def _limit(results: Results, state: str, key: str) -> Spread | None:
+    """Return a raw limit as it was between Holdfast's own saves and loads, if it was measured there."""
+    return results.spread(state, JUDGED, f"near_{key}") or results.spread(state, "limits", key)
+
+
 def limits(results: Results, state: str) -> str:
     """The raw limits of a state in one line."""
-    keys = ("memcpy_s", "write_s", "read_s", "state_bytes")
-    spreads = {key: results.spread(state, "limits", key) for key in keys}
-    size = spreads["state_bytes"]
+    spreads = {key: _limit(results, state, key) for key in ("memcpy_s", "write_s", "read_s")}
+    size = results.spread(state, "limits", "state_bytes")
     if size is None:
         return "raw limits: not measured"
     parts = [f"state {_bytes(size.median)}"]
@@ -78,7 +81,8 @@ def verdict(found: Verdict) -> tuple[str, str, str, str, str]:
     if value is None:
         return goal.what, bound, NONE, NONE, f"not measured: `{goal.command}`"
     spread = value.spread
-    text = f"{spread.median:.3g} [{spread.least:.3g}..{spread.most:.3g}] {goal.unit}"
+    span = f" [{spread.least:.3g}..{spread.most:.3g}]" if spread.least < spread.most else ""
+    text = f"{spread.median:.3g}{span} {goal.unit}"
     outcome = {True: "pass", False: "missed", None: "undecided: the interval contains the goal"}[found.passed]
     if value.others > MAX_OTHERS:
         outcome += f"; other programs used {value.others:.1f} processors"
@@ -155,9 +159,10 @@ def training_lost(results: Results, state: str, machine: dict[str, Any]) -> str:
     others = statistics.median(one.others for one in results.comparisons(state, JUDGED))
     busy = f", while other programs used {others:.1f} processors" if others > MAX_OTHERS else ""
     return (
-        f"A save of {_bytes(size.median) if size else state} costs a training on all cores "
-        f"{_lost_in_seconds(results, state, JUDGED)} of its time, which is {lost.estimate:.1f} "
-        f"[{lost.low:.1f}..{lost.high:.1f}] copies of the state in memory, and {_interval(cpu)} of processor "
+        f"A save of {_bytes(size.median) if size else state} slows a training on all cores by "
+        f"{_lost_in_seconds(results, state, JUDGED)}, as long as {lost.estimate:.1f} "
+        f"[{lost.low:.1f}..{lost.high:.1f}] copies of the state in memory take, and uses "
+        f"{_interval(cpu)} of processor "
         f"time (in brackets the {lost.confidence:.0%} confidence interval, of {lost.num_pairs} saves{busy}; "
         f"{machine['cpu']}, {machine['cores']} cores, {machine['date'][:10]})."
         f"{_lost_to_raw_write(results, state)}"
@@ -168,8 +173,10 @@ def _lost_to_raw_write(results: Results, state: str) -> str:
     if results.training_lost(state, "limits") is None:
         return ""
     lost = _lost_in_seconds(results, state, "limits")
+    count = len(results.comparisons(state, "limits"))
     return (
-        f" A raw write of as many bytes, without a copy and without hashes, costs the same training {lost}."
+        " A raw write of as many bytes, without a copy and without hashes, slows the same training by "
+        f"{lost} (of {count} writes)."
     )
 
 
@@ -180,6 +187,15 @@ def _load(key: str) -> Cell:
         return _time(key)(results, state, contestant)
 
     return cell
+
+
+def _cold_load(results: Results, state: str, contestant: str) -> str:
+    """Seconds, and the share of the speed of the raw reads just before, if those were measured."""
+    text = _load("load_cold_s")(results, state, contestant)
+    share = results.paired(
+        state, contestant, contestant, lambda own, _: own["near_read_s"] / own["load_cold_s"]
+    )
+    return text if share is None else f"{text}, {share.median:.2f} of raw reads"
 
 
 def _memory(results: Results, state: str, contestant: str) -> str:
@@ -217,7 +233,7 @@ COLUMNS = (
     Column("training lost", _lost),
     Column("processor time", _lost_cpu),
     Column("durable after", _durable),
-    Column("load, cache dropped", _load("load_cold_s")),
+    Column("load, cache dropped", _cold_load),
     Column("load, cached", _load("load_warm_s")),
     Column("extra memory", _memory),
 )
@@ -225,6 +241,6 @@ SHORT = (
     Column("save() blocks", _short(_time("blocked_s"))),
     Column("training time lost", _lost_in_seconds),
     Column("durable after", _short(_durable)),
-    Column("load, cold cache", _short(_load("load_cold_s"))),
+    Column("load, cold cache", _short(_cold_load)),
     Column("extra memory", _short(_memory)),
 )

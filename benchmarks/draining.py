@@ -159,7 +159,7 @@ def _report(
     options: argparse.Namespace, facts: dict[str, Any], runs: list[dict[str, float]], num_bytes: int
 ) -> int:
     medians = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "round"}
-    path = options.out or HERE / "results" / f"draining_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("draining", facts)
     document = {"machine": facts, "state": options.state, "bytes": num_bytes, "steps": options.steps}
     path.write_text(json.dumps(document | {"medians": medians, "runs": runs}, indent=1) + "\n")
     title = f"{options.steps} training steps, with one upload of {num_bytes / 1e9:.2f} GB in them"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+from goals import FIRST_BYTE_S
 from intervals import interval_of
 from pagecache import evict
 from rich.console import Console
@@ -21,7 +22,6 @@ from rich.table import Table
 from startup import make_home
 
 HERE = Path(__file__).resolve().parent
-GOAL_S = 0.15
 """Goal of the time beyond `import torch`."""
 FILES = """
 import json, os
@@ -107,10 +107,10 @@ def _report(options: argparse.Namespace, runs: list[dict[str, float]], *, num_fi
         table.add_row(name, f"{found.estimate:.3f} s", f"{found.low:.3f} to {found.high:.3f} s")
     console.print(table)
     document: dict[str, Any] = {"machine": facts, "files": num_files, "medians": medians, "runs": runs}
-    path = options.out or HERE / "results" / f"firstbyte_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("firstbyte", facts)
     path.write_text(json.dumps(document, indent=1) + "\n")
-    console.print(f"goal: at most {GOAL_S} s; wrote {path}")
-    return int(medians["cold_s"] > GOAL_S)
+    console.print(f"goal: at most {FIRST_BYTE_S} s; wrote {path}")
+    return int(medians["cold_s"] > FIRST_BYTE_S)
 
 
 if __name__ == "__main__":

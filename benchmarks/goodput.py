@@ -175,7 +175,7 @@ def report(options: argparse.Namespace, facts: dict[str, Any], bench: Bench) -> 
         "undisturbed": bench.undisturbed,
         "runs": bench.runs,
     }
-    path = options.out or HERE / "results" / f"goodput_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("goodput", facts)
     path.write_text(json.dumps(document, indent=1) + "\n")
     console.print(f"wrote {path} at {time.strftime('%H:%M:%S')}")
     verdicts = replayed.judge(document)

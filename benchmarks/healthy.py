@@ -132,7 +132,7 @@ def _report(
         console.print(f"durable {kind} the check: {statistics.median(seconds):.3f} s [{shown}]")
     console.print(f"watch of two metrics: {1e6 * watch_s:.1f} us, {watch_s / STEP_S:.3%} of a step of 10 ms")
     facts = machine.describe(HERE)
-    path = options.out or HERE / "results" / f"healthy_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("healthy", facts)
     document = {
         "machine": facts,
         "mib": options.mib,

@@ -236,7 +236,7 @@ def _report(options: argparse.Namespace, found: list[dict[str, Any]]) -> int:
         table.add_row(*map(str, (*key, *numbers)))
     console.print(table)
     facts = machine.describe(HERE)
-    path = options.out or HERE / "results" / f"injected_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("injected", facts)
     path.write_text(json.dumps({"machine": facts, "runs": found}, indent=1) + "\n")
     console.print(f"wrote {path}")
     return int(any(one["ranks"] and not one["surface"] for one in found))

@@ -1,9 +1,11 @@
-"""The facts of the machine that a result is worth nothing without."""
+"""Facts of the machine, without which a result is worth nothing, and the files of results."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import itertools
+import json
 import os
 import platform
 import re
@@ -13,6 +15,7 @@ from typing import Any
 
 import psutil
 
+RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "safetensors", "torch_checkpointing", "xxhash", "holdfast")
 
 
@@ -34,6 +37,18 @@ def describe(directory: Path) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "load_before": os.getloadavg()[0],
     }
+
+
+def results_path(kind: str, machine: dict[str, Any]) -> Path:
+    """Return the path for results of a kind: only those of the same machine and day are overwritten."""
+    stem = f"{kind}_{slug(machine)}_{machine['date'][:10]}"
+    paths = (RESULTS / f"{stem}{'' if number == 1 else f'_{number}'}.json" for number in itertools.count(1))
+    return next(path for path in paths if not path.exists() or _is_of(path, machine))
+
+
+def _is_of(path: Path, machine: dict[str, Any]) -> bool:
+    found = json.loads(path.read_text())["machine"]
+    return all(found[key] == machine[key] for key in ("cpu", "cores", "memory_bytes", "disk", "kernel"))
 
 
 def slug(machine: dict[str, Any]) -> str:
@@ -63,17 +78,20 @@ def version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    """Return the commit, marked as dirty if code was changed after it."""
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parent,
-        )
+        commit = _git("describe", "--always")
+        changed = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(*words: str) -> str:
+    root = Path(__file__).resolve().parents[1]
+    return subprocess.run(
+        ["git", *words], capture_output=True, text=True, check=True, cwd=root
+    ).stdout.strip()
 
 
 def _text(path: Path) -> str:

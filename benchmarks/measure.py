@@ -240,8 +240,8 @@ def measure_loads(
 ) -> dict[str, float]:
     """Seconds to load with nothing in the page cache (the median of some), and with everything there.
 
-    For what is judged, the data file is read raw before each cold load, so that both medians are of the same
-    minute: the best of a few raw reads is not what a disk does on average.
+    The largest file is read raw before each cold load, so that both medians are of the same minute and of the
+    same cache in the host: the best of a few raw reads is not what a disk does on average.
 
     Raises:
         RuntimeError: a load did not bring back every tensor.
@@ -250,14 +250,14 @@ def measure_loads(
     values: dict[str, float] = {}
     cold: list[float] = []
     raw: dict[int, list[float]] = {depth: [] for depth in limits.DEPTHS}
+    largest = _largest_file(directory)
     for _ in range(num_cold):
-        if kind.title == JUDGED:
-            for depth, seconds in limits.read_file_raw(_largest_file(directory)).items():
-                raw[depth].append(seconds)
+        for depth, seconds in limits.read_file_raw(largest).items():
+            raw[depth].append(seconds)
         values["cached_share"] = evict(directory)
         cold.append(_time_load(kind, subject, directory, step, expected))
-    if kind.title == JUDGED:
-        values["near_read_s"] = min(statistics.median(seconds) for seconds in raw.values())
+    raw_s = min(statistics.median(seconds) for seconds in raw.values())
+    values["near_read_s"] = raw_s * subject.num_bytes / largest.stat().st_size
     _read_all(directory)
     warm_s = _time_load(kind, subject, directory, step, expected)
     return values | {"load_cold_s": statistics.median(cold), "load_warm_s": warm_s}

@@ -89,7 +89,7 @@ def _versions(python: str, names: dict[str, Any]) -> dict[str, str]:
 
 
 def _write(out: Path | None, facts: dict[str, Any], rounds: int, runs: list[Run]) -> None:
-    path = out or HERE / "results" / f"engines_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = out or machine.results_path("engines", facts)
     path.parent.mkdir(parents=True, exist_ok=True)
     facts["load_after"] = os.getloadavg()[0]
     path.write_text(json.dumps({"machine": facts, "rounds": rounds, "runs": runs}, indent=1) + "\n")

@@ -240,7 +240,7 @@ def report(options: argparse.Namespace, facts: dict[str, Any], runs: list[dict[s
         "lost_with_notice": max(values(notice, "steps_lost")),
         "lost_without": max(values(kill, "steps_lost")),
     }
-    path = options.out or HERE / "results" / f"recovering_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("recovering", facts)
     document = {"machine": facts, "rounds": options.rounds, "every": EVERY, "medians": medians, "runs": runs}
     path.write_text(json.dumps(document, indent=1) + "\n")
     for name, value in medians.items():

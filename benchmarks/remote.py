@@ -20,6 +20,7 @@ from typing import Any
 import machine
 import obstore
 import torch
+from goals import BUCKET_READS
 from null_server import TILE
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +40,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tests.servers import ministack
 
 HERE = Path(__file__).resolve().parent
-RATIO_GOAL = 0.9
+UPLOAD_GOAL = 0.9
 MEMORY_GOAL_BYTES = 64 << 20
 NAME = names.data(1, 1, 0)
 
@@ -188,26 +189,28 @@ def measure(server: str, num_bytes: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Ratios of Holdfast's speed to the bare client's, by server; medians of all rounds.
+    """Return the ratios of Holdfast's speed to the bare client's, by server: medians of those of each round.
 
     The same of processor time of the client's process: on a machine that others use too, it moves less.
     """
     found: dict[str, dict[str, float]] = {}
     for server in dict.fromkeys(run["server"] for run in runs):
         own = [run for run in runs if run["server"] == server]
-
-        def median(operation: str, key: str, own: list[dict[str, Any]] = own) -> float:
-            return statistics.median(run[key] for run in own if run["operation"] == operation)
-
         found[server] = {
-            "put_ratio": median("put_bare", "seconds") / median("put", "seconds"),
-            "read_ratio": median("read_bare", "seconds") / median("read", "seconds"),
-            "put_cpu_ratio": median("put_bare", "cpu_seconds") / median("put", "cpu_seconds"),
-            "read_cpu_ratio": median("read_bare", "cpu_seconds") / median("read", "cpu_seconds"),
+            "put_ratio": _ratio(own, "put", "seconds"),
+            "read_ratio": _ratio(own, "read", "seconds"),
+            "put_cpu_ratio": _ratio(own, "put", "cpu_seconds"),
+            "read_cpu_ratio": _ratio(own, "read", "cpu_seconds"),
             "put_extra_bytes": max(run["extra_bytes"] for run in own if run["operation"] == "put"),
             "put_bare_extra_bytes": max(run["extra_bytes"] for run in own if run["operation"] == "put_bare"),
         }
     return found
+
+
+def _ratio(runs: list[dict[str, Any]], operation: str, key: str) -> float:
+    ours = {run["round"]: run[key] for run in runs if run["operation"] == operation}
+    bare = {run["round"]: run[key] for run in runs if run["operation"] == f"{operation}_bare"}
+    return statistics.median(bare[number] / ours[number] for number in ours)
 
 
 def main() -> int:
@@ -223,7 +226,7 @@ def main() -> int:
     facts = machine.describe(HERE)
     runs = [run for server in options.servers for run in measure(server, num_bytes, options.rounds)]
     summary = summarize(runs)
-    path = options.out or HERE / "results" / f"remote_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("remote", facts)
     results = {
         "machine": facts,
         "bytes": num_bytes,
@@ -238,7 +241,7 @@ def main() -> int:
 
 
 def _reached(values: dict[str, float]) -> bool:
-    is_fast = values["put_ratio"] >= RATIO_GOAL and values["read_ratio"] >= RATIO_GOAL
+    is_fast = values["put_ratio"] >= UPLOAD_GOAL and values["read_ratio"] >= BUCKET_READS
     return is_fast and values["put_extra_bytes"] <= MEMORY_GOAL_BYTES
 
 

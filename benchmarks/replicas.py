@@ -125,7 +125,7 @@ def _report(options: argparse.Namespace, found: dict[str, list[dict[str, float]]
     share = extra_s / INTERVAL_S
     console.print(f"{1e3 * extra_s:.0f} ms a save: {share:.3%} of a processor, with a save every minute")
     facts = machine.describe(HERE)
-    path = options.out or HERE / "results" / f"replicas_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("replicas", facts)
     document = {"machine": facts, "mib": options.mib, "rounds": found, "share": share}
     path.write_text(json.dumps(document, indent=1) + "\n")
     console.print(f"goal: at most {GOAL:.1%}; wrote {path}")

@@ -295,7 +295,7 @@ def main() -> int:
     options.dir.mkdir(exist_ok=True)
     runs = [run for number in range(options.rounds) for run in _round(number, options)]
     facts = machine.describe(options.dir)
-    path = options.out or HERE / "results" / f"resharding_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("resharding", facts)
     path.write_text(json.dumps({"machine": facts, "rounds": options.rounds, "runs": runs}, indent=1) + "\n")
     _show(runs)
     print(f"wrote {path}")

@@ -142,7 +142,7 @@ def plan(
 
 def _write(out: Path | None, facts: dict[str, Any], results: Results, options: argparse.Namespace) -> None:
     what = "saving-quick" if options.quick else "saving"
-    path = out or HERE / "results" / f"{what}_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = out or machine.results_path(what, facts)
     path.parent.mkdir(parents=True, exist_ok=True)
     facts["load_after"] = os.getloadavg()[0]
     document = {

@@ -16,6 +16,7 @@ from typing import Any
 
 import machine
 import torch
+from goals import COMMIT_S
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +43,7 @@ NUM_TENSORS, RUN, ATTEMPT = 2000, "scale", 1
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (4096,))
 """In turns: a transformer's. With 2000 of them the state is 200 GB."""
 KINDS = ("fsdp", "hsdp", "fsdp-tp", "pipeline")
-GOALS = {"plan_s": 0.1, "commit_s": 3.0, "restore_plan_s": 1.0}
+GOALS = {"plan_s": 0.1, "commit_s": COMMIT_S, "restore_plan_s": 1.0}
 
 
 def layout_of(kind: str, world_size: int, rank: int) -> ShardLayout:
@@ -247,7 +248,7 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> int:
     """Write the results and show them as a table."""
     options.dir.mkdir(exist_ok=True)
     facts = machine.describe(options.dir)
-    path = HERE / "results" / f"scale_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = machine.results_path("scale", facts)
     document = {"machine": facts, "rounds": options.rounds, "tensors": NUM_TENSORS, "rows": rows}
     path.write_text(json.dumps(document, indent=1) + "\n")
     table = Table("layout", "ranks", "plan", "part", "commit", "again", "restore plan", "parts read", "peak")

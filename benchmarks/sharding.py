@@ -77,7 +77,7 @@ def _report(options: argparse.Namespace, facts: dict[str, Any], runs: list[shard
     for row in sharded.rows(runs):
         table.add_row(*row)
     console.print(table)
-    path = options.out or HERE / "results" / f"sharding_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("sharding", facts)
     document = {
         "machine": facts,
         "ranks": options.ranks,

@@ -69,7 +69,7 @@ def _report(options: argparse.Namespace, names: list[str], runs: list[dict[str, 
         table.add_row(name, f"{statistics.median(values):.3f}", f"{min(values):.3f}", beyond)
     console.print(table)
     facts = machine.describe(HERE)
-    path = options.out or HERE / "results" / f"startup_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("startup", facts)
     path.write_text(json.dumps({"machine": facts, "extra_s": extra, "runs": runs}, indent=1) + "\n")
     console.print(f"goal: at most {GOAL_S} s beyond an empty program; wrote {path}")
     return int(max(extra.values()) > GOAL_S)

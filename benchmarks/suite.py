@@ -23,6 +23,20 @@ class Part:
     limit_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Exit status of a benchmark, or None if it was stopped at its limit, and its duration."""
+
+    status: int | None
+    took_s: float
+
+    @property
+    def text(self) -> str:
+        """The outcome as text."""
+        how = "stopped" if self.status is None else f"status {self.status}"
+        return f"{how} after {self.took_s:.0f} s"
+
+
 PARTS = (
     Part("run", (), ("--long",), 6 * 3600),
     Part("firstbyte", ("--rounds", "10"), ("--rounds", "30"), 900),
@@ -47,27 +61,29 @@ def main() -> int:
     options = parser.parse_args()
     outcomes = {}
     for part in PARTS:
-        words = part.long if options.long else part.short
-        if words is None or (options.only and part.name not in options.only):
+        if options.only and part.name not in options.only:
             continue
-        outcomes[part.name] = _run(part, words)
+        is_long = options.long or (options.only and part.short is None)
+        words = part.long if is_long else part.short
+        if words is not None:
+            outcomes[part.name] = _run(part, words)
     for document in DOCUMENTS:
-        subprocess.run([sys.executable, str(HERE / "table.py"), str(HERE.parent / document)], check=False)
+        words = (str(HERE.parent / document),)
+        outcomes[f"tables of {document}"] = _run(Part("table", words, words, 60), words)
     for name, outcome in outcomes.items():
-        print(f"{name}: {outcome}")
-    return int(any(not outcome.startswith("0 ") for outcome in outcomes.values()))
+        print(f"{name}: {outcome.text}")
+    return int(any(outcome.status != 0 for outcome in outcomes.values()))
 
 
-def _run(part: Part, words: tuple[str, ...]) -> str:
-    """Run one part, and return its exit status and duration."""
+def _run(part: Part, words: tuple[str, ...]) -> Outcome:
     print(f"== {part.name} {' '.join(words)}", flush=True)
-    began = time.monotonic()
+    began_s = time.monotonic()
     command = [sys.executable, str(HERE / f"{part.name}.py"), *words]
     try:
-        status = str(subprocess.run(command, check=False, timeout=part.limit_s).returncode)
+        status = subprocess.run(command, check=False, timeout=part.limit_s).returncode
     except subprocess.TimeoutExpired:
-        status = f"stopped after {part.limit_s:.0f} s;"
-    return f"{status} after {time.monotonic() - began:.0f} s"
+        status = None
+    return Outcome(status, time.monotonic() - began_s)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import engines
 import replayed
 import sharded
 import trainers
-from goals import Measurements, judge
+from goals import BUCKET_READS, COMPILED_SHARE, KEEPER_MEMORY, Measurements, judge
 from resharded import HEADINGS
 from resharded import rows as resharded_rows
 from results import combine
@@ -279,14 +279,14 @@ RENDERERS = {
         {
             "memory_s": "seconds to restore from the keeper's memory after kill -9 of the trainer",
             "cold_s": "seconds to restore from the local disk, nothing cached",
-            "memory_of_memcpy": "share of the speed of a copy in memory (goal: at least 0.5)",
+            "memory_of_memcpy": f"share of the speed of a copy in memory (goal: at least {KEEPER_MEMORY})",
             "cold_of_memory": "times faster than from the disk (goal: at least 3)",
         }
     ),
     "remote": render_numbers(
         {
             "put_ratio": "upload, share of the bare client's speed (goal: at least 0.9)",
-            "read_ratio": "verified reads, share of the bare client's speed (goal: at least 0.9)",
+            "read_ratio": f"verified reads, share of the bare client's speed (goal: at least {BUCKET_READS})",
             "read_cpu_ratio": "the same in processor time of the client's process",
             "put_extra_bytes": "bytes over the arena during an upload of 2 GiB (goal: at most 64 MB)",
         }
@@ -296,7 +296,7 @@ RENDERERS = {
             "cold_cpu_s": "processor time of the first start, compilers included, in seconds",
             "kept_cpu_s": "restart on the same machine",
             "restored_cpu_s": "restart on an empty machine, with the cache from home",
-            "share": "the same as a share of the first start (goal: at most 0.15)",
+            "share": f"the same as a share of the first start (goal: at most {COMPILED_SHARE})",
             "cold_compiler_calls": "calls of the C++ compiler at the first start",
             "restored_compiler_calls": "at the restart on an empty machine",
             "home_bytes": "bytes of the cache in home",

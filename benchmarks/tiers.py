@@ -17,13 +17,14 @@ from typing import Any
 import limits
 import machine
 import torch
+from goals import KEEPER_MEMORY
 from pagecache import evict
 from rich.console import Console
 from rich.table import Table
 from states import Subject, build
 
 HERE = Path(__file__).resolve().parent
-GOALS = {"memory_of_memcpy": 0.5, "cold_of_memory": 3.0}
+GOALS = {"memory_of_memcpy": KEEPER_MEMORY, "cold_of_memory": 3.0}
 console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
@@ -151,7 +152,7 @@ def _source(directory: Path) -> str:
 
 def _report(options: argparse.Namespace, facts: dict[str, Any], runs: list[dict[str, float]]) -> int:
     medians = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "round"}
-    path = options.out or HERE / "results" / f"tiers_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("tiers", facts)
     document = {"machine": facts, "state": options.state, "rounds": options.rounds, "medians": medians}
     path.write_text(json.dumps(document | {"tiers": runs}, indent=1) + "\n")
     table = Table("", "median", "goal", title=f"restoring {options.state} after kill -9, verified")

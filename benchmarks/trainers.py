@@ -44,7 +44,7 @@ def main() -> None:
                 _show_last(runs[-1])
     options.dir.rmdir()
     document = {"machine": facts, "rounds": options.rounds, "runs": runs}
-    path = options.out or HERE / "results" / f"trainers_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("trainers", facts)
     path.write_text(json.dumps(document, indent=1) + "\n")
     table = Table(*HEADINGS, title="Time for which a save blocks training")
     for row in rows(runs):

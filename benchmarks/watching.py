@@ -86,7 +86,7 @@ def _report(options: argparse.Namespace, beats_s: list[float], keepers: dict[str
     table.add_row(f"both, for steps of {1e3 * STEP_S:.0f} ms", f"{share:.3%}")
     console.print(table)
     facts = machine.describe(HERE)
-    path = options.out or HERE / "results" / f"watching_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("watching", facts)
     document = {"machine": facts, "step_s": STEP_S, "beats_s": beats_s, "keepers": keepers, "share": share}
     path.write_text(json.dumps(document, indent=1) + "\n")
     console.print(f"goal: at most {GOAL:.1%}; wrote {path}")

@@ -190,7 +190,7 @@ def _rclone_version() -> str | None:
 
 
 def _report(options: argparse.Namespace, facts: dict[str, Any], runs: list[dict[str, Any]]) -> None:
-    path = options.out or HERE / "results" / f"writeback_{machine.slug(facts)}_{facts['date'][:10]}.json"
+    path = options.out or machine.results_path("writeback", facts)
     document = {"machine": facts, "rounds": options.rounds, "flags": SKYPILOT_FLAGS, "writeback": runs}
     path.write_text(json.dumps(document, indent=1) + "\n")
     table = Table("case", "way", "contestant", "written s", "marker seen s", "all seen s", "in order")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 sys.path.append(BENCHMARKS)
 
 import columns  # noqa: E402  # pyright: ignore[reportMissingImports]
+import machine as hardware  # noqa: E402  # pyright: ignore[reportMissingImports]
 import table  # noqa: E402  # pyright: ignore[reportMissingImports]
 from comparison import Comparison, counted  # noqa: E402  # pyright: ignore[reportMissingImports]
 from goals import Found, Goal, Measurements, Verdict, judge  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -23,7 +25,7 @@ sys.path.remove(BENCHMARKS)  # its files would hide folders of tests with the sa
 LOST = "training lost per save, 1.5 GB"
 
 
-def machine(cpu: str = "CPU", day: str = "2026-11-26") -> dict[str, Any]:
+def machine(cpu: str = "Some", day: str = "2026-11-26") -> dict[str, Any]:
     facts = {"cpu": cpu, "cores": 2, "memory_bytes": 24 << 30, "disk": "/dev/vda", "filesystem": "ext4"}
     return facts | {"kernel": "6.18", "packages": {"torch": "2.13"}, "date": f"{day}T00:00:00+00:00"}
 
@@ -73,7 +75,7 @@ def test_the_same_figure_is_in_the_column_the_goal_and_the_sentence() -> None:
     assert "2.6 [2.4..2.9] copies (0.26 [0.24..0.29] s)" in texts[0]
     assert "2.6 [2.35..2.85] copies" in texts[1]
     assert "2.6 [2.4..2.9] copies" in texts[2]
-    assert "0.26 [0.24..0.29] s of its time" in texts[2]
+    assert "all cores by 0.26 [0.24..0.29] s" in texts[2]
 
 
 def test_the_cost_of_a_raw_write_is_beside_that_of_a_save() -> None:
@@ -81,7 +83,34 @@ def test_the_cost_of_a_raw_write_is_beside_that_of_a_save() -> None:
     assert "raw write" not in table.render_training_lost([document])
     document["runs"].append(document["runs"][0] | {"contestant": "limits"})
     sentence = table.render_training_lost([document])
-    assert sentence.endswith("costs the same training 0.26 [0.24..0.29] s.")
+    assert sentence.endswith("slows the same training by 0.26 [0.24..0.29] s (of 13 writes).")
+
+
+def test_a_cold_load_is_beside_the_raw_reads_of_its_own_run() -> None:
+    document = saving(0.2)
+    document["runs"][0]["values"] |= {"load_cold_s": 2.0, "near_read_s": 1.5}
+    assert "2.00 [2.00..2.00] s, 0.75 of raw reads" in table.render_saving([document])
+
+
+def test_each_layout_has_its_own_goal_of_a_commit() -> None:
+    rows = [
+        {"kind": kind, "world_size": 1024, "values": {"commit_s": [seconds] * 3}}
+        for kind, seconds in (("fsdp", 0.2), ("pipeline", 0.7))
+    ]
+    found = judge(Measurements({"scale": [{"machine": machine(), "rows": rows}]}))
+    passed = {one.goal.what: one.passed for one in found if one.found}
+    assert passed == {"commit of 1024 ranks, fsdp": True, "commit of 1024 ranks, pipeline": False}
+
+
+def test_results_of_another_machine_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "RESULTS", tmp_path)
+    first = hardware.results_path("tiers", machine())
+    first.write_text(json.dumps({"machine": machine()}))
+    other = machine() | {"kernel": "6.19"}
+    assert hardware.results_path("tiers", machine()) == first
+    assert hardware.results_path("tiers", other) == tmp_path / "tiers_some-2c-24g_2026-11-26_2.json"
 
 
 def test_a_disturbed_measurement_says_so() -> None:
@@ -114,7 +143,7 @@ def test_each_machine_has_a_table_and_only_the_newest_lists_what_was_not_measure
     newest, older = table.render_goals([saving(0.2), tiers]).split("_OLD, ")
     assert "not measured: `benchmarks/tiers.py`" in newest
     assert "not measured" not in older
-    assert "0.3 [0.3..0.3] x | 2026-11-01 | missed" in older
+    assert "0.3 x | 2026-11-01 | missed" in older
 
 
 def test_the_short_form_measures_the_goals_first_and_each_peer_once_before_the_second_round() -> None:

@@ -109,10 +109,13 @@ class Part:
             Corrupt: they cannot be parsed.
         """
         try:
-            return read_integers(decode(self.starts_text, self.what, max_bytes=MAX_DOCUMENT_BYTES))
-        except ValueError as error:
+            return read_integers(decode(self.starts_text, "the starts", max_bytes=MAX_DOCUMENT_BYTES))
+        except (ValueError, Corrupt) as error:
             raise Corrupt(
-                f"{self.what}: its starts: {error}.", step=self.step, rank=self.rank, key=self.what
+                f"{self.what} is sealed, but its starts cannot be parsed: {error}.",
+                step=self.step,
+                rank=self.rank,
+                key=self.what,
             ) from error
 
     @cached_property
@@ -254,8 +257,10 @@ def parse(document: bytes, what: str) -> Part:
         raise Corrupt(f"{what} is sealed but is not a valid part: {error}", key=what) from error
 
 
-def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
-    catalog, *hashes = lines or [b""]
+def _parse_v1_or_v2(body: Fields, lines: list[bytes], what: str) -> Part:
+    if not lines:
+        raise ValueError("it has no line for its catalog")
+    catalog, *hashes = lines
     return _parse_v3(body, [catalog, dumps(body.integers("starts")), *hashes], what)
 
 
@@ -267,11 +272,11 @@ def _parse_v3(body: Fields, lines: list[bytes], what: str) -> Part:
         sizes.append(body.integers("frozen", max_items=2))
     catalog_digest = body.text("catalog", pattern=HASH)
     if len(lines) != 2 + len(sizes):
-        raise ValueError("the number of its lines does not match that of its files")
+        raise ValueError(f"it has {max(0, len(lines) - 2)} lines of hashes for {len(sizes)} files")
     catalog, starts, *hashes = lines
     if digest(catalog) != catalog_digest:
         raise ValueError("its catalog does not match its digest")
-    if starts.translate(None, b"0123456789,") != b"[]":
+    if not _has_form_of_integers(starts):
         raise ValueError("its starts are not an array of integers")
     file, *frozen = (_file(size, line) for size, line in zip(sizes, hashes, strict=True))
     world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
@@ -294,6 +299,15 @@ def _parse_v3(body: Fields, lines: list[bytes], what: str) -> Part:
         trend=read_trend(body),
         audit=read_audit(body),
     )
+
+
+def _has_form_of_integers(line: bytes) -> bool:
+    # The integers are checked at their first use. A commit only counts them, for which digits with one comma
+    # between two of them are enough.
+    items = line[1:-1]
+    if line[:1] + line[-1:] != b"[]" or items.translate(None, b"0123456789,"):
+        return False
+    return not items or b",," not in b",%b," % items
 
 
 def read_ancestors(body: Fields) -> Ancestors:
@@ -330,4 +344,6 @@ def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
     return DataFile(num_bytes, chunk_bytes, line[1:-1].decode("ascii"))
 
 
-VERSIONS = Versions("holdfast-part", written=3, parsers={1: _parse_v1, 2: _parse_v1, 3: _parse_v3})
+VERSIONS = Versions(
+    "holdfast-part", written=3, parsers={1: _parse_v1_or_v2, 2: _parse_v1_or_v2, 3: _parse_v3}
+)

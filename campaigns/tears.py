@@ -573,7 +573,7 @@ class Gate:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Install the gate in the copy, and have every step that waits for a copy open it."""
-        copy_, end, before_step = stager._copy, Watch.end, stager.Stager._before_step
+        copy_, end, before_step = stager.copy_all, Watch.end, stager.Stager._before_step
 
         def copying(*args: Any, **options: Any) -> None:
             self._pass("before the copy")
@@ -587,11 +587,11 @@ class Gate:
             self.open()
             before_step(owner, optimizer)
 
-        stager._copy, Watch.end, stager.Stager._before_step = copying, ending, stepping  # pyright: ignore
+        stager.copy_all, Watch.end, stager.Stager._before_step = copying, ending, stepping  # pyright: ignore
         try:
             yield
         finally:
-            stager._copy, Watch.end, stager.Stager._before_step = copy_, end, before_step  # pyright: ignore
+            stager.copy_all, Watch.end, stager.Stager._before_step = copy_, end, before_step  # pyright: ignore
 
 
 def run_case(kind: Kind, width: int, moment: str, home: Path) -> Outcome:

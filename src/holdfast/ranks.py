@@ -210,9 +210,9 @@ class Ranks(RankGroup):
         if self._group is None:
             return [value]
         mine = bytearray(pack(value))
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
         try:
-            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+            dist.all_gather(sizes, torch.tensor([len(mine)], device="cpu"), group=self._group)
             longest = max(int(size) for size in sizes)
             rooms = [bytearray(longest) for _ in sizes]
             padded = mine.ljust(longest, b" ")
@@ -229,7 +229,7 @@ class Ranks(RankGroup):
         if self._group is None:
             return value
         room = bytearray(pack(value) if self.rank == 0 else b"")
-        size = torch.tensor([len(room)])
+        size = torch.tensor([len(room)], device="cpu")
         try:
             dist.broadcast(size, src=0, group=self._group)
             room = room if self.rank == 0 else bytearray(int(size))
@@ -276,7 +276,8 @@ class Ranks(RankGroup):
         if self._group is None:
             return flags, numbers
         received = self._finish_exchange(len(flags), len(numbers))
-        sent = torch.tensor([step, -step, *(-number for number in numbers), *flags], dtype=torch.int64)
+        values = [step, -step, *(-number for number in numbers), *flags]
+        sent = torch.tensor(values, dtype=torch.int64, device="cpu")
         work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._exchange = (sent, work)

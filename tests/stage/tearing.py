@@ -27,8 +27,8 @@ class Gate:
     def __init__(self) -> None:
         self.opened = threading.Event()
         self.opened.set()
-        self._copy = stager._copy
-        stager._copy = self._gated
+        self._copy = stager.copy_all
+        stager.copy_all = self._gated
 
     def _gated(self, *args: Any, **options: Any) -> None:
         if threading.current_thread().name == "holdfast-stage":

@@ -318,3 +318,45 @@ def test_the_first_save_uses_the_prepared_arena(tmp_path: Path) -> None:
         before = ckpt._components.pipeline.arenas.numbers()
         ckpt.save(1)
         assert ckpt._components.pipeline.arenas.numbers() == before == [1]
+
+
+class Runtime:
+    """CUDA's runtime with one answer to every request to page-lock memory."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer, self.calls = answer, []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.calls.append(("register", address, num_bytes, flags))
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+def test_an_arena_is_page_locked_once_and_released_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(0)
+    monkeypatch.setattr("holdfast.stage.arena._cudart", lambda: runtime)
+    made = Arena(1, MIB)
+    address = made.bytes.data_ptr()
+    made.pin()
+    made.pin()
+    made.close()
+    assert runtime.calls == [("register", address, MIB, 1), ("unregister", address)]
+
+
+def test_memory_that_cuda_refuses_to_page_lock_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal must not reach the next kernel of the training, and is logged once."""
+    runtime, cleared = Runtime(2), []
+    monkeypatch.setattr("holdfast.stage.arena._cudart", lambda: runtime)
+    monkeypatch.setattr("holdfast.stage.arena._clear_cuda_error", lambda: cleared.append(True))
+    made = Arena(1, MIB)
+    made.pin()
+    made.pin()
+    made.close()
+    assert [name for name, *_ in runtime.calls] == ["register"]
+    assert cleared == [True]
+    assert "CUDA refused to page-lock 1.0 MB (cudaHostRegister: error 2)" in capsys.readouterr().err

@@ -238,7 +238,7 @@ def test_a_copy_that_fails_immediately_does_not_block(monkeypatch: pytest.Monkey
         raise RuntimeError("no such luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stager, "_copy", failing)
+        patch.setattr(stager, "copy_all", failing)
         with pytest.raises(RuntimeError, match="no such luck"):
             saves.stage(plan)
     saves.stager.wait()

@@ -278,7 +278,7 @@ def test_a_failed_copy_warns_and_the_next_save_succeeds(
     model = make_model()
     state = {"model": model, "optimizer": AdamW(model.parameters())}
     train(model, state["optimizer"])
-    copy, left = stager._copy, [1]
+    copy, left = stager.copy_all, [1]
 
     def failing(*args: Any, **options: Any) -> None:
         if (threading.current_thread().name != "holdfast-stage") == at_once and left:
@@ -286,7 +286,7 @@ def test_a_failed_copy_warns_and_the_next_save_succeeds(
             raise RuntimeError("no such luck")
         copy(*args, **options)
 
-    monkeypatch.setattr(stager, "_copy", failing)
+    monkeypatch.setattr(stager, "copy_all", failing)
     with make_checkpointer(tmp_path / "home", state, memory="1MiB") as ckpt:
         if at_once:
             with pytest.raises(RuntimeError, match="no such luck"):

@@ -24,8 +24,8 @@ class CopyGate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        self._copy, self._monkeypatch = stager._copy, monkeypatch
-        monkeypatch.setattr(stager, "_copy", self._gated)
+        self._copy, self._monkeypatch = stager.copy_all, monkeypatch
+        monkeypatch.setattr(stager, "copy_all", self._gated)
 
     def _gated(
         self, views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: bool = False

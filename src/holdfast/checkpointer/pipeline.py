@@ -262,7 +262,7 @@ class Pipeline:
         captured = self.objects.capture()
         plan = self._plan_for(captured)
         self.watch_optimizers()
-        self.arenas.prepare(plan.arena_bytes, then=plan.views)
+        self.arenas.prepare(plan.arena_bytes, then=plan.preparation())
         return plan, captured
 
 

@@ -78,7 +78,7 @@ class CollectingSink:
         """Add bytes of the tensor. The last ones complete it."""
         with self._lock:
             if self._sink is None:  # not earlier: regions come in turn, so few are in memory at once
-                self._whole = torch.empty(self._sizes, dtype=self._dtype)
+                self._whole = torch.empty(self._sizes, dtype=self._dtype, device="cpu")
                 self._sink = TensorSink(self._whole)
             sink = self._sink
         sink.write(offset, view)

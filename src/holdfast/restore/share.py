@@ -220,7 +220,7 @@ def _transfer(
             others = [rank for rank in block.ranks if rank != exchange.rank]
             sending.append((data, [exchange.send(data, rank) for rank in others]))
         else:
-            data = torch.empty(one.stop - one.start + 1, dtype=torch.uint8)
+            data = torch.empty(one.stop - one.start + 1, dtype=torch.uint8, device="cpu")
             _wait(exchange.receive(data, block.reader))
             error = _received_error(data, block, one)
         if error is not None:

@@ -14,15 +14,24 @@ from typing import Any
 import torch
 
 from holdfast.errors import InvalidInput, RetryLater
+from holdfast.log import get_logger
 from holdfast.units import format_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; without it the first copy pays for the page faults
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
+_log = get_logger("stage")
 
 
 def _cudart() -> Any:
     return torch.cuda.cudart()
+
+
+def _clear_cuda_error() -> None:
+    # The runtime keeps an error until a kernel is launched, and would raise it for one of the training.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)
 
 
 class Arena:
@@ -43,7 +52,7 @@ class Arena:
         self.views: dict[
             int, list[torch.Tensor]
         ] = {}  # filled by SavePlan.views: a plan's tensors in this arena
-        self._pinned = False
+        self._is_pinned: bool | None = None  # None: not tried
 
     def prefault(self) -> None:
         """Allocate all pages now.
@@ -64,17 +73,21 @@ class Arena:
         _libc.madvise(address, ctypes.c_size_t(self.num_bytes), _MADV_POPULATE_WRITE)
 
     def pin(self) -> None:
-        """Page-lock for CUDA, so that copies from the device overlap computation. Once per arena."""
-        if self._pinned:
+        """Page-lock for CUDA, so that copies from the device overlap computation. Once per arena.
+
+        If CUDA refuses, a warning is logged: copies are exact without it, but slower.
+        """
+        if self._is_pinned is not None:
             return
-        status = _cudart().cudaHostRegister(self.bytes.data_ptr(), self.num_bytes, 0)
-        if int(status) != 0:
-            raise RetryLater(
+        status = int(_cudart().cudaHostRegister(self.bytes.data_ptr(), self.num_bytes, _PORTABLE))
+        self._is_pinned = status == 0
+        if not self._is_pinned:
+            _clear_cuda_error()
+            _log.warning(
                 f"CUDA refused to page-lock {format_bytes(self.num_bytes)} (cudaHostRegister: error "
-                f"{int(status)}). "
-                "Raise the memlock limit (ulimit -l), or lower memory=."
+                f"{status}), so that saves slow down training. Raise the memlock limit (ulimit -l), or lower "
+                "memory=."
             )
-        self._pinned = True
 
     def free(self) -> None:
         """Release the pages at once, also those that a keeper maps. Only if no process reads them.
@@ -87,10 +100,10 @@ class Arena:
 
     def close(self) -> None:
         """Release the memory. The keeper's own mapping of it stays valid."""
-        if self._pinned:
-            _cudart().cudaHostUnregister(self.bytes.data_ptr())
+        if self._is_pinned and int(_cudart().cudaHostUnregister(self.bytes.data_ptr())) != 0:
+            _clear_cuda_error()
         self.views.clear()
-        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(BufferError):  # another view is open: it is released with that one
             self._map.close()
         os.close(self.fd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -159,6 +159,18 @@ class SavePlan:
                 _put_header(arena, self.frozen_at, self.frozen_file)
             arena.views[self.number] = list(self._views(arena))
         return arena.views[self.number]
+
+    def preparation(self) -> Callable[[Arena], None]:
+        """Return a function for a new thread, which makes the views in an arena and page-locks it."""
+        device = torch.cuda.current_device() if self.is_cuda else None  # a new thread would use the first one
+
+        def prepare(arena: Arena) -> None:
+            if device is not None:
+                with torch.cuda.device(device):
+                    arena.pin()
+            self.views(arena)
+
+        return prepare
 
     def _views(self, arena: Arena) -> Iterable[torch.Tensor]:
         for index, shard in enumerate(self.shards):

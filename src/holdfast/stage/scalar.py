@@ -57,7 +57,7 @@ def copy_scalar(value: SupportsFloat | torch.Tensor, name: str) -> float | Pendi
         return float(value)
     if value.device.type != "cuda":
         return PendingScalar(value.clone(), None)
-    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
     host.copy_(value, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(value.device))

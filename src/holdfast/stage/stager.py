@@ -20,6 +20,7 @@ from holdfast.errors import InvalidInput
 from holdfast.failpoint import failpoint
 from holdfast.stage.arena import Arena
 from holdfast.stage.calm import CalmTensors, cancel_all
+from holdfast.stage.device_copies import DeviceCopies, copy_all, queue_copies
 from holdfast.stage.plan import SavePlan
 from holdfast.stage.repeats import Repeats
 from holdfast.stage.step_hook import LastStep, StepHook
@@ -32,7 +33,7 @@ _GROUP_BYTES = (
 )  # copied in one call without the interpreter; small enough to see a failing thread early
 
 _NO_WITNESSES: Mapping[int, int] = MappingProxyType({})
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _libc = ctypes.CDLL(None)
@@ -48,7 +49,7 @@ class Staging:
     error: Exception | None = None
     changed: tuple[str, ...] = ()  # names of tensors that changed during the copy, which is torn then
     addresses: frozenset[int] = frozenset()  # of the tensors that are copied in the background
-    copied_event: torch.cuda.Event | None = None  # CUDA: all copies have run on the device
+    queued: DeviceCopies | None = None  # CUDA: the copies in the background
     counters: VersionCounters | None = None
     is_frozen_unchanged: bool = False  # frozen tensors were copied unwatched, see `Stager.stage`
     torn_witnesses: frozenset[int] = frozenset()  # indices of those whose copies must not be used
@@ -114,6 +115,9 @@ class Stager:
         self._thread: threading.Thread | None = None
         self._settling: threading.Thread | None = None
         self._closing = False
+        self._is_captured = (
+            False  # a step is in a CUDA graph, whose replays call no hook and count no version
+        )
         # The plan's number, and address and version of each frozen tensor, at the previous save.
         self._frozen: tuple[int, list[tuple[int, int | None]]] | None = None
         self._frozen_names: frozenset[str] = frozenset()
@@ -173,16 +177,19 @@ class Stager:
         self.num_steps += is_known
         if is_known:
             self.watcher.lose_huge_pages(self._calm.end())
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                self._is_captured = True
+                return  # nothing runs now, and the capture may not wait for work outside of it
         staging = self._current
         if staging is None or staging.done.is_set():
             return
         if not is_known and staging.addresses.isdisjoint(_addresses_of(optimizer)):
             return
-        if staging.copied_event is not None:
+        if staging.queued is not None:
             # On the device, not here: the update's kernels queue behind the copies, Python continues.
             if staging.counters is not None:
                 staging.counters.begin_step(_addresses_of(optimizer))
-            torch.cuda.current_stream().wait_event(staging.copied_event)
+            staging.queued.delay_writes()
             return
         began = time.perf_counter()
         staging.done.wait()
@@ -205,6 +212,9 @@ class Stager:
         witnesses: Mapping[int, int] = _NO_WITNESSES,
     ) -> Staging:
         """Start to copy `tensors` into `arena`.
+
+        On a CUDA device, whatever is copied "before this returns" is queued on the device, and later work of
+        its current stream waits for that.
 
         A tensor is copied in the background if it is large, can be watched meanwhile, and either is owned by
         an optimizer, or is frozen with the same address and version as at the previous save, or is calm: not
@@ -229,7 +239,9 @@ class Stager:
         free = () if at_once or is_lent or plan.is_cuda else plan.lasting
         try:
             self._start(staging, plan, tensors, then, free, at_once=at_once, witnesses=witnesses)
-        except BaseException:  # no copy will run, so nothing may wait for it
+        except BaseException:  # no thread will wait for the copies, so this does
+            if staging.queued is not None:
+                staging.queued.wait()
             staging.done.set()
             self.distrust_frozen()  # this save will have no hashes to compare with
             raise
@@ -269,7 +281,7 @@ class Stager:
             staging.counters = VersionCounters({i: live[i] for i in later})
             changed: set[int] = set()
             if plan.is_cuda:
-                self._start_cuda(staging, blocking, later, live, views)
+                _start_cuda(staging, blocking, later, live, views)
             else:
                 changed = self._copy_blocking(plan, blocking, live, views, free)
             self._check_threads(live)  # another one may just have begun its first step
@@ -342,7 +354,8 @@ class Stager:
         self, staging: Staging, plan: SavePlan, live: list[torch.Tensor], *, at_once: bool
     ) -> tuple[int, ...]:
         frozen = self._unchanged(plan, live)
-        later = () if at_once else (i for i in plan.background if plan.names[i] not in self.repeats)
+        is_free = not at_once and not self._is_captured
+        later = (i for i in plan.background if plan.names[i] not in self.repeats) if is_free else ()
         staging.is_frozen_unchanged = self._may_trust(plan, frozen, None, at_once=at_once)
         return (*later, *frozen) if staging.is_frozen_unchanged else tuple(later)
 
@@ -372,26 +385,6 @@ class Stager:
         self._calm.observe(observed, {i: chosen[i] for i in observed.tensors})
         shared = self.watcher.shared.intersection(blocking)  # writes of other processes show only so
         return changed | {i for i in shared if not _is_equal(views[i], live[i])}
-
-    def _start_cuda(
-        self,
-        staging: Staging,
-        blocking: tuple[int, ...],
-        later: tuple[int, ...],
-        live: list[torch.Tensor],
-        views: list[torch.Tensor],
-    ) -> None:
-        """Queue all copies on a side stream; wait only for the blocking ones."""
-        stream = _side_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(stream):
-            _copy([views[i] for i in blocking], [live[i] for i in blocking], non_blocking=True)
-            blocking_done = torch.cuda.Event()
-            blocking_done.record(stream)
-            _copy([views[i] for i in later], [live[i] for i in later], non_blocking=True)
-            staging.copied_event = torch.cuda.Event()
-            staging.copied_event.record(stream)
-        blocking_done.synchronize()
 
     def distrust_frozen(self, *, for_long: bool = False) -> None:
         """Copy unwatched frozen tensors at once at the next save, because this one failed.
@@ -482,16 +475,16 @@ class _Background:
             self.then(staging)
         finally:
             staging.done.set()
-        if staging.copied_event is None:
+        if staging.queued is None:
             self.stager._settle(self.plan, self.live, self.free, staging)
 
     def _copy(self) -> None:
-        if self.staging.copied_event is not None:
-            self.staging.copied_event.synchronize()
+        if self.staging.queued is not None:
+            self.staging.queued.wait()
             return
         with torch.no_grad():
             for group in _groups(self.live, self.indices):
-                _copy([self.views[i] for i in group], [self.live[i] for i in group])
+                copy_all([self.views[i] for i in group], [self.live[i] for i in group])
 
     def _find_changed(self) -> None:
         found = self.changed
@@ -507,6 +500,20 @@ class _Background:
             self.stager.record_torn(self.staging.changed)
         else:
             self.stager.repeats.record_saved()
+
+
+def _start_cuda(
+    staging: Staging,
+    blocking: tuple[int, ...],
+    later: tuple[int, ...],
+    live: list[torch.Tensor],
+    views: list[torch.Tensor],
+) -> None:
+    """Queue all copies; what the caller writes to `blocking` on a device from now on waits for them."""
+    staging.queued = queue_copies([views[i] for i in blocking], [live[i] for i in blocking])
+    staging.queued.delay_writes()
+    rest = queue_copies([views[i] for i in later], [live[i] for i in later])
+    staging.queued = staging.queued.followed_by(rest)
 
 
 def _witness_views(
@@ -566,28 +573,22 @@ def _is_equal(copy: torch.Tensor, live: torch.Tensor) -> bool:
     return not _libc.memcmp(copy.data_ptr(), live.data_ptr(), live.nbytes)
 
 
-def _copy(views: list[torch.Tensor], live: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    if views:
-        # One call, without the interpreter lock.
-        torch._foreach_copy_(views, live, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
-
-
 def _copy_in_threads(views: list[torch.Tensor], live: list[torch.Tensor]) -> None:
-    """Copy as `_copy` does, in several threads. Thousands of small tensors cost more than their bytes."""
+    """Copy as `copy_all` does, in several threads. Thousands of small tensors cost more than their bytes."""
     share = max(_MANY, -(-len(views) // min(_MAX_THREADS, os.cpu_count() or 1)))
     parts = [(views[i : i + share], live[i : i + share]) for i in range(0, len(views), share)]
 
-    def copy(part: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+    def copy_part(part: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
         with torch.no_grad():  # each thread has its own
-            _copy(*part)
+            copy_all(*part)
 
     if len(parts) < 2:
         for part in parts:
-            copy(part)
+            copy_part(part)
         return
     with ThreadPoolExecutor(len(parts) - 1, "holdfast-copy") as others:
-        pending = [others.submit(copy, part) for part in parts[1:]]
-        copy(parts[0])
+        pending = [others.submit(copy_part, part) for part in parts[1:]]
+        copy_part(parts[0])
         for one in pending:
             one.result()
 
@@ -608,13 +609,3 @@ def _groups(live: list[torch.Tensor], indices: tuple[int, ...]) -> Iterable[list
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int | None]:
     # Tensors made in inference mode do not count versions.
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-_stream: torch.cuda.Stream | None = None
-
-
-def _side_stream() -> torch.cuda.Stream:
-    global _stream
-    if _stream is None:
-        _stream = torch.cuda.Stream()
-    return _stream

@@ -246,7 +246,7 @@ def _put_in_memory_order(copy: torch.Tensor, tensor: torch.Tensor, offset: int, 
     """
     order, item_bytes = memory_order(tensor), tensor.element_size()
     assert order is not None
-    left = torch.arange(offset // item_bytes, (offset + len(saved)) // item_bytes)
+    left = torch.arange(offset // item_bytes, (offset + len(saved)) // item_bytes, device="cpu")
     positions = torch.zeros_like(left)
     for dimension in reversed(order):
         positions += left % tensor.shape[dimension] * copy.stride(dimension)

@@ -290,7 +290,7 @@ def _only_shard(tensor: Any) -> torch.Tensor:
     if shards:
         return shards[0].tensor
     dtype = tensor.metadata().tensor_properties.dtype
-    return torch.empty((0, *tuple(tensor.shape)[1:]), dtype=dtype)
+    return torch.empty((0, *tuple(tensor.shape)[1:]), dtype=dtype, device="cpu")
 
 
 def _listed_like(local: torch.Tensor, model: Any) -> torch.Tensor:

@@ -87,17 +87,28 @@ def choose_device(requested: str | None, accelerator: str | None, backends: Mapp
         # FSDP would move parameters to the accelerator and crash without a message.
         raise InvalidInput(
             f"This machine has a {device} device, but the process group has only the gloo backend, which "
-            "does not support sharding on it. Call torch.distributed.init_process_group() without a backend "
-            f'to train on {device}, or pass device="cpu" to train on the CPU. Nothing was changed.'
+            f"does not support sharding on it. Call {_init_call(device)} to train on {device}, or pass "
+            'device="cpu" to train on the CPU. Nothing was changed.'
         )
     if device not in backends:
         supported = ", ".join(f"{type_}:{name}" for type_, name in backends.items()) or "nothing"
         raise InvalidInput(
             f"The process group does not support tensors on {device} (it has {supported}). Call "
-            "torch.distributed.init_process_group() without a backend to get one for each device. Nothing "
-            "was changed."
+            f"{_init_call(device)}. Nothing was changed."
         )
     return device
+
+
+def _init_call(device: str) -> str:
+    return f"torch.distributed.init_process_group({_backends_for(device)!r})"
+
+
+def _backends_for(device: str) -> str:
+    """Return the backends for tensors on the CPU and on a device, for `init_process_group`."""
+    # Without an argument, torch 2.13 makes one for the accelerator alone.
+    if device == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -112,8 +123,7 @@ def _make_group_of_one(device: str | None) -> None:
             f"WORLD_SIZE is {world_size} but no process group exists, so this rank would "
             "train alone. Call torch.distributed.init_process_group() before holdfast.shard()."
         )
-    backend = "gloo" if device in (None, "cpu") else None  # None: one for each device
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group(_backends_for(device or "cpu"), store=HashStore(), rank=0, world_size=1)
     atexit.register(_leave_group)
 
 

@@ -239,3 +239,62 @@ def test_the_error_names_options_that_cannot_be_saved() -> None:
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(InvalidInput, match=r"o\.param_groups\[0\]\.callback"):
         State({"o": optimizer}).capture()
+
+
+def _channels_last() -> Any:
+    model: Any = nn.Conv2d(3, 6, 3)
+    return model.to(memory_format=torch.channels_last)
+
+
+def _transposed() -> nn.Module:
+    layer = nn.Linear(6, 4)
+    layer.weight = nn.Parameter(torch.randn(6, 4).t())
+    return layer
+
+
+@pytest.mark.parametrize("make_model", [_channels_last, _transposed])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, 1e-2, fused=True),
+        lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9, fused=True),
+        lambda parameters: torch.optim.Adam(parameters, 1e-2),
+    ],
+    ids=["fused AdamW", "fused SGD", "Adam"],
+)
+def test_state_made_by_a_restore_has_the_memory_format_of_its_parameter(
+    make_model: Any, make_optimizer: Any
+) -> None:
+    """Fused optimizers go through memory without looking at strides, so training would differ."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = make_model()
+        return model, make_optimizer(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            shape = (4, 3, 8, 8) if isinstance(model, nn.Conv2d) else (4, 6)
+            model(torch.randn(shape)).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = build()
+    step(model, optimizer, 3)
+    saved = kept({"model": model, "optimizer": optimizer})
+    model2, optimizer2 = build()
+    saved.restore(State({"model": model2, "optimizer": optimizer2}))
+    torch.manual_seed(1)
+    step(model, optimizer, 3)
+    torch.manual_seed(1)
+    step(model2, optimizer2, 3)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), model2.parameters(), strict=True))
+
+
+def test_a_meta_parameter_becomes_real_in_its_memory_format() -> None:
+    saved = kept({"model": _channels_last()})
+    with torch.device("meta"):
+        model = _channels_last()
+    saved.restore(State({"model": model}))
+    assert not model.weight.is_meta
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)

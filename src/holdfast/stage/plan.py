@@ -161,7 +161,7 @@ class SavePlan:
         return arena.views[self.number]
 
     def preparation(self) -> Callable[[Arena], None]:
-        """Return a function for a new thread, which makes the views in an arena and page-locks it."""
+        """Return a function for a new thread: it prepares an arena for this plan."""
         device = torch.cuda.current_device() if self.is_cuda else None  # a new thread would use the first one
 
         def prepare(arena: Arena) -> None:

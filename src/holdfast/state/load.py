@@ -16,16 +16,22 @@ from holdfast.format.manifest import Tensor
 from holdfast.format.partitioning import Region
 from holdfast.format.values import decode
 from holdfast.state.composites import RAW, is_composite, take_apart
+from holdfast.state.filled_memory import FilledMemory, Range, holds, range_of
 from holdfast.state.fitting import Fitting, Misfit, fit
 from holdfast.state.sharding import is_sharded_tensor, local_of, shard_like, sharding_of
-from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, unfillable
+from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, laid_out_like, unfillable
 from holdfast.state.tree import references
+from holdfast.state.updates import Updates
 from holdfast.torch_dtypes import torch_dtype
 
 Rename = Callable[[str], str]
 _MAX_LISTED = 10
 PARAMETER_MARK = ".param_groups: "
 """Separator between an optimizer's key and its parameter in names of unexpected parameters."""
+_SHARED = (
+    "it shares memory with another live tensor (tied), but they were saved with different values; the later "
+    "name wins."
+)
 _UNTIED = "tied in the live state but saved as two tensors; the later name wins."
 
 
@@ -114,7 +120,8 @@ class LoadPlan:
         self._rank = rank
         self._parts: dict[str, FillTarget] = {}  # by saved name, also those without elements
         self._claimed: set[str] = set()  # saved names that are in a live tensor or become one
-        self._at: dict[int, torch.Tensor] = {}  # address -> live tensor that is filled there
+        self.updates = Updates()
+        self._memory = FilledMemory()  # of all live tensors
         self._swapped: set[int] = set()  # ids of meta tensors that become real
         self._real: dict[int, torch.device] = {}  # id of a meta tensor -> its device once real
 
@@ -229,6 +236,7 @@ class LoadPlan:
         else:
             target, source = self._parts[saved].tensor, self._source(saved, region)
             if local.data_ptr() != target.data_ptr() or not is_same_view(local, target):
+                self._add_memory(local)
                 self.add_step(LoadPhase.COPY, lambda: copy(source(), local))
         self._claimed.add(saved)
 
@@ -293,19 +301,59 @@ class LoadPlan:
         self._parts[saved] = FillTarget(whole, None)
         self.add_step(LoadPhase.CARVE, lambda: copy(view_of(whole, region), part.tensor))
 
+    def read_apart(self, name: str, live: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Plan to read a saved tensor into new memory if its live one shares memory with others.
+
+        Args:
+            name: saved name.
+            live: tensor of a container, which could contain another one in its place.
+
+        Returns:
+            A function that returns `live` with the saved values after all targets are filled, or a new tensor
+            if they differ from those that the others have there. None if `live` shares no memory or is not
+            plain.
+        """
+        if type(live) is not torch.Tensor or live.requires_grad or self.tied.get(name, name) in self._parts:
+            return None
+        if tuple(live.shape) != self.shape(name) or live.dtype is not self.dtype(name):
+            return None
+        place = range_of(live)
+        shared = [] if place is None else self._memory.overlap(*place)
+        if not shared:
+            return None
+        self.read_new(name)
+
+        def choose() -> torch.Tensor:
+            new = self.tensor(name, live.device)
+            if not holds(live, new, shared):
+                return new
+            copy(new, live)
+            return live
+
+        return choose
+
+    def _add_memory(self, live: torch.Tensor) -> list[Range]:
+        """Note that a live tensor is filled; return its addresses that others fill too."""
+        if (place := range_of(live)) is None:
+            return []
+        shared = self._memory.overlap(*place)
+        self._memory.add(*place)
+        return shared
+
     def _fill_first(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> None:
-        other = self._at.get(live.data_ptr()) if live.numel() else None
-        if other is None and is_plain_memory(live) and live.dtype is self.dtype(saved):
-            self._parts[saved] = FillTarget(target := live.detach(), region)
-            self._at[target.data_ptr()] = target
+        shared = self._add_memory(live)
+        if not shared and is_plain_memory(live) and live.dtype is self.dtype(saved):
+            self._parts[saved] = FillTarget(live.detach(), region)
             return
-        if other is None:
-            self._at[live.data_ptr()] = live
-        elif is_same_view(other, live):
-            self.notes.append(f"{label}: {_UNTIED}")
         target = self._empty(saved, "cpu", region)
         self._parts[saved] = FillTarget(target, region)
-        self.add_step(LoadPhase.COPY, lambda: copy(target, live))
+
+        def copy_over() -> None:
+            if shared and not holds(live, target, shared):
+                self.notes.append(f"{label}: {_SHARED}")
+            copy(target, live)
+
+        self.add_step(LoadPhase.COPY, copy_over)
 
     def _make_real(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> None:
         device = self._real.setdefault(id(live), torch.device("cpu"))
@@ -346,8 +394,7 @@ def _swap(
 ) -> None:
     """Make a meta tensor real in place. Modules and optimizers keep the same object."""
     real = target.detach().to(device=device, dtype=live.dtype, copy=is_shared)
-    if is_dtensor(live):
-        real = shard_like(real, live)
+    real = shard_like(real, live) if is_dtensor(live) else laid_out_like(real, live)
     if isinstance(live, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
     vars(real).update(vars(live))

@@ -29,7 +29,7 @@ from holdfast.state.rng import python_state, set_python_state
 from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.sharding import may_be_sharded
 from holdfast.state.tensor_table import Role
-from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references, update_in_place
+from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references
 
 
 def _content(state: Any, key: str) -> tuple[Any, list[torch.Tensor]]:
@@ -168,6 +168,8 @@ class TensorEntry(StateEntry):
             fill_composite(plan, composite, self.value, self.key)
         elif saved is None:
             plan.missing.append(self.key)
+        elif (choose := plan.read_apart(saved, self.value)) is not None:
+            plan.add_step(LoadPhase.VALUE, lambda: _replace(self, choose(), put))
         else:
             plan.fill(saved, self.value, self.key)
 
@@ -246,10 +248,15 @@ class ValueEntry(StateEntry):
         if fitting is None:
             return
 
+        chosen: dict[str, Callable[[], torch.Tensor]] = {}
+
         def claim(name: str, live: torch.Tensor) -> bool:
             is_equal = tuple(live.shape) == plan.shape(name) and live.dtype is plan.dtype(name)
             if not is_dtensor(live) and (live.is_meta or not is_equal):
                 return False  # replaced; but a plain tensor cannot replace a DTensor
+            if (choose := plan.read_apart(name, live)) is not None:
+                chosen[name] = choose
+                return False
             plan.fill(name, live, f"{self.key}: {name}")
             return True
 
@@ -257,12 +264,19 @@ class ValueEntry(StateEntry):
         for name in references(tree):
             plan.read_new(name)
 
+        def tensor(name: str) -> torch.Tensor:
+            return chosen[name]() if name in chosen else plan.tensor(name)
+
         def finish() -> None:
-            new = update_in_place(self.value, insert_tensors(tree, plan.tensor))
-            if new is not self.value:
-                put(MarkedObject(new, self.replication) if self.replication else new)
+            _replace(self, plan.updates.update(self.value, insert_tensors(tree, tensor)), put)
 
         plan.add_step(LoadPhase.VALUE, finish)
+
+
+def _replace(entry: StateEntry, new: Any, put: Callable[[Any], None]) -> None:
+    """Put a new value into the state, unless it is the one of the entry."""
+    if new is not entry.value:
+        put(MarkedObject(new, entry.replication) if entry.replication else new)
 
 
 def _plan_tree(plan: LoadPlan, tree: Any, finish: Callable[[Any], None]) -> None:

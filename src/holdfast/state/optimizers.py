@@ -27,7 +27,8 @@ from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.saved_optimizer import SavedOptimizer, SavedState
 from holdfast.state.sharding import replicated_like
 from holdfast.state.tensor_table import Role
-from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references, update_in_place
+from holdfast.state.tensors import PLAIN, laid_out_like
+from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references
 
 Names = Callable[[], dict[int, str]]
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
@@ -278,7 +279,7 @@ class OptimizerEntry(StateEntry):
                 is_split = id(options) in seen  # two live groups must not share a tensor
                 seen.add(id(options))
                 new = insert_tensors(tree, clone if is_split else plan.tensor)
-                live.update({name: update_in_place(live.get(name), value) for name, value in new.items()})
+                live.update({name: plan.updates.update(live.get(name), value) for name, value in new.items()})
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)
 
@@ -316,7 +317,9 @@ def _new(
     shape = plan.shape(saved_name)
     if not is_dtensor(parameter) or not shape:
         plan.read_new(saved_name, device)
-        return lambda: plan.tensor(saved_name, device)
+        if type(parameter) not in PLAIN:
+            return lambda: plan.tensor(saved_name, device)
+        return lambda: laid_out_like(plan.tensor(saved_name, device), parameter)
     if shape == tuple(parameter.shape):
         return plan.read_like(saved_name, parameter, saved_name)
     plan.read_new(saved_name, device)

@@ -14,6 +14,7 @@ import torch
 from holdfast.dtensor import dtensor_class, is_dtensor
 from holdfast.errors import Unsupported
 from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
+from holdfast.state.tensors import laid_out_like
 
 _PENDING = "AsyncCollectiveTensor"  # by name, to avoid an import
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -201,6 +202,7 @@ def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     if is_sharded_tensor(model):
         return _listed_like(local, model)
     spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
+    local = laid_out_like(local, local_of(model))
     return _wrap(local, spec, spec.placements, tuple(model.shape), spec.tensor_meta.stride)
 
 

@@ -110,6 +110,19 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+def laid_out_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the strides of `empty_like(model)`, if the shapes are equal.
+
+    Optimizers make their state in this way, and their fused kernels go through the memory of a parameter, its
+    gradient and its state without looking at strides.
+    """
+    if tensor.shape != model.shape or (tensor.is_contiguous() and model.is_contiguous()):
+        return tensor
+    if torch.empty_like(model, device="meta").stride() == tensor.stride():
+        return tensor
+    return torch.empty_like(model, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 @torch.no_grad()
 def copy(source: torch.Tensor, live: torch.Tensor) -> None:
     """Copy values into a live tensor, in its dtype. A tensor with overlapping elements gets new memory."""

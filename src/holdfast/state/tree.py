@@ -1,9 +1,8 @@
-"""Trees of values that contain tensors: tensors are extracted, inserted again, and updated in place."""
+"""Trees of values that contain tensors: tensors are extracted, matched with live ones, and inserted again."""
 
 from __future__ import annotations
 
 import collections
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,14 +13,7 @@ from holdfast.format.composites import DTENSOR, SavedTensor
 from holdfast.format.limits import MAX_NAME_CHARS
 from holdfast.format.values import EntryRef, TensorRef
 from holdfast.state.composites import Composite, is_composite, is_sparse, put_together, take_apart
-from holdfast.state.containers import (
-    is_dataclass,
-    is_frozen,
-    is_named_tuple,
-    kind_of,
-    new_dataclass,
-    set_fields,
-)
+from holdfast.state.containers import is_dataclass, is_named_tuple, kind_of
 from holdfast.state.entry_kinds import is_entry
 from holdfast.state.fitted_tensor import FittedTensor
 from holdfast.state.saved_forms import saved_container, saved_key, saved_leaf
@@ -245,67 +237,3 @@ def _match_composite(tree: FittedTensor, live: Any, claim: Callable[[str, torch.
     if all(inner[name] is found[name] for name in found):
         return live
     return FittedTensor(SavedTensor(saved.type, inner, saved.facts), live)
-
-
-def update_in_place(live: Any, new: Any) -> Any:
-    """Make a live container equal to a new one, in place where types agree.
-
-    Returns:
-        The value to use from now on: `live` itself if it could be changed in place, else `new`.
-    """
-    if live is new or type(live) is not type(new):
-        return new
-    if isinstance(live, dict):
-        merged = {key: update_in_place(live[key], item) if key in live else item for key, item in new.items()}
-        live.clear()
-        live.update(merged)
-        return live
-    if is_named_tuple(live) or is_dataclass(live):
-        return _update_fields(live, new)
-    if isinstance(live, (list, tuple, collections.deque)):
-        return _update_sequence(live, new)
-    if isinstance(live, set):
-        live.clear()
-        live.update(new)
-        return live
-    if isinstance(live, bytearray):
-        live[:] = new
-        return live
-    if kind_of(live) is not None:  # a namespace
-        update_in_place(vars(live), vars(new))
-        return live
-    return _update_array(live, new)
-
-
-def _update_fields(live: Any, new: Any) -> Any:
-    """Update what can be changed in a named tuple or a dataclass; return it, or a new one in its place."""
-    kind = kind_of(live)
-    assert kind is not None
-    places = dict(kind.items(live))
-    merged = {name: update_in_place(places.get(name), item) for name, item in kind.items(new)}
-    if merged.keys() == places.keys() and all(merged[name] is places[name] for name in merged):
-        return live
-    if is_named_tuple(live):
-        return kind.rebuild(live, list(merged.values()))
-    return new_dataclass(type(live), merged) if is_frozen(live) else set_fields(live, merged)
-
-
-def _update_sequence(live: Any, new: Any) -> Any:
-    merged = [update_in_place(live[i], item) if i < len(live) else item for i, item in enumerate(new)]
-    if isinstance(live, tuple):
-        return type(live)(merged)
-    if isinstance(live, collections.deque) and live.maxlen != new.maxlen:
-        return new
-    live.clear()
-    live.extend(merged)
-    return live
-
-
-def _update_array(live: Any, new: Any) -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(live, numpy.ndarray):
-        return new
-    if live.shape != new.shape or live.dtype != new.dtype or not live.flags.writeable:
-        return new
-    live[...] = new
-    return live

@@ -1,4 +1,4 @@
-"""Memory that a restore fills: its ranges of addresses, and the values that are there already."""
+"""Memory that a restore fills: ranges of addresses, and values that are there."""
 
 from __future__ import annotations
 

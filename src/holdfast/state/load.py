@@ -302,7 +302,7 @@ class LoadPlan:
         self.add_step(LoadPhase.CARVE, lambda: copy(view_of(whole, region), part.tensor))
 
     def read_apart(self, name: str, live: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Plan to read a saved tensor into new memory if its live one shares memory with others.
+        """Plan to read a tensor into new memory if its live one shares memory.
 
         Args:
             name: saved name.

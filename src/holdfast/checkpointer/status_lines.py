@@ -93,6 +93,27 @@ def warn_of_loaders(components: Components) -> None:
         warn(f"The run will not resume exactly: {doubt}", ResumeWarning)
 
 
+def warn_of_gradients(components: Components) -> None:
+    """Warn of gradients after a step of the loop in which no optimizer has used them."""
+    parameters = (
+        parameter
+        for optimizer in components.pipeline.objects.optimizers()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not any(one.any() for one in gradients):
+        return
+    if not all(one.isfinite().all() for one in gradients):
+        return  # a gradient scaler has left out this update
+    warn(
+        "The run may not resume exactly: the last step of the loop has left gradients without a step of an "
+        "optimizer, and gradients are not saved. If they are accumulated, count the optimizer's steps in "
+        "steps(), or make every= a multiple of the accumulation.",
+        ResumeWarning,
+    )
+
+
 def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     """Warn of state that will not resume exactly; in a new run suggest `holdfast check`."""
     for doubt in components.pipeline.objects.review(has_live_objects=components.has_state):

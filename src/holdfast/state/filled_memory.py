@@ -1,4 +1,4 @@
-"""Memory that a restore fills: ranges of addresses, and values that are there."""
+"""Memory that a restore fills: its ranges of addresses, and comparison of their bytes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def range_of(tensor: torch.Tensor) -> Range | None:
 
 
 def holds(live: torch.Tensor, new: torch.Tensor, ranges: Sequence[Range]) -> bool:
-    """Return True if a tensor with a range has the bytes of another one at some addresses."""
+    """Return True if a tensor has the bytes of another one at some addresses."""
     start = live.data_ptr()
     new = laid_out_like(new.to(device=live.device, dtype=live.dtype), live)
     here, there = _bytes(live), _bytes(new)

@@ -1,0 +1,48 @@
+"""Saves between two steps of an optimizer, when gradients have been accumulated."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.errors import ResumeWarning
+from stage.training import make_checkpointer
+
+
+def warnings_of(home: Path, *, every: int, scale: float = 1.0, num_parts: int = 4) -> list[str]:
+    """Texts of the warnings of a loop over parts of batches, with an update after every few of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        make_checkpointer(home, {"model": model, "optimizer": optimizer}, every=every) as ckpt,
+    ):
+        warnings.simplefilter("always")
+        for step in ckpt.steps(12):
+            (scale * model(torch.randn(4, 8)).square().mean()).backward()
+            if (step + 1) % num_parts == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(one.message) for one in caught if one.category is ResumeWarning]
+
+
+def test_a_save_with_unused_gradients_warns(tmp_path: Path) -> None:
+    found = warnings_of(tmp_path / "home", every=5)
+    assert found
+    assert all("gradients are not saved" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    "options", [{"every": 4}, {"every": 3, "num_parts": 1}, {"every": 6, "num_parts": 2}]
+)
+def test_saves_after_updates_do_not_warn(tmp_path: Path, options: dict[str, int]) -> None:
+    assert warnings_of(tmp_path / "home", **options) == []
+
+
+def test_an_update_that_a_gradient_scaler_would_leave_out_does_not_warn(tmp_path: Path) -> None:
+    assert warnings_of(tmp_path / "home", every=5, scale=float("inf")) == []

@@ -241,7 +241,7 @@ def test_the_word_is_refused_where_nothing_can_go_back(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="Give it a state"):
         holdfast.Checkpointer(tmp_path, on_spike="rollback")
     for value in ("back", 3, None):
-        with pytest.raises(InvalidInput, match="on_spike= is one of report, rollback, off"):
+        with pytest.raises(InvalidInput, match="on_spike= must be one of report, rollback, off"):
             holdfast.Checkpointer(tmp_path, {"a": 1}, on_spike=value)  # pyright: ignore[reportArgumentType]
     for options in ({"max_rollbacks": 0}, {"back": -1}, {"skip": 1.5}):
         with pytest.raises(InvalidInput, match="Spike"):

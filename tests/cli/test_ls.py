@@ -102,7 +102,7 @@ def test_a_missing_home_is_an_error(holdfast: Command, tmp_path: Path) -> None:
     assert result.status == 2
     assert result.out == ""
     assert result.err.startswith("holdfast: ")
-    assert "holds no run" in result.err
+    assert "does not contain a run" in result.err
     assert not (tmp_path / "none").exists(), "looking must not make a home"
 
 

@@ -75,7 +75,7 @@ def test_a_home_of_a_job_is_shown_and_no_other(
             assert client.get(f"{path}/{what}").status == 404, path
     missing = client.get(f"api/homes/{RunPlace(str(tmp_path / 'not yet')).id}/curves")
     assert missing.status == 404
-    assert "does not hold a run yet" in missing.json["error"]
+    assert "does not contain a run yet" in missing.json["error"]
 
 
 def test_a_home_of_another_kind_is_an_error_of_its_own(connect: Callable[..., Client]) -> None:

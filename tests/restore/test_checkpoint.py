@@ -59,12 +59,12 @@ def test_a_missing_step_is_named_with_those_that_exist() -> None:
     store = make_store()
     with pytest.raises(NotFound, match=r"step 7\b.*450 \(attempt 2\), 500 \(attempt 1\), 400"):
         open_checkpoint(store, 7)
-    with pytest.raises(NotFound, match="no complete checkpoint"):
+    with pytest.raises(NotFound, match="does not contain a complete checkpoint"):
         open_checkpoint(MemoryStore())
 
 
 def test_a_path_that_does_not_exist_holds_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no complete checkpoint"):
+    with pytest.raises(NotFound, match="does not contain a complete checkpoint"):
         open_checkpoint(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 

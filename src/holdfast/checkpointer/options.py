@@ -219,7 +219,9 @@ class Hang:
 
     def __post_init__(self) -> None:
         if self.action not in HANG_ACTIONS:
-            raise InvalidInput(f"on_hang= is one of {', '.join(HANG_ACTIONS)}, got {self.action!r:.100}.")
+            raise InvalidInput(
+                f"on_hang= must be one of {', '.join(HANG_ACTIONS)}, got {self.action!r:.100}."
+            )
         if self.limit is not None:
             parse_duration(self.limit, "Hang(limit=)")
         parse_duration(self.first, "Hang(first=)")
@@ -263,7 +265,9 @@ class Spike:
 
     def __post_init__(self) -> None:
         if self.action not in SPIKE_ACTIONS:
-            raise InvalidInput(f"on_spike= is one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r:.100}.")
+            raise InvalidInput(
+                f"on_spike= must be one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r:.100}."
+            )
         _check_count(self.max_rollbacks, "Spike(max_rollbacks=)", least=1)
         _check_count(self.back, "Spike(back=)", least=0)
         _check_count(self.skip, "Spike(skip=)", least=0)
@@ -298,7 +302,7 @@ class SlowRanks:
 
     def __post_init__(self) -> None:
         if self.action not in ("report", "off"):
-            raise InvalidInput(f"on_slow= is one of report, off, got {self.action!r:.100}.")
+            raise InvalidInput(f"on_slow= must be one of report, off, got {self.action!r:.100}.")
         if not (isinstance(self.factor, (int, float)) and 1 < self.factor < math.inf):
             raise InvalidInput(f"SlowRanks(factor=) must be a number above 1, got {self.factor!r:.100}.")
         if self.window_s < _MIN_WINDOW_S:

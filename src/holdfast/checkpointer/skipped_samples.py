@@ -77,7 +77,7 @@ def leave_out(
             except Exception as error:
                 raise InvalidInput(
                     f"{key}: {type(found).__qualname__}.skip({start}, {stop}) failed: {error!r}. A rollback "
-                    "left these samples out, so training would see them again. Mend that object, or remove "
+                    "left these samples out, so training would see them again. Fix its skip(), or remove "
                     "it from the state.",
                     key=key,
                 ) from error

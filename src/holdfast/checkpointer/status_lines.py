@@ -94,7 +94,7 @@ def warn_of_loaders(components: Components) -> None:
 
 
 def warn_of_gradients(components: Components) -> None:
-    """Warn of gradients after a step of the loop in which no optimizer has used them."""
+    """Warn of gradients that no optimizer has used."""
     parameters = (
         parameter
         for optimizer in components.pipeline.objects.optimizers()

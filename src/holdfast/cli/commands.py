@@ -15,7 +15,7 @@ COMMANDS = {
     "import": "Create a home from a checkpoint of torch.save, DCP, safetensors or Hugging Face.",
     "export": "Write a checkpoint as safetensors, or for Hugging Face, torch.load, DCP or DeepSpeed.",
     "history": "Show the events of a run: saves, commits, restores and failures.",
-    "stacks": "Show the place of each rank of a training, now or when it hung.",
+    "stacks": "Show where each rank of a training is now, or was when it hung.",
     "report": "Report on a run: its saves, interruptions and overhead, and the best save interval.",
     "metrics": "Print, write or serve live numbers of a run for Prometheus.",
     "rm": "Delete checkpoints.",

@@ -77,7 +77,7 @@ class Difference:
 
 def add_parser(commands: Commands) -> None:
     """Add the command."""
-    details = "The exit status is 1 if they differ, as with diff."
+    details = "The exit status is 1 if they differ, as with diff(1)."
     parser = command(commands, "diff", run, details=details, examples=_EXAMPLES)
     add_patience(parser)
     for name in ("A", "B"):
@@ -87,7 +87,7 @@ def add_parser(commands: Commands) -> None:
         type=float,
         default=0.0,
         metavar="X",
-        help="largest difference of two numbers that count as equal (default: 0)",
+        help="treat numbers as equal if they differ by at most X (default: 0)",
     )
     add_filter(parser)
     add_json(parser)

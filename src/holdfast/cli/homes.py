@@ -27,7 +27,7 @@ def open_home(place: str) -> tuple[Store, Listing]:
     if not home.saved and not home.attempts and store.size(names.RUN) is None:
         found = re.fullmatch(r"(.*?)/*(step-\d{8,})/?", place)
         hint = f"HOME is the folder above it: {found[1] or '.'}." if found else "Check the path."
-        raise NotFound(f"{place} holds no run: it has neither {names.RUN} nor a checkpoint. {hint}")
+        raise NotFound(f"{place} does not contain a run: it has neither {names.RUN} nor a checkpoint. {hint}")
     return store, home
 
 

@@ -40,7 +40,7 @@ def add_parser(commands: Commands) -> None:
         action="append",
         metavar="COMMAND|URL",
         help="shell command or http(s) URL that is notified of new statuses; can be repeated (default: the "
-        "lines of HOLDFAST_NOTIFY, which keeps a secret URL out of the list of processes)",
+        "lines of HOLDFAST_NOTIFY; use it for secret URLs, which ps would show)",
     )
     parser.add_argument(
         "--notify-on",

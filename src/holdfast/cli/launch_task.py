@@ -46,14 +46,16 @@ def add_task(parser: argparse.ArgumentParser) -> None:
         help="set a variable of secrets, as --env does; its value is never shown",
     )
     parser.add_argument(
-        "--gpus", metavar="NAME:N", help="GPUs per node, such as A100:8, in place of all in the file; or none"
+        "--gpus",
+        metavar="NAME:N",
+        help="GPUs per node, such as A100:8, which replace all accelerators of the file; or none",
     )
     parser.add_argument("--num-nodes", type=count, metavar="N", help="number of nodes")
     parser.add_argument(
         "--priority",
         type=_priority,
         metavar="N",
-        help="of jobs that wait for GPUs, CPUs or memory here, a greater one comes first: "
+        help="priority: if several jobs wait for GPUs, CPUs or memory here, the greatest starts first: "
         f"{-MAX_PRIORITY} to {MAX_PRIORITY} (default: 0)",
     )
     parser.add_argument(

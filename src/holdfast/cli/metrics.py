@@ -33,7 +33,7 @@ _MAX_PORT = 65535
 def add_parser(commands: Commands) -> None:
     """Add the command."""
     details = (
-        "The text has the format of OpenMetrics. Each number has the label `home`. It is read from the "
+        "The output is OpenMetrics text. Each metric has the label `home`. It is read from the "
         "history, also while the run trains, and the training is not disturbed. --serve listens on "
         "127.0.0.1 only, without a password, and runs until Ctrl-C."
     )

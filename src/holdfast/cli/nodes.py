@@ -23,8 +23,8 @@ def add_parser(commands: Commands) -> None:
     details = (
         "A node stands out if it has lost attempts so often that chance does not explain it, or if a check "
         "on it returned a wrong result. On Slurm, new attempts leave such nodes out. "
-        "CHECKS counts failed checks; CHANCE is the probability that one of the nodes loses as many by "
-        "chance. Events are forgotten after 30 days."
+        "CHECKS counts failed checks; CHANCE is the probability that some node loses this many attempts "
+        "by chance. Events expire after 30 days."
     )
     parser = command(commands, "nodes", run, details=details, examples=_EXAMPLES)
     parser.add_argument(

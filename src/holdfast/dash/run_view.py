@@ -113,7 +113,7 @@ def _read(place: RunPlace) -> RunSummary:
     if store.size(names.RUN) is None:
         home = list_home(store)
         if not home.saved and not home.attempts:
-            raise NotFound(f"{redact(place.place)} does not hold a run yet.")
+            raise NotFound(f"{redact(place.place)} does not contain a run yet.")
     return read_summary(store)
 
 

@@ -244,7 +244,7 @@ def _parse_v2(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
     agreed = agree(catalogs, tuple(part.catalog for part in parts))
     each = {name: _each_tensor(name, row) for name, row in body.fields("each").members.items()}
     if both := each.keys() & agreed.tensors.keys():
-        raise ValueError(f"{shown(min(both))} is a tensor of each rank and one that ranks share")
+        raise ValueError(f"{shown(min(both))} is listed both as a per-rank tensor and as a shared one")
     _check_tied(agreed.tied, agreed.tensors.keys() | each.keys())
     return Manifest(
         id=body.text("id", max_chars=128),

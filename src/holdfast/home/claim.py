@@ -36,7 +36,7 @@ def claim_run(store: Store) -> str:
     found = read_run(store)
     if found is None:
         raise RetryLater(
-            f"{names.RUN} in {store.url} was made by another start and is gone again. Try again."
+            f"{names.RUN} in {store.url} was created and then deleted by another process. Try again."
         )
     return found.id
 

@@ -280,8 +280,8 @@ def was_retired(store: Store, writer: WriterId, step: int) -> bool:
     # Half of the limit, as a listing beside deletions may lack some.
     if len(refused) >= MAX_REFUSALS // 2 and step < min(refused):
         raise RetryLater(
-            f"It is not known whether step {step} was committed. Its files were deleted behind {newest}. "
-            f"Attempt {writer.attempt} has refused so many saves that only the newest refusals are kept. "
+            f"It is not known whether step {step} was committed. Retention deleted its files after {newest} "
+            f"was committed, and the record of saves that attempt {writer.attempt} refused is full. "
             "See the messages of rank 0.",
             step=step,
         )

@@ -41,6 +41,8 @@ EVENTS = (
     "slow-rank",  # all others wait for a rank; with the member `slow`
     "slow-rank-over",  # it is as quick as the others again; seconds are those in which it was slow
     "metrics",  # of training, such as its loss; with members `steps` and `values`
+    "compiled-loaded",  # the compile cache from home, at the start
+    "compiled-sent",  # the compile cache to home
 )
 """All kinds of events."""
 

@@ -77,8 +77,8 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
         if not skipped and not any(step == request.step for _, step in order):
             shown = ", ".join(f"{step} (attempt {attempt})" for attempt, step in order[:20]) or "none"
             raise NotFound(
-                f"{request.store.url} holds no complete step {request.step}. Complete steps, newest first: "
-                f"{shown}.",
+                f"{request.store.url} does not contain a complete step {request.step}. Complete steps, "
+                f"newest first: {shown}.",
                 step=request.step,
             )
         order = tuple(one for one in order if one[1] == request.step)

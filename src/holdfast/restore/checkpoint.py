@@ -485,8 +485,8 @@ def _nothing(url: str, every: list[tuple[int, int]], step: int | None, attempt: 
     asked = f"step {step}" if step is not None else "checkpoint"
     asked += f" of attempt {attempt}" if attempt is not None else ""
     if not every:
-        return NotFound(f"{url} holds no complete checkpoint.", step=step)
+        return NotFound(f"{url} does not contain a complete checkpoint.", step=step)
     shown = ", ".join(f"{s} (attempt {a})" for a, s in every[:20])
     more = f" and {len(every) - 20} older" if len(every) > 20 else ""
-    message = f"{url} holds no complete {asked}. Complete steps, newest first: {shown}{more}."
+    message = f"{url} does not contain a complete {asked}. Complete steps, newest first: {shown}{more}."
     return NotFound(message, step=step)

@@ -104,7 +104,7 @@ class _ScriptProfile:
             steps = self._runs.run(self._spec, StepMeasurements)
         except RunFailed as why:
             raise InvalidInput(
-                f"{self._spec.script} could not be measured: {why}\nIt was not changed."
+                f"{self._spec.script} could not be measured: {why}\nThe script was not modified."
             ) from None
         if not steps.steps:
             raise InvalidInput(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from results import Run
+from source_path import environment
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 1200.0
@@ -69,10 +70,9 @@ def in_short(run: Run) -> str:
 
 def _run(command: list[str], *, log: Path, limit_s: float) -> str:
     """Run a command and end whatever it has left behind; says how it ended."""
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src")}
     with log.open("wb") as output:
         worker = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
         try:
             status = f"no answer, exit status {worker.wait(limit_s)}"

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from amounts import Amounts
 from results import Run
 from source_path import environment
 
@@ -26,9 +27,8 @@ def measure_alone(
     number: int,
     directory: Path,
     *,
-    compared: int,
+    amounts: Amounts,
     device: str = "cpu",
-    loads: int = 3,
     is_others: bool = False,
     python: str = sys.executable,
     limit_s: float = LIMIT_S,
@@ -45,7 +45,7 @@ def measure_alone(
     answer.unlink(missing_ok=True)
     command = [python, str(HERE / "measure.py"), contestant, state, str(work), str(answer)]
     started = time.monotonic()
-    command += ["--compared", str(compared), "--device", device, "--loads", str(loads)]
+    command += ["--amounts", amounts.text(), "--device", device]
     command += ["--others"] if is_others else []
     trouble = _run(command, log=directory / "log", limit_s=limit_s)
     found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}

@@ -58,14 +58,14 @@ def list_parts(device: str) -> list[Part]:
     tune = (python, "-m", "holdfast.cli", "tune", "--json", *questions, "--steps", "4" if is_dry else "10")
     return [
         Part("tests", (*tests, *_gpu_tests()), 50.0),
-        Part("stalls", script("gpu/stalls.py", *stalls, *largest), 170.0),
+        Part("stalls", script("gpu/stalls.py", *stalls, *largest), 165.0),
         Part("overlap", script("gpu/overlap.py", *place, "--state", small), 25.0),
         Part("restore", script("tiers.py", *place, "--state", small, "--rounds", "1"), 40.0),
         Part("fit", script("gpu/fitting.py"), 20.0),
         Part("shard", script("sharding.py", "--ranks", "1", "--rounds", "1" if is_dry else "3"), 30.0),
-        Part("compile", script("compiled.py", *place, "--rounds", "1"), 55.0),
-        Part("tune", (*tune, example), 45.0),
-        Part("peers", script("gpu/stalls.py", "--peers", *stalls), 25.0),
+        Part("compile", script("compiled.py", *place, "--rounds", "1"), 50.0),
+        Part("tune", (*tune, example, "--eager"), 60.0),  # it compares with compiled steps itself
+        Part("peers", script("gpu/stalls.py", "--peers", *stalls), 20.0),
     ]
 
 

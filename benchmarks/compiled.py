@@ -68,9 +68,12 @@ def _start(home: Path, place: Path, device: str) -> dict[str, float]:
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {shutil.which("g++")} "$@"\n')
     compiler.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")}
+    kept.pop("TRITON_CACHE_DIR", None)
+    # One thread: the processor time of a pool of compilers counts only once it has ended, which it has not.
+    own = {"TMPDIR": str(place), "TRITON_HOME": str(place), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--train", str(home), "--device", device],
-        env=kept | {"TMPDIR": str(place), "CXX": str(compiler)},
+        env=kept | own | {"CXX": str(compiler)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from intervals import interval_of
 from pagecache import evict
 from rich.console import Console
 from rich.table import Table
+from source_path import environment
 from startup import make_home
 
 HERE = Path(__file__).resolve().parent
@@ -84,10 +84,9 @@ def _round(number: int, home: Path, files: list[Path]) -> dict[str, float]:
 
 def _run(code: str, home: Path) -> tuple[str, float]:
     """Run a program in a process of its own; return its output and the seconds of the whole process."""
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src")}
     began = time.perf_counter()
     command = [sys.executable, "-c", code, str(home)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment())
     return done.stdout, time.perf_counter() - began
 
 

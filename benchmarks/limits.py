@@ -7,11 +7,12 @@ import functools
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from amounts import DEPTHS
 from idle import wait_idle
 from pagecache import evict
 from states import Subject
@@ -19,7 +20,6 @@ from states import Subject
 BLOCK_BYTES = 16 << 20
 READ_BLOCK_BYTES = 2 << 20
 ALIGN_BYTES = 4096
-DEPTHS = (1, 2, 4)
 MEMCPY_REPEATS = 3
 
 
@@ -114,9 +114,11 @@ def write_raw(path: Path, num_bytes: int, depth: int, *, direct: bool) -> float:
     return time.perf_counter() - started
 
 
-def best_write_depth(num_bytes: int, directory: Path) -> int:
-    """Return the depth at which a raw write was the fastest."""
-    return min(DEPTHS, key=lambda depth: write_and_delete(num_bytes, directory, depth))
+def best_write_depth(num_bytes: int, directory: Path, depths: Sequence[int] = DEPTHS) -> int:
+    """Return the depth at which a raw write was the fastest; without a write if there is only one."""
+    if len(depths) == 1:
+        return depths[0]
+    return min(depths, key=lambda depth: write_and_delete(num_bytes, directory, depth))
 
 
 def write_and_delete(num_bytes: int, directory: Path, depth: int) -> float:
@@ -148,11 +150,11 @@ def read_raw(path: Path, depth: int, *, direct: bool) -> float:
     return time.perf_counter() - started
 
 
-def read_file_raw(path: Path) -> dict[int, float]:
+def read_file_raw(path: Path, depths: Sequence[int] = DEPTHS) -> dict[int, float]:
     """Seconds to read a whole file that is not in the page cache, at each depth."""
     direct = takes_direct(path.parent)
     seconds: dict[int, float] = {}
-    for depth in DEPTHS:
+    for depth in depths:
         evict(path)
         seconds[depth] = read_raw(path, depth, direct=direct)
     return seconds

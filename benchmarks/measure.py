@@ -22,6 +22,7 @@ import limits
 import machine
 import training
 import unowned
+from amounts import Amounts
 from comparison import Comparison, summarize
 from idle import wait_idle
 from memory import Watch, footprint
@@ -32,8 +33,8 @@ from rawwrite import RawWrite
 from states import Subject, build
 
 JUDGED = "holdfast"
-NUM_TIMED = 3
-"""Saves whose medians are the times of one process."""
+MARGIN_BYTES = 2 << 30
+"""Space on the disk beside the two states that are on it at most, while one is replaced by another."""
 
 
 def main() -> None:
@@ -43,9 +44,8 @@ def main() -> None:
     parser.add_argument("state")
     parser.add_argument("directory", type=Path)
     parser.add_argument("answer", type=Path)
-    parser.add_argument("--compared", type=int, default=0, help="saves within a training; 0 for none")
+    parser.add_argument("--amounts", type=Amounts.parse, default=Amounts(), metavar="JSON")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--loads", type=int, default=3, help="loads with a cold cache; 0 for no loads at all")
     parser.add_argument("--others", action="store_true", help="change the state before each save; exactness")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # peers log every save
@@ -56,8 +56,7 @@ def main() -> None:
             options.contestant,
             subject,
             options.directory,
-            compared=options.compared,
-            loads=options.loads,
+            options.amounts,
             is_others=options.others,
         )
     except BaseException as error:  # noqa: BLE001 - DCP's own is a BaseException; the answer carries it
@@ -70,40 +69,53 @@ def measure(
     contestant: str,
     build_subject: Callable[[], Subject],
     directory: Path,
+    amounts: Amounts,
     *,
-    compared: int,
-    loads: int,
     is_others: bool = False,
 ) -> dict[str, Any]:
     """All numbers of one contestant: its `title`, `values` in seconds and bytes, and `comparisons`.
 
     With `is_others`, an optimizer step comes before each save: some engines skip what has not changed. There,
     a load or a training that fails leaves the other numbers, and `exact` has what the loads bring back.
+
+    Raises:
+        RuntimeError: the disk does not have space for two states.
     """
     if contestant == "limits":
         subject = build_subject()
+        check_space(subject, directory)
         values = limits.measure(subject, directory) | {"state_bytes": float(subject.num_bytes)}
-        return {"title": "raw limits", **_with_training(RawWrite, subject, directory, values, compared)}
+        return {"title": "raw limits", **_with_training(RawWrite, subject, directory, values, amounts)}
     kind = find(contestant)
     facts = _facts(contestant)
     if importlib.util.find_spec(kind.module) is None:
         return facts | {"not_installed": kind.module}
     subject = build_subject()
+    check_space(subject, directory)
     if is_others:
-        return facts | _measure_other(kind, subject, directory, compared=compared, loads=loads)
-    values = {"state_bytes": float(subject.num_bytes)} | measure_saves(kind, subject, directory, loads=loads)
+        return facts | _measure_other(kind, subject, directory, amounts)
+    values = {"state_bytes": float(subject.num_bytes)} | measure_saves(kind, subject, directory, amounts)
     if contestant == JUDGED:
-        near = {f"near_{key}": value for key, value in limits.copy_in_memory(subject).items()}
-        values |= near | unowned.measure(subject, directory / "unowned")
-    return facts | _with_training(kind, subject, directory, values, compared)
+        values |= {f"near_{key}": value for key, value in limits.copy_in_memory(subject).items()}
+        values |= unowned.measure(subject, directory / "unowned") if amounts.has_unowned else {}
+    return facts | _with_training(kind, subject, directory, values, amounts)
+
+
+def check_space(subject: Subject, directory: Path) -> None:
+    """Raise if a disk does not have space for two states."""
+    needed, free = 2 * subject.num_bytes + MARGIN_BYTES, shutil.disk_usage(directory).free
+    if free < needed:
+        raise RuntimeError(
+            f"{directory} has {free / 1e9:.1f} GB free; measuring {subject.name} needs {needed / 1e9:.1f} GB"
+        )
 
 
 def _with_training(
-    kind: type[Peer], subject: Subject, directory: Path, values: dict[str, float], compared: int
+    kind: type[Peer], subject: Subject, directory: Path, values: dict[str, float], amounts: Amounts
 ) -> dict[str, Any]:
     comparisons: list[Comparison] = []
-    if compared and subject.optimizer is not None:
-        comparisons = measure_training(kind, subject, directory / "training", times=compared)
+    if amounts.compared and subject.optimizer is not None:
+        comparisons = measure_training(kind, subject, directory / "training", times=amounts.compared)
     return {
         "values": values | (summarize(comparisons) if comparisons else {}),
         "comparisons": [asdict(one) for one in comparisons],
@@ -125,25 +137,23 @@ def _facts(contestant: str) -> dict[str, Any]:
     }
 
 
-def _measure_other(
-    kind: type[Peer], subject: Subject, directory: Path, *, compared: int, loads: int
-) -> dict[str, Any]:
+def _measure_other(kind: type[Peer], subject: Subject, directory: Path, amounts: Amounts) -> dict[str, Any]:
     """Return the numbers of a method of the `--others` run, and the troubles of its parts."""
     troubles: dict[str, str] = {}
-    values, last = time_process(kind, subject, directory, is_changed=True)
+    values, last = time_process(kind, subject, directory, amounts, is_changed=True)
     values["state_bytes"] = float(subject.num_bytes)
     values["disk_bytes"] = float(sum(path.stat().st_blocks * 512 for path in files_under(directory)))
     comparisons: list[Comparison] = []
     try:
-        values |= measure_loads(kind, subject, directory, last, num_cold=loads)
+        values |= measure_loads(kind, subject, directory, last, amounts)
     except Exception as error:  # noqa: BLE001 - the saves are still worth reporting
         troubles["load"] = exact.failure(error)
     subject = build(subject.name, str(subject.device))  # a load that failed leaves half a state
     shutil.rmtree(directory)
     directory.mkdir()
-    if compared and subject.optimizer is not None:
+    if amounts.compared and subject.optimizer is not None:
         try:
-            comparisons = measure_training(kind, subject, directory / "training", times=compared)
+            comparisons = measure_training(kind, subject, directory / "training", times=amounts.compared)
             values |= summarize(comparisons)
         except Exception as error:  # noqa: BLE001 - as above
             troubles["training"] = exact.failure(error)
@@ -155,16 +165,20 @@ def _measure_other(
     }
 
 
-def measure_saves(kind: type[Peer], subject: Subject, directory: Path, *, loads: int) -> dict[str, float]:
-    """A first save, one whose memory is watched, some that are timed, and loads of the last one."""
-    values, last = time_process(kind, subject, directory)
-    if not kind.own_load or not loads:
-        return values
-    return values | measure_loads(kind, subject, directory, last, num_cold=loads)
+def measure_saves(kind: type[Peer], subject: Subject, directory: Path, amounts: Amounts) -> dict[str, float]:
+    """A first save, one whose memory is watched, some that are timed, and loads of the last one.
+
+    None of them is left on the disk, which may have space for two states only.
+    """
+    values, last = time_process(kind, subject, directory, amounts)
+    if kind.own_load and amounts.loads:
+        values |= measure_loads(kind, subject, directory, last, amounts)
+    kind(subject, directory).delete(last)
+    return values
 
 
 def time_process(
-    kind: type[Peer], subject: Subject, directory: Path, *, is_changed: bool = False
+    kind: type[Peer], subject: Subject, directory: Path, amounts: Amounts, *, is_changed: bool = False
 ) -> tuple[dict[str, float], int]:
     """Return the numbers of the saves of a process, and the number of the last one, which is kept."""
     gc.collect()
@@ -183,7 +197,7 @@ def time_process(
     peer.delete(2)
     peer.settle()
     gc.collect()
-    values, last = time_saves(peer, subject, directory, first_step=3, is_changed=is_changed)
+    values, last = time_saves(peer, subject, directory, amounts, first_step=3, is_changed=is_changed)
     peer.close()
     values |= {
         "prepare_s": prepare_s,
@@ -196,7 +210,13 @@ def time_process(
 
 
 def time_saves(
-    peer: Peer, subject: Subject, directory: Path, *, first_step: int, is_changed: bool = False
+    peer: Peer,
+    subject: Subject,
+    directory: Path,
+    amounts: Amounts,
+    *,
+    first_step: int,
+    is_changed: bool = False,
 ) -> tuple[dict[str, float], int]:
     """Medians of some saves on an idle disk, and the number of the last one, which is kept.
 
@@ -204,8 +224,10 @@ def time_saves(
     speed within minutes.
     """
     found: list[dict[str, float]] = []
-    depth = limits.best_write_depth(subject.num_bytes, directory) if peer.title == JUDGED else 0
-    last = first_step + NUM_TIMED - 1
+    depth = 0
+    if peer.title == JUDGED:
+        depth = limits.best_write_depth(subject.num_bytes, directory, amounts.depths)
+    last = first_step + amounts.timed - 1
     for step in range(first_step, last + 1):
         if step > first_step:
             peer.delete(step - 1)
@@ -236,7 +258,7 @@ def time_save(peer: Peer, step: int) -> dict[str, float]:
 
 
 def measure_loads(
-    kind: type[Peer], subject: Subject, directory: Path, step: int, *, num_cold: int
+    kind: type[Peer], subject: Subject, directory: Path, step: int, amounts: Amounts
 ) -> dict[str, float]:
     """Seconds to load with nothing in the page cache (the median of some), and with everything there.
 
@@ -249,10 +271,10 @@ def measure_loads(
     expected = subject.digest()
     values: dict[str, float] = {}
     cold: list[float] = []
-    raw: dict[int, list[float]] = {depth: [] for depth in limits.DEPTHS}
+    raw: dict[int, list[float]] = {depth: [] for depth in amounts.depths}
     largest = _largest_file(directory)
-    for _ in range(num_cold):
-        for depth, seconds in limits.read_file_raw(largest).items():
+    for _ in range(amounts.loads):
+        for depth, seconds in limits.read_file_raw(largest, amounts.depths).items():
             raw[depth].append(seconds)
         values["cached_share"] = evict(directory)
         cold.append(_time_load(kind, subject, directory, step, expected))

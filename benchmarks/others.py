@@ -15,6 +15,7 @@ from typing import Any
 import columns
 import engines
 import machine
+from amounts import Amounts
 from peers import OTHERS
 from results import Results, Run
 from rich.console import Console
@@ -63,8 +64,7 @@ def run(options: argparse.Namespace) -> None:
                     state,
                     number,
                     directory,
-                    compared=compared,
-                    loads=1,
+                    amounts=Amounts(compared=compared, loads=1),
                     is_others=True,
                     python=python,
                     limit_s=LIMIT_S,

@@ -23,6 +23,7 @@ from pagecache import evict, sync
 from resharded import HEADINGS, LOADED_ON, SAVED_ON, longest, ratio, rows
 from rich.console import Console
 from rich.table import Table
+from source_path import environment
 from states import Gpt2, Shape, Subject
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
@@ -329,19 +330,18 @@ def _ask(peer: str, phase: str, ranks: int, work: Path) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, __file__, "--phase", phase, "--peer", peer, "--dir", str(work)]
-    shared = os.environ | {
+    shared = environment() | {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "PYTHONPATH": str(HERE.parent / "src"),
     }
     processes = []
     for rank in range(ranks):
         with (work / f"log-{rank}").open("w") as log:
-            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             out = subprocess.PIPE if rank == 0 else log
-            processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=log, text=True))
+            processes.append(subprocess.Popen(command, env=own, stdout=out, stderr=log, text=True))
     try:
         answer, _ = processes[0].communicate(timeout=LIMIT_S)
         return {"values": json.loads(answer.splitlines()[-1])}

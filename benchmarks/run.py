@@ -15,6 +15,7 @@ from typing import Any
 import columns
 import machine
 import others
+from amounts import Amounts
 from goals import OF_SAVING, Measurements, Verdict, judge
 from peers import OTHERS, PEERS
 from results import Results, Run
@@ -108,8 +109,10 @@ def _measure_all(options: argparse.Namespace, directory: Path, runs: list[Run]) 
                 state,
                 number,
                 directory,
-                compared=compared if state in TRAINED else 0,
-                loads=3 if is_judged or options.long else 1,
+                amounts=Amounts(
+                    compared=compared if state in TRAINED else 0,
+                    loads=3 if is_judged or options.long else 1,
+                ),
             )
         )
         console.print(in_short(runs[-1]))

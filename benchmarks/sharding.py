@@ -141,19 +141,26 @@ class _Loop:
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self._device = device
         generator = torch.Generator().manual_seed(dist.get_rank())
         self._tokens = torch.randint(SHAPE.vocabulary, (BATCH, LENGTH), generator=generator).to(device)
 
     def run(self, steps: int) -> tuple[float, float]:
         """(seconds, seconds of this rank's processor time) of one step."""
-        dist.barrier()
+        self._meet()
         started_s, used_s = time.perf_counter(), cpu_s()
         for _ in range(steps):
             self._optimizer.zero_grad()
             self._model(self._tokens).backward()
             self._optimizer.step()
-        dist.barrier()
+        self._meet()
         return (time.perf_counter() - started_s) / steps, (cpu_s() - used_s) / steps
+
+    def _meet(self) -> None:
+        """Wait for the device and for all ranks."""
+        if self._device.type == "cuda":  # a barrier alone may return before the kernels of the steps have run
+            torch.cuda.synchronize()
+        dist.barrier()
 
 
 def _fresh() -> Any:

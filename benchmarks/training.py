@@ -51,9 +51,12 @@ class Loop:
         self._subject = subject
         self._optimizer = subject.optimizer
         batch = LARGE_BATCH if subject.num_bytes >= LARGE_BYTES else BATCHES[subject.device.type]
+        self._is_cuda = subject.device.type == "cuda"
         self._tokens = torch.randint(subject.vocabulary, batch, device=subject.device)
         self._entered_s = 0.0
         self._span = Span()
+        self._begin: torch.cuda.Event | None = None
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # begin and end on the device
 
     def watch_last(self) -> None:
         """Add the hook that runs after all others; call when the peer has added its own."""
@@ -71,6 +74,7 @@ class Loop:
         """
         self._span = span = Span()
         self._synchronize()
+        self._waits.clear()
         before_s, others_before_s, started = cpu_s(), others_s(), time.perf_counter()
         completion = None
         if save is not None:
@@ -83,7 +87,16 @@ class Loop:
         self._synchronize()
         span.wall_s, span.cpu_s = time.perf_counter() - started, cpu_s() - before_s
         span.others_s = others_s() - others_before_s
+        for number, (begin, end) in enumerate(self._waits):
+            span.waits_s[number] += begin.elapsed_time(end) / 1e3
         return span
+
+    def queue(self, num_steps: int) -> bool:
+        """Take steps without waiting for the device. Return True if it has not done them yet."""
+        self._span = Span()
+        for _ in range(num_steps):
+            self._step(None)
+        return self._is_cuda and not torch.cuda.current_stream().query()
 
     def _step(self, peer: Peer | None) -> None:
         # gradients stay allocated: fresh pages every step would add noise
@@ -94,14 +107,26 @@ class Loop:
             self._entered_s = time.perf_counter()
             guarded_s = self._entered_s - asked
             self._span.waits_s.append(0.0)
+            self._begin = self._mark()
             self._optimizer.step()
         self._span.waits_s[-1] += guarded_s
 
     def _note_start(self, *_: object) -> None:
         self._span.waits_s[-1] += time.perf_counter() - self._entered_s
+        end = self._mark()
+        if self._begin is not None and end is not None:
+            self._waits.append((self._begin, end))
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """Return an event that has the time at which a GPU gets here: Holdfast queues its waits there."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _synchronize(self) -> None:
-        if self._subject.device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -71,4 +72,5 @@ def _measure(
             save = checkpointer.save(step)
             blocked_s.append(time.perf_counter() - started)
             save.wait_durable()
+    shutil.rmtree(home)  # a disk may have room for two states only
     return statistics.median(blocked_s[num_first:]), statistics.median(copies_s[num_first:])

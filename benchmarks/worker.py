@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from amounts import Amounts
 from results import Run
+from source_path import environment
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 1200.0
@@ -25,9 +27,8 @@ def measure_alone(
     number: int,
     directory: Path,
     *,
-    compared: int,
+    amounts: Amounts,
     device: str = "cpu",
-    loads: int = 3,
     is_others: bool = False,
     python: str = sys.executable,
     limit_s: float = LIMIT_S,
@@ -44,7 +45,7 @@ def measure_alone(
     answer.unlink(missing_ok=True)
     command = [python, str(HERE / "measure.py"), contestant, state, str(work), str(answer)]
     started = time.monotonic()
-    command += ["--compared", str(compared), "--device", device, "--loads", str(loads)]
+    command += ["--amounts", amounts.text(), "--device", device]
     command += ["--others"] if is_others else []
     trouble = _run(command, log=directory / "log", limit_s=limit_s)
     found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
@@ -69,10 +70,9 @@ def in_short(run: Run) -> str:
 
 def _run(command: list[str], *, log: Path, limit_s: float) -> str:
     """Run a command and end whatever it has left behind; says how it ended."""
-    environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src")}
     with log.open("wb") as output:
         worker = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         )
         try:
             status = f"no answer, exit status {worker.wait(limit_s)}"

@@ -17,7 +17,9 @@ fi
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 if compgen -G "$root/.wheels/*.whl" > /dev/null; then
-    "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$root"/.wheels/*.whl
+    "$python" -m pip install -q --no-index --find-links "$root/.wheels" --no-deps --no-compile --target "$site" \
+        -r "$root/benchmarks/gpu/requirements.txt" ||
+        echo "run.sh: .wheels/ does not fit $("$python" --version): continuing without it" >&2
 fi
 export PYTHONPATH="$root/src:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 cd "$root"

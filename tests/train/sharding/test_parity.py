@@ -112,5 +112,7 @@ def test_compiled_blocks_train_as_one_process(
 @pytest.mark.parametrize(("model", "layout", "extras"), LEAN, ids=str)
 def test_a_gpu_trains_as_one_process(worlds: Worlds, model: str, layout: str, extras: list[str]) -> None:
     """Train on one device, where streams, page-locked offload and prefetch are real."""
+    if model == "t5":
+        pytest.importorskip("transformers")  # a GPU machine without a network may lack it
     found = worlds(1).run(sharded_curve, model, options_of(layout, extras), "cuda")
     check(model, extras, 1.0, found, slack=100.0)  # the whole model was trained on the CPU

@@ -1,4 +1,4 @@
-"""What a restart of a compiled training costs an empty machine, with nothing and with the cache from home."""
+"""Cost of a restart of a compiled training: first start, same machine, and an empty one with the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drain to a bucket costs training beside it, next to the bare client sending the same file."""
+"""Cost of a drain to a bucket for the training beside it, compared with a bare client."""
 
 from __future__ import annotations
 

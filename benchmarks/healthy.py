@@ -92,7 +92,7 @@ def _cpu_s(work: Callable[[], object]) -> float:
 
 
 def _durable_s(image: memoryview, rounds: int, folder: str | None) -> dict[str, list[float]]:
-    """Return the times in which a file becomes durable, without and with the check, in turns."""
+    """Return the seconds until a file is durable, without and with the check, in turns."""
     found: dict[str, list[float]] = {"without": [], "with": []}
     for number in range(rounds + 1):
         for kind in sorted(found, reverse=bool(number % 2)):

@@ -1,4 +1,4 @@
-"""What the machine can do at best with the same bytes: copy them in memory, write and read them raw."""
+"""Limits of the machine for the same bytes: copies in memory, raw writes and raw reads."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def write_raw(path: Path, num_bytes: int, depth: int, *, direct: bool) -> float:
 
 
 def best_write_depth(num_bytes: int, directory: Path, depths: Sequence[int] = DEPTHS) -> int:
-    """Return the depth at which a raw write was the fastest; without a write if there is only one."""
+    """Return the depth of the fastest raw write. Nothing is written if there is only one."""
     if len(depths) == 1:
         return depths[0]
     return min(depths, key=lambda depth: write_and_delete(num_bytes, directory, depth))

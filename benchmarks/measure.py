@@ -123,7 +123,7 @@ def _with_training(
 
 
 def _facts(contestant: str) -> dict[str, Any]:
-    """Return what is known of a contestant without a measurement."""
+    """Return the facts of a contestant that need no measurement."""
     if contestant == "limits":
         return {}
     kind = find(contestant)
@@ -300,7 +300,7 @@ def _time_load(kind: type[Peer], subject: Subject, directory: Path, step: int, e
 
 
 def measure_training(kind: type[Peer], subject: Subject, directory: Path, *, times: int) -> list[Comparison]:
-    """What single saves cost training, with a peer that has saved before; see `training.compare`."""
+    """Compare training with and without a save, after a first save; see `training.compare`."""
     directory.mkdir()
     loop = training.Loop(subject)
     peer = kind(subject, directory)

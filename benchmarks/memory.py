@@ -1,4 +1,4 @@
-"""How much memory this process and its children hold, and the highest of it while something runs."""
+"""Memory of this process and its children: now, and its peak while something runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Footprint:
 
 
 def footprint() -> Footprint:
-    """What this process and its children hold at this moment.
+    """Return the memory of this process and its children now.
 
     Blocks: for about 20 ms per GB, to walk the page tables.
     """

@@ -1,4 +1,4 @@
-"""Make files durable, drop them from the page cache, and see how much of them is still there."""
+"""Page cache of files: made durable, dropped, and the share that remains in it."""
 
 from __future__ import annotations
 

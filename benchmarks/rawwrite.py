@@ -12,7 +12,7 @@ from states import Subject
 
 
 class RawWrite(Peer):
-    """Writes of bytes that are no state, each in a file of its own. Nothing is copied or hashed."""
+    """Raw writes of as many bytes as the state has, each to a new file, without copies or hashes."""
 
     title = "raw write of as many bytes"
     module = "os"

@@ -1,4 +1,4 @@
-"""How soon a job's own code runs again after a kill, and how many steps a preemption costs, on this machine.
+"""Time from a kill until a job's code runs again, and steps that a preemption costs.
 
 A job's `run` writes down the time as its first command, before anything of the user's has to start. The same
 is done with a small training that saves every few steps: it is given notices, and its node is killed without.

@@ -46,7 +46,7 @@ NAME = names.data(1, 1, 0)
 
 
 class Subject:
-    """What is sent and read: an arena of bytes that no compressor would like, and its hashes."""
+    """Subject of the transfers: an arena of incompressible bytes, and its hashes."""
 
     def __init__(self, url: str, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -87,7 +87,7 @@ class Subject:
         )
 
     def read(self) -> None:
-        """What a restore does: ranges, each chunk compared with its hash, then handed on."""
+        """Read as a restore does: ranges, each chunk compared with its hash, then passed on."""
         want = Want(0, self.num_bytes, TensorSink(self.tensor))
         read(self.store, [FileRead(self.part, [want])], num_threads=self.store.properties.parallel_reads)
 

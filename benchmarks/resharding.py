@@ -75,7 +75,7 @@ class Sharded(ABC):
         )
 
     def path(self, step: int) -> Path:
-        """Where a peer puts a step."""
+        """Return the path of a peer's step."""
         return self.directory / f"step-{step}"
 
 
@@ -201,7 +201,7 @@ SAVERS = {"holdfast-shared": "holdfast"}
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """What one process does: save twice, or load once; rank 0 prints the answer of all."""
+    """Save twice or load once in this process; rank 0 prints the results of all."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)

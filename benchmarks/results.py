@@ -98,7 +98,7 @@ class Results:
         return lost.divided_by(statistics.median(one.copy_s for one in found)) if lost else None
 
     def trouble(self, state: str, contestant: str) -> str | None:
-        """Why a contestant has no numbers, if it has none."""
+        """Return the reason why a contestant has no numbers, or None."""
         runs = self.of(state, contestant)
         if any("values" in run for run in runs):
             return None

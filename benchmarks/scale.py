@@ -1,4 +1,4 @@
-"""What planning costs one rank of a thousand: real plans, parts and manifests, without tensor data."""
+"""Cost of planning and committing for one of a thousand ranks, without tensor data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GOALS = {"plan_s": 0.1, "commit_s": COMMIT_S, "restore_plan_s": 1.0}
 
 
 def layout_of(kind: str, world_size: int, rank: int) -> ShardLayout:
-    """How tensors lie on the ranks of `rank`'s mesh."""
+    """Return the layout of tensors on the ranks of `rank`'s mesh."""
     ranks = tuple(range(world_size))
     if kind == "fsdp":
         return ShardLayout(((0, world_size),), (ranks,))
@@ -63,7 +63,7 @@ def layout_of(kind: str, world_size: int, rank: int) -> ShardLayout:
 
 
 def captured(kind: str, world_size: int, rank: int) -> CapturedState:
-    """What a rank would capture: its parts of all tensors, on the meta device."""
+    """Return the captured state of a rank: its parts of all tensors, on the meta device."""
     layout = layout_of(kind, world_size, rank)
     stage = f"stage{rank // (world_size // 16)}." if kind == "pipeline" else ""
     shardings = {
@@ -81,7 +81,7 @@ def captured(kind: str, world_size: int, rank: int) -> CapturedState:
 
 
 def plan_save(state: CapturedState, rank: int) -> tuple[Catalog, SavePlan]:
-    """What a rank does once for a structure, before its first save."""
+    """Make the plan that a rank makes once for a structure, before its first save."""
     catalog = catalog_of(state)
     plan = SavePlan.make(state.tensors, catalog=catalog, per_rank=(), owned=state.owned, rank=rank)
     return catalog, plan

@@ -177,7 +177,7 @@ def _ours(layout: str, device: torch.device) -> Any:
 
 
 def _by_hand(layout: str, device: torch.device) -> Any:
-    """What one would write for this model, following PyTorch's tutorial and torchtitan."""
+    """Shard the model as PyTorch's tutorial and torchtitan do."""
     model, chosen, ranks = _fresh().to(device), LAYOUTS[layout], dist.get_world_size()
     is_ddp = chosen.get("shards") == 1
     shape, names = ((ranks, 1), ("replicate", "shard")) if is_ddp else ((ranks,), ("shard",))

@@ -40,7 +40,7 @@ class Subject:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def digest(self) -> str:
-        """One hash over all tensors, to tell whether a load brought everything back."""
+        """Return one hash of all tensors, which is equal after an exact load."""
         hasher = xxhash.xxh3_128()
         for name, tensor in sorted(self.tensors().items()):
             hasher.update(name.encode())

@@ -1,4 +1,4 @@
-"""What a killed trainer's next start waits for: restoring from its keeper's memory, and from a cold disk."""
+"""Time to restore after kill -9 of a trainer: from its keeper's memory, and from a cold disk."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _timed_restore(checkpointer: Any, subject: Subject, directory: Path) -> dict
 
 
 def _source(directory: Path) -> str:
-    """Where the restore came from, as the run's history has it."""
+    """Return the tier of the restore, from the history of the run."""
     lines = [json.loads(line) for path in directory.glob("home/history/*") for line in path.open()]
     tiers = [line["tier"] for line in lines if line["event"] == "restored"]
     return "memory" if tiers == ["memory"] else str(directory / "home")

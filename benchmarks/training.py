@@ -118,7 +118,7 @@ class Loop:
             self._waits.append((self._begin, end))
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Return an event that has the time at which a GPU gets here: Holdfast queues its waits there."""
+        """Return an event with the time at which the GPU reaches this point of the stream."""
         if not self._is_cuda:
             return None
         event = torch.cuda.Event(enable_timing=True)

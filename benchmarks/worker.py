@@ -33,7 +33,7 @@ def measure_alone(
     python: str = sys.executable,
     limit_s: float = LIMIT_S,
 ) -> Run:
-    """One run of round `number`; `error` in it says what went wrong, if anything did.
+    """Measure one run of a round. Its `error` is the reason of a failure, if there was one.
 
     `python` is the interpreter that has the packages; for `is_others`, see `measure.measure`.
 
@@ -69,7 +69,7 @@ def in_short(run: Run) -> str:
 
 
 def _run(command: list[str], *, log: Path, limit_s: float) -> str:
-    """Run a command and end whatever it has left behind; says how it ended."""
+    """Run a command, end all its processes, and return how it ended."""
     with log.open("wb") as output:
         worker = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True

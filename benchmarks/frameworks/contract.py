@@ -53,7 +53,7 @@ class Training:
 
 @dataclass(slots=True)
 class Blocked:
-    """Time for which the saves of a training blocked it.
+    """Times that the saves of a training blocked it.
 
     Attributes:
         calls_s: seconds of each call that saves.

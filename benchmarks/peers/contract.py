@@ -1,4 +1,4 @@
-"""What every way of saving looks like to the benchmark."""
+"""Interface of the benchmark to each way of saving."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Peer(ABC):
             self.subject.optimizer.load_state_dict(found["optimizer"])
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` stands."""
+        """Return the path of the checkpoint of `step`."""
         return self.directory / f"step-{step}"
 
     def settle(self) -> None:

@@ -10,7 +10,7 @@ from .contract import Peer, Pending
 
 
 class TorchSave(Peer):
-    """What most training scripts do."""
+    """`torch.save` of the state dicts, as in most training scripts."""
 
     title = "torch.save"
     module = "torch"

@@ -1,4 +1,4 @@
-"""Rehearsal of a module's own load code with tensors of other shapes, on a copy without memory."""
+"""Rehearsal of load code with tensors of other shapes, on a copy without memory."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _is_bound_elsewhere(hook: Any) -> bool:
-    """Return True if a hook holds a live object, also in a copy of its module."""
+    """Return True if a copy of its module would share live objects of a hook."""
     function = getattr(hook, "hook", hook)  # torch wraps hooks that receive their module
     cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
     return any(_holds_live(cell) for cell in cells)

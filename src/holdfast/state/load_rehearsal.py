@@ -17,7 +17,7 @@ _MISMATCH = "size mismatch for"  # torch's words for a shape that load code did 
 
 
 def has_load_code(module: torch.nn.Module) -> bool:
-    """Return True if loading a module or a part of it does more than copy its tensors."""
+    """Return True if loading a module does more than copy its tensors."""
     return any(map(_has_own_load_code, module.modules()))
 
 
@@ -62,7 +62,7 @@ def _may_change(live: torch.Tensor, saved: torch.Tensor | None) -> bool:
 
 
 def _loaders(root: torch.nn.Module, ids: Collection[int]) -> Iterator[tuple[torch.nn.Module, set[int]]]:
-    """Yield each module with load code that is the nearest to some of the tensors, with their ids."""
+    """Yield each module whose load code is the nearest to some tensors, with their ids."""
     nearest: dict[str, tuple[torch.nn.Module, set[int]]] = {}
     modules = dict(root.named_modules())
     for path, module in modules.items():
@@ -77,7 +77,7 @@ def _loaders(root: torch.nn.Module, ids: Collection[int]) -> Iterator[tuple[torc
 
 
 def _accepts(module: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> bool:
-    """Return True unless the load code refuses the saved shapes, or cannot be tried without side effects."""
+    """Return True if load code, tried on a copy, takes the saved shapes."""
     if any(map(_is_bound_elsewhere, _hooks_of(module))):
         return False
     bare = {key: _without_memory(one) for key, one in _tensors_of(module)}

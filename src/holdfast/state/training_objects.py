@@ -30,6 +30,7 @@ from holdfast.state.objects import (
 )
 from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters, tensors_of
 from holdfast.state.partitioned_objects import check_not_partitioned, may_be_partitioned
+from holdfast.state.read_only_memory import find_read_only
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import ResumeRisk, find_resume_risks, loader_doubts
 from holdfast.state.sharding import ShardLayout, layout_of
@@ -39,6 +40,7 @@ from holdfast.state.tensors import unsavable
 from holdfast.state.tree import insert_tensors, references
 
 _FIRST = (ModuleEntry, FSDP1ModuleEntry, TensorEntry)
+_FILLED = (ModuleEntry, TensorEntry, OptimizerEntry, ValueEntry)
 _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
 
 
@@ -176,7 +178,14 @@ class State:
     def review(self, *, has_live_objects: bool = True) -> list[ResumeRisk]:
         """Return the parts of the state that will not resume exactly; see `find_resume_risks`."""
         values = {key: entry.value for key, entry in self._current().items()}
-        return find_resume_risks(values, has_live_objects=has_live_objects)
+        read_only = self._find_read_only() if has_live_objects else []
+        return find_resume_risks(values, read_only, has_live_objects=has_live_objects)
+
+    def _find_read_only(self) -> list[str]:
+        """Return the tensors of the last capture that a restore could not write to."""
+        filled = [key for key, one in self._entries.items() if isinstance(one, _FILLED)]
+        found = [] if self._table is None else find_read_only(self._table.tensors)
+        return [name for name in found if any(is_under(name, key) for key in filled)]
 
     def review_loaders(self) -> list[str]:
         """Return a sentence for each data loader that is being read and will not resume; each once."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_mappings(accepts: Callable[[bytes], bool]) -> Iterator[tuple[int, int, bool]]:
-    """Yield start and stop of each mapping, by start, and whether it is of a file.
+    """Yield start and stop of each mapping, and whether it is of a file.
 
     Args:
         accepts: returns True for the access of a wanted mapping: "rw-p" is private and may be written to.

@@ -61,7 +61,9 @@ class Load:
         self.unexpected: list[str] = unexpected
         """Names in the checkpoint but not in the live state; they are not read."""
         self.notes: list[str] = plan.notes
-        """Notes for the user, such as casts and derived seeds; `finish` may add some."""
+        """Notes on values that differ from the saved ones, such as casts."""
+        self.generator_notes: list[str] = plan.generator_notes
+        """Notes on generators of the process that are not set as saved; `finish` adds them."""
         self._steps = plan.steps
         refuse_read_only(plan.written)
 
@@ -110,7 +112,8 @@ class LoadPlan:
         self.rename = rename
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # on values that differ from the saved ones
+        self.generator_notes: list[str] = []  # on generators of the process
         self.misfits: list[Misfit] = []  # of values that stay unchanged unless the load is strict
         self.steps: list[tuple[LoadPhase, Callable[[], None]]] = []
         self.written: dict[str, torch.Tensor] = {}  # live tensors that are written to, by live name

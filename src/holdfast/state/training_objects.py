@@ -293,7 +293,7 @@ class State:
             raise plan.misfits[0]
         if strict and (plan.missing or extra):
             raise mismatch(plan.missing, extra)
-        plan.notes += [f"{misfit}" for misfit in plan.misfits]
+        plan.notes += map(_describe_kept, plan.misfits)
         return Load(plan, extra)
 
     def load_new(
@@ -549,10 +549,15 @@ def _check_key(key: Any) -> None:
         )
 
 
+def _describe_kept(misfit: InvalidInput) -> str:
+    """Return the note about a saved value that the live one is kept for."""
+    return f"{str(misfit).partition(' Nothing was changed.')[0]} The live value stays (strict=False)."
+
+
 def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> None:
     tree = plan.values(rng.KEY)
     if tree is None:
-        plan.notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
+        plan.generator_notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
         return
     for name in references(tree):
         plan.read_new(name)
@@ -560,9 +565,9 @@ def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> 
     def finish() -> None:
         values = insert_tensors(tree, plan.tensor)
         if own_rank:
-            plan.notes.extend(rng.restore(values))
+            plan.generator_notes.extend(rng.restore(values))
         else:
-            plan.notes.append(rng.derive(values, rank=rank, world_size=world_size))
+            plan.generator_notes.append(rng.derive(values, rank=rank, world_size=world_size))
 
     plan.add_step(LoadPhase.RNG, finish)
 

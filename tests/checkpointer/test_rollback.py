@@ -186,7 +186,7 @@ def test_a_damaged_record_is_reported_and_training_resumes(home: Path) -> None:
 def test_a_state_without_the_object_is_warned_of(home: Path) -> None:
     story = Story(home, bad=BAD)
     story.train(130)
-    state = {"weight": torch.zeros(1), "data": {"position": 0, "skipped": []}}
+    state = {"weight": torch.zeros(1, dtype=torch.float64), "data": {"position": 0, "skipped": []}}
     with (
         make_checkpointer(home, state) as ckpt,
         pytest.warns(ResumeWarning, match="Rollbacks have left out samples of 'data'"),

@@ -160,7 +160,7 @@ def test_generators_from_another_rank_are_reseeded_deterministically() -> None:
     load = saved.restore(State({"x": 1}), own_rank=False)
     borrowed = _draw()
     assert borrowed != own
-    assert len(load.notes) == 1
+    assert len(load.generator_notes) == 1
     saved.restore(State({"x": 1}), own_rank=False)
     assert _draw() == borrowed
 

@@ -10,6 +10,7 @@ from holdfast.callsite import warn
 from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.pipeline import Order
 from holdfast.checkpointer.restoration import Restoration, Selection
+from holdfast.checkpointer.restore_differences import Differences
 from holdfast.checkpointer.save_interval import SaveInterval
 from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
 from holdfast.checkpointer.space_warning import warn_of_space
@@ -65,6 +66,11 @@ class Attempt:
     def base_step(self) -> int | None:
         """Step that this attempt was restored from; None if it started from scratch."""
         return self.ancestors[-1][1] if self.ancestors else None
+
+    @property
+    def differences(self) -> Differences:
+        """Differences of the restored checkpoint from the state, on this rank."""
+        return self._restoration.differences
 
     @property
     def base_attempt(self) -> int | None:

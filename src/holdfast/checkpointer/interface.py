@@ -492,6 +492,9 @@ class Checkpointer:
         A loop of `steps` that follows trains from the same step. This only reads, so another training may
         save to the same home meanwhile. The first `save` claims the home, as `steps` does before it restores.
 
+        A `ResumeWarning` on rank 0 lists what differs from the checkpoint afterwards: tensors that were cast
+        to the live dtype or are tied now, and with `strict=False` names that only one side has.
+
         Args:
             step: restore this step and no other.
             best: restore the checkpoint with the best value of the metric in `keep=Keep(metric=...)`. The

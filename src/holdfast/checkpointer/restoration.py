@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.checkpointer.components import Components
+from holdfast.checkpointer.restore_differences import Differences
 from holdfast.checkpointer.tiers import Base
 from holdfast.format.manifest import Manifest
 from holdfast.home.skipped import Skipped
@@ -38,10 +39,13 @@ class Restoration:
 
     Attributes:
         has_run: `run` was called.
+        differences: those of the restored checkpoint from the state, on this rank.
     """
 
     def __init__(self, components: Components) -> None:
         self.has_run = False
+        self.differences = Differences()
+        self._load: Load | None = None  # of the checkpoint that is tried
         self._found: Restored | None = None
         self._components = components
         self._tiers, self._ranks = components.tiers, components.ranks
@@ -99,6 +103,8 @@ class Restoration:
                 mark=mark,
             )
             self._found = restore_newest(request)
+        self.differences = Differences.of(None if self._found is None else self._load)
+        self._load = None  # it holds memory
         self.has_run = True
         if keeper is not None:
             self._complete(keeper)
@@ -112,7 +118,7 @@ class Restoration:
                 manifest.world_size == self._ranks.world_size,
             )
             if selection.is_new:
-                return objects.load_new(
+                self._load = objects.load_new(
                     manifest.tensors,
                     manifest.tied,
                     own,
@@ -120,7 +126,8 @@ class Restoration:
                     with_rng=selection.with_rng,
                     own_rank=is_own_rank,
                 )
-            return objects.load(
+                return self._load
+            self._load = objects.load(
                 manifest.tensors,
                 manifest.tied,
                 own,
@@ -132,6 +139,7 @@ class Restoration:
                 with_rng=selection.with_rng,
                 own_rank=is_own_rank,
             )
+            return self._load
 
         return load
 
@@ -181,7 +189,9 @@ class Restoration:
             step=found.step,
             num_bytes=found.num_bytes,
             seconds=found.seconds,
-            detail="; ".join((f"attempt {found.attempt}", *describe_skipped(found))),
+            detail="; ".join(
+                (f"attempt {found.attempt}", *describe_skipped(found), *self.differences.for_history())
+            ),
             tier=self._tiers.name_of(found.sources),
         )
 

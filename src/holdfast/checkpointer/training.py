@@ -18,6 +18,7 @@ from holdfast.checkpointer.call_guard import CallGuard
 from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.position import Position
 from holdfast.checkpointer.restoration import Selection
+from holdfast.checkpointer.restore_differences import DifferenceReport
 from holdfast.checkpointer.rollback import positions_of, ranges_to_skip, record_rollback
 from holdfast.checkpointer.skipped_samples import describe_skipped_samples, leave_out
 from holdfast.checkpointer.spike_response import SpikeResponse
@@ -67,6 +68,7 @@ class Training:
         self._followers = StepFollowers(components.pipeline.objects)
         self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
         self._selection: Selection | None = None  # of a `restore` that `begin_loop` repeats
+        self._differences = DifferenceReport(components)
         self._spikes = SpikeResponse(components)
         self._trial = Trial.of_environment()
         self._calls = CallGuard()
@@ -325,6 +327,7 @@ class Training:
         self._saved.clear()
         self._followers.restart(found.step)
         self._spikes.restart(found.rollbacks)
+        self._differences.show(found.step, self.attempt.differences)
         objects = self._pipeline.objects
         unknown = leave_out(objects.skippables(), found.rollbacks.skipped(), renamer(selection.rename))
         if self._ranks.rank == 0:

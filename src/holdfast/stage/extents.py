@@ -7,10 +7,10 @@ import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from holdfast.linux.memory_mappings import read_mappings
 from holdfast.stage.write_tracker import Range
 
 LARGE_BYTES = 32 << 10
@@ -143,12 +143,10 @@ class PrivateMappings:
         """
         anonymous: list[Range] = []
         of_files: list[Range] = []
-        for line in Path("/proc/self/maps").read_bytes().splitlines():
-            span, mode, _, _, inode = line.split(None, 5)[:5]
-            if not mode.endswith(b"p") or not mode.startswith(b"rw"):
-                continue
-            start, stop = (int(address, 16) for address in span.split(b"-"))
-            if inode != b"0":
+        for start, stop, is_of_file in read_mappings(
+            lambda access: access[:2] == b"rw" and access[3:] == b"p"
+        ):
+            if is_of_file:
                 of_files.append((start, stop))
             elif anonymous and anonymous[-1][1] == start:
                 anonymous[-1] = anonymous[-1][0], stop

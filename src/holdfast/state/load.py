@@ -18,6 +18,7 @@ from holdfast.format.values import decode
 from holdfast.state.composites import RAW, is_composite, take_apart
 from holdfast.state.filled_memory import FilledMemory, Range, holds, range_of
 from holdfast.state.fitting import Fitting, Misfit, fit
+from holdfast.state.read_only_memory import refuse_read_only
 from holdfast.state.sharding import is_sharded_tensor, local_of, shard_like, sharding_of
 from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, laid_out_like, unfillable
 from holdfast.state.tree import references
@@ -53,6 +54,9 @@ class Load:
 
     Most of `targets` are the live tensors themselves, so filling them already changes the live state. Once
     filling has begun, only a completed load, of this or another checkpoint, leaves a consistent state.
+
+    Raises:
+        InvalidInput: a live tensor is in memory that is mapped read-only.
     """
 
     def __init__(self, plan: LoadPlan, unexpected: list[str]) -> None:
@@ -63,8 +67,11 @@ class Load:
         self.unexpected: list[str] = unexpected
         """Names in the checkpoint but not in the live state; they are not read."""
         self.notes: list[str] = plan.notes
-        """Notes for the user, such as casts and derived seeds; `finish` may add some."""
+        """Notes on values that differ from the saved ones, such as casts."""
+        self.generator_notes: list[str] = plan.generator_notes
+        """Notes on generators of the process that are not set as saved; `finish` adds them."""
         self._steps = plan.steps
+        refuse_read_only(plan.written)
 
     def finish(self) -> None:
         """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
@@ -111,9 +118,11 @@ class LoadPlan:
         self.rename = rename
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # on values that differ from the saved ones
+        self.generator_notes: list[str] = []  # on generators of the process
         self.misfits: list[Misfit] = []  # of values that stay unchanged unless the load is strict
         self.steps: list[tuple[LoadPhase, Callable[[], None]]] = []
+        self.written: dict[str, torch.Tensor] = {}  # live tensors that are written to, by live name
         self.used: set[str] = set()  # saved names, aliases included, that fill something live
         self.saved_names = _renamed([*tensors, *tied], rename)
         self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
@@ -229,6 +238,7 @@ class LoadPlan:
         self._check(name, live, label)
         saved = self._use(name)
         local, region = self._part_of(live, label)
+        self.written[label] = local
         if live.device.type == "meta":
             self._make_real(saved, live, region, label)
         elif saved not in self._parts:

@@ -24,6 +24,7 @@ from holdfast.state.entry import StateEntry
 from holdfast.state.fitting import Fitting
 from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
 from holdfast.state.load import LoadPhase, LoadPlan
+from holdfast.state.load_rehearsal import find_adaptable, has_load_code
 from holdfast.state.replication import Replication
 from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.sharding import is_dtensor
@@ -130,12 +131,15 @@ class ModuleEntry(StateEntry):
         self._plan_meta(plan)
         trees = self._saved_extra(plan)
         composites = self._saved_composites(plan)
+        adapted = self._find_adapted(plan, state)
         special: dict[str, Any] = {}  # key -> _New for a tensor, or a tree
         for row, (key, value) in zip(self._current(state).rows, state.items(), strict=True):
             saved = plan.saved_names.get(row.name)
             tree = composites.pop(row.name, trees.pop(row.name, None) if saved is None else None)
             if isinstance(tree, SavedTensor) and id(value) in live:
                 fill_composite(plan, tree, value, row.name)
+            elif saved is not None and id(value) in adapted and tree is None:
+                special[key] = _plan_adapted(plan, saved, value)
             elif saved is not None and id(value) in live and tree is None:
                 plan.fill(saved, value, row.name)
             elif tree is not None:
@@ -147,22 +151,43 @@ class ModuleEntry(StateEntry):
         plan.unexpected += [*trees, *composites]
         for composite in composites.values():
             plan.used.update(references(composite))
-        if special or _has_load_code(module):
+        if special or has_load_code(module):
             plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, special))
         hidden = next((one[HIDDEN] for one in plan.all_values(self.key) if _has_hidden(one)), None)
         if hidden is not None:
             plan.add_step(LoadPhase.MODULE, lambda: set_hidden_state(module, hidden))
 
+    def _find_adapted(self, plan: LoadPlan, state: dict[str, Any]) -> frozenset[int]:
+        """Return the ids of live tensors that get their saved shapes from load code."""
+        rows = zip(self._current(state).rows, state.values(), strict=True)
+        names = {
+            id(value): plan.saved_names[row.name]
+            for row, value in rows
+            if isinstance(value, torch.Tensor) and row.name in plan.saved_names
+        }
+        shapes = {id(value): tuple(value.shape) for value in state.values() if id(value) in names}
+        if all(plan.shape(name) == shapes[one] for one, name in names.items()):
+            return frozenset()
+        with torch.device("meta"):
+            saved = {
+                one: torch.empty(plan.shape(name), dtype=plan.dtype(name)) for one, name in names.items()
+            }
+        return find_adaptable(self.value, saved)
+
     def _finish(self, plan: LoadPlan, special: dict[str, Any]) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
         state = self.value.state_dict(keep_vars=True)
         live = {id(tensor) for tensor in chain(self.value.parameters(), self.value.buffers())}
-        for key in [key for key, value in state.items() if id(value) not in live or is_composite(value)]:
-            if key not in special:
-                del state[key]
+        for key, value in list(state.items()):
+            found = special.get(key)
+            if isinstance(found, _New):
+                state[key] = found.make()
+            elif id(value) in live and not is_composite(value):
                 continue
-            value = special[key]
-            state[key] = value.make() if isinstance(value, _New) else insert_tensors(value, plan.tensor)
+            elif key in special:
+                state[key] = insert_tensors(found, plan.tensor)
+            else:
+                del state[key]
         try:
             with torch.no_grad():
                 self.value.load_state_dict(state, strict=False)
@@ -259,6 +284,13 @@ def _plan_new(plan: LoadPlan, saved: str, value: torch.Tensor, label: str) -> _N
     return _New(lambda: plan.tensor(saved))
 
 
+def _plan_adapted(plan: LoadPlan, saved: str, live: torch.Tensor) -> _New:
+    """Plan to read a tensor that load code gives its saved shape."""
+    device = live.device
+    plan.read_new(saved, device)
+    return _New(lambda: plan.tensor(saved, device))
+
+
 def _plan_tree(plan: LoadPlan, tree: Any, value: Any, label: str, key: str, special: dict[str, Any]) -> None:
     """Plan to pass a saved tree to the module's own load code."""
     fitting = plan.fit(tree, value, label) if has_saved_form(tree) else Fitting(tree)
@@ -335,18 +367,3 @@ def _facts(module: Any) -> object:
 def _is_compiled(module: Any) -> bool:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-
-
-def _has_load_code(module: torch.nn.Module) -> bool:
-    """Return True if loading a module does more than copy its tensors."""
-    plain = torch.nn.Module
-    return any(
-        child._load_state_dict_pre_hooks
-        or child._load_state_dict_post_hooks
-        or type(child).load_state_dict is not plain.load_state_dict
-        or (
-            type(child)._load_from_state_dict is not plain._load_from_state_dict
-            and not type(child)._load_from_state_dict.__module__.startswith("torch.nn.")
-        )
-        for child in module.modules()
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -14,6 +14,7 @@ from holdfast.errors import InvalidInput
 from holdfast.state.containers import kind_of
 from holdfast.state.entry_kinds import is_follower
 from holdfast.state.loader_watch import plain_iterators
+from holdfast.state.read_only_memory import describe_read_only
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
 _REPORTED = "_holdfast_has_reported"
@@ -90,14 +91,17 @@ class ResumeRisk:
     would_show: bool  # a resumed run's checkpoints show the difference, so comparing them decides
 
 
-def find_resume_risks(values: Mapping[str, Any], *, has_live_objects: bool = True) -> list[ResumeRisk]:
+def find_resume_risks(
+    values: Mapping[str, Any], read_only: Sequence[str] = (), *, has_live_objects: bool = True
+) -> list[ResumeRisk]:
     """Return the parts of a state that will not resume exactly.
 
     Args:
         values: the objects of the state by key.
+        read_only: names of tensors that a restore could not write to.
         has_live_objects: the state should have live objects. Otherwise snapshots are what it is for.
     """
-    hidden: list[str] = []
+    hidden = [describe_read_only(read_only)] if read_only else []
     shown: list[str] = []
     modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
     for key, value in values.items():

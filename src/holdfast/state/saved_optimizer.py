@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
-from holdfast.callsite import warn
 from holdfast.errors import InvalidInput
 from holdfast.state.load import PARAMETER_MARK, LoadPlan
 from holdfast.state.tree import references
@@ -79,12 +78,10 @@ class SavedOptimizer:
         if not sources:
             return None
         if any(_options(group) != _options(sources[0]) for group in sources):
-            message = (
+            plan.notes.append(
                 f"{self._key}.param_groups[{index}] has parameters of {len(sources)} saved groups with "
                 "different options. It uses those of the first. Set the options after the restore if needed."
             )
-            warn(message, UserWarning)
-            plan.notes.append(message)
         return sources[0]
 
     def _index(self, state: dict[str, Any]) -> dict[str, SavedState]:

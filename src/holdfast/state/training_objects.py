@@ -30,6 +30,7 @@ from holdfast.state.objects import (
 )
 from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters, tensors_of
 from holdfast.state.partitioned_objects import check_not_partitioned, may_be_partitioned
+from holdfast.state.read_only_memory import find_read_only
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import ResumeRisk, find_resume_risks, loader_doubts
 from holdfast.state.sharding import ShardLayout, layout_of
@@ -39,6 +40,7 @@ from holdfast.state.tensors import unsavable
 from holdfast.state.tree import insert_tensors, references
 
 _FIRST = (ModuleEntry, FSDP1ModuleEntry, TensorEntry)
+_FILLED = (ModuleEntry, TensorEntry, OptimizerEntry, ValueEntry)
 _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
 
 
@@ -176,7 +178,14 @@ class State:
     def review(self, *, has_live_objects: bool = True) -> list[ResumeRisk]:
         """Return the parts of the state that will not resume exactly; see `find_resume_risks`."""
         values = {key: entry.value for key, entry in self._current().items()}
-        return find_resume_risks(values, has_live_objects=has_live_objects)
+        read_only = self._find_read_only() if has_live_objects else []
+        return find_resume_risks(values, read_only, has_live_objects=has_live_objects)
+
+    def _find_read_only(self) -> list[str]:
+        """Return the tensors of the last capture that a restore could not write to."""
+        filled = [key for key, one in self._entries.items() if isinstance(one, _FILLED)]
+        found = [] if self._table is None else find_read_only(self._table.tensors)
+        return [name for name in found if any(is_under(name, key) for key in filled)]
 
     def review_loaders(self) -> list[str]:
         """Return a sentence for each data loader that is being read and will not resume; each once."""
@@ -284,7 +293,7 @@ class State:
             raise plan.misfits[0]
         if strict and (plan.missing or extra):
             raise mismatch(plan.missing, extra)
-        plan.notes += [f"{misfit}" for misfit in plan.misfits]
+        plan.notes += map(_describe_kept, plan.misfits)
         return Load(plan, extra)
 
     def load_new(
@@ -540,10 +549,15 @@ def _check_key(key: Any) -> None:
         )
 
 
+def _describe_kept(misfit: InvalidInput) -> str:
+    """Return the note about a saved value that the live one is kept for."""
+    return f"{str(misfit).partition(' Nothing was changed.')[0]} The live value stays (strict=False)."
+
+
 def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> None:
     tree = plan.values(rng.KEY)
     if tree is None:
-        plan.notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
+        plan.generator_notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
         return
     for name in references(tree):
         plan.read_new(name)
@@ -551,9 +565,9 @@ def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> 
     def finish() -> None:
         values = insert_tensors(tree, plan.tensor)
         if own_rank:
-            plan.notes.extend(rng.restore(values))
+            plan.generator_notes.extend(rng.restore(values))
         else:
-            plan.notes.append(rng.derive(values, rank=rank, world_size=world_size))
+            plan.generator_notes.append(rng.derive(values, rank=rank, world_size=world_size))
 
     plan.add_step(LoadPhase.RNG, finish)
 

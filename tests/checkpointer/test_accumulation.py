@@ -44,5 +44,18 @@ def test_saves_after_updates_do_not_warn(tmp_path: Path, options: dict[str, int]
     assert warnings_of(tmp_path / "home", **options) == []
 
 
+def test_a_step_of_the_loop_without_gradients_of_its_own_does_not_warn(tmp_path: Path) -> None:
+    """Gradients that an update has used remain until the next `zero_grad`."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with make_checkpointer(tmp_path / "home", {"model": model, "optimizer": optimizer}, every=3) as ckpt:
+        for step in ckpt.steps(9):
+            if step % 3 < 2:
+                optimizer.zero_grad()
+                model(torch.randn(4, 8)).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+
+
 def test_an_update_that_a_gradient_scaler_would_leave_out_does_not_warn(tmp_path: Path) -> None:
     assert warnings_of(tmp_path / "home", every=5, scale=float("inf")) == []

@@ -57,7 +57,8 @@ def test_casts_and_merged_tensors_are_warned_of(tmp_path: Path) -> None:
     _save(tmp_path, {"m": _net(is_tied=False, dtype=torch.float64)})
     assert _restore(tmp_path, {"m": _net(is_tied=True, dtype=torch.bfloat16)}) == [
         "m.0.weight, m.1.weight: saved as torch.float64, cast to torch.bfloat16.",
-        "m.1.weight: tied in the live state but saved as two tensors; the later name wins.",
+        "m.1.weight: it shares memory with another live tensor, but was saved with other values; the "
+        "later name wins.",
     ]
 
 

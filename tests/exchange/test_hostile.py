@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import json
 import os
@@ -307,3 +308,36 @@ def test_changed_bytes_are_detected_or_only_change_values(
             assert list(store.list()) == []
         else:
             assert holdfast.open(store).verify().is_good
+
+
+def write_shard(path: Path, offset: int, value: float) -> None:
+    """Write two elements of a tensor, as DCP's safetensors writer does."""
+    sharding = json.dumps({"x": {"saved_offsets": [offset]}})
+    save_file({"x": torch.full((2,), value)}, path, metadata={"DCP_SHARDING_INFO": sharding})
+
+
+def test_shards_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
+    """The elements of an overlap are as many as those of the gap, as with a shard of an older save."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number, offset in enumerate((0, 0, 4)):
+        write_shard(folder / f"{number}.safetensors", offset, float(number))
+    refused(folder, Corrupt, r"do not cover the shape \[6\] exactly once")
+
+
+def test_chunks_of_dcp_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
+    make_dcp(tmp_path / "in")
+    path = tmp_path / "in" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    (chunk,) = metadata.state_dict_metadata["w"].chunks
+    half = dataclasses.replace(chunk, sizes=torch.Size([150, 40]))
+    metadata.state_dict_metadata["w"].chunks = [half, half]
+    path.write_bytes(pickle.dumps(metadata))
+    refused(tmp_path / "in", Corrupt, "do not cover its shape")
+
+
+def test_a_shape_without_elements_that_torch_cannot_make_is_refused(tmp_path: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40, 1 << 40, 0], "data_offsets": [0, 0]}})
+    path = tmp_path / "in.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    refused(path, Corrupt, "impossible shape")

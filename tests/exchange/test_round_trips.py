@@ -311,3 +311,13 @@ def test_values_of_every_kind_are_exported_for_weights_only_loading(tmp_path: Pa
         "torch": [torch.float32, (1, 2)],
     }
     assert found["all"] == expected[kind]
+
+
+def test_names_that_are_not_renamed_are_exported_as_they_are(tmp_path: Path) -> None:
+    tensors = {".a": torch.ones(1), "a": torch.zeros(1), "..": torch.ones(2), "": torch.ones(3)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    import_checkpoint(tmp_path / "in.safetensors", tmp_path / "home")
+    export_checkpoint(holdfast.open(tmp_path / "home"), tmp_path / "out.safetensors")
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)

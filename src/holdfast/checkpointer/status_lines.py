@@ -95,21 +95,15 @@ def warn_of_loaders(components: Components) -> None:
 
 def warn_of_gradients(components: Components) -> None:
     """Warn of gradients that no optimizer has used."""
-    parameters = (
-        parameter
-        for optimizer in components.pipeline.objects.optimizers()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = components.pipeline.stager.unused_gradients()
     if not any(one.any() for one in gradients):
         return
     if not all(one.isfinite().all() for one in gradients):
         return  # a gradient scaler has left out this update
     warn(
-        "The run may not resume exactly: the last step of the loop has left gradients without a step of an "
-        "optimizer, and gradients are not saved. If they are accumulated, count the optimizer's steps in "
-        "steps(), or make every= a multiple of the accumulation.",
+        "The run will not resume exactly: gradients were accumulated that no optimizer has used yet, and "
+        "gradients are not saved. Count the optimizer's steps in steps(), or make every= a multiple of the "
+        "accumulation.",
         ResumeWarning,
     )
 

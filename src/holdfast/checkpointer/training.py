@@ -73,8 +73,6 @@ class Training:
         self._trial = Trial.of_environment()
         self._calls = CallGuard()
         self._has_reviewed = False
-        self._num_updates = 0  # steps that the optimizers had begun at the end of the loop's last step
-        self._may_accumulate = False  # no optimizer has stepped in the loop's last step
         # An exception that was being handled here already does not make the end of a loop disorderly.
         self._around = id(sys.exc_info()[1])
         preemption = components.options.preemption
@@ -143,8 +141,6 @@ class Training:
         """Record that a step is complete; return True if all ranks save it."""
         attempt, self._metrics.num_done = self.attempt, step
         self._followers.reach(step)
-        num_updates = self._pipeline.stager.num_steps
-        self._may_accumulate, self._num_updates = num_updates == self._num_updates, num_updates
         if self._components.pulse is not None:
             self._components.pulse.beat(step)
         self._spikes.check()
@@ -248,7 +244,7 @@ class Training:
     def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
         self._followers.reach(step)
         save = self.attempt.save(step, must=must, to_home=to_home)
-        if self._may_accumulate:
+        if self.position.step == step:
             warn_of_gradients(self._components)
         if self._ranks.rank == 0:
             self._saved.reach(step)

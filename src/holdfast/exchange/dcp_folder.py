@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, final
@@ -18,6 +17,8 @@ from holdfast.exchange.source import FileReader, RegionReader, Source, SourceTen
 from holdfast.exchange.torch_archive import locate_tensor
 from holdfast.exchange.torch_files import MemoryReader, load_bytes, open_tree
 from holdfast.exchange.trees import is_named_tensor, is_state_dict
+from holdfast.format.agreement import covers_once
+from holdfast.format.catalog import check_size
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.limits import MAX_DIMS
 from holdfast.format.partitioning import Region
@@ -106,7 +107,8 @@ class _Folder:
         for region in regions:
             if not region.is_inside(shape):
                 raise ValueError(f"a chunk of {name} at {region} is not inside {shape}")
-        if sum(region.num_items for region in regions) != math.prod(shape):
+        check_size(name, dtype, shape)
+        if not covers_once(name, shape, regions):
             raise Corrupt(
                 f"The chunks of {name} do not cover its shape {list(shape)} exactly once. The source is "
                 "damaged.",

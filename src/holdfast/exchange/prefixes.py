@@ -33,14 +33,20 @@ def rename(names: Iterable[str], prefixes: Mapping[str, str] | None) -> dict[str
     Raises:
         InvalidInput: two names become equal, or a name becomes empty.
     """
-    by_length = sorted((prefixes or {}).items(), key=lambda pair: -len(pair[0]))
+    prefixes = prefixes or {}
+    by_length = sorted(prefixes, key=len, reverse=True)
     found: dict[str, str] = {}
     for name in names:
-        old, new = next(((old, new) for old, new in by_length if is_under(name, old)), ("", ""))
-        rest = name[len(old) :].removeprefix(".")
-        renamed = f"{new}.{rest}" if new and rest else new or rest
-        if not renamed or renamed in found:
-            clash = f"{found[renamed]!r} gets that name too" if renamed else "a name cannot be empty"
+        prefix = next((old for old in by_length if is_under(name, old)), None)
+        renamed = name if prefix is None else _replace(name, prefix, prefixes[prefix])
+        is_emptied = not renamed and renamed != name
+        if is_emptied or renamed in found:
+            clash = "a name cannot be empty" if is_emptied else f"{found[renamed]!r} gets that name too"
             raise InvalidInput(f"{name!r} would be renamed to {renamed!r}, but {clash}.", key=name)
         found[renamed] = name
     return found
+
+
+def _replace(name: str, old: str, new: str) -> str:
+    rest = name[len(old) :].removeprefix(".") if old else name
+    return f"{new}.{rest}" if new and rest else new or rest

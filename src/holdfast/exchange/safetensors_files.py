@@ -10,7 +10,8 @@ from typing import Any
 from holdfast.documents import Fields, decode_object, shown
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.exchange.source import FileReader, Source, SourceTensor, read_range
-from holdfast.format.catalog import columns
+from holdfast.format.agreement import covers_once
+from holdfast.format.catalog import check_size, columns
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import MAX_HEADER_BYTES, parse_header
 from holdfast.format.limits import MAX_DIMS
@@ -129,7 +130,7 @@ def _join(name: str, readers: list[tuple[str, FileReader]]) -> SourceTensor:
     regions = [reader.region for _, reader in readers]
     ends = zip(*(map(int.__add__, region.offsets, region.sizes) for region in regions), strict=True)
     shape = tuple(map(max, ends)) if ranks != {0} else ()
-    if sum(region.num_items for region in regions) != math.prod(shape):
+    if not covers_once(name, shape, regions):
         raise Corrupt(
             f"{len(regions)} files contain {name}, but they do not cover the shape {list(shape)} exactly "
             "once: a shard is missing, or two files contain the same tensor. Pass a folder with an "
@@ -195,6 +196,7 @@ def _parse_entry(
     offsets = (0,) * len(sizes)
     if sharding is not None and sharding.members:
         offsets = sharding.fields(name).integers("saved_offsets", max_items=MAX_DIMS)
+    check_size(name, dtype, sizes)
     if len(offsets) != len(sizes) or stop - start != math.prod(sizes) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name} has {stop - start} bytes for {dtype}{list(sizes)}")
     return name, dtype, FileReader(path, data_start + start, Region(offsets, sizes), ITEM_BYTES[dtype])

@@ -337,6 +337,16 @@ def _check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work:
     raise InvalidInput(message, key=name)
 
 
+def covers_once(name: str, shape: tuple[int, ...], regions: Sequence[Region]) -> bool:
+    """Return True if each element of a tensor is in exactly one region. Some may be empty.
+
+    Raises:
+        InvalidInput: they are split along too many dimensions.
+    """
+    held = [region for region in regions if region.num_items]
+    return _cover_once(name, shape, held, _Work(_MIN_WORK + (len(held) + 1 << MAX_SPLIT_DIMS)))
+
+
 def _cover_once(name: str, shape: tuple[int, ...], regions: Sequence[Region], work: _Work) -> bool:
     """Return True if each element is in exactly one of the regions. None of them may be empty.
 

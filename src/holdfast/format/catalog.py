@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,14 @@ from holdfast.documents import Fields, decode_object, read_integers, shown
 from holdfast.errors import Corrupt
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.layout import Shard
-from holdfast.format.limits import MAX_DIMS, MAX_DOCUMENT_BYTES, MAX_NAME_CHARS, MAX_RANKS, MAX_SPLITS
+from holdfast.format.limits import (
+    MAX_DIMS,
+    MAX_DOCUMENT_BYTES,
+    MAX_NAME_CHARS,
+    MAX_RANKS,
+    MAX_SPLITS,
+    MAX_TENSOR_BYTES,
+)
 from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.format.sealed import dumps
 
@@ -201,6 +209,7 @@ def _tensor(
     dtype, sizes, number, group, frozen = columns(row, 5, "a tensor")
     shape = read_integers(sizes, max_items=MAX_DIMS)
     check_facts(name, dtype)
+    check_size(name, dtype, shape)
     if type(number) is not int or type(group) is not int or type(frozen) not in (int, bool):
         raise ValueError(f"tensor {shown(name)} has partitioning {shown(number)} of group {shown(group)}")
     if not (0 <= number < len(partitionings) and 0 <= group < len(groups)):
@@ -225,6 +234,16 @@ def check_facts(name: Any, dtype: Any) -> None:
         raise ValueError(f"the name of a tensor should be a text of up to {MAX_NAME_CHARS} characters")
     if type(dtype) is not str or dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {shown(name)} has the unknown dtype {shown(dtype)}")
+
+
+def check_size(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """Check the shape of a tensor without elements, which no bytes limit.
+
+    Raises:
+        ValueError: its other dimensions are larger than any memory, which torch refuses.
+    """
+    if 0 in shape and math.prod(filter(None, shape)) * ITEM_BYTES[dtype] > MAX_TENSOR_BYTES:
+        raise ValueError(f"tensor {shown(name)} has the impossible shape {shown(list(shape))}")
 
 
 def _tied(body: dict[str, Any]) -> dict[str, str]:

@@ -22,6 +22,8 @@ MAX_RANKS = 1 << 20
 MAX_ATTEMPT = 10**9 - 1
 MAX_DIMS = 64
 """Dimensions of a tensor."""
+MAX_TENSOR_BYTES = (1 << 63) - 1
+"""Bytes of a tensor."""
 MAX_SPLITS = 64
 """Splits of a partitioning by a rule."""
 MAX_SPLIT_DIMS = 8

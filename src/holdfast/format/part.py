@@ -18,7 +18,7 @@ from holdfast.format.audit import (
     parse_order,
     read_audit,
 )
-from holdfast.format.catalog import Catalog, check_facts, columns, parse_catalog
+from holdfast.format.catalog import Catalog, check_facts, check_size, columns, parse_catalog
 from holdfast.format.hashes import DIGITS, digest
 from holdfast.format.health import (
     TensorHealth,
@@ -331,7 +331,9 @@ def _own(row: Any) -> tuple[str, str, tuple[int, ...], int]:
     name, dtype, shape, start = columns(row, 4, "a tensor")
     check_facts(name, dtype)
     (start,) = read_integers([start])
-    return name, dtype, read_integers(shape, max_items=MAX_DIMS), start
+    sizes = read_integers(shape, max_items=MAX_DIMS)
+    check_size(name, dtype, sizes)
+    return name, dtype, sizes, start
 
 
 def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:

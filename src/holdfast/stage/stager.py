@@ -141,6 +141,10 @@ class Stager:
         """Register the optimizers of the state. The steps of all optimizers wait for a running copy."""
         self._hook.add_known(optimizers)
 
+    def unused_gradients(self) -> list[torch.Tensor]:
+        """Return gradients of the state's optimizers that were computed after their last step."""
+        return self._hook.unused_gradients()
+
     def check_thread(self) -> None:
         """Raise if another thread than the calling one steps the optimizers of the state.
 

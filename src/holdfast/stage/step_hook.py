@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ class LastStep:
 
     optimizer: weakref.ref[Optimizer]
     thread: threading.Thread
+    gradient: tuple[int, int] | None  # id and version of one gradient that it uses
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
@@ -109,11 +110,36 @@ class StepHook:
         reference = (
             weakref.ref(optimizer, lambda _: steps.pop(key, None)) if before is None else before.optimizer
         )
-        steps[key] = LastStep(reference, threading.current_thread())
+        gradient = next(_gradients(optimizer), None)
+        steps[key] = LastStep(reference, threading.current_thread(), _identity(gradient))
+
+    def unused_gradients(self) -> list[torch.Tensor]:
+        """Return gradients of registered optimizers that are newer than their last step."""
+        found: list[torch.Tensor] = []
+        for key, reference in self._known.items():
+            if (optimizer := reference()) is None:
+                continue
+            gradients, last = list(_gradients(optimizer)), self._last_steps.get(key)
+            if gradients and last is not None and last.gradient != _identity(gradients[0]):
+                found += gradients
+        return found
 
     def remove(self) -> None:
         """Remove the hook."""
         self._remove()
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _identity(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    if gradient is None or gradient.is_inference():
+        return None
+    return id(gradient), gradient._version
 
 
 def _remove(handle: Any) -> None:

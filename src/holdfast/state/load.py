@@ -29,10 +29,7 @@ Rename = Callable[[str], str]
 _MAX_LISTED = 10
 PARAMETER_MARK = ".param_groups: "
 """Separator between an optimizer's key and its parameter in names of unexpected parameters."""
-_SHARED = (
-    "it shares memory with another live tensor (tied), but they were saved with different values; the later "
-    "name wins."
-)
+_SHARED = "it shares memory with another live tensor, but was saved with other values; the later name wins."
 _UNTIED = "tied in the live state but saved as two tensors; the later name wins."
 
 

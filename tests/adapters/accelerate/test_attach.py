@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -377,3 +378,20 @@ def test_arguments_that_cannot_be_used_are_refused(make: Make, tmp_path: Path) -
         attached.load_state(tag="x")
     assert not is_preempted(attached)
     assert (tmp_path / "checkpoints" / "checkpoint_0").is_dir()
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_persistent_workers_that_share_the_generator_of_dropout_are_warned_of(
+    make: Make, has_generator: bool
+) -> None:
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.ones(8)),
+        num_workers=1,
+        persistent_workers=True,
+        generator=torch.Generator() if has_generator else None,
+    )
+    parts = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parts.accelerator.prepare(loader)
+    assert any("persistent_workers=True" in str(one.message) for one in caught) is not has_generator

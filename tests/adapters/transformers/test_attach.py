@@ -281,3 +281,9 @@ def test_what_cannot_work_is_refused_with_the_fix(tmp_path: Path) -> None:
     assert not isinstance(deepspeed, HoldfastTrainer)
     with pytest.raises(holdfast.Unsupported, match="hyperparameter_search"):
         attach(make(tmp_path)).train(trial=object())
+
+
+def test_persistent_workers_are_warned_of(tmp_path: Path) -> None:
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    with pytest.warns(holdfast.ResumeWarning, match="dataloader_persistent_workers=True"):
+        attach(make(tmp_path, **options), preemption="none")

@@ -8,6 +8,7 @@ from typing import Any
 from holdfast.adapters.accelerate.batch_position import BatchPosition, batches_of
 from holdfast.adapters.accelerate.data_position import DataPosition, UnpreparedGenerators
 from holdfast.adapters.attached_class import insert_class
+from holdfast.adapters.persistent_workers import warn_of_persistent_workers
 
 
 class PositionedLoader:
@@ -60,6 +61,8 @@ def add_position(loader: Any, before: UnpreparedGenerators | None = None) -> Any
         loader.holdfast_position = (
             DataPosition(loader, before) if batches is None else BatchPosition(loader, batches)
         )
+        if getattr(loader, "persistent_workers", False) and loader.generator is None:
+            warn_of_persistent_workers("persistent_workers")
     return loader
 
 

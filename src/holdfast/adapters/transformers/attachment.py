@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from transformers import Trainer
 
 from holdfast.adapters.attached_class import check_attach, insert_class
+from holdfast.adapters.persistent_workers import warn_of_persistent_workers
 from holdfast.adapters.transformers.data_feed import DataFeed, check_data
 from holdfast.adapters.transformers.flow import FlowCallback
 from holdfast.adapters.transformers.settings import Settings
@@ -70,4 +71,6 @@ def attach(
     attached = insert_class(trainer, HoldfastTrainer, before=Trainer)
     attached.holdfast_settings = settings
     attached.add_callback(FlowCallback(attached))
+    if trainer.args.dataloader_persistent_workers and trainer.args.dataloader_num_workers:
+        warn_of_persistent_workers("dataloader_persistent_workers")
     return trainer

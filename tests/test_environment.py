@@ -12,6 +12,7 @@ import torch
 from holdfast.adapters.nebula.tag_coordinator import own_rank, world
 from holdfast.environment import (
     PROGRESS,
+    ended_preempted,
     read_integer,
     read_progress,
     report_preemption,
@@ -101,7 +102,11 @@ def test_a_preemption_is_reported_to_the_job_once_per_start(
     report_preemption(6)
     size = path.stat().st_size
     assert was_preempted(path, after=0)
+    assert ended_preempted(path, after=0)
     assert not was_preempted(path, after=size), "it was another start"
+    assert not ended_preempted(path, after=size)
+    report_progress("runs/x", 5)
+    assert not ended_preempted(path, after=0), "the training was started again"
     with path.open("a") as file:
         file.write('{"preempted": 7')  # torn by a kill
     assert not was_preempted(path, after=size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -155,6 +156,17 @@ def was_preempted(path: Path, *, after: int) -> bool:
             fields.integer("preempted")
             return True
     return False
+
+
+def ended_preempted(path: Path, *, after: int) -> bool:
+    """Return True if a preemption is the newest report in a file of progress.
+
+    Args:
+        path: the file.
+        after: size of the file, in bytes, when the training was started.
+    """
+    newest = collections.deque(_lines(path, after), maxlen=1)
+    return bool(newest) and "preempted" in newest[0]
 
 
 def find_hang(path: Path, *, after: int) -> str | None:

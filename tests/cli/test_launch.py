@@ -117,6 +117,10 @@ def test_a_variable_without_value_is_copied_from_the_environment(
     monkeypatch.setenv("WHO", "me")
     assert "WHO=me" in holdfast("launch", task, "--env", "WHO", "--dry-run").out
     assert holdfast("launch", task, "--env", "NOBODY_HAS_SET_THIS").status == 2
+    for wrong in ("=x", "A B=1", "1A=x"):
+        refused = holdfast("launch", task, "--env", wrong)
+        assert refused.status == 2
+        assert "with the name of a variable" in refused.err
 
 
 def test_secrets_are_passed_to_the_job_and_never_shown(

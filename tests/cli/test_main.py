@@ -204,3 +204,13 @@ def test_verify_shows_a_progress_bar_on_a_terminal(home: Path) -> None:
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 6
     assert b"\x1b[" in drawn
+
+
+def test_output_that_cannot_be_written_is_an_error_of_one_line(home: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "holdfast.cli", "ls", str(home)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "holdfast: the system refused a file operation: [Errno 28] No space left on device"
+    ]

@@ -82,7 +82,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `holdfast show | head`: discard the buffered output, so that Python does not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CUT_OFF
+    except OSError as error:
+        print(f"holdfast: the system refused a file operation: {error}", file=sys.stderr)
+        _discard_output_that_cannot_be_written()
+        return TROUBLE
     return status
+
+
+def _discard_output_that_cannot_be_written() -> None:
+    """Discard buffered output if writing it fails, so that Python does not fail at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

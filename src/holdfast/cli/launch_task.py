@@ -12,6 +12,7 @@ from holdfast.cli.options import count
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.task.model import TaskFile
 from holdfast.jobs.task.problems import MAX_PRIORITY
+from holdfast.jobs.task.variables import is_variable_name
 
 
 def add_task(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +130,10 @@ def _variables(words: Iterable[str], option: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
+        if not is_variable_name(name):
+            raise InvalidInput(
+                f"{option} {word:.100}: expected NAME=VALUE with the name of a variable, found {name!r:.100}."
+            )
         if not equals:
             if name not in os.environ:
                 raise InvalidInput(f"{option} {name}: expected {name}=VALUE, or a variable that is set here.")

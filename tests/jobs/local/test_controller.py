@@ -130,6 +130,23 @@ def test_a_crash_loop_ends(harness: JobHarness) -> None:
     assert "without a newer checkpoint" in ended.reason
 
 
+def test_a_preempted_training_in_a_pipe_is_started_again(harness: JobHarness) -> None:
+    """The status of a pipe is that of its last program, such as `tee`."""
+    job = harness.submit(
+        """[ $HOLDFAST_ATTEMPT = 2 ] || echo '{"preempted": 5}' >> $HOLDFAST_PROGRESS; echo | tee out.txt"""
+    )
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1)
+
+
+def test_commands_get_the_signals_of_a_shell(harness: JobHarness) -> None:
+    """Python ignores some, and what it starts would too: `yes | head` would never end."""
+    job = harness.submit("trap -p; yes | head -n 1; echo ${PIPESTATUS[0]}")
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert harness.log(job).splitlines()[-2:] == ["y", "141"]
+    assert "trap --" not in harness.log(job)
+
+
 # -- kills -----------------------------------------------------------------------------------------------
 
 

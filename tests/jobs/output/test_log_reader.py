@@ -178,6 +178,18 @@ def test_a_long_log_keeps_its_beginning_and_end_while_it_is_written(tmp_path: Pa
     assert behind.endswith(line % 399_999)
 
 
+def test_a_part_that_was_removed_within_a_block_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "node-0.log"
+    hole, line = (64 << 10, 128 << 10), b"x" * 63 + b"\n"
+    path.write_bytes(line * (256 << 4))
+    with path.open("r+b") as file:
+        log_limit.punch(file.fileno(), hole[0], hole[1] - hole[0])
+    found = read(path)
+    assert b"\0" not in found
+    assert found.count(line) == (256 << 4) - (hole[1] - hole[0]) // len(line)
+    assert found.count(b"of output were removed here") == 1
+
+
 def test_a_log_within_its_limit_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "node-0.log"
     with path.open("ab", buffering=0) as file:

@@ -157,6 +157,7 @@ def test_nested_problems_have_their_path() -> None:
             "TOKEN has no value: give it here, or with --secret TOKEN=..., or --secret TOKEN if",
         ),
         ("run: x\nenvs:\n  a-b: 1\n", "expected the name of a variable"),
+        ('run: x\nenvs:\n  A: "a\\0b"\n', "expected a text without NUL characters"),
         ("run: x\nresources:\n  accelerators: A100:x\n", ":3: resources.accelerators: expected NAME"),
         (
             "service: {}\n",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.environment import PROGRESS, find_divergence, find_hang, was_preempted
+from holdfast.environment import PROGRESS, ended_preempted, find_divergence, find_hang, was_preempted
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.node import processes
@@ -185,6 +185,8 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     outcome = _outcome(phase, _wait_for(pid, watch))
     if outcome.is_failed_command and was_preempted(progress, after=begin):
         outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
+    if outcome.is_success and ended_preempted(progress, after=begin):
+        outcome = Outcome(phase, code=PREEMPTED_STATUS)  # the status of a pipe, for example, is that of tee
     if not outcome.is_success and (place := find_hang(progress, after=begin)) is not None:
         outcome = Outcome(phase, code=HUNG_STATUS, hung=place)
     if not outcome.is_success and (reason := find_divergence(progress, after=begin)) is not None:
@@ -198,6 +200,8 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
 def _become_shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> None:
     """Replace this new process with bash. Never returns."""
     try:
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and so by all programs that it starts
+            signal.signal(ignored, signal.SIG_DFL)
         # Without the agent, the outcome would be lost.
         die_with_parent()
         os.setsid()
@@ -215,7 +219,7 @@ def _become_shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> N
             environment = activate(environment, plan.venv)
         os.chdir(plan.workdir)
         _exec_bash(str(script), environment)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         os.write(2, f"holdfast: cannot start bash in {plan.workdir}: {error}\n".encode())
     finally:
         os._exit(_CANNOT_START)

@@ -73,7 +73,7 @@ class LogReader:
                 break
             if self._next_data() > self._pos:
                 continue  # removed while it was read
-            yield from self._take(chunk, status.st_mtime)
+            yield from self._take(chunk[: self._num_bytes_of_data()], status.st_mtime)
         if is_end and self._rest:
             yield from self._timed(self._rest, self._pos - len(self._rest), status.st_mtime)
             self._rest = b""
@@ -128,6 +128,11 @@ class LogReader:
     def _next_data(self) -> int:
         assert self._fd is not None
         return _data_from(self._fd, self._pos)
+
+    def _num_bytes_of_data(self) -> int:
+        """Return the number of bytes from here to a part that was removed, or to the end."""
+        assert self._fd is not None
+        return os.lseek(self._fd, self._pos, os.SEEK_HOLE) - self._pos
 
     def _skip_removed(self) -> Iterator[tuple[bytes, float | None]]:
         """Skip a part that was removed, and yield a line in its place."""

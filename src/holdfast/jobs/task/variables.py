@@ -34,12 +34,19 @@ def variable_problems(
     named = [(name, member.plain, value.key_lines[name]) for name, member in value.members.items()]
     named += [(str(item.plain), None, item.line) for item in value.items]
     for name, plain, line in named:
-        if not _NAME.fullmatch(name):
+        if not is_variable_name(name):
             yield TaskProblem(line, f"{where}.{name}", f"expected the name of a variable, found {name!r}")
+        elif "\0" in str(plain):
+            yield TaskProblem(line, f"{where}.{name}", "expected a text without NUL characters")
         elif plain is None and name not in given:
             how = f"{option} {name}=VALUE, or {option} {name} if this shell has it"
             what = f"{name} has no value: give it here, or with {how}"
             yield TaskProblem(line, f"{where}.{name}", what)
+
+
+def is_variable_name(text: str) -> bool:
+    """Return True for a name that shells accept."""
+    return _NAME.fullmatch(text) is not None
 
 
 def fill_in(plain: Any, variables: Mapping[str, str]) -> Any:
@@ -54,5 +61,5 @@ def fill_in(plain: Any, variables: Mapping[str, str]) -> Any:
 
 
 def _text(plain: Any) -> str:
-    """Return the text that a shell receives."""
-    return str(plain).lower() if isinstance(plain, bool) else str(plain)
+    """Return the text that a shell receives. As from SkyPilot, `yes` is True."""
+    return str(plain)

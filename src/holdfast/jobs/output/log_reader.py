@@ -130,7 +130,7 @@ class LogReader:
         return _data_from(self._fd, self._pos)
 
     def _num_bytes_of_data(self) -> int:
-        """Return the number of bytes from here to a part that was removed, or to the end."""
+        """Return the number of bytes before a removed part, or the end."""
         assert self._fd is not None
         return os.lseek(self._fd, self._pos, os.SEEK_HOLE) - self._pos
 

@@ -251,7 +251,8 @@ def _run_fitting(data: bytes) -> None:
     from holdfast.format import values
     from holdfast.format.limits import MAX_DEPTH
     from holdfast.state.fitting import fit
-    from holdfast.state.tree import insert_tensors, update_in_place
+    from holdfast.state.tree import insert_tensors
+    from holdfast.state.updates import Updates
 
     kind = enum.Flag("E", ["A", "B"], module="m")
     pair = collections.namedtuple("P", "x y", module="m")
@@ -271,7 +272,7 @@ def _run_fitting(data: bytes) -> None:
     for one in live:
         with contextlib.suppress(InvalidInput):
             fitted = fit(values.decode(decode(data, "values", max_depth=MAX_DEPTH)), one, "a")
-            update_in_place(one, insert_tensors(fitted.tree, lambda _: torch.zeros(1)))
+            Updates().update(one, insert_tensors(fitted.tree, lambda _: torch.zeros(1)))
 
 
 def _run_documents() -> list[bytes]:

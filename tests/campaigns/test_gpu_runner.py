@@ -15,6 +15,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PATHS = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
+BEFORE = list(sys.path)
 sys.path.extend(PATHS)
 
 import measure  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -25,8 +26,7 @@ import summary  # noqa: E402  # pyright: ignore[reportMissingImports]
 from amounts import Amounts  # noqa: E402  # pyright: ignore[reportMissingImports]
 from states import build  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-for path in PATHS:
-    sys.path.remove(path)  # its files would hide folders of tests with the same name
+sys.path[:] = BEFORE  # their files would hide folders of tests with the same name
 
 OWN = {"blocked_s": 0.002, "durable_s": 1.0, "lost_s": 0.01, "train_copy_s": 0.1}
 

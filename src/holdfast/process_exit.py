@@ -21,7 +21,7 @@ class BackgroundWork(Protocol):
         ...
 
 
-# The threads hold their owners, so what is collected has none. Owners of the second set receive from the first.
+# The threads hold their owners, so what is collected has none. The second set receives from the first.
 _owners: tuple[weakref.WeakSet[BackgroundWork], weakref.WeakSet[BackgroundWork]] = (
     weakref.WeakSet(),
     weakref.WeakSet(),

@@ -178,12 +178,13 @@ class Attempt:
         Ranks: collective.
         """
         timeout_s, compiled = self._components.options.limits.commit_timeout_s, self._components.compiled
-        wait_for_closed(self._tiers.home, timeout_s=timeout_s)
-        wait_for_orphans(self._tiers.home, timeout_s=timeout_s, notify=self._components.show)
+        show = self._components.show
+        wait_for_closed(self._tiers.home, timeout_s=timeout_s, notify=show)
+        wait_for_orphans(self._tiers.home, timeout_s=timeout_s, notify=show)
         self._pipeline.objects.agree(self._ranks.gather)
         self._ranks.gather(None)  # every host's keepers have ended before rank 0 reads the home
         if compiled is not None:
-            download_cache(compiled, self._ranks, record=self.note, show=self._components.show)
+            download_cache(compiled, self._ranks, record=self.note, show=show)
             warn_of_problems(compiled)
         return self._ranks.all_here(), self._ranks.ranks_sharing(self._tiers.local or "")
 

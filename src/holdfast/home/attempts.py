@@ -41,38 +41,6 @@ def check_not_fenced(store: Store, attempt: int) -> None:
         )
 
 
-def check_claim(store: Store, attempt: int, claim: str) -> None:
-    """Check that an attempt still has its number; write its claim again if that was lost.
-
-    Args:
-        claim: the document by which it was claimed; "" leaves out the check.
-
-    Raises:
-        Conflict: another start has claimed the same number, after the claim was lost.
-        RetryLater: the store failed.
-    """
-    if not claim:
-        return
-    name = names.attempt(attempt)
-    try:
-        found = store.get(name)
-    except NotFound:
-        with contextlib.suppress(Conflict):
-            store.put(name, claim.encode(), if_absent=True)
-        found = store.get(name)
-    if found == claim.encode():
-        return
-    try:
-        other = parse(AttemptClaim, found, name)
-    except (Corrupt, Unsupported):
-        return  # damaged, and still in the way of any other start that would take the number
-    raise Conflict(
-        f"The claim of attempt {attempt} in {store.url} was lost, and process {other.pid} on host "
-        f"{other.host} has claimed the same number since. This process may no longer commit; its earlier "
-        "checkpoints stand. Stop it: the other one continues."
-    )
-
-
 def read_claim(store: Store, attempt: int) -> AttemptClaim:
     """Return the claim of an attempt.
 

@@ -90,6 +90,52 @@ def claim_attempt(
             return attempt
 
 
+def check_claim(store: Store, attempt: int, claim: str) -> None:
+    """Check that an attempt still has its number; write its claim again if that was lost.
+
+    Args:
+        claim: the document by which it was claimed; "" leaves out the check.
+
+    Raises:
+        Conflict: another start has claimed the same number, after the claim was lost; or the home was
+            deleted.
+        RetryLater: the store failed.
+    """
+    if not claim:
+        return
+    name = names.attempt(attempt)
+    try:
+        found = store.get(name)
+    except NotFound:
+        _check_not_deleted(store, run.parse(run.AttemptClaim, claim.encode(), name).run)
+        with contextlib.suppress(Conflict):
+            store.put(name, claim.encode(), if_absent=True)
+        found = store.get(name)
+    if found == claim.encode():
+        return
+    try:
+        other = run.parse(run.AttemptClaim, found, name)
+    except (Corrupt, Unsupported):
+        return  # damaged, and still in the way of any other start that would take the number
+    raise Conflict(
+        f"The claim of attempt {attempt} in {store.url} was lost, and process {other.pid} on host "
+        f"{other.host} has claimed the same number since. This process may no longer commit; its earlier "
+        "checkpoints stand. Stop it: the other one continues."
+    )
+
+
+def _check_not_deleted(store: Store, run_id: str) -> None:
+    """Raise if nothing in a home names the run any more: it was deleted, and must not be made anew."""
+    found = read_run(store)
+    if found is not None and found.id == run_id:
+        return
+    now = "nothing in it names this run any more" if found is None else "it holds another run now"
+    raise Conflict(
+        f"{store.url} was deleted while run {run_id} was saving to it: {now}. Nothing is written there, and "
+        "the saves that were not durable are lost. Start again to begin a new run."
+    )
+
+
 def check_no_writer(store: Store, writers: Sequence[tuple[str, LiveTrainer]]) -> None:
     """Refuse to take a home from a process that may still save to it.
 

@@ -19,7 +19,8 @@ from holdfast.format.part import parse as parse_part
 from holdfast.format.run import Refusal, document, parse
 from holdfast.health.judgement import judge
 from holdfast.health.replicas import ReplicaHashes, ReplicaWatch
-from holdfast.home.attempts import check_claim, check_not_fenced, note_saved
+from holdfast.home.attempts import check_not_fenced, note_saved
+from holdfast.home.claim import check_claim
 from holdfast.home.listing import missing_ranks, scan
 from holdfast.home.writer import WriterId
 from holdfast.store import Store

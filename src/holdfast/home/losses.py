@@ -30,6 +30,7 @@ def find_losses(tiers: Sequence[Store]) -> list[str]:
     Raises:
         RetryLater: a store failed.
     """
+    tiers = [tier for tier in tiers if tier.properties.has_documents]
     emptied = max(map(emptied_upto, tiers), default=0)
     return [sign for tier in tiers for _, sign in zip(range(_MOST), _signs(tier, emptied), strict=False)]
 

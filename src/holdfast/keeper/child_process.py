@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-from pathlib import Path
 
 from holdfast.entry import command
 from holdfast.keeper import packets
@@ -31,7 +30,7 @@ class ChildProcess:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], end: socket.socket, *, stderr_fd: int, lockfile: Path
+        self, process: subprocess.Popen[bytes], end: socket.socket, *, stderr_fd: int, lockfile: Lockfile
     ) -> None:
         self.end = end
         self.outbox = Outbox(end)
@@ -54,7 +53,13 @@ class ChildProcess:
         pid = os.getpid()
         # Busy from the start: it owns what is sent to it while it starts.
         info = KeeperInfo(
-            config.attempt, config.rank, pid, start_time(pid) or 0, busy=True, pulse_fd=pulse_fd
+            config.attempt,
+            config.rank,
+            pid,
+            start_time(pid) or 0,
+            busy=True,
+            pulse_fd=pulse_fd,
+            run=config.run,
         )
         lockfile = Lockfile.create(config.home, info)
         ours, theirs = packets.make_pair()
@@ -81,7 +86,7 @@ class ChildProcess:
             theirs.close()
             lockfile.close()
         allow_tracing(process.pid)  # py-spy reads the stacks of a trainer that is stopped
-        child = cls(process, ours, stderr_fd=stderr_fd, lockfile=lockfile.path)
+        child = cls(process, ours, stderr_fd=stderr_fd, lockfile=lockfile)
         child.outbox.send(Configure(config), (pulse_fd,) if pulse_fd >= 0 else ())
         return child
 
@@ -89,6 +94,11 @@ class ChildProcess:
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
+
+    @property
+    def is_done(self) -> bool:
+        """True if the process has stored everything, and at most offers its memory."""
+        return self._lockfile.is_done
 
     @property
     def is_running(self) -> bool:
@@ -111,7 +121,7 @@ class ChildProcess:
             cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         except subprocess.TimeoutExpired:  # frozen by its control group: it dies before it runs again
             self._process.kill()
-            self._lockfile.unlink(missing_ok=True)  # so that no attempt waits for it
+            self._lockfile.path.unlink(missing_ok=True)  # so that no attempt waits for it
             cause = "killed, but not gone yet"
         start = max(0, os.fstat(self._stderr_fd).st_size - _TAIL_BYTES)
         tail = os.pread(self._stderr_fd, _TAIL_BYTES, start).decode(errors="replace").strip()

@@ -15,6 +15,7 @@ from typing_extensions import override
 from holdfast.errors import ERRORS, HoldfastError, InvalidInput, RetryLater
 from holdfast.keeper import messages
 from holdfast.keeper.config import KeeperConfig
+from holdfast.keeper.host_processes import NOTIFY_AFTER_S
 from holdfast.keeper.save import Save
 from holdfast.keeper.supervisor import KeeperOwner, Supervisor
 from holdfast.log import get_logger
@@ -22,6 +23,7 @@ from holdfast.log import get_logger
 _log = get_logger("keeper")
 _MAX_DELETIONS = 1000
 """Steps to be deleted that a new keeper is sent again. Older ones have long been deleted."""
+_CLOSED_POLL_S = 0.02
 _MAX_UNSAVED = 64
 """Messages since the last save that a new keeper is sent again. Older ones have long been handled."""
 
@@ -254,10 +256,17 @@ class Keeper(KeeperOwner):
             self._supervisor.close(messages.Close(frees_memory), must_restart=bool(self._submitted))
         self.wait_ended(timeout_s)
 
-    def wait_ended(self, timeout_s: float | None) -> None:
-        """Wait for the exit of the process after `close`, at most `timeout_s`."""
-        if self._supervisor.wait_ended(timeout_s):
+    def wait_ended(self, timeout_s: float | None) -> bool:
+        """Wait for the exit of the process after `close`. Return False if the time runs out."""
+        has_ended = self._supervisor.wait_ended(timeout_s)
+        if has_ended:
             _closing.discard(self)
+        return has_ended
+
+    @property
+    def is_done(self) -> bool:
+        """True if everything is stored: what the process still has in memory may be taken over."""
+        return self._supervisor.is_done
 
     # -- called by the supervisor ----------------------------------------------------------------------------
 
@@ -402,14 +411,25 @@ _closing: set[Keeper] = set()
 """Closed keepers of this process that may still be running."""
 
 
-def wait_for_closed(home: str, *, timeout_s: float) -> None:
+def wait_for_closed(home: str, *, timeout_s: float, notify: Callable[[str], None]) -> None:
     """Wait for the closed keepers of a home in this process. They may be about to commit.
 
-    Blocks: until they have exited, at most `timeout_s` each.
+    Args:
+        notify: called with one line after a second.
+
+    Blocks: until they have stored everything, at most `timeout_s` each.
     """
     for keeper in list(_closing):
-        if keeper.config.home == home:
-            keeper.wait_ended(timeout_s)
+        began, has_notified = time.monotonic(), False
+        while keeper.config.home == home and not (keeper.wait_ended(_CLOSED_POLL_S) or keeper.is_done):
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                break
+            if waited_s > NOTIFY_AFTER_S and not has_notified:
+                has_notified = True
+                notify(
+                    "waiting for the keeper of an earlier Checkpointer of this process to complete its saves"
+                )
 
 
 def _event(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
 
+from holdfast.errors import HoldfastError
+from holdfast.home.documents import read_run
 from holdfast.home.writer import LiveTrainer
-from holdfast.keeper.lockfile import is_trainer_alive, running_keepers
+from holdfast.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
+from holdfast.log import get_logger
+from holdfast.store import open_store
 
+_log = get_logger("keeper")
 _POLL_S = 0.02
 _EXIT_S = 2.0
 """Time that a trainer which was just killed may take to disappear."""
-_NOTIFY_AFTER_S = 1.0
+NOTIFY_AFTER_S = 1.0
 """Wait after which the user is notified."""
 
 
@@ -36,11 +42,40 @@ def find_trainers(home: str) -> list[LiveTrainer]:
         time.sleep(_POLL_S)
 
 
+def run_filter(home: str) -> Callable[[KeeperInfo], bool]:
+    """Return a function that returns True for a keeper of the run which is in a home now.
+
+    A home that was deleted and made again holds another run. Keepers of the one before are ignored.
+    """
+
+    @functools.cache
+    def read() -> str | None:
+        """Return the id of the run; "" without one; None if that cannot be read."""
+        try:
+            found = read_run(open_store(home))
+        except HoldfastError:
+            return None
+        return "" if found is None else found.id
+
+    def is_own(info: KeeperInfo) -> bool:
+        if not info.run or read() in (None, info.run):
+            return True
+        _note_ignored(home, info.run)
+        return False
+
+    return is_own
+
+
+@functools.cache  # one line for each run
+def _note_ignored(home: str, run: str) -> None:
+    _log.warning("A keeper on this host has a copy of another run, %s, which was in %s. Ignored.", run, home)
+
+
 def wait_for_orphans(home: str, *, timeout_s: float, notify: Callable[[str], None]) -> bool:
     """Wait for keepers of dead trainers of a home on this host. They may be about to commit.
 
     Keepers of living trainers are not waited for: a newer attempt fences them. Neither are those that only
-    drain, or that only keep images in memory.
+    drain, that only keep images in memory, or that save another run.
 
     Args:
         notify: called with one line after a second.
@@ -50,14 +85,16 @@ def wait_for_orphans(home: str, *, timeout_s: float, notify: Callable[[str], Non
 
     Blocks: until they have exited, at most `timeout_s`.
     """
-    began, has_notified = time.monotonic(), False
+    began, has_notified, is_own = time.monotonic(), False, run_filter(home)
     while orphans := [
-        info for _, info in running_keepers(home) if not info.is_done and not is_trainer_alive(info)
+        info
+        for _, info in running_keepers(home)
+        if not info.is_done and not is_trainer_alive(info) and is_own(info)
     ]:
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             return False
-        if waited_s > _NOTIFY_AFTER_S and not has_notified:
+        if waited_s > NOTIFY_AFTER_S and not has_notified:
             has_notified = True
             ranks = sorted({info.rank for info in orphans})
             attempt = orphans[0].attempt

@@ -34,6 +34,7 @@ class KeeperInfo:
     is_done: bool = False  # the nearest store has everything, so that no attempt needs to wait
     pulse_fd: int = -1  # the trainer's descriptor of its pulse; -1 without one
     held: str = ""  # name of the socket, beside the lock file, that serves the contents of its memory
+    run: str = ""  # id of the run that it saves; a home that was deleted and made again has another one
 
 
 class Lockfile:
@@ -91,6 +92,17 @@ class Lockfile:
         """Delete the file, and release the lock."""
         self.path.unlink(missing_ok=True)
         os.close(self.fd)
+
+    @property
+    def is_done(self) -> bool:
+        """True if no attempt needs to wait for the keeper, as the keeper itself has recorded."""
+        with contextlib.suppress(OSError, Corrupt):
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return _read(fd).is_done
+            finally:
+                os.close(fd)
+        return False
 
     def set_busy(self, busy: bool) -> None:
         """Record whether this keeper has data that is not in the nearest store yet."""

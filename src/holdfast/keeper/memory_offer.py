@@ -12,6 +12,7 @@ from pathlib import Path
 
 from holdfast.errors import Corrupt
 from holdfast.keeper import packets
+from holdfast.keeper.host_processes import run_filter
 from holdfast.keeper.lockfile import Lockfile, running_keepers
 from holdfast.keeper.messages import ArenaImages, EndOfImages, FreeImages, Image, RequestImages
 
@@ -64,9 +65,13 @@ def _serve(listener: socket.socket, arenas: Mapping[int, Sequence[Image]], deadl
 
 
 def connect_to_offers(home: str) -> Iterator[socket.socket]:
-    """Yield a connection to each keeper on this host that offers images of a home. The caller closes it."""
+    """Yield a connection to each keeper on this host that offers images of a home. The caller closes it.
+
+    Images of a run that was in the home before it was deleted are left out.
+    """
+    is_own = run_filter(home)
     for path, info in running_keepers(home):
-        if not info.held:
+        if not info.held or not is_own(info):
             continue
         end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         end.settimeout(_REPLY_S)

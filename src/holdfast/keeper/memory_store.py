@@ -36,6 +36,7 @@ class MemoryTierStore(ReadOnlyStore):
             survives_host=False,
             parallel_reads=len(os.sched_getaffinity(0)),  # reads do not wait for I/O
             zero_copy_views=True,
+            has_documents=False,
         )
         self._images: dict[str, memoryview] = {}
         # Whatever is wrong with an offer or a lock file, the next tier has the checkpoint.

@@ -13,7 +13,8 @@ from holdfast.failpoint import failpoint
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.health.contents import ContentCheck, can_check
-from holdfast.home.attempts import check_claim, check_not_fenced
+from holdfast.home.attempts import check_not_fenced
+from holdfast.home.claim import check_claim
 from holdfast.home.history import History
 from holdfast.home.metrics import write_metrics
 from holdfast.keeper.config import KeeperConfig

@@ -140,6 +140,11 @@ class Supervisor:
             if not must_restart:
                 self._must_not_pause.set()
 
+    @property
+    def is_done(self) -> bool:
+        """True if the keeper has stored everything, and at most offers its memory."""
+        return self._child.is_done
+
     def wait_ended(self, timeout_s: float | None) -> bool:
         """Wait for the exit of the last keeper, after `close`. Return False if the time runs out."""
         return self._has_ended.wait(timeout_s)

@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping
 
 from holdfast import backoff
-from holdfast.errors import HoldfastError, RetryLater
+from holdfast.errors import Conflict, Corrupt, HoldfastError, RetryLater, Unsupported
 from holdfast.hang.pulse import PulseReader
+from holdfast.home.documents import read_run
 from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId
 from holdfast.keeper import messages, packets
@@ -35,6 +36,8 @@ _LOOK_SHARE = 0.2
 """Pause between checks, as a share of the time waited so far."""
 _OPEN_PAUSE_S = 1.0
 """Pause before another try to open a store."""
+_FIND_RUN_S = 60.0
+"""Time that a network file system may take to show a document which another host has written."""
 
 
 def serve(end: socket.socket, lockfile: Lockfile) -> None:
@@ -61,6 +64,7 @@ class Worker:
 
     Raises:
         Denied, RetryLater: a store could not be opened before the trainer exited.
+        Conflict: the nearest store was deleted since the run was claimed.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class Worker:
     ) -> None:
         self._inbox, self._config, self._lockfile = inbox, config, lockfile
         self._store = open_patiently(config.nearest, inbox)
+        if config.claim:
+            wait_for_run(self._store, config.run, inbox)
         history = History(self._store, config.writer)
         self._reports = Reports(history, inbox, "home" if config.local is None else "local")
         self._killed_step = KilledStep(pulse, history)
@@ -264,3 +270,26 @@ def open_patiently(place: str, inbox: TrainerInbox) -> Store:
             if inbox.trainer_gone:
                 raise
             time.sleep(_OPEN_PAUSE_S)
+
+
+def wait_for_run(store: Store, run: str, inbox: TrainerInbox) -> None:
+    """Wait until the nearest store shows its run, which the trainer has written there.
+
+    From then on a local store knows its root, and does not make it anew if somebody deletes it.
+
+    Raises:
+        Conflict: it holds another run, or none until the trainer exited or the time ran out: it was deleted.
+    """
+    deadline = time.monotonic() + _FIND_RUN_S
+    while True:
+        trainer_gone = inbox.trainer_gone  # before the look
+        with contextlib.suppress(*TRANSIENT_ERRORS, Corrupt, Unsupported):
+            found = read_run(store)
+            if found is not None and found.id == run:
+                return
+            if found is not None or trainer_gone or time.monotonic() > deadline:
+                raise Conflict(
+                    f"{store.url} was deleted since run {run} was claimed there: it holds "
+                    f"{'no run' if found is None else f'run {found.id}'}. Nothing is written."
+                )
+        time.sleep(_OPEN_PAUSE_S)

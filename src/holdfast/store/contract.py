@@ -32,7 +32,7 @@ class Properties:
     address are multiples of this take the fastest path; 1 if alignment does not matter. `parallel_reads` -
     concurrent calls of `read_into` that reach full speed. `read_bytes` - read length that reaches full speed.
     `zero_copy_views` - bytes arrive in memory of the store's own, so `read_view` saves the copy of
-    `read_into`.
+    `read_into`. `has_documents` - False for data files in memory, which prove no loss of the others.
     """
 
     survives_host: bool
@@ -40,6 +40,7 @@ class Properties:
     parallel_reads: int = 4
     read_bytes: int = 8 << 20
     zero_copy_views: bool = False
+    has_documents: bool = True
 
 
 class Store(ABC):

@@ -18,6 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from holdfast import per_rank
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.partitioning import EvenPartitioning, Region
 from holdfast.state import State, assign, local_of, sharding_of
@@ -301,3 +302,13 @@ class _Plain:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise AssertionError
+
+
+def test_plain_tensors_that_hold_shards_are_refused_instead_of_mixed() -> None:
+    """Torch 2.14's CheckpointableTensor: which shards the other ranks hold is not known here."""
+    tensor: Any = torch.arange(4.0)
+    tensor.global_shape, tensor.global_offsets = (8,), ((0,),)
+    tensor.local_offsets, tensor.local_sizes = ((0,),), ((4,),)
+    with pytest.raises(Unsupported, match=r"w cannot be saved: it holds shards of a global tensor.*per_rank"):
+        State({"w": tensor}).capture()
+    assert "w.x" in State({"w": per_rank({"x": tensor})}).capture().tensors

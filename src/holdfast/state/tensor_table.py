@@ -16,7 +16,9 @@ from holdfast.state.holders import HolderAgreement
 from holdfast.state.replication import Replication
 from holdfast.state.sharding import Sharding, ShardLayout, layout_of, local_of
 from holdfast.state.tensors import (
+    LOCAL_SHARD,
     PLAIN,
+    is_local_shard,
     is_same_view,
     is_savable,
     may_be_reread,
@@ -215,6 +217,9 @@ class TensorTable:
             Unsupported: it cannot be saved.
         """
         if type(tensor) in PLAIN and is_savable(tensor):
+            is_own = self.world_size == 1 or role.replication is Replication.PER_RANK
+            if not is_own and is_local_shard(tensor):
+                raise unsavable(tensor, name, LOCAL_SHARD)
             return tensor, None
         try:
             local, layout = local_of(tensor), layout_of(tensor)

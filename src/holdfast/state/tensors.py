@@ -12,6 +12,9 @@ _is_set_to = torch.Tensor.is_set_to
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
 
+_SHARD_ATTRIBUTES = ("global_offsets", "global_shape", "local_offsets", "local_sizes")
+
+
 def is_savable(tensor: torch.Tensor) -> bool:
     """Return True if a checkpoint can hold a tensor's bytes as they are."""
     kind = type(tensor)
@@ -22,6 +25,21 @@ def is_savable(tensor: torch.Tensor) -> bool:
         and not tensor.is_meta
         and not tensor.is_nested
     )
+
+
+def is_local_shard(tensor: torch.Tensor) -> bool:
+    """Return True for a plain tensor that says by attributes which shards of a global tensor it holds.
+
+    Source: `torch.distributed.checkpoint.CheckpointableTensor` of torch 2.14.
+    """
+    return all(name in tensor.__dict__ for name in _SHARD_ATTRIBUTES)
+
+
+LOCAL_SHARD = (
+    "it holds shards of a global tensor (global_shape, global_offsets, local_offsets, local_sizes), which "
+    "only torch.distributed.checkpoint can divide anew. Use a DTensor, or mark its object with per_rank() "
+    "to restore each rank's part as it is on the same number of ranks."
+)
 
 
 def unsavable(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.errors import InvalidInput, Unsupported
+from holdfast.errors import Corrupt, InvalidInput, Unsupported
+from holdfast.format.values import decode, encode
 from holdfast.state import State, per_rank, replicated
 from holdfast.torch_dtypes import dtype_name, torch_dtype
 from state.trip import kept, same
@@ -129,6 +130,70 @@ def test_generators_resume() -> None:
     assert [draw(objects2), draw(objects2)] == expected
     with pytest.raises(InvalidInput, match="does not fit it"):
         saved.restore(State({**build(3), "numpy": random.Random(1)}))
+
+
+KINDS: dict[str, Any] = {
+    "torch": torch.Generator(),
+    "python": random.Random(1),
+    "pcg64": np.random.default_rng(1),
+    "philox": np.random.Generator(np.random.Philox(1)),
+    "legacy": np.random.RandomState(1),
+}
+
+
+@pytest.mark.parametrize("live", KINDS)
+@pytest.mark.parametrize("saved", KINDS)
+def test_a_generator_of_another_kind_is_refused_before_anything_changes(saved: str, live: str) -> None:
+    content = kept({"a": torch.ones(2), "g": KINDS[saved]})
+    state = {"a": torch.zeros(2), "g": KINDS[live]}
+    if saved == live:
+        content.restore(State(state))
+        assert state["a"].tolist() == [1, 1]
+        return
+    with pytest.raises(InvalidInput, match=r"does not fit it: .* Nothing was changed"):
+        content.restore(State(state))
+    assert state["a"].tolist() == [0, 0]
+
+
+def test_the_global_generator_of_numpy_is_replaced_by_the_kind_that_was_saved() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        saved = kept({"x": torch.ones(1)})
+        expected = _draw()
+        np.random.set_bit_generator(np.random.MT19937(3))
+        load = saved.restore(State({"x": torch.ones(1)}))
+        assert _draw() == expected
+        assert np.random.get_state(legacy=False)["bit_generator"] == "PCG64"
+        assert not load.generator_notes
+    finally:
+        np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda rng: rng.update(numpy={"bit_generator": "PCG64", "state": {}}),
+        lambda rng: rng["python"].update(words=b"123"),
+        lambda rng: rng["python"].update(version="x"),
+        lambda rng: rng["numpy"].update(state=5),
+        lambda rng: rng["numpy"].update(bit_generator="NoSuch"),
+        lambda rng: rng.pop("python"),
+        lambda rng: rng.update(seed="7"),
+        lambda rng: rng.update(torch=4),
+    ],
+)
+def test_damaged_states_of_generators_are_found_before_anything_changes(
+    damage: Callable[[Any], object],
+) -> None:
+    saved = kept({"x": torch.ones(1)})
+    decoded = decode(saved.values["rng"])
+    damage(decoded)
+    saved.values["rng"] = encode(decoded, "rng")
+    state = {"x": torch.zeros(1)}
+    with pytest.raises(Corrupt, match="rng: a saved state of a random number generator"):
+        saved.restore(State(state))
+    assert state["x"].item() == 0
 
 
 def _draw() -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import random
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -25,7 +26,7 @@ from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
 from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import is_repeatable
-from holdfast.state.rng import python_state, set_python_state
+from holdfast.state.rng import MISFITS, python_state, set_python_state
 from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.sharding import may_be_sharded
 from holdfast.state.tensor_table import Role
@@ -192,11 +193,18 @@ class GeneratorEntry(StateEntry):
 
     @override
     def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
-        if not plan.lacks(self.key):
-            _plan_tree(plan, plan.values(self.key), self._finish)
+        if plan.lacks(self.key):
+            return
+        tree = plan.values(self.key)
+        if isinstance(self.value, torch.Generator):
+            if not isinstance(tree, TensorRef):
+                raise self._misfit(f"it is of {type(tree).__qualname__}", "Nothing was changed.")
+        else:  # tried on a copy, before anything live changes
+            self._set(copy.deepcopy(self.value), tree, "Nothing was changed.")
+        advice = "The state may be partly restored: do not train with it."
+        _plan_tree(plan, tree, lambda state: self._set(self.value, state, advice))
 
-    def _finish(self, state: Any) -> None:
-        generator = self.value
+    def _set(self, generator: Any, state: Any, outcome: str) -> None:
         try:
             if isinstance(generator, torch.Generator):
                 generator.set_state(state.cpu())
@@ -206,14 +214,16 @@ class GeneratorEntry(StateEntry):
                 generator.bit_generator.state = state
             else:
                 generator.set_state(state)
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            kind = type(generator).__qualname__
-            raise InvalidInput(
-                f"{self.key} is a {kind}, but the state in the checkpoint does not fit it: {error!r}. The "
-                "state may be partly restored: do not train with it. Use the kind of generator that was "
-                "saved, or leave it out with only=.",
-                key=self.key,
-            ) from error
+        except MISFITS as error:
+            raise self._misfit(repr(error), outcome) from error
+
+    def _misfit(self, why: str, outcome: str) -> InvalidInput:
+        kind = type(self.value).__qualname__
+        return InvalidInput(
+            f"{self.key} is a {kind}, but the state in the checkpoint does not fit it: {why}. {outcome} Use "
+            "the kind of generator that was saved, or leave it out with only=.",
+            key=self.key,
+        )
 
 
 @final

@@ -6,11 +6,12 @@ import hashlib
 import random
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.values import TensorRef, encode
 from holdfast.rawbytes import view_bytes
 from holdfast.state.capture import TensorCollector
@@ -19,6 +20,9 @@ from holdfast.state.replication import Replication
 KEY = "rng"
 """Top-level key of the process-wide generators."""
 _CPU, _CUDA = f"{KEY}.torch", f"{KEY}.cuda"
+_NUMPY_KINDS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
+"""Errors that generators raise for a state which is not one of theirs."""
 
 
 def capture(collector: TensorCollector) -> dict[str, Any]:
@@ -43,26 +47,66 @@ def _emit(collector: TensorCollector, name: str, state: torch.Tensor) -> TensorR
     return TensorRef(name)
 
 
+def check(values: Any) -> None:
+    """Set new generators to the saved states, before anything live changes.
+
+    Args:
+        values: decoded, with references to tensors.
+
+    Raises:
+        Corrupt: a state is none that a generator can have.
+    """
+    try:
+        set_python_state(random.Random(), values["python"])
+        if "numpy" in values and (numpy := sys.modules.get("numpy")):
+            _set_numpy(numpy.random.RandomState(), values["numpy"])
+        tensors = [values["torch"], *([values["cuda"]] if "cuda" in values else [])]
+        is_known = type(values["seed"]) is int and all(isinstance(one, TensorRef) for one in tensors)
+    except MISFITS as error:
+        raise Corrupt(f"{KEY}: a saved state of a random number generator is damaged: {error!r}.") from error
+    if not is_known:
+        raise Corrupt(f"{KEY}: a saved state of a random number generator is missing.")
+
+
 def restore(values: dict[str, Any]) -> list[str]:
     """Set all process-wide generators; return notes on those that could not be set.
 
     Args:
-        values: decoded, with tensors inserted.
+        values: decoded and checked, with tensors inserted.
     """
-    set_python_state(random, values["python"])
-    torch.set_rng_state(values["torch"].cpu())
     notes = []
+
+    def set_one(name: str, set_state: Callable[[], object]) -> None:
+        try:
+            set_state()
+        except MISFITS as error:
+            notes.append(f"rng: the saved state does not fit the {name} generator ({error}); it was skipped.")
+
+    set_one("python", lambda: set_python_state(random, values["python"]))
+    set_one("torch", lambda: torch.set_rng_state(values["torch"].cpu()))
     if "numpy" in values:
         if numpy := sys.modules.get("numpy"):
-            numpy.random.set_state(values["numpy"])
+            set_one("numpy", lambda: _set_numpy(numpy.random.mtrand._rand, values["numpy"]))
         else:
             notes.append("rng: the checkpoint has a numpy state, but numpy is not imported; it was skipped.")
     if "cuda" in values:
         if torch.cuda.is_available():
-            torch.cuda.set_rng_state(values["cuda"].cpu())
+            set_one("CUDA", lambda: torch.cuda.set_rng_state(values["cuda"].cpu()))
         else:
             notes.append("rng: the checkpoint has a CUDA state, but CUDA is not available; it was skipped.")
     return notes
+
+
+def _set_numpy(generator: Any, state: Any) -> None:
+    """Set a numpy RandomState, whose bit generator is replaced by the kind that was saved."""
+    numpy, kind = sys.modules["numpy"], state["bit_generator"]
+    if kind in _NUMPY_KINDS and kind != generator.get_state(legacy=False)["bit_generator"]:
+        new = getattr(numpy.random, kind)()
+        if generator is numpy.random.mtrand._rand:
+            numpy.random.set_bit_generator(new)
+        else:
+            generator = numpy.random.RandomState(new)
+    generator.set_state(state)
 
 
 def derive(values: dict[str, Any], *, rank: int, world_size: int) -> str:

@@ -559,6 +559,7 @@ def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> 
     if tree is None:
         plan.generator_notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
         return
+    rng.check(tree)
     for name in references(tree):
         plan.read_new(name)
 

@@ -55,7 +55,8 @@ def test_jobs_are_listed_preempted_cancelled_and_waited_for(harness: JobHarness,
     harness.wait(first, jobs.JobStatus.RUNNING)
     jobs.preempt("a", lead="60s")
     harness.wait_for_output(first, "begins", times=2)
-    assert [job.id for job in jobs.cancel("a", second.id)] == [first.id, second.id]
+    with pytest.raises(NotFound, match="no job named 'c'"):
+        jobs.cancel("c", "a", second.id)
     ended = jobs.wait("a", "b")
     assert {job.status for job in ended} == {jobs.JobStatus.CANCELLED}
     assert jobs.queue(statuses=["RUNNING"]) == []
@@ -64,6 +65,9 @@ def test_jobs_are_listed_preempted_cancelled_and_waited_for(harness: JobHarness,
         jobs.cancel(first.id)
     with pytest.raises(InvalidInput, match="Unknown status"):
         jobs.queue(statuses=["GONE"])
+    with pytest.raises(NotFound, match="Job 9 does not exist"):
+        jobs.forget(9, first.id)
+    assert [job.id for job in jobs.queue()] == [second.id]
     assert jobs.cancel(every=True) == []
 
 

@@ -74,7 +74,7 @@ class Worker:
         self._inbox, self._config, self._lockfile = inbox, config, lockfile
         self._store = open_patiently(config.nearest, inbox)
         history = History(self._store, config.writer)
-        self._reports = Reports(history, inbox, "home" if config.local is None else "local")
+        self._reports = Reports(history, inbox, "home" if config.local is None else "local", config.home)
         self._killed_step = KilledStep(pulse, history)
         self._files = SaveFiles(self._store, config, history)
         self._arenas = MappedArenas()

@@ -152,6 +152,12 @@ def test_a_missing_repository_starts_nothing(
     assert not [path for path in harness.state.glob("jobs/*") if path.is_dir()]
 
 
+def test_a_skyignore_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".skyignore").write_bytes("a\ncafé\n".encode("latin-1"))
+    with pytest.raises(InvalidInput, match=r"\.skyignore:2: expected UTF-8.*Save it as UTF-8"):
+        ignored_paths(tmp_path)
+
+
 # -- copies ----------------------------------------------------------------------------------------------
 
 

@@ -72,7 +72,7 @@ class Refusing:
 
             do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = answer
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -231,10 +231,11 @@ def describe(which: int | str) -> JobDescription:
     return describe_job(job(which))
 
 
-def forget(*which: int, force: bool = False) -> None:
+def forget(*which: int | str, force: bool = False) -> None:
     """Remove jobs that have ended, with their files and output. Contents of buckets stay.
 
     Args:
+        which: numbers or names. A name means all jobs with it.
         force: remove them even if this loses files that are not in a bucket.
 
     Raises:
@@ -242,7 +243,10 @@ def forget(*which: int, force: bool = False) -> None:
         Conflict: a job has not ended or, without `force`, has files that are not in their bucket. All others
             were removed.
     """
-    all_of(each(lambda number: find_engine(number).forget(number, force=force), which))
+    found, errors = sorted_out(each(find, which))
+    jobs = {one.id: one for jobs in found for one in jobs}
+    results = each(lambda one: get_engine(one.engine).forget(one.id, force=force), jobs.values())
+    all_of([*results, *errors])
 
 
 def _query(known: Job) -> Job:

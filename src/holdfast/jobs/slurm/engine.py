@@ -250,7 +250,7 @@ class SlurmEngine(RecordedEngine):
         if life.status.is_final:
             return life
         if trouble:
-            return dataclasses.replace(life, reason=f"Slurm does not answer: {trouble}")
+            return dataclasses.replace(life, reason=f"Slurm does not answer\n{trouble}")
         files = self._files(record.id)
         slurm_id = story.slurm_id or record.engine_job_id
         if not slurm_id:

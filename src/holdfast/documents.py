@@ -491,7 +491,7 @@ def _read_key(hint: Any, name: str, what: str) -> Any:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """Return the text of a file that a user has written, without a byte order mark.
+    """Return the text of a user's file, without a byte order mark.
 
     Raises:
         InvalidInput: it is not UTF-8. The message has the line.

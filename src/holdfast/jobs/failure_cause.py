@@ -55,7 +55,7 @@ class FailureCause:
 
     @property
     def error(self) -> str:
-        """The line that names the error, or "" if the output has none."""
+        """The line that names the error, or "" if it does not."""
         return self.what if _ERROR.search(self.what) else ""
 
 

@@ -199,7 +199,7 @@ def _awaited(which: Sequence[int | str]) -> tuple[list[Job], list[HoldfastError]
 
 
 def _ended(jobs: list[Job], limit_s: float | None) -> Iterator[Job | HoldfastError]:
-    """Yield jobs as they end, and last an error for those that have not in time."""
+    """Yield jobs as they end, and an error for those that do not in time."""
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     left = {one.id: one for one in jobs}
     watch = FolderWatch(*(job_folder(state_dir(), number).path for number in left))

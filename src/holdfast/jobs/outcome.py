@@ -93,7 +93,7 @@ def unstarted(why: str) -> Outcome:
 
 
 def own_ends(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
-    """Return the outcomes of nodes that did not succeed and were not stopped, the first to end first."""
+    """Return the outcomes of nodes that failed by themselves, the first to end first."""
     return {node: one for node, one in outcomes.items() if not one.is_success and not one.is_stopped}
 
 

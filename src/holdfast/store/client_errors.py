@@ -124,7 +124,7 @@ def _kind_and_advice(
 
 
 def _kind_of(error: Exception, message: str, details: str, status: int | None) -> ErrorKind:
-    """Return the kind of an error without a known code: by its class, its host or its status."""
+    """Return the kind of an error by its class, host or status."""
     by_class = _BY_CLASS.get(type(error).__name__)
     if by_class is not None:
         return by_class

@@ -170,7 +170,9 @@ def region_of(address: Address) -> str | None:
 
 
 def ask_region(url: str) -> str:
-    """Return the region of a bucket that the store names in an answer to a request without keys, or "".
+    """Return the region that the store names in an answer to a request without keys.
+
+    It is "" if the store does not name it.
 
     Blocks: at most a few seconds.
     """

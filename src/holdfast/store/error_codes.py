@@ -1,4 +1,4 @@
-"""Codes with which S3, Google Cloud Storage and Azure refuse requests: kind and advice; pure."""
+"""Error codes of S3, Google Cloud Storage and Azure: the kind of each and advice; pure."""
 
 from __future__ import annotations
 

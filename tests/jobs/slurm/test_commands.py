@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.errors import RetryLater
+from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.engine import SlurmEngine
 from holdfast.jobs.task.parser import Overrides, parse_task
@@ -82,5 +83,10 @@ def test_the_queue_shows_once_that_slurm_is_away(
     assert [row.rstrip().endswith("Slurm does not answer") for row in rows] == [True] * 3
     assert shown.err.startswith("holdfast: Slurm does not answer: `squeue")
     assert shown.err.count(away) == 1
+    job_folder(tmp_path / "state", 2).path.joinpath("story.json").write_text("torn")
+    assert main(["queue"]) == 0
+    assert "not a valid state" in " ".join(capsys.readouterr().out.split()), (
+        "of one job; the others are listed"
+    )
     assert main(["describe", "3"]) == 0
     assert away in " ".join(capsys.readouterr().out.split())

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, NoReturn, TypeVar, final
 
-from holdfast.errors import Corrupt
+from holdfast.errors import Corrupt, InvalidInput
 
 MAX_BYTES = 1 << 20
 """Bytes of a document whose kind has no limit of its own."""
@@ -488,3 +488,18 @@ def _read_key(hint: Any, name: str, what: str) -> Any:
     if not name.isascii() or not name.isdigit() or len(name) > MAX_DIGITS:
         refuse(what, "a key", "an integer", name)
     return int(name)
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """Return the text of a user's file, without a byte order mark.
+
+    Raises:
+        InvalidInput: it is not UTF-8. The message has the line.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        is_wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+        line = 1 if is_wide else data.count(b"\n", 0, error.start) + 1
+        found = "UTF-16" if is_wide else f"the byte 0x{data[error.start]:02x}, as in Latin-1 or Windows-1252"
+        raise InvalidInput(f"{name}:{line}: expected UTF-8, found {found}. Save it as UTF-8.") from None

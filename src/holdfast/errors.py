@@ -3,7 +3,7 @@
 HoldfastError
 ├── RetryLater      the same call may succeed later: the store is busy or unreachable
 │   └── TimedOut    a wait reached its time limit (also a TimeoutError)
-├── Denied          the store refuses access: change permissions or credentials first
+├── Denied          the store refuses: change permissions, credentials, settings or a quota first
 ├── NotFound        the file, checkpoint or job does not exist (also a FileNotFoundError)
 │   └── MissingKey  the checkpoint holds no entry of that name (also a KeyError)
 ├── Corrupt         the bytes differ from those that were written
@@ -74,7 +74,7 @@ class TimedOut(RetryLater, TimeoutError):
 
 
 class Denied(HoldfastError):
-    """An access that the store refuses until permissions or credentials change."""
+    """A request that the store refuses until permissions, credentials, settings or a quota change."""
 
     kind = "denied"
 

@@ -30,7 +30,10 @@ def test_an_ended_job_is_removed_with_its_files(jobs: JobHarness, holdfast: Comm
     assert [job.id for job in jobs.engine.jobs()] == [second.id]
     assert not jobs.files(first).path.exists()
     assert jobs.files(second).path.exists()
-    assert holdfast("forget", first.id, "--yes").status == 2
+    result = holdfast("forget", first.id, second.id, "no-such", "--yes")
+    assert (result.status, result.out.splitlines()[-1]) == (2, "removed 1 job"), "what exists is removed"
+    assert f"Job {first.id} does not exist" in result.err
+    assert "no job named 'no-such'" in result.err
     third = jobs.submit("true")
     assert third.id == 3, "no number is given twice"
     jobs.wait(third)

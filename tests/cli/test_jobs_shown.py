@@ -28,6 +28,7 @@ def test_the_last_lines_are_printed_and_bars_as_one_line(jobs: JobHarness, holdf
     job = jobs.submit(f"seq 5\n{BAR}\necho end")
     jobs.wait(job)
     assert holdfast("logs", job.id, "--tail", 3).out == "5\n3/3\nend\n"
+    assert holdfast("logs", "task", "--tail", 1).out == "end\n"
     assert holdfast("logs", job.id, "--tail", 0).out == ""
     assert holdfast("logs", job.id).out.count("/3") == 1
 
@@ -228,6 +229,8 @@ def test_waiting_ends_with_the_last_job_and_the_first_failure(jobs: JobHarness, 
     assert holdfast("wait", chosen[0].id).out == "job 1 (sweep) is SUCCEEDED\n"
     assert [row["exit_status"] for row in holdfast("wait", 1, 2, "--json").json] == [0, 5]
     assert holdfast("wait", 99).status == 2
+    result = holdfast("wait", 99, chosen[0].id)
+    assert (result.status, result.out) == (2, "job 1 (sweep) is SUCCEEDED\n"), "the other is waited for"
 
 
 def test_waiting_has_a_limit(jobs: JobHarness, holdfast: Command) -> None:
@@ -243,8 +246,11 @@ def test_several_jobs_are_cancelled_by_number_by_name_and_all(jobs: JobHarness, 
     old = jobs.wait(jobs.submit("true", head="name: sweep"))
     running = [jobs.submit(WAITS, head=f"name: {name}") for name in ("one", "sweep", "sweep", "two")]
     ids = [job.id for job in running]
-    assert holdfast("cancel", "sweep", "no-such").status == 2
-    assert [row["id"] for row in holdfast("cancel", "sweep", "--json").json] == ids[1:3]
+    result = holdfast("cancel", "no-such", "sweep", old.id)
+    assert result.status == 2
+    assert result.out.splitlines() == [f"job {number} (sweep) is being cancelled" for number in ids[1:3]]
+    assert f"Job {old.id} has already ended: SUCCEEDED" in result.err
+    assert "no job named 'no-such'" in result.err
     assert holdfast("cancel", ids[0]).out == f"job {ids[0]} (one) is being cancelled\n"
     for job in running[:3]:
         assert jobs.wait(job).status is JobStatus.CANCELLED

@@ -52,8 +52,10 @@ def test_json_has_the_standings(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_node_is_cleared_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nodes", "--clear", "gpu-17"]) == 0
-    assert capsys.readouterr().out == "cleared: gpu-17\n"
+    assert main(["nodes", "--clear", "gpu-18", "--clear", "gpu-17"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "cleared: gpu-17\n", "the one that exists"
+    assert "node named 'gpu-18'" in shown.err
     main(["nodes"])
     assert "gpu-17" not in capsys.readouterr().out
     assert main(["nodes", "--clear", "gpu-17"]) != 0

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from faults.playground import Playground
+from holdfast.environment import read_progress
 from holdfast.failpoint import POINTS
 
 
@@ -72,12 +73,16 @@ def test_hundreds_of_random_kills(playground: Playground, uninterrupted: str, se
 
 
 def test_a_killed_trainer_loses_no_staged_save(playground: Playground):
-    """The keeper completes the submitted save, although the trainer is killed at once."""
-    child = playground.start("--every", "3", HOLDFAST_KILL_AT="trainer.handed:2")
+    """The keeper completes the submitted save, although the trainer is killed at once, and its job knows."""
+    reported = playground.folder / "progress"
+    child = playground.start(
+        "--every", "3", HOLDFAST_KILL_AT="trainer.handed:2", HOLDFAST_PROGRESS=str(reported)
+    )
     assert child.wait() == -signal.SIGKILL
     playground.wait_for_keepers()
     assert playground.complete()[0] == (1, 6)
     assert playground.check_all_complete_verify() == 2
+    assert list(read_progress(reported).values()) == [6], "what `queue` and `describe` show"
 
 
 def test_the_next_attempt_waits_for_a_keeper_that_is_still_at_work(playground: Playground):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import jobs
+from holdfast.cli import main
 from holdfast.errors import Conflict, InvalidInput, NotFound, TimedOut
 from jobs.harness import JobHarness
 
@@ -55,7 +56,8 @@ def test_jobs_are_listed_preempted_cancelled_and_waited_for(harness: JobHarness,
     harness.wait(first, jobs.JobStatus.RUNNING)
     jobs.preempt("a", lead="60s")
     harness.wait_for_output(first, "begins", times=2)
-    assert [job.id for job in jobs.cancel("a", second.id)] == [first.id, second.id]
+    with pytest.raises(NotFound, match="no job named 'c'"):
+        jobs.cancel("c", "a", second.id)
     ended = jobs.wait("a", "b")
     assert {job.status for job in ended} == {jobs.JobStatus.CANCELLED}
     assert jobs.queue(statuses=["RUNNING"]) == []
@@ -64,7 +66,32 @@ def test_jobs_are_listed_preempted_cancelled_and_waited_for(harness: JobHarness,
         jobs.cancel(first.id)
     with pytest.raises(InvalidInput, match="Unknown status"):
         jobs.queue(statuses=["GONE"])
+    with pytest.raises(NotFound, match="Job 9 does not exist"):
+        jobs.forget(9, first.id)
+    assert [job.id for job in jobs.queue()] == [second.id]
     assert jobs.cancel(every=True) == []
+
+
+def test_what_cannot_be_cancelled_keeps_nothing_else_running(
+    harness: JobHarness, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = harness.submit("true", head="name: old")
+    running = [harness.submit("exec sleep 1000") for _ in range(2)]
+    harness.wait(old)
+    words = ["no-such", str(running[0].id), str(old.id), str(running[1].id)]
+    assert main(["cancel", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [f"job {one.id} (task) is being cancelled" for one in running]
+    assert f"Job {old.id} has already ended: SUCCEEDED" in shown.err
+    assert "no job named 'no-such'" in shown.err
+    assert {job.status for job in jobs.wait(*(one.id for one in running))} == {jobs.JobStatus.CANCELLED}
+    with pytest.raises(Conflict, match=f"Job {old.id} .*\nJob 2 has already ended: CANCELLED"):
+        jobs.cancel(old.id, 2)
+    with pytest.raises(NotFound, match="Job 9 does not exist"):
+        jobs.wait(9, old.id)
+    with pytest.raises(NotFound, match="Job 9 does not exist"):
+        jobs.forget(9, "old")
+    assert [job.id for job in jobs.queue()] == [3, 2]
 
 
 def test_all_names_are_public() -> None:

@@ -114,7 +114,7 @@ def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() ->
     config = dataclasses.replace(bench.config, keep_local=1)
     ours, theirs = packets.make_pair()
     inbox = TrainerInbox(theirs, os.getpid())
-    reports = Reports(History(bench.near, config.writer), inbox, "local")
+    reports = Reports(History(bench.near, config.writer), inbox, "local", config.home)
     topology = SharedLocal(Surroundings(config, inbox, reports, bench.near, bench.home, set), bench.home)
     gate = bench.home.hold("put", matching=names.step_dir(10))
     for step in (10, 20):
@@ -499,7 +499,7 @@ def test_files_of_other_ranks_are_not_deleted_in_home_while_their_checkpoint_is_
     bench.home.put(names.part(10, 1, 1), b"of another rank")
     ours, theirs = packets.make_pair()
     inbox = TrainerInbox(theirs, os.getpid())
-    reports = Reports(History(bench.near, bench.config.writer), inbox, "local")
+    reports = Reports(History(bench.near, bench.config.writer), inbox, "local", bench.config.home)
     tier = HomeTier(bench.near, bench.home, bench.config, reports=reports, is_complete=lambda _: True)
     tier.set_best({(1, 10)}, is_due=False)
     tier.request((1, 20))

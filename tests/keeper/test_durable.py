@@ -94,7 +94,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], 
 def make_tier(home: Path, rank: int, world_size: int) -> CommitTier:
     config, store = make_config(str(home), rank, world_size), LocalStore(home)
     inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
-    reports = Reports(History(store, config.writer), inbox, "home")
+    reports = Reports(History(store, config.writer), inbox, "home", config.home)
     return CommitTier(store, config, Keep(), inbox=inbox, reports=reports, in_work=set)
 
 

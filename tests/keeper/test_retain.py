@@ -331,7 +331,7 @@ def test_an_older_save_that_commits_last_retains_as_of_the_newest(tmp_path: Path
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
     config = KeeperConfig(store.url, "run-one", 1, 0, 1, True, 3, None, 5.0, 5.0)
     inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
-    reports = Reports(History(store, config.writer), inbox, "home")
+    reports = Reports(History(store, config.writer), inbox, "home", config.home)
     tier = CommitTier(store, config, Keep(3), inbox=inbox, reports=reports, in_work=set)
     for step in (24, 22):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])

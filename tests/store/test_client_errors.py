@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.store.client_errors import ErrorKind, classify
+from holdfast.store.client_errors import classify
+from holdfast.store.error_codes import ErrorKind
 
 obstore = pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
 
@@ -39,16 +40,16 @@ def answer(status: int, code: str = "") -> Exception:
         (answer(400, "RequestTimeout"), ErrorKind.PASSING),
         (answer(400, "BadDigest"), ErrorKind.PASSING),
         (obstore.exceptions.GenericError("HTTP error: error sending request"), ErrorKind.PASSING),
-        (obstore.exceptions.PermissionDeniedError("403"), ErrorKind.CREDENTIALS),
-        (obstore.exceptions.UnauthenticatedError("401"), ErrorKind.CREDENTIALS),
-        (answer(400, "ExpiredToken"), ErrorKind.CREDENTIALS),
-        (answer(403, "QuotaExceeded"), ErrorKind.LASTING),
-        (answer(400, "EntityTooLarge"), ErrorKind.LASTING),
+        (obstore.exceptions.PermissionDeniedError("403"), ErrorKind.DENIED),
+        (obstore.exceptions.UnauthenticatedError("401"), ErrorKind.DENIED),
+        (answer(400, "ExpiredToken"), ErrorKind.DENIED),
+        (answer(403, "QuotaExceeded"), ErrorKind.FULL),
+        (answer(400, "EntityTooLarge"), ErrorKind.MISCONFIGURED),
         (answer(501, "NotImplemented"), ErrorKind.NOT_OFFERED),
         (ValueError("Could not parse path"), ErrorKind.NAME),
         (
             obstore.exceptions.GenericError("Error performing PUT http://169.254.169.254/latest/api/token"),
-            ErrorKind.CREDENTIALS,
+            ErrorKind.DENIED,
         ),
     ],
 )

@@ -229,7 +229,7 @@ def test_expired_keys_are_read_again(
 
 def test_a_full_quota_is_not_an_error_of_keys(store: Store, proxy: FaultProxy) -> None:
     proxy.inject("403", method="PUT", code="QuotaExceeded", times=None)
-    with pytest.raises(RetryLater, match="QuotaExceeded") as caught:
+    with pytest.raises(Denied, match=r"QuotaExceeded.*Raise the quota") as caught:
         store.put("a", b"x")
     assert "credentials" not in str(caught.value)
     assert len(proxy.requests("PUT")) == 1  # trying again would not help

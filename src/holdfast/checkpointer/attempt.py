@@ -294,7 +294,6 @@ class Attempt:
         )
 
     def _on_durable(self, save: Save) -> None:
-        self.report_progress(save.step)
         if self._components.compiled is not None:
             self._components.compiled.upload_soon()
         self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)

@@ -58,7 +58,8 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
     yield "job", f"{job.id} ({job.name})"
     yield "status", job.status.value
     if job.reason:
-        yield "reason", job.reason.partition("\n")[0]
+        # after the end, the further lines are those of the output, which follow below
+        yield "reason", job.reason.partition("\n")[0] if job.status.is_final else " ".join(job.reason.split())
     if job.status.is_final:
         yield "exit status", str(job.exit_status)
     engine_id = f", there {job.engine_job_id}" if job.engine_job_id else ""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 
-from holdfast.cli.jobs import add_engine
-from holdfast.cli.options import Commands, add_json, agrees, check_can_agree, command, count
+from holdfast.cli.jobs import add_engine, print_errors
+from holdfast.cli.options import Commands, add_json, agrees, check_can_agree, command
 from holdfast.cli.tables import format_age, print_json, print_table
-from holdfast.errors import Conflict, InvalidInput
-from holdfast.jobs.engine import Job
-from holdfast.jobs.registry import all_jobs, find_engine, get_engine
+from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.jobs.engine import Job, each, sorted_out
+from holdfast.jobs.interface import find
+from holdfast.jobs.registry import all_jobs, get_engine
 from holdfast.units import parse_duration, plural
 
 _EXAMPLES = """
-holdfast forget 3 4
+holdfast forget 3 4 sweep
 holdfast forget --ended-before 30d
 holdfast forget --all-ended --yes
 """
@@ -27,7 +27,7 @@ def add_parser(commands: Commands) -> None:
     """Add the command."""
     details = "Buckets are not touched."
     parser = command(commands, "forget", run, details=details, examples=_EXAMPLES)
-    parser.add_argument("ids", nargs="*", type=count, metavar="ID", help="numbers of jobs")
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help="number of a job, or the name of jobs")
     parser.add_argument(
         "--ended-before", metavar="T", help="jobs that ended longer ago than this, such as 30d"
     )
@@ -43,9 +43,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Remove the jobs, after asking on the terminal."""
-    if not args.ids and args.ended_before is None and not args.all_ended:
-        raise InvalidInput("Choose jobs: ID, --ended-before T or --all-ended. Nothing was removed.")
-    jobs = _choose(args)
+    if not args.jobs and args.ended_before is None and not args.all_ended:
+        raise InvalidInput("Choose jobs: JOB, --ended-before T or --all-ended. Nothing was removed.")
+    jobs, errors = _choose(args)
     if jobs and not args.dry_run:
         check_can_agree(args, "Nothing was removed.")
     if not args.json:
@@ -54,42 +54,37 @@ def run(args: argparse.Namespace) -> int:
     if jobs and not args.dry_run and (args.yes or agrees("remove these jobs?")):
         forgotten, kept = _forget(jobs, force=args.force)
     if args.json:
-        reasons = [{"id": number, "why": why} for number, why in kept.items()]
+        reasons = [{"id": number, "why": str(why)} for number, why in kept.items()]
         print_json({"chosen": [job.id for job in jobs], "forgotten": forgotten, "kept": reasons})
     elif jobs:
         print(f"removed {plural(len(forgotten), 'job')}")
-    for why in kept.values():
-        print(f"holdfast: {why}", file=sys.stderr)
-    return _KEPT if kept else 0
+    status = print_errors([*kept.values(), *errors])
+    return _KEPT if kept else status
 
 
-def _choose(args: argparse.Namespace) -> list[Job]:
-    """Return the chosen jobs, oldest first.
-
-    Raises:
-        NotFound: a job does not exist.
-    """
-    named = [find_engine(number).job(number) for number in dict.fromkeys(args.ids)]
+def _choose(args: argparse.Namespace) -> tuple[list[Job], list[HoldfastError]]:
+    """Return the chosen jobs, oldest first, and the errors of those that do not exist."""
+    named, errors = sorted_out(each(find, args.jobs))
+    found = {job.id: job for jobs in named for job in jobs}
     if args.ended_before is None and not args.all_ended:
-        return named
+        return list(found.values()), errors
     before_s = time.time()
     if args.ended_before is not None:
         before_s -= parse_duration(args.ended_before, "--ended-before")
-    found = {job.id: job for job in named}
     for job in get_engine(args.on).jobs() if args.on else all_jobs():
         if job.status.is_final and (job.ended_unix_s is None or job.ended_unix_s <= before_s):
             found[job.id] = job
-    return sorted(found.values(), key=lambda job: job.id)
+    return sorted(found.values(), key=lambda job: job.id), errors
 
 
-def _forget(jobs: list[Job], *, force: bool) -> tuple[list[int], dict[int, str]]:
+def _forget(jobs: list[Job], *, force: bool) -> tuple[list[int], dict[int, HoldfastError]]:
     forgotten: list[int] = []
-    kept: dict[int, str] = {}
+    kept: dict[int, HoldfastError] = {}
     for job in jobs:
         try:
             get_engine(job.engine).forget(job.id, force=force)
-        except Conflict as error:
-            kept[job.id] = str(error)
+        except HoldfastError as error:
+            kept[job.id] = error
         else:
             forgotten.append(job.id)
     return forgotten, kept

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.cli.options import count
+from holdfast.cli import TROUBLE
+from holdfast.errors import HoldfastError
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job, Line
 from holdfast.jobs.registry import ENGINES
@@ -21,13 +23,6 @@ def add_engine(parser: argparse.ArgumentParser, *, default: str | None, shown: s
     )
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Add ID, the number of a job."""
-    parser.add_argument(
-        "id", type=count, metavar="ID", help="number of the job, as listed by `holdfast queue`"
-    )
-
-
 def add_which(parser: argparse.ArgumentParser) -> None:
     """Add JOB, the number or name of a job."""
     parser.add_argument("job", metavar="JOB", help="number of the job, or the name of the newest")
@@ -36,6 +31,15 @@ def add_which(parser: argparse.ArgumentParser) -> None:
 def job_row(job: Job) -> dict[str, Any]:
     """Return a job as a JSON object, with its durations."""
     return {**asdict(job), "status": job.status.value, **asdict(durations_of(job))}
+
+
+def print_errors(errors: Iterable[HoldfastError]) -> int:
+    """Print the errors of single jobs after what was done. Return the exit status if there are any, or 0."""
+    status = 0
+    for error in errors:
+        print(f"holdfast: {error}", file=sys.stderr, flush=True)
+        status = TROUBLE
+    return status
 
 
 def format_span(seconds: float) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast.cli.options import count
+from holdfast.documents import decode_text
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.task.model import TaskFile
 from holdfast.jobs.task.problems import MAX_PRIORITY
@@ -118,10 +119,10 @@ def _file_variables(path: str | None) -> dict[str, str]:
     from holdfast.jobs.task.env_file import parse_env_file
 
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = decode_text(Path(path).expanduser().read_bytes(), f"--env-file: {path}")
     except FileNotFoundError as error:
         raise NotFound(f"--env-file: {path} does not exist. Nothing was started.") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InvalidInput(f"--env-file: cannot read {path}: {error}. Nothing was started.") from error
     return parse_env_file(text, path, os.environ)
 

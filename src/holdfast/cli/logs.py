@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from holdfast.cli.jobs import add_job
+from holdfast.cli.jobs import add_which
 from holdfast.cli.options import Commands, add_json, command, step_number
 from holdfast.cli.output_printer import OutputPrinter
+from holdfast.jobs.interface import job
 from holdfast.jobs.output.block import OutputSelection
-from holdfast.jobs.registry import find_engine
+from holdfast.jobs.registry import get_engine
 
 _EXAMPLES = """
 holdfast logs 3
 holdfast logs 3 -f --tail 20
-holdfast logs 3 --node 1 --timestamps
+holdfast logs bert --node 1 --timestamps
 """
 
 
@@ -25,7 +26,7 @@ def add_parser(commands: Commands) -> None:
         "are printed until the job has ended, and the exit status is that of the job."
     )
     parser = command(commands, "logs", run, details=details, examples=_EXAMPLES)
-    add_job(parser)
+    add_which(parser)
     parser.add_argument("--follow", "-f", action="store_true", help="print new lines until the job has ended")
     parser.add_argument(
         "--tail", type=step_number, metavar="N", help="begin with the last N lines of each node"
@@ -39,9 +40,10 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the lines."""
-    engine = find_engine(args.id)
+    found = job(args.job)
+    engine = get_engine(found.engine)
     printer = OutputPrinter(
-        is_labelled=args.node is None and engine.job(args.id).num_nodes > 1,
+        is_labelled=args.node is None and found.num_nodes > 1,
         has_times=args.timestamps,
         is_json=args.json,
     )
@@ -53,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
         with_progress=args.follow and sys.stdout.isatty() and not args.json,
     )
     try:
-        for block in engine.output(args.id, wanted):
+        for block in engine.output(found.id, wanted):
             printer.print(block)
             if args.follow:
                 printer.flush()
     finally:
         printer.close()
-    return engine.job(args.id).exit_status if args.follow else 0
+    return engine.job(found.id).exit_status if args.follow else 0

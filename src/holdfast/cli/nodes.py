@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from holdfast.cli.jobs import print_errors
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import format_time, print_json, print_table
+from holdfast.jobs.engine import each
 from holdfast.jobs.machines.interface import clear_node, nodes
 from holdfast.jobs.machines.judgement import NodeStanding
 
@@ -39,13 +41,14 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List the nodes, or clear some."""
-    for name in args.clear:
-        clear_node(name)
+    results = zip(args.clear, each(clear_node, args.clear), strict=True)
+    failed = {name: one for name, one in results if one is not None}
+    cleared = [name for name in args.clear if name not in failed]
     found = nodes()
     if args.json:
         print_json([asdict(one) for one in found])
     elif args.clear:
-        print(f"cleared: {', '.join(args.clear)}")
+        print(f"cleared: {', '.join(cleared) or 'no node'}")
     elif not found:
         print("no attempts in the last 30 days")
     else:
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             text="WHY",
             spare=("LAST TROUBLE", "CHANCE"),
         )
-    return 0
+    return print_errors(failed.values())
 
 
 def _cells(one: NodeStanding) -> tuple[str, ...]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.jobs import add_job, job_row
+from holdfast.cli.jobs import add_which, job_row
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
-from holdfast.jobs.registry import find_engine
+from holdfast.jobs.interface import job
+from holdfast.jobs.registry import get_engine
 from holdfast.units import format_duration, parse_duration
 
 _EXAMPLES = """
 holdfast preempt 3
 holdfast preempt 3 --lead 2m
-holdfast preempt 3 --lead 0
+holdfast preempt bert --lead 0
 """
 
 
@@ -22,7 +23,7 @@ def add_parser(commands: Commands) -> None:
     """Add the command."""
     details = "The job receives a notice now. After the lead, all its processes are killed; then it restarts."
     parser = command(commands, "preempt", run, details=details, examples=_EXAMPLES)
-    add_job(parser)
+    add_which(parser)
     parser.add_argument(
         "--lead",
         default="30s",
@@ -35,13 +36,13 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Send the notice. The processes are killed in the background."""
     lead_s = _lead_seconds(args.lead)
-    job = find_engine(args.id).preempt(args.id, lead_s=lead_s)
+    found = job(args.job)
+    preempted = get_engine(found.engine).preempt(found.id, lead_s=lead_s)
     if args.json:
-        print_json(job_row(job))
+        print_json(job_row(preempted))
     else:
-        print(
-            f"job {job.id} ({job.name}) is preempted; its processes are killed in {format_duration(lead_s)}"
-        )
+        when = format_duration(lead_s)
+        print(f"job {found.id} ({found.name}) is preempted; its processes are killed in {when}")
     return 0
 
 

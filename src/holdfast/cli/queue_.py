@@ -68,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
         print("no jobs")
     else:
         _print_table(shown)
+        # The row has the first line only: this is the same for all jobs of an engine that does not answer.
+        for reason in dict.fromkeys(job.reason for job in active if "\n" in job.reason):
+            print(f"holdfast: {' '.join(reason.replace(chr(10), ': ', 1).split())}", file=sys.stderr)
         if left := len(jobs) - len(shown):
             print(f"{plural(left, 'older job')} not shown; use --all or --tail K to show more")
     return 0

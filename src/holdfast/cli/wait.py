@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.jobs import job_row
+from holdfast.cli.jobs import job_row, print_errors
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
-from holdfast.jobs.interface import wait
+from holdfast.errors import HoldfastError
+from holdfast.jobs.engine import Job
+from holdfast.jobs.interface import wait_each
 
 _EXAMPLES = """
 holdfast wait 3 && echo "it has succeeded"
@@ -18,8 +20,9 @@ holdfast wait 3 4 sweep --timeout 2h
 def add_parser(commands: Commands) -> None:
     """Add the command."""
     details = (
-        "The exit status is 0 if all have succeeded. Otherwise it is that of the first that has not: the "
-        "status of its run command, or 1 if it was cancelled."
+        "Each is printed when it ends. The exit status is 0 if all have succeeded. Otherwise it is that of "
+        "the oldest that has not: the status of its run command, or 1 if it was cancelled. It is 2 if one "
+        "does not exist or does not end in time; the others are waited for."
     )
     parser = command(commands, "wait", run, details=details, examples=_EXAMPLES)
     parser.add_argument("jobs", nargs="+", metavar="JOB", help="number of a job, or the name of jobs")
@@ -29,11 +32,18 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Wait, and report how the jobs have ended."""
-    jobs = wait(*args.jobs, timeout=args.timeout)
+    jobs: list[Job] = []
+    status = 0
+    for one in wait_each(*args.jobs, timeout=args.timeout):
+        if isinstance(one, HoldfastError):
+            status = print_errors([one])
+            continue
+        jobs.append(one)
+        if not args.json:
+            reason = one.reason.partition("\n")[0]
+            why = f": {reason}" if reason else ""
+            print(f"job {one.id} ({one.name}) is {one.status.value}{why}", flush=True)
+    jobs.sort(key=lambda job: job.id)
     if args.json:
         print_json([job_row(job) for job in jobs])
-    else:
-        for job in jobs:
-            reason = job.reason.partition("\n")[0]
-            print(f"job {job.id} ({job.name}) is {job.status.value}" + (f": {reason}" if reason else ""))
-    return next((job.exit_status for job in jobs if job.exit_status), 0)
+    return status or next((job.exit_status for job in jobs if job.exit_status), 0)

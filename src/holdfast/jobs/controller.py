@@ -19,6 +19,7 @@ from holdfast.jobs.machines.record import add_events
 from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.notifications.notifier import announce
+from holdfast.jobs.outcome import own_ends
 from holdfast.jobs.output.last_attempt import attempt_lines
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
@@ -245,9 +246,9 @@ class Controller(ABC):
         if is_new and status in (JobStatus.FAILED, JobStatus.FAILED_SETUP):
             if _is_full(self._folder):
                 reason = f"{reason}; no space is left on the file system of {self._folder.path}"
-            ranks = [rank for rank, one in sorted(state.outcomes.items()) if not one.is_success] or [0]
-            lines = "\n".join(f"  {line}" for line in last_lines(self._folder.log(ranks[0]), _NUM_LAST_LINES))
-            reason = f"{reason}\nThe last lines of node {ranks[0]}:\n{lines}" if lines else reason
+            rank = next(iter(own_ends(state.outcomes)), 0)  # nodes that were stopped only followed it
+            lines = "\n".join(f"  {line}" for line in last_lines(self._folder.log(rank), _NUM_LAST_LINES))
+            reason = f"{reason}\nThe last lines of node {rank}:\n{lines}" if lines else reason
         if status.is_final and not self.has_ended and state.attempt:
             missing = self._missing_uploads()
             reason = reason if missing in reason else "; ".join(filter(None, (reason, missing)))

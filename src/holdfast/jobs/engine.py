@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from holdfast.errors import Unsupported
+from holdfast.errors import HoldfastError, Unsupported
 from holdfast.jobs.output.block import OutputBlock, OutputSelection, texts
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task, TaskFile
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +193,9 @@ class Engine(ABC):
             Conflict: the job has ended.
         """
 
-    def cancel_all(self, numbers: Sequence[int]) -> list[Job]:
-        """Cancel jobs, see `cancel`.
-
-        Raises:
-            NotFound: a job does not exist. Others may have been cancelled.
-            Conflict: a job has ended. Others may have been cancelled.
-        """
-        return [self.cancel(number) for number in numbers]
+    def cancel_all(self, numbers: Sequence[int]) -> list[Job | HoldfastError]:
+        """Cancel all jobs that can be, and return each, or the error of `cancel`."""
+        return list(each(self.cancel, numbers))
 
     @abstractmethod
     def preempt(self, number: int, *, lead_s: float) -> Job:
@@ -231,3 +230,36 @@ class Engine(ABC):
         """Yield the lines of the output with their times. Very long lines come in parts."""
         for block in self.output(number, dataclasses.replace(what, is_timed=True)):
             yield from (Line(block.node, text, block.unix_s) for text in texts(block))
+
+
+def each(act: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[_R | HoldfastError]:
+    """Yield the result of an action for each item, or the error that it raised."""
+    for item in items:
+        try:
+            yield act(item)
+        except HoldfastError as error:
+            yield error
+
+
+def sorted_out(results: Iterable[_R | HoldfastError]) -> tuple[list[_R], list[HoldfastError]]:
+    """Return the results that are values, and those that are errors."""
+    done: list[_R] = []
+    errors: list[HoldfastError] = []
+    for one in results:
+        if isinstance(one, HoldfastError):
+            errors.append(one)
+        else:
+            done.append(one)
+    return done, errors
+
+
+def all_of(results: Iterable[_R | HoldfastError]) -> list[_R]:
+    """Return the results.
+
+    Raises:
+        HoldfastError: some are errors. It has the class of the first and the messages of all.
+    """
+    done, errors = sorted_out(results)
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors))) from errors[0]
+    return done

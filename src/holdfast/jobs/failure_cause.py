@@ -39,16 +39,24 @@ _VARYING = (
 )
 """Text that differs between two attempts with the same error, even at the same step."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit|Fault)\b|^(?:error|fatal)\b", re.IGNORECASE)
+_ERROR = re.compile(
+    r"^[\w.]*(?:Error|Exception|Interrupt|Exit|Fault)\b|^holdfast\.errors\.\w+|^(?:error|fatal)\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class FailureCause:
     """Cause of a failed attempt."""
 
-    what: str  # line that names the error, for people
+    what: str  # line that names the error, or else the last one, for people
     key: str  # equal for errors that differ only in numbers, addresses, times and paths
     exact: str  # equal for errors whose numbers are equal too
+
+    @property
+    def error(self) -> str:
+        """The line that names the error, or "" if it does not."""
+        return self.what if _ERROR.search(self.what) else ""
 
 
 def find_cause(outcomes: Mapping[int, Outcome], lines: Sequence[str]) -> FailureCause | None:

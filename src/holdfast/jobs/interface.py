@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from holdfast.errors import InvalidInput, NotFound, TimedOut
+from holdfast.errors import HoldfastError, InvalidInput, NotFound, TimedOut
 from holdfast.jobs.description import JobDescription, describe_job
-from holdfast.jobs.engine import Job, Line
+from holdfast.jobs.engine import Job, Line, all_of, each, sorted_out
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
@@ -133,17 +133,23 @@ def cancel(*which: int | str, every: bool = False) -> list[Job]:
         every: cancel all jobs that have not ended.
 
     Raises:
-        NotFound: a job does not exist. Nothing was cancelled.
-        Conflict: a numbered job has ended. Others may have been cancelled.
+        NotFound: a job does not exist. All others were cancelled.
+        Conflict: a numbered job has ended. All others were cancelled.
     """
-    chosen = {one.id: one for word in which for one in find(word, only_active=True)}
+    return all_of(cancel_each(*which, every=every))
+
+
+def cancel_each(*which: int | str, every: bool = False) -> list[Job | HoldfastError]:
+    """Cancel all jobs that can be, see `cancel`, and return each, or its error."""
+    found, errors = sorted_out(each(lambda word: find(word, only_active=True), which))
+    chosen = {one.id: one for jobs in found for one in jobs}
     if every:
         chosen |= {one.id: one for one in all_jobs() if not one.status.is_final}
-    cancelled: dict[int, Job] = {}
+    results: dict[int, Job | HoldfastError] = {}
     for engine in dict.fromkeys(one.engine for one in chosen.values()):
         numbers = [one.id for one in chosen.values() if one.engine == engine]
-        cancelled |= {one.id: one for one in get_engine(engine).cancel_all(numbers)}
-    return [cancelled[number] for number in chosen]
+        results |= zip(numbers, get_engine(engine).cancel_all(numbers), strict=True)
+    return [*(results[number] for number in chosen), *errors]
 
 
 def preempt(which: int | str, *, lead: Duration = "30s") -> Job:
@@ -166,26 +172,54 @@ def wait(*which: int | str, timeout: Duration | None = None) -> list[Job]:
         timeout: longest time to wait. Default: no limit.
 
     Raises:
-        NotFound: a job does not exist.
+        NotFound: a job does not exist. All others have ended.
         TimedOut: the time is over.
 
     Blocks: until the jobs have ended.
     """
     limit_s = parse_timeout(timeout, "timeout")
+    found, errors = _awaited(which)
+    ended = {one.id: one for one in all_of([*_ended(found, limit_s), *errors])}
+    return [ended[one.id] for one in found]
+
+
+def wait_each(*which: int | str, timeout: Duration | None = None) -> Iterator[Job | HoldfastError]:
+    """Yield errors of jobs that cannot be waited for, then the others as they end; see `wait`."""
+    limit_s = parse_timeout(timeout, "timeout")
+    found, errors = _awaited(which)
+    yield from errors
+    yield from _ended(found, limit_s)
+
+
+def _awaited(which: Sequence[int | str]) -> tuple[list[Job], list[HoldfastError]]:
+    """Return the jobs to wait for, and the errors of those that do not exist."""
+    found, errors = sorted_out(each(find, which))
+    active = ([one for one in jobs if not one.status.is_final] or jobs[-1:] for jobs in found)
+    return list({one.id: one for jobs in active for one in jobs}.values()), errors
+
+
+def _ended(jobs: list[Job], limit_s: float | None) -> Iterator[Job | HoldfastError]:
+    """Yield jobs as they end, and an error for those that do not in time."""
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
-    found = {one.id: one for word in which for one in _awaited(word)}
-    watch = FolderWatch(*(job_folder(state_dir(), number).path for number in found))
+    left = {one.id: one for one in jobs}
+    watch = FolderWatch(*(job_folder(state_dir(), number).path for number in left))
     try:
-        while left := [one for one in found.values() if not one.status.is_final]:
+        while True:
+            for one in [one for one in left.values() if one.status.is_final]:
+                yield left.pop(one.id)
             remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if remaining_s is not None and remaining_s <= 0:
-                raise TimedOut(f"{plural(len(left), 'job')} did not end in time: {_listed(left)}.")
-            poll_s = min(get_engine(one.engine).poll_s for one in left)
+            if not left or (remaining_s is not None and remaining_s <= 0):
+                break
+            poll_s = min(get_engine(one.engine).poll_s for one in left.values())
             watch.wait(poll_s if remaining_s is None else min(poll_s, remaining_s))
-            found |= {one.id: get_engine(one.engine).job(one.id) for one in left}
+            current, errors = sorted_out(each(_query, left.values()))
+            left = {one.id: one for one in current}
+            yield from errors
     finally:
         watch.close()
-    return list(found.values())
+    if left:
+        listed = ", ".join(f"job {one.id} is {one.status.value}" for one in left.values())
+        yield TimedOut(f"{plural(len(left), 'job')} did not end in time: {listed}.")
 
 
 def describe(which: int | str) -> JobDescription:
@@ -197,27 +231,26 @@ def describe(which: int | str) -> JobDescription:
     return describe_job(job(which))
 
 
-def forget(*which: int, force: bool = False) -> None:
+def forget(*which: int | str, force: bool = False) -> None:
     """Remove jobs that have ended, with their files and output. Contents of buckets stay.
 
     Args:
+        which: numbers or names. A name means all jobs with it.
         force: remove them even if this loses files that are not in a bucket.
 
     Raises:
-        NotFound: a job does not exist.
-        Conflict: a job has not ended or, without `force`, has files that are not in their bucket.
+        NotFound: a job does not exist. All others were removed.
+        Conflict: a job has not ended or, without `force`, has files that are not in their bucket. All others
+            were removed.
     """
-    for number in which:
-        find_engine(number).forget(number, force=force)
+    found, errors = sorted_out(each(find, which))
+    jobs = {one.id: one for jobs in found for one in jobs}
+    results = each(lambda one: get_engine(one.engine).forget(one.id, force=force), jobs.values())
+    all_of([*results, *errors])
 
 
-def _awaited(which: int | str) -> list[Job]:
-    found = find(which)
-    return [one for one in found if not one.status.is_final] or found[-1:]
-
-
-def _listed(jobs: list[Job]) -> str:
-    return ", ".join(f"job {one.id} is {one.status.value}" for one in jobs)
+def _query(known: Job) -> Job:
+    return get_engine(known.engine).job(known.id)
 
 
 def _status(value: JobStatus | str) -> JobStatus:

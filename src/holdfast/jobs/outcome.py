@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
+
+_MAX_CHARS = 400
 
 
 class Phase(str, Enum):
@@ -29,6 +32,7 @@ class Outcome:
     hung: str = ""  # place at which the training hung before it was ended
     diverged: str = ""  # why the training has ended after too many rollbacks
     unfit: str = ""  # failed checks of the node, because of which its commands were not started
+    unstarted: str = ""  # why its commands could not be started, such as a mount that failed
     is_stopped: bool = False  # killed by the controller, after another node's exit or a cancellation
 
     @property
@@ -67,6 +71,8 @@ class Outcome:
             return "was lost"
         if self.unfit:
             return f"is not fit for the job: {self.unfit}"
+        if self.unstarted:
+            return f"could not start: {self.unstarted}"
         if self.hung:
             return f"hung ({self.hung})"
         if self.diverged:
@@ -78,6 +84,17 @@ class Outcome:
         if self.is_success:
             return "finished"
         return f"failed in {self.phase.value} with status {self.code}{_hint(self.code or 0)}"
+
+
+def unstarted(why: str) -> Outcome:
+    """Return the outcome of a node whose commands could not be started."""
+    line = why.partition("\n")[0]
+    return Outcome(Phase.SETUP, code=1, unstarted=line[:_MAX_CHARS])
+
+
+def own_ends(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
+    """Return the outcomes of nodes that failed by themselves, the first to end first."""
+    return {node: one for node, one in outcomes.items() if not one.is_success and not one.is_stopped}
 
 
 def _name(number: int) -> str:

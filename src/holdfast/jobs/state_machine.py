@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from holdfast import backoff
 from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, is_same
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.status import JobStatus
 
 MAX_BARREN = 5
@@ -343,7 +343,7 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
                 life, lost, has_advanced=has_advanced, is_barren=True, is_external=True, policy=policy
             )
         return dataclasses.replace(life, status=JobStatus.SUCCEEDED, reason=""), ()
-    own = [one for one in outcomes.values() if not one.is_success and not one.is_stopped]
+    own = own_ends(outcomes).values()
     summary = describe_outcomes(outcomes)
     last_hung, hung = life.hung, next((one.hung for one in own if one.is_hung), "")
     life = dataclasses.replace(life, hung=hung)
@@ -367,6 +367,7 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
             is_external=False,
             policy=policy,
         )
+    why = f"{summary}: {event.cause.error}" if event.cause and event.cause.error else summary
     in_setup = any(one.phase is Phase.SETUP for one in own)
     failed = JobStatus.FAILED_SETUP if in_setup else JobStatus.FAILED
     life = _with_cause(life, event)
@@ -377,12 +378,12 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
         )
         return dataclasses.replace(life, status=failed, reason=reason), ()
     if life.num_errors >= policy.max_restarts:
-        return dataclasses.replace(life, status=failed, reason=summary + _spent(policy)), ()
+        return dataclasses.replace(life, status=failed, reason=why + _spent(policy)), ()
     life = dataclasses.replace(life, num_errors=life.num_errors + 1)
     is_known = has_advanced is not None
     return _recover(
         life,
-        _joined(summary, lost),
+        _joined(why, lost),
         has_advanced=has_advanced,
         is_barren=is_known,
         is_external=False,
@@ -440,8 +441,7 @@ def pause_s(num_hurried: int, is_external: bool) -> float:
 
 def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:
     """Return why the attempt ended, for people."""
-    own = {node: one for node, one in outcomes.items() if not one.is_success and not one.is_stopped}
-    return "; ".join(f"node {node} {one.describe()}" for node, one in sorted(own.items()))
+    return "; ".join(f"node {node} {one.describe()}" for node, one in sorted(own_ends(outcomes).items()))
 
 
 def exit_status(life: JobState) -> int:
@@ -454,8 +454,8 @@ def exit_status(life: JobState) -> int:
         return 0
     if life.status not in (JobStatus.FAILED, JobStatus.FAILED_SETUP):
         return 1
-    own = [one for _, one in sorted(life.outcomes.items()) if not one.is_success and not one.is_stopped]
-    first = own[0] if own else None
+    own = own_ends(life.outcomes)
+    first = own[min(own)] if own else None
     if first is None or first.is_lost:
         return 1
     return first.code or 128 + (first.killed_by or 0)

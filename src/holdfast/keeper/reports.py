@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from holdfast.environment import report_progress
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, RetryLater
 from holdfast.health.replicas import ReplicaDifference
 from holdfast.home.history import History
@@ -23,12 +24,14 @@ class Reports:
 
     Args:
         tier: tier that saves are committed in first.
+        home: home of the run, as the job knows it.
     """
 
-    def __init__(self, history: History, inbox: TrainerInbox, tier: str) -> None:
+    def __init__(self, history: History, inbox: TrainerInbox, tier: str, home: str) -> None:
         self.history = history
         self.tier = tier
         self._inbox = inbox
+        self._home = home
 
     # -- saves -----------------------------------------------------------------------------------------------
 
@@ -39,11 +42,18 @@ class Reports:
 
     def committed(self, step: int, *, num_bytes: int, seconds: float) -> None:
         """Report that a save is committed."""
+        self._report_to_job(step)
         self._report("committed", messages.SaveDurable(step), step=step, num_bytes=num_bytes, seconds=seconds)
 
     def durable(self, step: int) -> None:
         """Report that a node-local save is durable. Its commit is recorded later."""
+        self._report_to_job(step)
         self._inbox.reply(messages.SaveDurable(step))
+
+    def _report_to_job(self, step: int) -> None:
+        """Report a checkpoint to the job, if any. The trainer may be dead by now."""
+        if self.history.writer.rank == 0:
+            report_progress(self._home, step)
 
     def failed(self, step: int, error: HoldfastError) -> None:
         """Report that a save has failed, or that a newer attempt has fenced this one."""

@@ -80,7 +80,7 @@ class Worker:
         if config.claim:
             wait_for_run(self._store, config.run, inbox)
         history = History(self._store, config.writer)
-        self._reports = Reports(history, inbox, "home" if config.local is None else "local")
+        self._reports = Reports(history, inbox, "home" if config.local is None else "local", config.home)
         self._killed_step = KilledStep(pulse, history)
         self._files = SaveFiles(self._store, config, history)
         self._arenas = MappedArenas()

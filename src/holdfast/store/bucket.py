@@ -14,7 +14,7 @@ from holdfast.failpoint import failpoint
 from holdfast.format.names import check_size
 from holdfast.store.address import AZURE, S3, Address, parse_address
 from holdfast.store.append_log import shared_logs
-from holdfast.store.client_errors import ErrorKind, classify
+from holdfast.store.client_errors import classify
 from holdfast.store.clients import Clients, check_process, load_library
 from holdfast.store.contract import (
     Buffer,
@@ -25,6 +25,7 @@ from holdfast.store.contract import (
     as_bytes,
     ends_early,
 )
+from holdfast.store.error_codes import ErrorKind
 from holdfast.store.multipart import MultipartBody
 from holdfast.store.object_names import check_name, check_prefix
 from holdfast.store.retries import Retries, StoreRequest, TryAgain, not_found
@@ -215,9 +216,7 @@ class ObjectStore(Store):
         self._logs.flush(name)
         key = self._address.key(name)
         try:
-            return self._retries.call(
-                StoreRequest("find", name), lambda client: self._library.head(client, key)
-            )["size"]
+            return self._retries.call(StoreRequest("find", name), lambda client: self._size(client, key))
         except NotFound:
             return None
 
@@ -321,6 +320,18 @@ class ObjectStore(Store):
 
         if not self._retries.call(StoreRequest("write", name, len(view)), create):
             raise already_exists(self._place(name), name)
+
+    def _size(self, client: Any, key: str) -> int:
+        """Return the size of an object.
+
+        An answer to HEAD has no body, and so no code: a refused one is repeated as GET, for its reason.
+        """
+        try:
+            return self._library.head(client, key)["size"]
+        except self._clients.client_errors as error:
+            if classify(error).kind not in (ErrorKind.DENIED, ErrorKind.LASTING):
+                raise
+            return self._library.get(client, key).meta["size"]
 
     def _is_ours(self, client: Any, name: str, view: memoryview) -> bool | None:
         """Return True if the object holds our bytes. None means that it is absent or unreadable now."""

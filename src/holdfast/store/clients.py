@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import os
 import threading
+import urllib.error
+import urllib.request
 from datetime import timedelta
 from typing import Any
 
@@ -147,8 +150,7 @@ def _s3_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
     }
     if endpoint:
         settings["endpoint"] = endpoint.rstrip("/")
-    known = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if region := address.option("region") or known or shared_region(profile):
+    if region := region_of(address):
         settings["region"] = region
     if sse := address.option("sse"):
         settings["server_side_encryption"] = sse
@@ -159,6 +161,31 @@ def _s3_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
     if not address.is_on("anonymous") and (provider := shared_credentials(profile)):
         settings["credential_provider"] = provider
     return settings
+
+
+def region_of(address: Address) -> str | None:
+    """Return the region that an address or the environment names for S3."""
+    known = first_set(("AWS_REGION", "AWS_DEFAULT_REGION"))
+    return address.option("region") or known or shared_region(address.option("profile"))
+
+
+def ask_region(url: str) -> str:
+    """Return the region that the store names in an answer to a request without keys.
+
+    It is "" if the store does not name it.
+
+    Blocks: at most a few seconds.
+    """
+    request = urllib.request.Request(url.partition("?")[0], method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=_CONNECT_TIMEOUT_S) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except (OSError, ValueError, http.client.HTTPException):
+        return ""
+    region = headers.get("x-amz-bucket-region") or ""
+    return region if region.replace("-", "").isalnum() else ""
 
 
 def _integrity_settings(address: Address, endpoint: str | None) -> dict[str, Any]:

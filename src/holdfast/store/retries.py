@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from holdfast import backoff
 from holdfast.errors import Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.store.address import Address
-from holdfast.store.client_errors import ClientError, ErrorKind, classify
-from holdfast.store.clients import Clients
+from holdfast.store.address import S3, Address
+from holdfast.store.client_errors import ClientError, classify
+from holdfast.store.clients import Clients, ask_region, region_of
 from holdfast.store.command_limit import command_limit
+from holdfast.store.error_codes import REGION, ErrorKind
 from holdfast.units import format_duration, plural
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
@@ -85,7 +86,7 @@ class Retries:
                 client_error = classify(error)
             if client_error.kind is ErrorKind.PAST_END and past_end is not None:
                 return past_end
-            if client_error.kind is ErrorKind.CREDENTIALS and not is_renewed:
+            if client_error.kind is ErrorKind.DENIED and not is_renewed:
                 is_renewed = True  # keys may have been renewed since the client read them
                 self._clients.drop()
                 continue
@@ -111,16 +112,26 @@ class Retries:
             return InvalidInput(f"{failed} Objects cannot have this name.", key=name)
         if kind is ErrorKind.NOT_OFFERED:
             return Unsupported(f"{failed} This server does not support it.", key=name)
-        if kind is ErrorKind.CREDENTIALS:
-            advice = (
-                "The store rejected the credentials, or they do not allow this, even after reading them "
-                "again. If they have expired, renew them: the next try uses the new ones."
-            )
+        if kind in (ErrorKind.DENIED, ErrorKind.CLOCK, ErrorKind.MISCONFIGURED, ErrorKind.FULL):
+            advice = client_error.advice
+            if advice is REGION and self._address.protocol == S3:
+                advice = self._right_region(client_error)
             return Denied(f"{failed} {advice}", key=name)
         tried = f"Given up after {format_duration(time.monotonic() - request.began_s)}"
         tries, limit_s = plural(request.num_tries, "try", "tries"), self._limit_s(request)
         limit = f" and {tries} (limit {format_duration(limit_s)})"
         return RetryLater(f"{failed} {tried}{limit if kind is ErrorKind.PASSING else ''}.", key=name)
+
+    def _right_region(self, client_error: ClientError) -> str:
+        """Return the region that the store names, and how to use it."""
+        used = region_of(self._address) or "us-east-1, the default"
+        region = client_error.region or (ask_region(client_error.url) if client_error.url else "")
+        if not region:
+            return f"{REGION} This request was for {used}: set `region=` in the URL, or correct its endpoint."
+        return (
+            f"The bucket is in region {region}, and this request was for {used}. Append `region={region}` "
+            f"to the options of the URL, or set AWS_REGION={region}."
+        )
 
     def _limit_s(self, request: StoreRequest) -> float:
         limit_s = self._address.timeout_s if request.limit_s is None else request.limit_s

@@ -109,6 +109,26 @@ def test_an_error_fails_the_job_and_its_reason_has_the_end_of_the_log(harness: J
     assert "the reason" in failed.reason
 
 
+def test_the_last_lines_are_those_of_the_node_that_failed(harness: JobHarness) -> None:
+    job = harness.submit(
+        "echo of node $SKYPILOT_NODE_RANK; if [ $SKYPILOT_NODE_RANK = 1 ]; then exit 10; fi; sleep 1000",
+        head="num_nodes: 2",
+    )
+    failed = harness.wait(job)
+    assert failed.reason.startswith("node 1 failed in run with status 10")
+    assert "The last lines of node 1:" in failed.reason
+    assert "of node 1" in failed.reason
+    assert "of node 0" not in failed.reason, "it was stopped because of the other"
+
+
+def test_why_has_the_line_that_names_the_error(harness: JobHarness) -> None:
+    said = "holdfast.errors.Conflict: /runs/a is being written by attempt 1: process 7 on host x."
+    failed = harness.wait(harness.submit(f"echo Traceback; echo '{said}'; exit 1"))
+    assert failed.reason.partition("\n")[0] == f"node 0 failed in run with status 1: {said}"
+    failed = harness.wait(harness.submit("echo epoch 3, loss 0.1; exit 1"))
+    assert failed.reason.partition("\n")[0] == "node 0 failed in run with status 1"
+
+
 def test_errors_restart_up_to_the_limit(harness: JobHarness) -> None:
     job = harness.submit(
         "[ $HOLDFAST_ATTEMPT = 2 ] || exit 7", head="resources: {job_recovery: {max_restarts_on_errors: 1}}"

@@ -294,6 +294,19 @@ def test_a_job_whose_bucket_is_unreachable_does_not_start(
     assert "never" not in harness.log(job)
 
 
+def test_why_names_the_mount_that_failed_and_no_setup_that_the_task_has_not(
+    harness: JobHarness, s3: Server
+) -> None:
+    url = s3.home("x").replace("s3://test/", "s3://none-such/")
+    ended = harness.wait(
+        harness.submit("echo never", head=f'file_mounts: {{out: {{source: "{url}", mode: MOUNT_CACHED}}}}')
+    )
+    why = ended.reason.partition("\n")[0]
+    assert why.startswith("node 0 could not start: "), why
+    assert "none-such" in why
+    assert "setup" not in why
+
+
 # -- copies ----------------------------------------------------------------------------------------------
 
 
@@ -389,3 +402,4 @@ def test_a_bucket_that_grows_above_the_limit_ends_the_job(harness: JobHarness, p
     ended = harness.wait(job)
     assert ended.status in (JobStatus.FAILED, JobStatus.FAILED_SETUP), harness.describe(job)
     assert "more than its limit of 1.0 MB" in harness.log(job)
+    assert "failed in setup" not in ended.reason

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
+from holdfast.jobs.node import copies
 from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.skyignore import ignored_paths
 from holdfast.jobs.node.workdir import copy_without_ignored
@@ -146,3 +150,120 @@ def test_a_missing_repository_starts_nothing(
         harness.submit("true", head=f"workdir: {workdir.format(path=repository)}")
     assert harness.engine.jobs() == []
     assert not [path for path in harness.state.glob("jobs/*") if path.is_dir()]
+
+
+def test_a_skyignore_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".skyignore").write_bytes("a\ncafé\n".encode("latin-1"))
+    with pytest.raises(InvalidInput, match=r"\.skyignore:2: expected UTF-8.*Save it as UTF-8"):
+        ignored_paths(tmp_path)
+
+
+# -- copies ----------------------------------------------------------------------------------------------
+
+
+def _hollow(path: Path) -> None:
+    """Write a file of 1 GiB with two pages of data."""
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+        file.seek(300 << 20)
+        file.write(b"x" * 4096)
+        file.seek((1 << 30) - 4096)
+        file.write(b"y" * 4096)
+
+
+@pytest.mark.parametrize("has_copy_file_range", [True, False])
+def test_holes_of_a_file_stay_holes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_copy_file_range: bool
+) -> None:
+    if not has_copy_file_range:
+        monkeypatch.delattr(os, "copy_file_range")
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    _hollow(source / "hollow")
+    put(source, small="text", empty="")
+    (source / "small").chmod(0o750)
+    copy_without_ignored(source, copy, job_folder(tmp_path / "state", 1))
+    status = (copy / "hollow").stat()
+    assert status.st_size == 1 << 30
+    assert status.st_blocks * 512 < 1 << 20
+    with (copy / "hollow").open("rb") as file:
+        assert (file.seek(300 << 20), file.read(4097)) == (300 << 20, b"x" * 4096 + b"\0")
+        file.seek(-4096, os.SEEK_END)
+        assert file.read() == b"y" * 4096
+    assert (copy / "small").read_text() == "text"
+    assert (copy / "small").stat().st_mode & 0o777 == 0o750
+    assert (copy / "empty").read_text() == ""
+
+
+def test_holes_of_a_mounted_file_stay_holes_too(harness: JobHarness) -> None:
+    _hollow(harness.folder / "data.bin")
+    job = harness.submit(
+        "stat -c '%s %b' data.bin", head=f"file_mounts: {{data.bin: {harness.folder / 'data.bin'}}}"
+    )
+    harness.wait(job)
+    (copy,) = harness.files(job).copies.iterdir()
+    assert (copy.stat().st_size, copy.stat().st_blocks * 512 < 1 << 20) == (1 << 30, True)
+
+
+def test_a_workdir_has_a_limit_and_its_largest_file_is_shown(
+    harness: JobHarness, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = harness.folder / "work"
+    put(work, data__big="x" * (1 << 20), small="x")
+    head = f"workdir: {work}\nnum_nodes: 2\nenvs: {{HOLDFAST_COPY_LIMIT: %s}}"
+    with pytest.raises(InvalidInput, match=r"1.0 MB in 2 files, copied 2 times.*data/big.*\.skyignore"):
+        harness.submit("true", head=head % "1500KiB")
+    assert harness.engine.jobs() == []
+    monkeypatch.setattr(copies, "_SHOWN_BYTES", 1 << 20)
+    job = harness.submit("true", head=head % "none")
+    shown = capsys.readouterr().err
+    assert "1.0 MB in 2 files, copied 2 times" in shown
+    assert "data/big" in shown
+    harness.wait(job)
+    (work / ".skyignore").write_text("data\n")
+    harness.wait(harness.submit("true", head=head % "1MiB"))
+
+
+_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from holdfast.errors import Denied
+from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.node.workdir import create_workdir
+from holdfast.jobs.task.parser import parse_task, Overrides
+os.setgid(65534), os.setuid(65534)
+task = parse_task(f"workdir: {sys.argv[1]}\\nrun: x", "task.yaml", Overrides())
+try:
+    create_workdir(task, job_folder(Path("/nowhere"), 1))
+except Denied as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_files_that_cannot_be_read_are_named_before_anything_is_copied(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # that of the test is closed to other users
+    try:
+        put(folder, a="", deep__b="", deep__c="")
+        folder.chmod(0o755)
+        for name in ("a", "deep/b"):
+            (folder / name).chmod(0)
+        done = subprocess.run(
+            [sys.executable, "-c", _AS_NOBODY, str(folder)], capture_output=True, text=True, check=False
+        )
+    finally:
+        shutil.rmtree(folder)
+    assert f"cannot read {folder}/a, {folder}/deep/b. Change the permissions." in done.stdout, done.stderr
+    assert "('" not in done.stdout
+
+
+def test_what_could_not_be_copied_is_named_in_words(tmp_path: Path) -> None:
+    put(tmp_path / "source", a="", b="")
+    (tmp_path / "to").mkdir()
+
+    def vanishing(folder: str, _: list[str]) -> list[str]:
+        (Path(folder) / "a").unlink()
+        return []
+
+    with pytest.raises(OSError, match=r"could not copy .*/source/a: .*No such file"):
+        copies.copy_tree(tmp_path / "source", tmp_path / "to" / "copy", vanishing)

@@ -98,7 +98,8 @@ def test_the_status_is_skypilot_s_until_the_job_has_ended(sky: FakeSky) -> None:
     sky.be("down")
     told = engine.job(number)
     assert (told.status, told.recoveries) == (JobStatus.RECOVERING, 1), "as it was when it was last looked at"
-    assert "SkyPilot does not answer" in told.reason
+    assert told.reason.splitlines()[0] == "SkyPilot does not answer", "the row of `queue`"
+    assert "no server" in told.reason
     sky.be("down", yes=False)
     sky.report(status="SUCCEEDED", recovery_count=2, start_at=5.0, end_at=9.0)
     ended = engine.job(number)

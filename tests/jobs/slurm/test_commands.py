@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli import main
 from holdfast.errors import RetryLater
+from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.slurm import commands
+from holdfast.jobs.slurm.engine import SlurmEngine
+from holdfast.jobs.task.parser import Overrides, parse_task
 
 
 @pytest.fixture
@@ -58,3 +62,31 @@ def test_a_refused_submission_has_a_fix(calls: Path, refusal: str, fix: str) -> 
     with pytest.raises(RetryLater, match=fix) as caught:
         commands.submit(calls)
     assert refusal in str(caught.value)
+
+
+def test_the_queue_shows_once_that_slurm_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not in each row, of which there may be hundreds."""
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    away = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    for name, text in {"sbatch": "echo 101", "squeue": f"echo '{away}' >&2\nexit 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    task = parse_task("name: gpt\nrun: sleep 1", "task.yaml", Overrides())
+    for _ in range(3):
+        SlurmEngine().submit(task)
+    assert main(["queue"]) == 0
+    shown = capsys.readouterr()
+    rows = shown.out.splitlines()[1:]
+    assert [row.rstrip().endswith("Slurm does not answer") for row in rows] == [True] * 3
+    assert shown.err.startswith("holdfast: Slurm does not answer: `squeue")
+    assert shown.err.count(away) == 1
+    job_folder(tmp_path / "state", 2).path.joinpath("story.json").write_text("torn")
+    assert main(["queue"]) == 0
+    assert "not a valid state" in " ".join(capsys.readouterr().out.split()), (
+        "of one job; the others are listed"
+    )
+    assert main(["describe", "3"]) == 0
+    assert away in " ".join(capsys.readouterr().out.split())

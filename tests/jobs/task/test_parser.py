@@ -151,6 +151,7 @@ def test_nested_problems_have_their_path() -> None:
         ("name: x\n", "run: expected the commands of the job, found nothing"),
         ("run: a\nrun: b\n", ":2: duplicate key 'run', also in line 1"),
         ("run: [a\n", "invalid YAML"),
+        ("name: x\nrun: echo \x07\n", ":2: U+0007 is not allowed in YAML. Remove it."),
         ("run: x\nenvs:\n  A:\n", ":3: envs.A: A has no value: give it here, or with --env A=VALUE"),
         (
             "run: x\nsecrets: [TOKEN]\n",
@@ -372,3 +373,20 @@ def test_any_file_is_parsed_or_rejected_with_an_explanation(tree: dict[str, obje
     again = task_of(to_yaml(task), **task.secrets)
     assert again.run == task.run
     assert again.accelerators.choices == task.accelerators.choices
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("name: x\nrun: echo café\n".encode("latin-1"), r":2: expected UTF-8, found the byte 0xe9.* Latin-1"),
+        ("name: x\nrun: a\n".encode("utf-16"), ":1: expected UTF-8, found UTF-16"),
+        ("name: x\nrun: a\n".encode("utf-16-le"), r":1: U\+0000 is not allowed"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused_with_its_line(tmp_path: Path, data: bytes, said: str) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_bytes(data)
+    with pytest.raises(InvalidInput, match=said + r".*Save it as UTF-8\."):
+        load_task(path)
+    path.write_bytes(b"\xef\xbb\xbfname: x\nrun: a\n")
+    assert load_task(path).name == "x"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import getpass
 import os
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.errors import HoldfastError, NotFound, RetryLater, Unsupported
-from holdfast.jobs.engine import Job, UnsupportedKey
+from holdfast.jobs.engine import Job, UnsupportedKey, each
 from holdfast.jobs.environment import JobPipeline, create_task_id
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.job_clock import is_of_earlier_boot
@@ -200,9 +201,9 @@ class LocalEngine(RecordedEngine):
         return self._request(number, "cancel")
 
     @override
-    def cancel_all(self, numbers: Sequence[int]) -> list[Job]:
+    def cancel_all(self, numbers: Sequence[int]) -> list[Job | HoldfastError]:
         ended = self._end_waiting(numbers)
-        return [ended.get(number) or self.cancel(number) for number in numbers]
+        return list(each(lambda number: ended.get(number) or self.cancel(number), numbers))
 
     def _end_waiting(self, numbers: Sequence[int]) -> dict[int, Job]:
         """Cancel those jobs that wait behind others, in this process.
@@ -214,8 +215,9 @@ class LocalEngine(RecordedEngine):
         found: dict[int, Job] = {}
         for number in numbers:
             is_behind = claims.shortage(number) and number not in claims.leading
-            if is_behind and cancel_without_controller(records, job_folder(self._state, number), number):
-                found[number] = self._job(records.get(number), Claims())
+            with contextlib.suppress(HoldfastError):  # `cancel` raises it again
+                if is_behind and cancel_without_controller(records, job_folder(self._state, number), number):
+                    found[number] = self._job(records.get(number), Claims())
         if found:
             lead_on(records, self._state)  # one of them may just have become the first that waits
         return found

@@ -26,7 +26,7 @@ from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.node.spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.node.venv_variables import DEFAULT, NONE, VENV, activate
 from holdfast.jobs.node.virtual_environment import make_virtual_environment
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.output import log_limit
 from holdfast.jobs.output.log_sampler import LogSampler
 from holdfast.linux import locks
@@ -38,7 +38,7 @@ _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a trainer may have received with its shell, and may handle."""
 _CANNOT_START = 126
-_NO_MOUNTS = _UNFIT = 1
+_UNFIT = 1
 _LOOK_S = 1.0
 """Interval for checking the processes that the node needs."""
 
@@ -149,7 +149,7 @@ def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch, admiss
 
 def _cannot_start(why: str, log: int) -> Outcome:
     os.write(log, f"holdfast: the job cannot start: {why}\n".encode())
-    return Outcome(Phase.SETUP, code=_NO_MOUNTS)
+    return unstarted(why)
 
 
 def _prepare_venv(plan: NodeSpec, folder: Path, log: int) -> str:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from holdfast.documents import decode_text
 from holdfast.errors import RetryLater
 
 _SKYIGNORE = ".skyignore"
@@ -33,11 +34,13 @@ def ignored_paths(folder: Path) -> frozenset[str]:
 
     Raises:
         RetryLater: git failed.
+        InvalidInput: the `.skyignore` is not UTF-8.
 
     Source: skypilot 0.14.1, sky/data/storage_utils.py, so that SkyPilot and Holdfast copy the same files.
     """
     if (folder / _SKYIGNORE).is_file():
-        return _by_patterns(folder, (folder / _SKYIGNORE).read_text(encoding="utf-8"))
+        path = folder / _SKYIGNORE
+        return _by_patterns(folder, decode_text(path.read_bytes(), str(path)))
     return _by_git(folder)
 
 

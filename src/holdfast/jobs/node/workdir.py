@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from holdfast.errors import NotFound
+from holdfast.jobs.node.copies import Ignore, check_copy, copy_tree
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_plan import left_out
 from holdfast.jobs.node.repository import check_git, clone
@@ -32,12 +32,17 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
     """Create a workdir for every node.
 
     Raises:
-        HoldfastError: see `clone`.
+        HoldfastError: see `clone` and `check_copy`.
         OSError: copying failed.
 
     Blocks: while files are copied.
     """
     source = Path(task.workdir) if task.workdir is not None else None
+    ignore = _left_out(source, folder) if source is not None else None
+    if source is not None and ignore is not None:
+        what = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
+        way_out = "Leave files out with a line in .skyignore or .gitignore, or mount them with file_mounts."
+        check_copy(source, ignore, task.envs, num_copies=task.num_nodes, what=what, way_out=way_out)
     for rank in range(task.num_nodes):
         to = folder.workdir(rank)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -46,9 +51,9 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
             with folder.log(0).open("a") as log:
                 log.write(f"holdfast: workdir is {redact(task.repository.url)} at commit {commit}\n")
         elif task.repository is not None:
-            shutil.copytree(folder.workdir(0), to, symlinks=True)
+            copy_tree(folder.workdir(0), to)
         elif source is not None:
-            copy_without_ignored(source, to, folder)
+            copy_tree(source, to, ignore)
         else:
             to.mkdir()
 
@@ -58,10 +63,15 @@ def copy_without_ignored(source: Path, to: Path, job: JobFolder) -> None:
 
     Blocks: while files are copied.
     """
+    copy_tree(source, to, _left_out(source, job))
+
+
+def _left_out(source: Path, job: JobFolder) -> Ignore:
+    """Return a function that names what a copy of a workdir does not contain."""
     ignored, is_left_out = ignored_paths(source), left_out(job)
 
     def ignore(folder: str, names: list[str]) -> list[str]:
         here = Path(folder).relative_to(source)
         return [*is_left_out(folder, names), *(name for name in names if str(here / name) in ignored)]
 
-    shutil.copytree(source, to, symlinks=True, ignore=ignore)
+    return ignore

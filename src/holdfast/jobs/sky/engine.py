@@ -91,7 +91,7 @@ class SkyEngine(RecordedEngine):
         try:
             managed, trouble = commands.queue(), ""
         except (RetryLater, Unsupported) as error:
-            managed, trouble = [], str(error).partition("\n")[0]
+            managed, trouble = [], str(error)
         return [Job.of(self._now(record, managed, trouble)) for record in records]
 
     def _now(self, record: JobRecord, managed: list[ManagedJob], trouble: str) -> JobRecord:
@@ -99,7 +99,7 @@ class SkyEngine(RecordedEngine):
         if record.life.status.is_final:
             return record
         if trouble:
-            reason = f"SkyPilot does not answer: {trouble}"
+            reason = f"SkyPilot does not answer\n{trouble}"
             return dataclasses.replace(record, life=dataclasses.replace(record.life, reason=reason))
         one = _find(record, managed)
         if one is None:

@@ -24,7 +24,7 @@ from holdfast.jobs.node.mounts.relocation import moved_links, remove_shared_link
 from holdfast.jobs.node.mounts.scratch import is_scratch_path
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used
 from holdfast.jobs.notifications.notifier import wait_for_notifier
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
@@ -470,7 +470,7 @@ def _with_retries(call: Callable[[], _T]) -> _T:
 
 def _needs_other_machines(state: JobState, num_nodes: int) -> bool:
     """Return True if the attempt ended because of its machines."""
-    own = [one for one in _outcomes(state, num_nodes) if not one.is_success and not one.is_stopped]
+    own = own_ends(dict(enumerate(_outcomes(state, num_nodes)))).values()
     return state.is_noticed or any(one.is_lost or one.is_preempted or one.unfit for one in own)
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from holdfast.entry import command
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
-from holdfast.jobs.engine import Job, UnsupportedKey
+from holdfast.jobs.engine import Job, UnsupportedKey, each
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.node.folder import JobFolder, job_folder
@@ -202,8 +202,11 @@ class SlurmEngine(RecordedEngine):
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
         # Slurm is queried once, for all jobs that have not ended.
-        found = records
-        stories = {one.id: self._files(one.id).read_state() for one in found if not one.life.status.is_final}
+        found = [one for one in records if not one.life.status.is_final]
+        results = zip(found, each(lambda one: self._files(one.id).read_state(), found), strict=True)
+        read = {one.id: result for one, result in results}
+        stories = {number: one for number, one in read.items() if not isinstance(one, HoldfastError)}
+        broken = {number: str(one) for number, one in read.items() if isinstance(one, HoldfastError)}
         outer = {one.id: stories[one.id].slurm_id or one.engine_job_id for one in found if one.id in stories}
         open_ids = [
             slurm_id
@@ -215,7 +218,10 @@ class SlurmEngine(RecordedEngine):
         except (RetryLater, Unsupported) as error:
             queued, trouble = {}, str(error)
         return [
-            self._job(one, stories.get(one.id), queued.get(outer.get(one.id) or ""), trouble) for one in found
+            Job.of(one, life=dataclasses.replace(one.life, reason=broken[one.id]))
+            if one.id in broken
+            else self._job(one, stories.get(one.id), queued.get(outer.get(one.id) or ""), trouble)
+            for one in records
         ]
 
     def _job(
@@ -250,7 +256,7 @@ class SlurmEngine(RecordedEngine):
         if life.status.is_final:
             return life
         if trouble:
-            return dataclasses.replace(life, reason=f"Slurm does not answer: {trouble}")
+            return dataclasses.replace(life, reason=f"Slurm does not answer\n{trouble}")
         files = self._files(record.id)
         slurm_id = story.slurm_id or record.engine_job_id
         if not slurm_id:

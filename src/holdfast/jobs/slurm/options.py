@@ -15,10 +15,36 @@ GRACE_S = 60
 """Default time before the end at which Slurm sends its notice."""
 FURTHER = "config.slurm.sbatch_options"
 """Key of a task file for more options, which SkyPilot's parser accepts."""
-_OURS = (
-    *("job-name", "nodes", "ntasks", "ntasks-per-node", "chdir", "output", "error", "input", "open-mode"),
-    *("requeue", "no-requeue", "comment", "array", "wrap", "wait", "parsable", "hold", "export", "kill-on"),
-)
+_NODES_WAY = "the number of nodes is `num_nodes`, and `run` starts once on each"
+_LOGS_WAY = "the output of all nodes is in `holdfast logs`"
+_REQUEUE_WAY = "it requeues a job after a preemption and, as `resources.job_recovery` says, after errors"
+_OURS = {
+    "job-name": "use `name`, or --name",
+    "comment": "it recognises its jobs by it",
+    "nodes": _NODES_WAY,
+    "ntasks-per-node": _NODES_WAY,
+    "chdir": "commands start in the workdir, which `workdir` names",
+    "output": _LOGS_WAY,
+    "open-mode": _LOGS_WAY,
+    "requeue": _REQUEUE_WAY,
+    "parsable": "it reads what sbatch prints",
+}
+"""Options that Holdfast sets, with the way to what a user may want."""
+_REFUSED = {
+    "array": (
+        "launch the file once for each value: "
+        "`for i in 1 2 3; do holdfast launch FILE --on slurm --env I=$i; done`"
+    ),
+    "ntasks": _NODES_WAY,
+    "error": _LOGS_WAY,
+    "input": "standard input is empty; read a file instead",
+    "no-requeue": _REQUEUE_WAY,
+    "wrap": "the commands are those of `run`",
+    "wait": "use `holdfast launch --attach` or `holdfast wait`",
+    "hold": "use `begin` with a time, or `scontrol hold` after the launch",
+    "export": "use `envs` and `secrets`, or --env and --secret",
+}
+"""Options that would break a job, with the way to what a user may want."""
 _CONTAINERS = frozenset({"container", "container-image"})
 """Options with which Slurm itself, or Pyxis, a plugin for it, runs a job in a container."""
 _NODES = frozenset({"nodelist", "nodefile"})
@@ -70,8 +96,10 @@ def grace_s(options: Options) -> float:
 
 def _check(task: Task, option: str, value: Any) -> None:
     where = _where(task, f"{FURTHER}.{option}", FURTHER)
-    if option in _OURS:
-        raise InvalidInput(f"{where}: Holdfast sets --{option} itself. Nothing was started.")
+    if way := _OURS.get(option):
+        raise InvalidInput(f"{where}: Holdfast sets --{option} itself: {way}. Nothing was started.")
+    if way := _REFUSED.get(option):
+        raise InvalidInput(f"{where}: --{option} is not possible here: {way}. Nothing was started.")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or "\n" in str(value):
         raise InvalidInput(
             f"{where}: expected an option of sbatch and its value, found {option!r}: {value!r}."

@@ -26,7 +26,7 @@ from holdfast.jobs.node.mounts.unsent_files import write_unsent
 from holdfast.jobs.node.scripts import choose_venv, node_variables
 from holdfast.jobs.node.spec import NodeSpec, read_outcome, reserve_outcome, write_outcome
 from holdfast.jobs.node.venv_variables import install_here
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
 from holdfast.jobs.slurm.messages import Inbox, Message, write
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from holdfast.jobs.slurm.node_mounts import NodeMounts
 
 _LOOK_S = 1.0
-_NO_MOUNTS = 1
 _REMOVAL_S = 20.0
 """Time limit for removing the container. What is left is removed by the next attempt on this machine."""
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
@@ -197,7 +196,7 @@ class _Runner:
             log.write(f"{self._plan.headline}\nholdfast: the job cannot start: {why}\n")
         self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         reserve_outcome(self._node.ended)
-        write_outcome(self._node.ended, Outcome(Phase.SETUP, code=_NO_MOUNTS))
+        write_outcome(self._node.ended, unstarted(why))
 
     def _end_mounts(self) -> None:
         """Unmount, and upload until everything is in the buckets, or the time is over."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from holdfast.errors import InvalidInput, Unsupported
 
@@ -73,6 +74,11 @@ def parse_documents(text: str, name: str) -> list[Value]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise InvalidInput(f"{name}:{line}: invalid YAML: {error.problem or error}.") from error
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        number = int(error.character)
+        advice = "Remove it." if number else "Save it as UTF-8."
+        raise InvalidInput(f"{name}:{line}: U+{number:04X} is not allowed in YAML. {advice}") from error
     except yaml.YAMLError as error:
         raise InvalidInput(f"{name}: invalid YAML: {error}.") from error
     except RecursionError as error:

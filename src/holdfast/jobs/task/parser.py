@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from holdfast.documents import decode_text
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.accelerators import Accelerators, parse_accelerators
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus
@@ -51,12 +52,12 @@ def load_tasks(path: str | Path, overrides: Overrides | None = None) -> TaskFile
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = decode_text(path.read_bytes(), str(path))
     except FileNotFoundError as error:
         raise NotFound(
             f"The task file {path} does not exist. Give the path of a SkyPilot task file (YAML)."
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InvalidInput(f"Cannot read the task file {path}: {error}.") from error
     return parse_tasks(text, str(path), overrides)
 

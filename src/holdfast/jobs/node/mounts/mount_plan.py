@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from holdfast.jobs.node.copies import check_copy, copy_file, copy_tree
 from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.fetch_limit import fetch_limit
 from holdfast.jobs.node.mounts.job_links import Link, write_links
@@ -43,6 +43,9 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
         elif mount.source is None:
             source.mkdir(parents=True, exist_ok=True)
         if not mount.is_remote and mount.mode is MountMode.COPY:
+            way_out = "Mount a smaller folder, or use its path in the commands."
+            what = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
+            check_copy(source, left_out(folder), task.envs, num_copies=1, what=what, way_out=way_out)
             source = _copied(source, _own_path(folder, number), folder)
         is_private = mount in private
         if mount.is_inside and mount.target.startswith(("/", "~")):
@@ -59,9 +62,9 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
 def copy(source: Path, to: Path, job: JobFolder) -> None:
     """Copy a file or a folder for a job. Keeps symbolic links, and leaves out what `left_out` names."""
     if source.is_dir():
-        shutil.copytree(source, to, symlinks=True, ignore=left_out(job))
+        copy_tree(source, to, left_out(job))
     else:
-        shutil.copy2(source, to)
+        copy_file(source, to)
 
 
 def left_out(job: JobFolder) -> Callable[[str, list[str]], list[str]]:

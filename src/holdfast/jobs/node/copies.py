@@ -1,0 +1,143 @@
+"""Copies of files for jobs: limited in size, with holes kept, and blocks shared where possible."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from holdfast.errors import Denied, InvalidInput
+from holdfast.log import get_logger
+from holdfast.units import format_bytes, parse_bytes, plural
+
+LIMIT = "HOLDFAST_COPY_LIMIT"
+"""Variable of the task or the shell with the most bytes that one copy may take on all nodes, or `none`."""
+_DEFAULT = "10GiB"
+_SHOWN_BYTES = 1 << 30
+"""Size from which a copy is announced before it begins."""
+_NUM_SHOWN = 3
+_FICLONE = 0x40049409  # of ioctl_ficlone(2)
+_CHUNK_BYTES = 8 << 20
+
+Ignore = Callable[[str, list[str]], Iterable[str]]
+
+_log = get_logger("jobs")
+
+
+def check_copy(
+    source: Path, ignore: Ignore, envs: Mapping[str, str], *, num_copies: int, what: str, way_out: str
+) -> None:
+    """Check that a file or folder can be copied, and announce a long copy.
+
+    Args:
+        ignore: names what is left out, as for `shutil.copytree`.
+        envs: variables of the task.
+        num_copies: copies that will be made.
+        what: name for messages, with its place in the task file.
+        way_out: sentence about how to copy less.
+
+    Raises:
+        Denied: files cannot be read.
+        InvalidInput: the copies would take more than the limit, or the limit is not a size.
+    """
+    num_files = total = most = 0
+    largest, unreadable = source, list[str]()
+    for path in _files(source, ignore, unreadable):
+        status = path.lstat()
+        if not path.is_symlink() and not os.access(path, os.R_OK):
+            unreadable.append(str(path))
+        num_bytes = min(status.st_size, status.st_blocks * 512)  # without holes
+        num_files, total = num_files + 1, total + num_bytes
+        if num_bytes > most:
+            largest, most = path, num_bytes
+    if unreadable:
+        raise Denied(
+            f"{what}: this user cannot read {_listed(unreadable)}. Change the permissions. {way_out} "
+            "Nothing was started."
+        )
+    copies = f"{format_bytes(total)} in {plural(num_files, 'file')}"
+    copies += f", copied {num_copies} times" if num_copies > 1 else ""
+    text = envs.get(LIMIT) or os.environ.get(LIMIT) or _DEFAULT
+    limit = None if text.strip().lower() == "none" else parse_bytes(text, LIMIT)
+    size = f"{what}: {source} has {copies}. The largest file is {largest} ({format_bytes(most)})."
+    if limit is not None and total * num_copies > limit:
+        raise InvalidInput(
+            f"{size} The limit is {format_bytes(limit)}. {way_out} Or set {LIMIT} in `envs` to another "
+            "limit, or to none. Nothing was started."
+        )
+    if total * num_copies >= _SHOWN_BYTES:
+        _log.info("%s This may take minutes. %s", size, way_out)
+
+
+def copy_tree(source: Path, to: Path, ignore: Ignore | None = None) -> None:
+    """Copy a folder with symbolic links as they are.
+
+    Raises:
+        OSError: files could not be copied; the message names the first.
+
+    Blocks: while files are copied.
+    """
+    try:
+        shutil.copytree(source, to, symlinks=True, ignore=ignore, copy_function=copy_file)
+    except shutil.Error as error:
+        failed = [f"{one[0]}: {one[2]}" for one in error.args[0]]
+        raise OSError(errno.EIO, f"could not copy {_listed(failed)}") from None
+
+
+def copy_file(source: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
+    """Copy a file with its permissions and times. Its blocks are shared if the file system can do that."""
+    with Path(source).open("rb") as read, Path(to).open("wb") as written:
+        try:
+            fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
+        except OSError:
+            _copy_data(read.fileno(), written.fileno())
+    shutil.copystat(source, to)
+
+
+def _copy_data(read: int, written: int) -> None:
+    """Copy what is not a hole."""
+    end = os.fstat(read).st_size
+    os.ftruncate(written, end)
+    offset = 0
+    while offset < end:
+        try:
+            offset = os.lseek(read, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # the rest is a hole
+                return
+            raise
+        data_end = min(os.lseek(read, offset, os.SEEK_HOLE), end)
+        while offset < data_end:
+            num_bytes = _copy_some(read, written, offset, data_end - offset)
+            if not num_bytes:  # it was shortened meanwhile
+                os.ftruncate(written, offset)
+                return
+            offset += num_bytes
+
+
+def _copy_some(read: int, written: int, offset: int, most: int) -> int:
+    """Copy some bytes, and return their number."""
+    with contextlib.suppress(OSError, AttributeError):  # between file systems, or on an old C library
+        if num_bytes := os.copy_file_range(read, written, most, offset, offset):
+            return num_bytes
+    return os.pwrite(written, os.pread(read, min(most, _CHUNK_BYTES), offset), offset)
+
+
+def _files(source: Path, ignore: Ignore, unreadable: list[str]) -> Iterator[Path]:
+    """Yield the files of a copy. Folders that cannot be read are appended to `unreadable`."""
+    if not source.is_dir():
+        yield source
+        return
+    for folder, folders, names in os.walk(source, onerror=lambda error: unreadable.append(error.filename)):
+        left_out = set(ignore(folder, [*folders, *names]))
+        folders[:] = [name for name in folders if name not in left_out]
+        yield from (Path(folder, name) for name in names if name not in left_out)
+
+
+def _listed(found: list[str]) -> str:
+    left = len(found) - _NUM_SHOWN
+    return ", ".join(found[:_NUM_SHOWN]) + (f" and {left} more" if left > 0 else "")

@@ -227,7 +227,7 @@ class Interrupted(torch.optim.SGD):
         if at == {AT}:
             signal_all(signal.SIGTERM, "each").wait()
             for worker in workers:
-                worker.join()
+                os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
         return super().step(*args)
 t.optimizer = t.state["optimizer"] = Interrupted(t.model.parameters(), lr=0.01)
 with t.make() as ckpt:

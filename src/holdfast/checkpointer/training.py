@@ -243,11 +243,11 @@ class Training:
         raise Preempted(step, reason)
 
     def end_preempted(self, error: BaseException | None) -> None:
-        """End the run, if an error that is not Holdfast's has ended its loop after a preemption notice.
+        """End the run if an error has ended its loop after a preemption notice.
 
-        The notice may have ended workers of a data loader too. If the trainer was waiting for the first batch
-        of a step, it saves the step before. The other ranks do the same: this one does not wait for them, as
-        they may wait for it.
+        Errors of Holdfast have a meaning of their own, and are left as they are. The notice may have ended
+        workers of a data loader too: if the trainer was waiting for the first batch of a step, it saves the
+        step before. Other ranks do the same, and this one waits for them only shortly: they may wait for it.
 
         Raises:
             Preempted: otherwise nothing is done.

@@ -112,7 +112,10 @@ class _FirstFunction:
 
 
 def _leave_to_the_trainer(number: int, frame: FrameType | None) -> None:
-    """Do nothing. A handler and not SIG_IGN, which child processes of a worker would inherit."""
+    """Do nothing while there is a trainer. Child processes of a worker would inherit SIG_IGN."""
+    trainer = multiprocessing.parent_process()
+    if trainer is not None and not trainer.is_alive():
+        os._exit(0)
 
 
 def _end_workers() -> None:

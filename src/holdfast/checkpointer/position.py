@@ -44,8 +44,12 @@ class Position:
         self.step, self._mark_then = None, None
 
     def step_between(self) -> int | None:
-        """Return the step if the next one has not begun: no batch was returned, no random number drawn."""
-        has_begun = self._mark() != self._mark_then or _beginning() != self._began_then
+        """Return the step if the next one has not begun: no batch was returned, no random number drawn.
+
+        None without data loaders, whose batches show that.
+        """
+        began = _beginning()
+        has_begun = began is None or began != self._began_then or self._mark() != self._mark_then
         return None if has_begun else self.step
 
     def step_now(self) -> int | None:
@@ -56,5 +60,6 @@ class Position:
 
 
 def _beginning() -> object:
-    """Return a value that changes when a step begins."""
-    return batches_returned(), bytes(view_bytes(torch.get_rng_state()))
+    """Return a value that changes when a step begins, if data loaders feed the training."""
+    batches = batches_returned()
+    return (batches, bytes(view_bytes(torch.get_rng_state()))) if batches else None

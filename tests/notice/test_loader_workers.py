@@ -188,6 +188,34 @@ else:
 
 
 @pytest.mark.slow
+def test_a_run_whose_workers_died_of_the_notice_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Down to the next random number."""
+    script = """
+import hashlib, json
+torch.manual_seed(0)
+t = Training()
+t.model.insert(1, torch.nn.Dropout(0.5))
+batches = iter(t.loader)
+with t.make() as ckpt:
+    for step in ckpt.steps(12):
+        if step == AT:
+            signal_all(signal.SIGTERM, "each").wait()
+        t.train(next(batches) * 0 + step)
+tensors = [tensor.tolist() for tensor in t.model.state_dict().values()]
+print(json.dumps([tensors, torch.rand(1).item()]))
+"""
+    folders = [tmp_path / "uninterrupted", tmp_path / "interrupted"]
+    for folder in folders:
+        folder.mkdir()
+    uninterrupted = run(folders[0], script.replace("AT", "99"))
+    assert run(folders[1], script.replace("AT", str(AT))).returncode == PREEMPTED_STATUS
+    assert (saved_step(folders[1]) or 0) >= AT
+    resumed = run(folders[1], script.replace("AT", "99"))
+    assert uninterrupted.returncode == resumed.returncode == 0, resumed.stderr
+    assert uninterrupted.stdout == resumed.stdout
+
+
+@pytest.mark.slow
 def test_an_error_in_the_middle_of_a_step_saves_nothing_under_the_number_of_the_step_before(
     tmp_path: Path,
 ) -> None:

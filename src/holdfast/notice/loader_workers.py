@@ -25,6 +25,7 @@ _ITERATORS = (
 _FORK_SERVER = "holdfast.notice.fork_server"
 _protected: set[type] = set()
 _workers: weakref.WeakSet[Any] = weakref.WeakSet()  # processes that leave the signals to the trainer
+_at_exit: list[util.Finalize] = []  # the call of `_end_workers`
 
 
 def protect_workers() -> None:
@@ -68,9 +69,9 @@ def _protect(kind: Any) -> None:
         finally:
             loader.worker_init_fn = own
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if not _workers:
-            # Before multiprocessing sends them SIGTERM and waits. In a forked process it forgets this.
-            util.Finalize(None, _end_workers, exitpriority=100)
+        if not _at_exit:
+            # Before multiprocessing sends them SIGTERM and waits.
+            _at_exit.append(util.Finalize(None, _end_workers, exitpriority=100))
         for worker in self._workers:
             worker.terminate = worker.kill  # it leaves SIGTERM to the trainer
             _workers.add(worker)
@@ -126,4 +127,9 @@ def _end_workers() -> None:
         worker.kill()
 
 
-os.register_at_fork(after_in_child=_workers.clear)
+def _forget_workers() -> None:
+    _workers.clear()
+    _at_exit.clear()
+
+
+os.register_at_fork(after_in_child=_forget_workers)

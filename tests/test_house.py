@@ -26,10 +26,10 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A part may import only parts in layers before its own: no later one, no sibling.
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
-    backoff callsite dtensor entry failpoint host_memory linux log rawbytes redaction | errors
+    backoff callsite dtensor entry failpoint host_memory linux log process_exit rawbytes redaction | errors
     | documents save_interval units privacy | policy retention format environment hang
     | fill_target health pace store torch_dtypes
-    | home state stage notice process_exit ranks
+    | home state stage notice ranks
     | keeper restore | writeback compiled
     | checkpointer exchange jobs train | report | dash
     | adapters cli testing

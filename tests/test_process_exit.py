@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import holdfast
 from nursery import shared
+from stage.training import wait_until
 
 GLOO = """
 import torch.distributed as dist, tempfile
@@ -20,3 +24,38 @@ def test_hard_exit_ends_with_the_status_and_all_output(status: int, setup: str) 
     program = f"import sys, holdfast\n{setup}\n{end}"
     done = shared().run(["-c", program])
     assert (done.returncode, done.stdout) == (status, "said"), done.stderr
+
+
+UNCLOSED = """
+import sys, torch, holdfast
+model = torch.nn.Linear(1500, 1500)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+ckpt = holdfast.Checkpointer(sys.argv[1], {"model": model, "optimizer": optimizer}, every=10**9)
+ckpt.restore()
+ckpt.save(1).wait_durable()
+ckpt.save(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("", 0), ("sys.exit(3)", 3), ("raise KeyError('x')", 1), ("holdfast.hard_exit(4)", 4)]
+)
+def test_a_program_that_ends_without_close_keeps_its_last_save(tmp_path: Path, end: str, status: int) -> None:
+    done = shared().run(["-c", UNCLOSED + end, str(tmp_path / "home")])
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("The program ends without close()") == 1
+    assert "step 2 is not durable yet" in done.stderr
+    wait_until(lambda: holdfast.open(tmp_path / "home").step == 2)
+
+
+def test_all_threads_have_ended_when_a_program_without_close_does(tmp_path: Path) -> None:
+    look = """
+import threading
+from holdfast import process_exit
+ckpt.wait()
+process_exit._complete_all()
+print([one.name for one in threading.enumerate() if one.name.startswith("holdfast")])
+"""
+    done = shared().run(["-c", UNCLOSED + look, str(tmp_path / "home")])
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+    assert "without close()" not in done.stderr, "everything was durable"

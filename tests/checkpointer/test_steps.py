@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import InvalidInput
+from holdfast.errors import Conflict, InvalidInput
 from holdfast.units import MAX_STEP, parse_step
 from stage.training import make_checkpointer
 
@@ -69,3 +69,64 @@ def test_the_greatest_step_can_be_saved_and_restored(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
         ckpt.save(MAX_STEP).wait_durable()
         assert ckpt.restore() == MAX_STEP
+
+
+def make_trained(home: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a new state of a home that has step 5, and its saved content."""
+    saved = {"model": torch.nn.Linear(2, 1), "note": torch.ones(2)}
+    with make_checkpointer(home, saved) as ckpt:
+        ckpt.save(4)
+        ckpt.save(5)
+    return {"model": torch.nn.Linear(2, 1), "note": torch.zeros(2)}, saved
+
+
+RESTORES: dict[str, Callable[[holdfast.Checkpointer], int | None]] = {
+    "restore": lambda ckpt: ckpt.restore(),
+    "a step": lambda ckpt: ckpt.restore(step=4),
+    "only": lambda ckpt: ckpt.restore(only=["model"]),
+    "continue_from": lambda ckpt: ckpt.continue_from(),
+    "prepared": lambda ckpt: (ckpt.restore(), ckpt.prepare())[0],
+}
+
+
+@pytest.mark.parametrize("how", RESTORES)
+def test_a_loop_after_a_restore_leaves_what_the_script_set(tmp_path: Path, how: str) -> None:
+    state, saved = make_trained(tmp_path / "home")
+    before = state["model"].weight.detach().clone()
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        step = RESTORES[how](ckpt)
+        state["note"].fill_(7.0)
+        assert step is not None
+        assert next(iter(ckpt.steps(step + 1))) == step
+    expected = before if how == "continue_from" else saved["model"].weight
+    assert torch.equal(state["model"].weight, expected)
+    assert state["note"].tolist() == [7.0, 7.0]
+
+
+def test_a_loop_after_a_restore_that_found_nothing_begins_at_0(tmp_path: Path) -> None:
+    state = {"x": torch.zeros(1)}
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        assert ckpt.restore() is None
+        state["x"].fill_(3.0)
+        assert list(ckpt.steps(2)) == [0, 1]
+    assert holdfast.open(tmp_path / "home")["x"].tolist() == [3.0]
+
+
+def test_a_loop_after_a_restore_refuses_a_checkpoint_that_came_in_between(tmp_path: Path) -> None:
+    state, _ = make_trained(tmp_path / "home")
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        assert ckpt.restore() == 5
+        with make_checkpointer(tmp_path / "home", {**state}) as other:
+            other.restore()
+            other.save(6)
+        with pytest.raises(Conflict, match="step 6"):
+            next(iter(ckpt.steps(10)))
+    assert holdfast.open(tmp_path / "home").step == 6
+
+
+def test_a_loop_without_a_restore_of_the_script_restores(tmp_path: Path) -> None:
+    state, saved = make_trained(tmp_path / "home")
+    with make_checkpointer(tmp_path / "home", state) as ckpt:
+        assert next(iter(ckpt.steps(9))) == 5
+        assert torch.equal(state["model"].weight, saved["model"].weight)
+        assert list(ckpt.steps(6)) == [5], "and so does a second loop"

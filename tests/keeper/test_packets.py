@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from socket import send_fds, socket
+from socket import MSG_DONTWAIT, send_fds, socket
 
 import pytest
 
@@ -32,6 +32,18 @@ def ends() -> Iterator[Ends]:
     ours, theirs = packets.make_pair()
     with ours, theirs:
         yield ours, theirs
+
+
+def test_a_send_that_may_not_wait_does_not_when_the_socket_is_full(ends: Ends):
+    ours, _ = ends
+    ours.settimeout(None)
+
+    def send_often() -> None:
+        for _ in range(100_000):
+            packets.send(ours, Ping(), (draft.fileno(),), flags=MSG_DONTWAIT)
+
+    with os.fdopen(os.memfd_create("draft"), "w+b") as draft, pytest.raises(BlockingIOError):
+        send_often()
 
 
 def test_messages_arrive_in_order_with_their_descriptors(ends: Ends):

@@ -148,6 +148,23 @@ def test_state_saved_under_the_other_name_of_a_tied_parameter_is_restored() -> N
     assert optimizer2.param_groups[0]["lr"] == 1e-2
 
 
+def test_parameters_that_were_tied_get_state_of_their_own() -> None:
+    """Two parameters that shared the objects would update them twice in each step."""
+    model, optimizer = _trained()
+    other = Net()
+    other.out.weight = nn.Parameter(torch.zeros(11, 8))
+    optimizer2 = torch.optim.AdamW(other.parameters())
+    load = kept({"m": model, "o": optimizer}).restore(State({"m": other, "o": optimizer2}))
+    first, second = optimizer2.state[other.embed.weight], optimizer2.state[other.out.weight]
+    expected = optimizer.state[model.embed.weight]
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        assert same(first[name], expected[name])
+        assert same(second[name], expected[name])
+        assert first[name].data_ptr() != second[name].data_ptr()
+    (note,) = load.notes
+    assert "out.weight: it was tied to" in note
+
+
 def test_a_shared_step_counter_stays_shared() -> None:
     """State tensors that several parameters share are one tensor again."""
     model = nn.Linear(2, 2)

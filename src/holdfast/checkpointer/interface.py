@@ -206,8 +206,9 @@ class Checkpointer:
     def steps(self, total: int) -> Iterator[int]:
         """Yield the steps of a training loop, from where the run stopped up to `total`.
 
-        Claims the home and restores first: the newest checkpoint, or the step that `restore(step=...)` has
-        restored before, with its `strict` and `rename`. Yields the number of steps completed so far; the
+        Claims the home and restores the newest checkpoint first. After a call of `restore`, `load` or
+        `continue_from` it begins where that left off and restores nothing, so what you have set since then
+        stays. Yields the number of steps completed so far; the
         loop's body completes one more. Saves when due, and calls `finish` at the end. A loop that is left by
         `break` or `return` is saved too, but not finished. One that is left by an exception is not saved,
         since its last step may be incomplete. A run that has all its steps already yields nothing. With
@@ -489,8 +490,9 @@ class Checkpointer:
     ) -> int | None:
         """Restore the newest checkpoint that verifies into the live objects.
 
-        A loop of `steps` that follows trains from the same step. This only reads, so another training may
-        save to the same home meanwhile. The first `save` claims the home, as `steps` does before it restores.
+        A loop of `steps` that follows begins at the same step, with the state as you leave it. This only
+        reads, so another training may save to the same home meanwhile. The first `save` or `steps` claims the
+        home.
 
         A `ResumeWarning` on rank 0 lists what differs from the checkpoint afterwards: tensors that were cast
         to the live dtype or are tied now, and with `strict=False` names that only one side has.

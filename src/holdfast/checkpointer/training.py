@@ -10,7 +10,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn, SupportsFloat
 
@@ -84,7 +84,9 @@ class Training:
         self._pipeline, self._cadence = components.pipeline, components.cadence
         self._followers = StepFollowers(components.pipeline.objects)
         self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
-        self._selection: Selection | None = None  # of a `restore` that `begin_loop` repeats
+        self._has_restored = (
+            False  # the state is that of the attempt's base, or was changed by the script since
+        )
         self._differences = DifferenceReport(components)
         self._spikes = SpikeResponse(components)
         self._trial = Trial.of_environment()
@@ -147,26 +149,23 @@ class Training:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def begin_loop(self, total: int) -> int:
-        """Claim the home, restore, and return the first step of a loop."""
+        """Claim the home, restore unless the script has, and return the first step of a loop."""
         self._calls.check()
         self._watch_signals()
-        self.attempt.begin(restores_later=True)
-        step = self._restore_again() or 0
+        if self._has_restored and self.attempt.saves.last is None:
+            self.attempt.begin()  # what the script has set since its restore stays
+            step = self.attempt.base_step or 0
+        else:
+            self.attempt.begin(restores_later=True)
+            with self.guard("restore()", alone=True):
+                step = self.restore(Selection(None, True, None, None)) or 0
+        self._has_restored = False
         self._cadence.restart(step, time.monotonic())
         show_what_is_left(self._components, step, total)
         self._pipeline.watch_optimizers()
         if self._components.pulse is not None:
             self._components.pulse.begin(step)
         return step
-
-    def _restore_again(self) -> int | None:
-        """Restore as the last call of `restore` did; the newest checkpoint after a save."""
-        asked = self._selection if self.attempt.saves.last is None else None
-        selection = Selection(None, True, None, None) if asked is None else replace(asked, only=None)
-        with self.guard("restore()", alone=True):
-            found = self.restore(selection)
-        self._selection = None
-        return found
 
     def end_step(self, step: int) -> bool:
         """Record that a step is complete; return True if all ranks save it."""
@@ -367,7 +366,7 @@ class Training:
         if self.attempt.saves.last is not None:
             self.attempt = self.attempt.go_back()  # checkpoints of both must not mix
         found = self.attempt.restore(selection)
-        self._selection = selection
+        self._has_restored = True
         if found is None:
             self._followers.restart(0)
             return None
@@ -419,7 +418,7 @@ class Training:
         found = self.attempt.restore(selection)
         assert found is not None  # one of those that were chosen, or an error was raised
         failpoint("rollback.restored")
-        self._selection = None
+        self._has_restored = False
         self._metrics.go_back(found.step)
         self._continue_from(found, selection)
         ranges = self._ranks.share(

@@ -17,6 +17,7 @@ from holdfast.compiled.download import DownloadResult, load, read_indices
 from holdfast.compiled.trust import VARIABLE, is_trusted
 from holdfast.compiled.upload import CacheUploader, UploadResult
 from holdfast.errors import HoldfastError
+from holdfast.process_exit import complete_at_exit
 from holdfast.store import Store
 from holdfast.units import format_bytes, format_duration
 
@@ -176,6 +177,7 @@ class CompiledCode:
         if self._uploader is None or self._is_ended.is_set() or _COMPILER not in sys.modules:
             return
         if self._thread is None:
+            complete_at_exit(self)
             self._thread = threading.Thread(target=self._work, name="holdfast-compiled", daemon=True)
             self._thread.start()
         if self._orders.empty():
@@ -193,6 +195,12 @@ class CompiledCode:
             self._thread.join(timeout_s)
         self._is_ended.set()
         self._orders.put("last")
+
+    def end_with_interpreter(self, timeout_s: float) -> None:
+        """End the thread. Files that have not been uploaded are not."""
+        self.close(0.0)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def _work(self) -> None:
         while True:

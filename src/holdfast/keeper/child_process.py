@@ -14,7 +14,7 @@ from holdfast.keeper.config import IGNORED_SIGNALS, KeeperConfig
 from holdfast.keeper.lockfile import KeeperInfo, Lockfile
 from holdfast.keeper.messages import Configure
 from holdfast.keeper.outbox import Outbox
-from holdfast.linux.processes import allow_tracing, start_time
+from holdfast.linux.processes import allow_tracing, read_stat, start_time
 
 _REAP_S = 5.0
 """Time that a killed keeper may take to exit."""
@@ -89,6 +89,12 @@ class ChildProcess:
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """True if the process is running or waits for a processor or a disk, and does not stand still."""
+        stat = read_stat(self.pid)
+        return stat is not None and stat.state in "RD"
 
     def kill(self) -> None:
         """Kill the process, even if it is stopped or frozen: it executes no further instruction."""

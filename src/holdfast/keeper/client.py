@@ -130,7 +130,12 @@ class Keeper(KeeperOwner):
             submitted = _Submitted(save, arena, arena_fd, layout, draft, to_home, metrics, before)
             self._submitted[save.step] = submitted
             self._arenas_in_use.add(arena)
-            self._send_save(submitted, arenas)
+            try:
+                self._send_save(submitted, arenas)
+            except OSError:
+                del self._submitted[save.step]
+                self._arenas_in_use.discard(arena)
+                raise
 
     def _send_save(self, submitted: _Submitted, arenas: Sequence[int], *, is_resent: bool = False) -> None:
         draft_fd = os.memfd_create("holdfast-draft")
@@ -256,6 +261,16 @@ class Keeper(KeeperOwner):
 
     # -- called by the supervisor ----------------------------------------------------------------------------
 
+    @override
+    def end_with_interpreter(self) -> None:
+        if self._submitted:
+            steps = ", ".join(map(str, self._submitted))
+            _log.warning(
+                f"The program ends without close(), and not in `with Checkpointer(...)`: step {steps} is not "
+                "durable yet. The keeper completes it in the background; an error would be lost."
+            )
+        self._supervisor.close(messages.Close(frees_memory=False), must_restart=False)
+
     @property
     @override
     def expects_replies(self) -> bool:
@@ -286,13 +301,13 @@ class Keeper(KeeperOwner):
     @override
     def resend(self) -> int:
         arenas = [one.arena for one in self._submitted.values()]
-        for step, one in self._submitted.items():
+        for step, one in list(self._submitted.items()):
             for message in one.before:
                 self._supervisor.send(message)
             if one.is_persisted:
                 self._supervisor.send(messages.ResumeCommit(step, one.layout.data_bytes, one.to_home))
             else:
-                self._send_save(one, arenas, is_resent=True)
+                self._resend_save(one, arenas)
         for message in self._unsaved:
             self._supervisor.send(message)
         for step in self._towards_home:
@@ -301,6 +316,14 @@ class Keeper(KeeperOwner):
             if message is not None:
                 self._supervisor.send(message)
         return len(self._submitted)
+
+    def _resend_save(self, submitted: _Submitted, arenas: Sequence[int]) -> None:
+        try:
+            self._send_save(submitted, arenas, is_resent=True)
+        except OSError as error:  # raised here, it would end the thread that replaces keepers
+            step = submitted.save.step
+            text = f"Step {step} could not be sent to a new keeper: {error}. Earlier checkpoints remain."
+            self._finish(step, RetryLater(text, step=step))
 
     @override
     def receive(self, message: messages.Message) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -21,6 +22,10 @@ Saves in the queue are limited by the staging memory that they hold.
 """
 _CHECK_S = 1.0
 """Pause between checks whether the outbox was closed."""
+_PAUSE_S = 0.05
+"""Pause after a refusal for which the socket cannot be polled."""
+_NO_ROOM = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
+"""Refusals that end: of the socket's buffer, and of descriptors that no process has received yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +84,9 @@ class Outbox:
         """Return False if the socket has no room."""
         try:
             packets.send(self._end, message, fds, flags=socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                return False
             self._is_closed = True  # the keeper has died
         return True
 
@@ -114,13 +119,20 @@ class Outbox:
                     return
                 first = self._queue[0]
                 if not self._try_send(first.message, first.fds):
+                    self._changed.wait(_PAUSE_S)  # releases the lock
                     return
                 if self._is_closed:
                     return  # the keeper has died; `close` drops the rest
                 self._queue.popleft()
+                self._changed.notify_all()
             _close(first.fds)
             if first.on_sent is not None:
                 first.on_sent()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all queued messages are sent, at most `timeout_s`."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._is_closed or not self._queue, timeout_s)
 
     def close(self) -> None:
         """Drop all queued messages, and send no others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 from typing import Any
@@ -28,11 +29,9 @@ def send(end: socket.socket, message: Message, fds: tuple[int, ...] = (), *, fla
 
     Blocks: while the socket is full, unless `flags` has MSG_DONTWAIT.
     """
-    packet = encode(message)
-    if fds:
-        socket.send_fds(end, [packet], list(fds), flags)
-    else:
-        end.send(packet, flags)
+    # Not socket.send_fds: up to Python 3.13 it drops its flags, and would block.
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    end.sendmsg([encode(message)], rights, flags)
 
 
 def receive(end: socket.socket) -> tuple[Message | None, list[int]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
+import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from holdfast.keeper import packets
 from holdfast.keeper.child_process import ChildProcess
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.messages import Close, Message, Ping, Pong, TrainerMessage
+from holdfast.process_exit import complete_at_exit
 from holdfast.units import format_duration
 
 _MAX_DEATHS = 5
@@ -24,11 +27,18 @@ _CHECK_S = 1.0
 _MAX_SILENT_CHECKS = 20
 """Checks in a row without a response, after which a keeper is replaced."""
 _MAX_START_CHECKS = 300
-"""The same before its first response: on a busy machine or a slow disk, Python itself may start slowly."""
+"""The same before its first response: on a busy machine or a slow disk, Python itself may start slowly.
+
+A process that stands still does not start, so checks at which it does are limited as later ones are.
+"""
 
 
 class KeeperOwner(ABC):
     """Owner of a supervised keeper. The supervisor calls it from its thread."""
+
+    @abstractmethod
+    def end_with_interpreter(self) -> None:
+        """Send the keeper what it needs to complete its work without this process. The lock is held."""
 
     @property
     @abstractmethod
@@ -88,6 +98,8 @@ class Supervisor:
         self._close: Close | None = None
         self._must_not_pause = threading.Event()
         self._has_ended = threading.Event()
+        self._has_left = False  # this process ends before the keeper
+        self._thread: threading.Thread | None = None
         try:
             self._child = ChildProcess.start(config, pulse_fd=pulse_fd)
         except OSError as error:
@@ -104,6 +116,7 @@ class Supervisor:
     def start(self) -> None:
         """Start to receive messages."""
         self._listen_to(self._child)
+        complete_at_exit(self, is_receiver=True)
 
     def send(
         self, message: TrainerMessage, fds: tuple[int, ...] = (), *, on_sent: Callable[[], None] | None = None
@@ -131,15 +144,34 @@ class Supervisor:
         """Wait for the exit of the last keeper, after `close`. Return False if the time runs out."""
         return self._has_ended.wait(timeout_s)
 
+    def end_with_interpreter(self, timeout_s: float) -> None:
+        """Send what is queued, and join the thread. The keeper completes its work, and exits by itself."""
+        with self.lock:
+            if not self._has_ended.is_set() and self._close is None:
+                self._owner.end_with_interpreter()
+        self._child.outbox.flush(timeout_s)
+        self._has_left = True
+        self._must_not_pause.set()
+        with contextlib.suppress(OSError):  # closed, or the keeper has died
+            self._child.end.shutdown(socket.SHUT_RD)  # wakes the thread
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _listen_to(self, child: ChildProcess) -> None:
         self._child = child
-        threading.Thread(target=self._listen, args=(child,), name="holdfast-listen", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._listen, args=(child,), name="holdfast-listen", daemon=True
+        )
+        self._thread.start()
 
     def _listen(self, child: ChildProcess) -> None:
         """Receive a keeper's messages until it has died or is silent, and replace it."""
         num_checks = self._receive_all(child)
+        if self._has_left:
+            child.outbox.close()
+            return
         if num_checks:
             child.kill()
         death = child.reap()
@@ -154,19 +186,20 @@ class Supervisor:
         Returns:
             Number of checks without a response; 0 if it has died.
         """
-        poll, num_checks, has_responded = select.poll(), 0, False
+        poll, num_checks, num_still, has_responded = select.poll(), 0, 0, False
         poll.register(child.end, select.POLLIN)
-        while num_checks < (_MAX_SILENT_CHECKS if has_responded else _MAX_START_CHECKS):
+        while num_checks < _MAX_START_CHECKS and num_still < _MAX_SILENT_CHECKS:
             # Counts checks instead of reading a clock, as this process may have been stopped itself.
             if poll.poll(_CHECK_S * 1000):
                 message, _ = packets.receive(child.end)
                 if message is None:
                     return 0
-                num_checks, has_responded = 0, True
+                num_checks, num_still, has_responded = 0, 0, True
                 if not isinstance(message, Pong):
                     self._owner.receive(message)
             elif self._owner.expects_replies or self._close is not None or child.outbox:
                 num_checks += 1
+                num_still = 0 if not has_responded and child.is_running else num_still + 1
                 if not child.outbox:
                     child.outbox.send(Ping())
         return num_checks
@@ -182,6 +215,8 @@ class Supervisor:
                     return
                 pause_s = self._count_death(reason)
             self._must_not_pause.wait(pause_s)
+            if self._has_left:
+                return
             try:
                 child = ChildProcess.start(self._config, pulse_fd=self._pulse_fd)
             except (OSError, HoldfastError) as error:

@@ -30,6 +30,7 @@ class ProcessStat:
     parent: int
     session: int
     start: int  # clock ticks since boot
+    state: str  # one letter, such as R (running), D (waits for a disk) or T (stopped)
 
 
 def read_stat(pid: int) -> ProcessStat | None:
@@ -44,7 +45,7 @@ def read_stat(pid: int) -> ProcessStat | None:
     fields = text.rpartition(")")[2].split()
     if fields[0] in "ZX":
         return None
-    return ProcessStat(parent=int(fields[1]), session=int(fields[3]), start=int(fields[19]))
+    return ProcessStat(parent=int(fields[1]), session=int(fields[3]), start=int(fields[19]), state=fields[0])
 
 
 def start_time(pid: int) -> int | None:

@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 
 from holdfast.hang.pulse import Pulse
 from holdfast.pace.activity import Activity, FrameKinds
+from holdfast.process_exit import complete_at_exit
 
 SAMPLES_PER_WINDOW = 75
 """Samples in one window of time."""
@@ -40,7 +41,13 @@ class ActivitySampler:
     def start(self) -> None:
         """Start the thread, once."""
         if self._thread.ident is None:
+            complete_at_exit(self)
             self._thread.start()
+
+    def end_with_interpreter(self, timeout_s: float) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join(timeout_s)
 
     def close(self) -> None:
         """End the thread."""

@@ -1,4 +1,4 @@
-"""Arenas: shared-memory buffers that each hold one staged file image, recycled and limited in bytes."""
+"""Arenas: shared-memory buffers that each hold one staged file image, recycled and limited."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -15,11 +16,15 @@ import torch
 
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.log import get_logger
+from holdfast.process_exit import complete_at_exit
 from holdfast.units import format_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; without it the first copy pays for the page faults
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+_FDS_PER_ARENA = 4
+"""Descriptors of a queued save: of its arena, of the arena's mapping, and two in the outbox of the keeper."""
+_MAX_ARENAS = 8192  # each is a mapping, of which Linux allows a process 65,530
 _libc = ctypes.CDLL(None, use_errno=True)
 _log = get_logger("stage")
 
@@ -109,15 +114,24 @@ class Arena:
         os.close(self.fd)
 
 
+def max_arenas() -> int:
+    """Return the number of arenas that use at most half of the descriptors of this process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_ARENAS if soft == resource.RLIM_INFINITY else soft // (2 * _FDS_PER_ARENA)
+    return max(2, min(most, _MAX_ARENAS))
+
+
 class Arenas:
-    """All arenas of this process, together at most `cap_bytes`."""
+    """All arenas of this process, together at most `cap_bytes`, and `max_arenas()` at construction."""
 
     def __init__(self, cap_bytes: int) -> None:
         self.cap_bytes = cap_bytes
+        self._max_number = max_arenas()
         self._free: list[Arena] = []
         self._all: dict[int, Arena] = {}
         self._count = 0
         self._preparing: Arena | None = None
+        self._thread: threading.Thread | None = None  # prepares it
         self._closed = False
         self._refused: RetryLater | None = None
         self._lock = threading.RLock()  # taken directly: Ctrl+C in Condition.__enter__ leaves it locked
@@ -134,9 +148,16 @@ class Arenas:
             if self._all or num_bytes > self.cap_bytes:
                 return
             arena = self._preparing = self._new(num_bytes)
-        threading.Thread(
+        complete_at_exit(self)
+        self._thread = threading.Thread(
             target=self._prefault, args=(arena, then), name="holdfast-prefault", daemon=True
-        ).start()
+        )
+        self._thread.start()
+
+    def end_with_interpreter(self, timeout_s: float) -> None:
+        """Complete the preparation of an arena."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def _prefault(self, arena: Arena, then: Callable[[Arena], object]) -> None:
         try:
@@ -193,6 +214,8 @@ class Arenas:
             return True
         if self._preparing:
             return False  # waiting for that one is better than touching as much memory again
+        if len(self._all) - len(self._free) >= self._max_number:
+            return False
         busy = sum(arena.num_bytes for arena in self._all.values()) - sum(a.num_bytes for a in self._free)
         return busy + num_bytes + mmap.PAGESIZE <= self.cap_bytes
 

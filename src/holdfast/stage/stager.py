@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from holdfast.dtensor import is_dtensor
 from holdfast.errors import InvalidInput
 from holdfast.failpoint import failpoint
+from holdfast.process_exit import complete_at_exit
 from holdfast.stage.arena import Arena
 from holdfast.stage.calm import CalmTensors, cancel_all
 from holdfast.stage.device_copies import DeviceCopies, copy_all, queue_copies
@@ -122,6 +123,7 @@ class Stager:
         self._frozen: tuple[int, list[tuple[int, int | None]]] | None = None
         self._frozen_names: frozenset[str] = frozenset()
         self._torn_witnesses: set[str] = set()  # names of those that are copied before `stage` returns
+        complete_at_exit(self)
 
     def guarantee(self, plan: SavePlan) -> str:
         """Return a description of how torn copies of `plan` are detected in this process."""
@@ -440,12 +442,19 @@ class Stager:
         large = {i: live[i] for i in (*plan.background, *plan.frozen, *settled) if i in plan.large}
         self.watcher.use_huge_pages(large, until=lambda: self._closing or self._current is not current)
 
-    def close(self) -> None:
-        """Wait for the running copy, and stop making optimizers wait."""
+    def end_with_interpreter(self, timeout_s: float) -> None:
+        """Complete the running copy, and hand it over."""
+        self._join(timeout_s)
+
+    def _join(self, timeout_s: float | None = None) -> None:
         self._closing = True
         for thread in (self._thread, self._settling):
             if thread is not None:
-                thread.join()
+                thread.join(timeout_s)
+
+    def close(self) -> None:
+        """Wait for the running copy, and stop making optimizers wait."""
+        self._join()
         self._hook.remove()
         self._calm.cancel()
         self.watcher.close()

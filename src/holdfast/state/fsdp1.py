@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any, final
 
 import torch
@@ -199,12 +200,14 @@ class FSDP1OptimizerEntry(StateEntry):
         groups = self._state_dict()["param_groups"]
         chosen = [saved.choose(i, [self._name(f) for f in g["params"]]) for i, g in enumerate(groups)]
         made: dict[str, dict[str, Any]] = {}
+        shared: set[str] = set()  # parameters that are given the saved state of another one too
         for group in groups:
             for fqn in group["params"]:
                 name = self._name(fqn)
-                one = saved.state_of(name)
+                one, is_shared = saved.state_of(name)
                 if one is None:
                     continue
+                shared.update({fqn} if is_shared else ())
                 made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in one.tensors.items()}
                 for reference in references(one.trees):
                     plan.read_new(reference)
@@ -220,6 +223,7 @@ class FSDP1OptimizerEntry(StateEntry):
                 kept = {k: v for k, v in (options or {}).items() if k not in ("params", "param_names")}
                 new.append({**group, **insert_tensors(kept, plan.tensor)})
             state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
+            state.update({fqn: deepcopy(state[fqn]) for fqn in shared & state.keys()})
             self._load({"state": state, "param_groups": new})
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)

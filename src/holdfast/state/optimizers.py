@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import chain
 from typing import Any, final
 
@@ -203,16 +204,28 @@ class OptimizerEntry(StateEntry):
         chosen = [saved.choose(i, [fqn for fqn, _ in group]) for i, group in enumerate(groups)]
         for options, group in zip(chosen, groups, strict=True):
             for fqn, parameter in group:
-                if (one := saved.state_of(fqn)) is not None:
-                    self._plan_state(plan, parameter, one, options or {})
+                one, is_shared = saved.state_of(fqn)
+                if one is not None:
+                    self._plan_state(plan, parameter, one, options or {}, is_shared=is_shared)
         saved.skip_the_rest()
         self._plan_groups(plan, chosen)
         self._plan_shared(plan, saved.shared)
         plan.add_step(LoadPhase.OPTIMIZER, self._settle)
 
     def _plan_state(
-        self, plan: LoadPlan, parameter: torch.Tensor, saved: SavedState, options: dict[str, Any]
+        self,
+        plan: LoadPlan,
+        parameter: torch.Tensor,
+        saved: SavedState,
+        options: dict[str, Any],
+        *,
+        is_shared: bool,
     ) -> None:
+        """Plan to restore the state of a parameter.
+
+        Args:
+            is_shared: another parameter gets the same saved state, and must not get the same objects.
+        """
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         kept: dict[str, torch.Tensor] = {}
         made: dict[str, Callable[[], torch.Tensor]] = {}
@@ -239,11 +252,11 @@ class OptimizerEntry(StateEntry):
 
         def finish() -> None:
             place = plan.device_of(parameter)
-            state: dict[Any, Any] = dict(kept)
-            state.update({name: make() for name, make in made.items()})
             new = insert_tensors(trees, lambda name: plan.tensor(name, place))
             new.update({name: make() for name, make in composites.items()})
-            state.update({name: new[name] for name in saved.trees if name in new})
+            new = {name: new[name] for name in saved.trees if name in new}
+            found = {name: make() for name, make in made.items()} | new
+            state: dict[Any, Any] = kept | (deepcopy(found) if is_shared else found)
             if state:
                 self.value.state[parameter] = state
             else:

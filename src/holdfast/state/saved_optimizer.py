@@ -43,14 +43,23 @@ class SavedOptimizer:
         for group in self._groups:
             plan.used.update(references(group))
 
-    def state_of(self, fqn: str) -> SavedState | None:
-        """Return the state of a live parameter. If absent, record it as missing and return None."""
+    def state_of(self, fqn: str) -> tuple[SavedState | None, bool]:
+        """Return the state of a live parameter, and whether another one has it too.
+
+        If absent, it is recorded as missing. Several live parameters have one state if they were tied.
+        """
         found = self._states.get(fqn)
         if found is None:
             self._plan.missing.append(f"{self._key}{PARAMETER_MARK}{fqn}")
-        else:
-            self._taken.add(found.fqn)
-        return found
+            return None, False
+        is_shared = found.fqn in self._taken
+        if is_shared:
+            note = (
+                f"{self._key}{PARAMETER_MARK}{fqn}: it was tied to {found.fqn} when it was saved, and is not"
+            )
+            self._plan.notes.append(f"{note} now; each has a copy of the saved value and optimizer state.")
+        self._taken.add(found.fqn)
+        return found, is_shared
 
     def skip_the_rest(self) -> None:
         """Record saved parameters that no live one uses as unexpected, each once."""

@@ -28,9 +28,10 @@ class Torchrun:
         self.folder, self.home = folder, folder / "home"
         self._nursery, self._number = nursery, 0
 
-    def start(self, *options: str, total: int = TOTAL) -> Child:
+    def start(self, *options: str, total: int = TOTAL, loader: str = "") -> Child:
         self._number += 1
         words = [*("-m", "torch.distributed.run"), *options, str(TRAINER), str(self.home), str(total)]
+        words += [loader] if loader else []
         output = self.folder / f"torchrun-{self._number}.txt"
         env = {
             **os.environ,
@@ -99,9 +100,15 @@ def test_a_group_that_loses_a_node_continues_with_the_other(torchrun: Torchrun, 
     assert torchrun.final() == uninterrupted, "the gradient is that of the same batch"
 
 
-def test_a_notice_to_torchrun_leaves_a_durable_save(torchrun: Torchrun, uninterrupted: str) -> None:
-    """Torchrun passes SIGTERM on and exits with 1; the next start repeats no step."""
-    child = torchrun.start("--standalone", "--nproc-per-node", "2", total=100_000)
+@pytest.mark.parametrize("loader", ["", "before", "after"])
+def test_a_notice_to_torchrun_leaves_a_durable_save(
+    torchrun: Torchrun, uninterrupted: str, loader: str
+) -> None:
+    """Torchrun passes SIGTERM on to the group of each rank and exits with 1; the next start repeats no step.
+
+    Data loader workers, started before or after the Checkpointer is made, are in these groups.
+    """
+    child = torchrun.start("--standalone", "--nproc-per-node", "2", total=100_000, loader=loader)
     torchrun.wait_for(lambda: (2, 10) in torchrun.steps(), child)
     child.kill(signal.SIGTERM)
     assert child.wait() != 0

@@ -1,7 +1,8 @@
-"""The training of tests under torchrun: `torchrun torchrun_trainer.py HOME TOTAL`.
+"""The training of tests under torchrun: `torchrun torchrun_trainer.py HOME TOTAL [before|after]`.
 
 Its batches depend on the step alone, and each rank computes the gradient of all of it, so the weights do not
-depend on the number of ranks. Each completed step is a line of HOME/../progress.log.
+depend on the number of ranks. Each completed step is a line of HOME/../progress.log. With a last word it also
+reads a data loader, whose workers are started before or after the Checkpointer is made.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import holdfast
 
 def main() -> None:
     home, total = Path(sys.argv[1]), int(sys.argv[2])
+    start = sys.argv[3] if len(sys.argv) > 3 else ""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -27,8 +29,13 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
     net = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(range(10**6), num_workers=2, multiprocessing_context="fork")
+    batches = iter(loader) if start == "before" else None
     with holdfast.Checkpointer(home, {"model": net, "optimizer": optimizer}, every=4) as ckpt:
+        batches = iter(loader) if start == "after" else batches
         for step in ckpt.steps(total):
+            if batches is not None:
+                next(batches)
             torch.manual_seed(step)
             optimizer.zero_grad()
             net(torch.randn(8, 16)).square().mean().backward()

@@ -156,18 +156,19 @@ def test_a_generator_of_another_kind_is_refused_before_anything_changes(saved: s
 
 
 def test_the_global_generator_of_numpy_is_replaced_by_the_kind_that_was_saved() -> None:
-    before = np.random.get_bit_generator()
+    numpy: Any = np.random  # stubs of numpy lack these functions
+    before = numpy.get_bit_generator()
     try:
-        np.random.set_bit_generator(np.random.PCG64(3))
+        numpy.set_bit_generator(np.random.PCG64(3))
         saved = kept({"x": torch.ones(1)})
         expected = _draw()
-        np.random.set_bit_generator(np.random.MT19937(3))
+        numpy.set_bit_generator(np.random.MT19937(3))
         load = saved.restore(State({"x": torch.ones(1)}))
         assert _draw() == expected
         assert np.random.get_state(legacy=False)["bit_generator"] == "PCG64"
         assert not load.generator_notes
     finally:
-        np.random.set_bit_generator(before)
+        numpy.set_bit_generator(before)
 
 
 @pytest.mark.parametrize(

@@ -702,4 +702,6 @@ class Checkpointer:
         if kind is None:
             self._training.close(None, is_orderly=True)
         else:
+            if self._training.is_open:
+                self._training.end_preempted(error)
             self._training.abandon(kind.__name__)  # the exception must not wait for the keeper

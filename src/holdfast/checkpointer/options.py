@@ -185,7 +185,8 @@ class Preemption:
         sources: "aws", "gcp", "azure", "ray", "file:PATH", several with commas, "none", or "auto" for Ray
             Train in its workers, else the cloud of this machine. By default the value of HOLDFAST_PREEMPTION,
             else "auto".
-        signals: take SIGTERM, SIGUSR1 and SIGINT as notices (in the main thread only).
+        signals: take SIGTERM, SIGUSR1 and SIGINT as notices (in the main thread only), from the first call of
+            `steps`, `step_done` or `should_save` on.
     """
 
     sources: str | None = None

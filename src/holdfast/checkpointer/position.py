@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from holdfast.rawbytes import view_bytes
+from holdfast.state.loader_watch import batches_returned
+
 
 class Position:
     """Newest completed step, with a mark of the state at that moment.
@@ -17,6 +22,7 @@ class Position:
         """Newest step that the loop has completed; None before the first, and after `clear`."""
         self._mark = mark
         self._mark_then: object = None
+        self._began_then: object = None
         self._is_counted = False
 
     def reach(self, step: int, *, is_counted: bool = False) -> None:
@@ -26,6 +32,7 @@ class Position:
             is_counted: the next change of the state completes one more step.
         """
         self.step, self._mark_then, self._is_counted = step, self._mark(), is_counted
+        self._began_then = _beginning()
 
     def follow(self, step: int) -> None:
         """Record that a loop with its own counter has saved `step`."""
@@ -36,8 +43,23 @@ class Position:
         """Forget the step: the state may now hold half of another one."""
         self.step, self._mark_then = None, None
 
+    def step_between(self) -> int | None:
+        """Return the step if the next one has not begun: no batch was returned, no random number drawn.
+
+        None without data loaders, whose batches show that.
+        """
+        began = _beginning()
+        has_begun = began is None or began != self._began_then or self._mark() != self._mark_then
+        return None if has_begun else self.step
+
     def step_now(self) -> int | None:
         """Return the step of the present state; None if it cannot be determined."""
         if self.step is None or self._mark() == self._mark_then:
             return self.step
         return self.step + 1 if self._is_counted else None
+
+
+def _beginning() -> object:
+    """Return a value that changes when a step begins, if data loaders feed the training."""
+    batches = batches_returned()
+    return (batches, bytes(view_bytes(torch.get_rng_state()))) if batches else None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
 import time
+import traceback
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn, SupportsFloat
 
 from torch.optim import Optimizer
@@ -35,17 +39,28 @@ from holdfast.checkpointer.step_followers import StepFollowers
 from holdfast.checkpointer.trial import Trial
 from holdfast.compiled import CLOSE_LIMIT_S
 from holdfast.environment import report_preemption
-from holdfast.errors import PREEMPTED_STATUS, HoldfastError, InvalidInput, Preempted, SaveWarning
+from holdfast.errors import (
+    PREEMPTED_STATUS,
+    HoldfastError,
+    InvalidInput,
+    Preempted,
+    RetryLater,
+    SaveWarning,
+)
 from holdfast.failpoint import failpoint
 from holdfast.health.spikes import NUM_RECENT, WINDOW
 from holdfast.home.recorded_values import read_recent_values
 from holdfast.keeper import Save
 from holdfast.notice import NoticeWatcher
+from holdfast.notice.signals import is_loading
 from holdfast.process_exit import hard_exit, hard_exit_at_exit
 from holdfast.restore.request import Restored
 from holdfast.state import stepping
 from holdfast.state.load import renamer
 from holdfast.state.loader_watch import unwatched_loaders
+
+_OTHERS_S = 5.0
+"""Time that other ranks have to make a save durable, when an error has ended this one after a notice."""
 
 
 class Training:
@@ -61,6 +76,8 @@ class Training:
         self.attempt = Attempt(components)
         self.position = Position(self._mark)
         self.preempted: str | None = None
+        self._interrupted = Position(self._mark)
+        """Position of the loop that an exception has ended."""
         self._saved = Position(self._mark)
         """Step of the last save, as long as training has not changed the state since."""
         self._components = components
@@ -79,7 +96,11 @@ class Training:
         self._around = id(sys.exc_info()[1])
         preemption = components.options.preemption
         self.notices = NoticeWatcher(preemption.sources)
-        self._watches_signals = preemption.signals and self.notices.watch_signals()
+        self._is_watching = False
+        self._end_at_exit = partial(_end_at_exit, weakref.ref(self))
+        atexit.register(self._end_at_exit)
+        if preemption.signals:
+            self.notices.protect_workers()  # before a loop begins: it may read from iterators made earlier
         self.notices.poll_clouds()
 
     def _mark(self) -> object:
@@ -114,13 +135,23 @@ class Training:
         with unwatched_loaders(), self.phase(name):
             yield
 
+    def _watch_signals(self) -> None:
+        """Take over signals: from now on a loop asks for notices after each step."""
+        if self._components.options.preemption.signals and not self._is_watching:
+            self._is_watching = True
+            self.notices.watch_signals()
+
+    def _release_signals(self) -> None:
+        """Give signals back: no loop is left to stop."""
+        self._is_watching = False
+        self.notices.release_signals()
+
     # -- the loop --------------------------------------------------------------------------------------------
 
     def begin_loop(self, total: int) -> int:
         """Claim the home, restore unless the script has, and return the first step of a loop."""
         self._calls.check()
-        if self._watches_signals:
-            self.notices.watch_signals()
+        self._watch_signals()
         if self._has_restored and self.attempt.saves.last is None:
             self.attempt.begin()  # what the script has set since its restore stays
             step = self.attempt.base_step or 0
@@ -138,6 +169,7 @@ class Training:
 
     def end_step(self, step: int) -> bool:
         """Record that a step is complete; return True if all ranks save it."""
+        self._watch_signals()
         attempt, self._metrics.num_done = self.attempt, step
         self._followers.reach(step)
         if self._components.pulse is not None:
@@ -187,7 +219,8 @@ class Training:
         if not self.is_open:
             return
         self._expect_no_step()
-        self.notices.release_signals()
+        if is_orderly or self.notices.reason is None:  # else the end of a worker must not interrupt the save
+            self._release_signals()
         if is_orderly is None:
             return
         try:
@@ -196,7 +229,7 @@ class Training:
                     save.wait_staged()  # the process may end at once
         except HoldfastError as error:  # an error raised here would be lost with the generator
             warn(f"The last steps of the loop were not saved: {error}", SaveWarning)
-        self.position.clear()
+        self._interrupted, self.position = self.position, Position(self._mark)
 
     def stop(self, step: int) -> NoReturn:
         """End a preempted run: wait until everything is durable, then raise SystemExit."""
@@ -204,13 +237,46 @@ class Training:
             self._save_last(step)
             self.attempt.wait()
         reason = self.preempted or "notice"
-        self.attempt.note_end(f"preempted ({reason})")
-        report_preemption(step)
-        self._components.show(f"preempted ({reason}); step {step} is durable")
+        self._end_run(step, reason)
         self.close(None)
+        raise Preempted(step, reason)
+
+    def end_preempted(self, error: BaseException | None) -> None:
+        """End the run if an error has ended its loop after a preemption notice.
+
+        Errors of Holdfast have a meaning of their own, and are left as they are. The notice may have ended
+        workers of a data loader too: if the trainer was waiting for the first batch of a step, it saves the
+        step before. Other ranks do the same, and this one waits for them only shortly: they may wait for it.
+
+        Raises:
+            Preempted: otherwise nothing is done.
+        """
+        reason = self.notices.reason
+        if reason is None or not isinstance(error, Exception) or isinstance(error, HoldfastError):
+            return
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        left = self._interrupted if self.position.step is None else self.position
+        step = left.step_between() if is_loading(frames) else None
+        is_alone = self._ranks.world_size == 1
+        with self.guard("the save after a preemption notice"):
+            can_save = self._components.has_state and (is_alone or self.attempt.keeper is not None)
+            if can_save and step is not None and step > (self.attempt.latest() or 0):
+                self._save_last(step)
+            with contextlib.nullcontext() if is_alone else contextlib.suppress(RetryLater):
+                self.attempt.wait(None if is_alone else _OTHERS_S)
+        newest = self.attempt.latest()
+        self._end_run(newest, f"{reason}; {type(error).__name__} has ended the step: {error}")
+        self.abandon(reason)
+        raise Preempted(newest or 0, reason) from error
+
+    def _end_run(self, step: int | None, reason: str) -> None:
+        """Record and show that a preempted run ends, with its newest durable step."""
+        self.attempt.note_end(f"preempted ({reason})")
+        report_preemption(step or 0)
+        durable = "nothing was saved" if step is None else f"step {step} is durable"
+        self._components.show(f"preempted ({reason}); {durable}")
         if self._ranks.world_size > 1:  # gloo's threads may abort this rank, which would look like a crash
             hard_exit_at_exit(PREEMPTED_STATUS)
-        raise Preempted(step, reason)
 
     # -- saves -----------------------------------------------------------------------------------------------
 
@@ -393,7 +459,7 @@ class Training:
             self._done.write(config.run, config.attempt, step)
         self.position.clear()
         self._expect_no_step()
-        self.notices.release_signals()
+        self._release_signals()
 
     def _expect_no_step(self) -> None:
         if self._components.pulse is not None:
@@ -431,6 +497,8 @@ class Training:
             return
         if is_orderly is None:
             is_orderly = id(sys.exc_info()[1]) == self._around
+        if not is_orderly:
+            self.end_preempted(sys.exc_info()[1])
         with self.guard("close()"):
             try:
                 if is_orderly:
@@ -453,6 +521,7 @@ class Training:
     def _release(self, timeout_s: float | None, *, goodbye: bool) -> None:
         """Release everything that this object holds; the keeper ends when it is done."""
         self._calls.close()
+        atexit.unregister(self._end_at_exit)
         self.notices.close()
         self._expect_no_step()
         self._pipeline.stager.close()
@@ -466,3 +535,14 @@ class Training:
             self._components.sampler.close()
         if self._components.pulse is not None:
             self._components.pulse.close()
+
+
+def _end_at_exit(training: weakref.ref[Training]) -> None:
+    """End a preempted run with its own status if no code has handled the error."""
+    found = training()
+    if found is None or not found.is_open:
+        return
+    try:
+        found.end_preempted(getattr(sys, "last_value", None))
+    except Preempted:
+        hard_exit_at_exit(PREEMPTED_STATUS)

@@ -10,6 +10,8 @@ from enum import Enum
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 
 _MAX_CHARS = 400
+_NOTICED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+"""Exit codes of a shell whose command has died of a notice, as before its Checkpointer was made."""
 
 
 class Phase(str, Enum):
@@ -48,7 +50,7 @@ class Outcome:
     @property
     def is_failed_command(self) -> bool:
         """True if the commands of the node have failed."""
-        return self.code not in (None, 0, PREEMPTED_STATUS, HUNG_STATUS) and not self.unfit
+        return not (self.is_success or self.is_lost or self.is_preempted or self.is_hung or self.unfit)
 
     @property
     def is_own_error(self) -> bool:
@@ -58,7 +60,7 @@ class Outcome:
     @property
     def is_preempted(self) -> bool:
         """True if the node exited with a preemption's status, or was killed from outside."""
-        return self.code == PREEMPTED_STATUS or self.killed_by is not None
+        return self.code in (PREEMPTED_STATUS, *_NOTICED) or self.killed_by is not None
 
     @property
     def is_hung(self) -> bool:
@@ -81,6 +83,8 @@ class Outcome:
             return f"was killed by {_name(self.killed_by)} in {self.phase.value}"
         if self.code == PREEMPTED_STATUS:
             return f"was preempted (status {self.code})"
+        if self.code in _NOTICED:
+            return f"was ended by {_name(self.code - 128)} in {self.phase.value} (status {self.code})"
         if self.is_success:
             return "finished"
         return f"failed in {self.phase.value} with status {self.code}{_hint(self.code or 0)}"

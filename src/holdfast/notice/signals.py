@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
+import time
+import traceback
 import weakref
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,10 @@ from holdfast.callsite import warn
 from holdfast.linux.processes import handles_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_LOADERS = ("torch/utils/data/", "torchdata/stateful_dataloader/")
+"""Folders of the code of data loaders."""
+_NOTICE_S = 1.0
+"""Time in which a trainer receives the signal that one of its workers has died of."""
 _INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once\n"
 
 
@@ -39,6 +45,7 @@ class SignalRecorder:
             _watchers.append(weakref.ref(self))
         for number in SIGNALS:
             _install(number)
+        _defer_failures()
         return True
 
     def unwatch(self) -> None:
@@ -79,8 +86,7 @@ class _Handler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.is_of_this_process:
-            if not self._is_left_to_the_trainer():
-                self._pass_on(number, frame)
+            self._pass_on(number, frame)
             return
         watchers = [one for ref in _watchers if (one := ref()) is not None]
         for one in watchers:
@@ -105,18 +111,48 @@ class _Handler:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _is_left_to_the_trainer(self) -> bool:
-        """Return True for a data loader worker's first Ctrl-C: the trainer still needs its batches."""
-        loading = sys.modules.get("torch.utils.data")
-        if self.number != signal.SIGINT or loading is None or os.getppid() != self._pid:
-            return False
-        self._num_interrupts += 1
-        return self._num_interrupts == 1 and loading.get_worker_info() is not None
 
-    def reset_in_child(self) -> Any:
-        """Return the handler for a forked child: the previous one, except for SIGINT."""
-        self._is_running, self._num_interrupts = False, 0
-        return self if self.number == signal.SIGINT and callable(self.before) else self.before
+class _FailureHandler:
+    """Handler of SIGCHLD that defers the failures of workers after a notice.
+
+    PyTorch's handler raises them wherever the trainer is, such as in the middle of an optimizer's step. Its
+    loader finds a dead worker by itself when it waits for a batch.
+
+    Args:
+        before: PyTorch's handler.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle the end of a child process."""
+        try:
+            self.before(number, frame)
+        except RuntimeError:
+            frames = [one for one, _ in traceback.walk_stack(frame)]
+            if any(one.f_code.co_filename == __file__ for one in frames):
+                return  # the notice is being recorded
+            deadline = time.monotonic() + _NOTICE_S
+            while not (has_notice := _have_received()) and time.monotonic() < deadline:
+                time.sleep(0.01)  # a signal that arrives meanwhile is handled
+            if not has_notice or is_loading(frames):
+                raise
+
+
+def is_loading(frames: Iterable[FrameType]) -> bool:
+    """Return True if one of some nested frames is that of a data loader."""
+    return any(folder in frame.f_code.co_filename for frame in frames for folder in _LOADERS)
+
+
+def _have_received() -> bool:
+    return any(one.received for ref in _watchers if (one := ref()) is not None)
+
+
+def _defer_failures() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    if getattr(before, "__module__", "") == "torch.utils.data._utils.signal_handling":
+        signal.signal(signal.SIGCHLD, _FailureHandler(before))
 
 
 _watchers: list[weakref.ref[SignalRecorder]] = []
@@ -145,18 +181,15 @@ def _install(number: int) -> None:
 
 def _uninstall() -> None:
     """Restore the previous handlers, unless ours have been replaced since."""
-    for number in SIGNALS:
+    for number in (*SIGNALS, signal.SIGCHLD):
         handler = signal.getsignal(number)
-        if isinstance(handler, _Handler):
+        if isinstance(handler, (_Handler, _FailureHandler)):
             signal.signal(number, handler.before)
 
 
 def _reset_in_child() -> None:
     _watchers.clear()
-    for number in SIGNALS:
-        handler = signal.getsignal(number)
-        if isinstance(handler, _Handler):
-            signal.signal(number, handler.reset_in_child())
+    _uninstall()
 
 
 os.register_at_fork(after_in_child=_reset_in_child)

@@ -10,6 +10,7 @@ from holdfast import backoff
 from holdfast.log import get_logger
 from holdfast.notice.cloud import Cloud
 from holdfast.notice.file import read_notice
+from holdfast.notice.loader_workers import protect_workers
 from holdfast.notice.metadata import Unreachable
 from holdfast.notice.preemption import Notice
 from holdfast.notice.signals import SignalRecorder
@@ -42,7 +43,12 @@ class NoticeWatcher:
 
     def watch_signals(self) -> bool:
         """Start watching signals. Return False outside the main thread, where that is impossible."""
+        self.protect_workers()
         return self._signals.watch()
+
+    def protect_workers(self) -> None:
+        """Protect the workers of data loaders from signals that all processes of the training receive."""
+        protect_workers()
 
     def poll_clouds(self) -> None:
         """Start polling the clouds, each in its own thread.

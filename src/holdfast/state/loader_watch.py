@@ -57,6 +57,12 @@ def num_returned(order: object) -> int | None:
     return next((one._num_yielded for one in plain_iterators() if one._sampler_iter is order), None)
 
 
+def batches_returned() -> frozenset[tuple[int, int]]:
+    """Return a value that changes with each iterator and each batch that feeds the training."""
+    with _lock:
+        return frozenset((id(one), getattr(one, "_num_yielded", 0)) for one in _iterators)
+
+
 def _kinds(loading: Any) -> tuple[type, type]:
     return loading._SingleProcessDataLoaderIter, loading._MultiProcessingDataLoaderIter
 

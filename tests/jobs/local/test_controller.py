@@ -420,6 +420,45 @@ def test_a_notice_reaches_the_trainer_through_shells_and_pipes(harness: JobHarne
     assert "saved" in harness.log(job)
 
 
+def test_a_child_of_the_trainer_that_keeps_a_pipe_open_does_not_delay_the_restart(
+    harness: JobHarness,
+) -> None:
+    """`tee` waits for the child, and the shell for `tee`."""
+    trainer = harness.folder / "trainer.py"
+    trainer.write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "told = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
+        "subprocess.Popen(['sleep', '1000'])\n"
+        "print('ready', flush=True)\n"
+        "while not told: time.sleep(0.01)\n"
+        "with open(os.environ['HOLDFAST_PROGRESS'], 'a') as log: print('{\"preempted\": 5}', file=log)\n"
+        "sys.exit(75)\n"
+    )
+    job = harness.submit(
+        f"""
+        [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
+        {sys.executable} {trainer} | tee trained.txt
+        echo the shell ended by itself
+        """
+    )
+    harness.wait_for_output(job, "ready")
+    harness.wait(job, JobStatus.RUNNING)
+    harness.engine.preempt(job.id, lead_s=100_000)
+    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert "the shell ended by itself" in harness.log(job)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_command_that_dies_of_a_notice_before_it_handles_it_is_started_again(
+    harness: JobHarness, number: int
+) -> None:
+    job = harness.submit(f"""[ $HOLDFAST_ATTEMPT = 2 ] || sh -c 'kill -{int(number)} $$'""")
+    ended = harness.wait(job)
+    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
+    assert f"was ended by {signal.Signals(number).name} in run" in harness.log(job)
+
+
 def test_a_preemption_requested_without_a_controller_is_delivered_later(harness: JobHarness) -> None:
     job = harness.submit(TRAPS % PREEMPTED_STATUS)
     harness.wait_for_output(job, "attempt 1 is there")

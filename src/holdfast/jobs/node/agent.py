@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from holdfast.environment import PROGRESS, ended_preempted, find_divergence, find_hang, was_preempted
@@ -182,7 +182,8 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     pid = os.fork()
     if pid == 0:
         _become_shell(plan, phase, log, watch)
-    outcome = _outcome(phase, _wait_for(pid, watch))
+    orphans = _Orphans(lambda: ended_preempted(progress, after=begin))
+    outcome = _outcome(phase, _wait_for(pid, watch, orphans))
     if outcome.is_failed_command and was_preempted(progress, after=begin):
         outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
     if outcome.is_success and ended_preempted(progress, after=begin):
@@ -192,6 +193,7 @@ def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
     if not outcome.is_success and (reason := find_divergence(progress, after=begin)) is not None:
         outcome = Outcome(phase, code=outcome.code, killed_by=outcome.killed_by, diverged=reason)
     if _may_still_save(outcome, Path(plan.notice)):
+        orphans.end(None)
         processes.wait_exited(_rest(), plan.grace_s)
     _sweep()
     return outcome
@@ -234,7 +236,28 @@ def _exec_bash(script: str, environment: Mapping[str, str]) -> None:
     raise FileNotFoundError(errno.ENOENT, "not found on the PATH", "bash")
 
 
-def _wait_for(pid: int, watch: PeerWatch) -> int:
+class _Orphans:
+    """Children of trainers that have exited after a preemption. They may keep a pipe open.
+
+    Args:
+        is_preempted: returns True if the newest report of the training is a preemption.
+    """
+
+    def __init__(self, is_preempted: Callable[[], bool]) -> None:
+        self._is_preempted = is_preempted
+        self._signalled: set[Process] = set()
+
+    def end(self, shell: int | None) -> None:
+        """Send SIGTERM to each, once. One that handles it may still save."""
+        if not self._is_preempted():
+            return
+        for one in processes.children(os.getpid()):
+            if one.pid != shell and not one.exits_by_itself and one not in self._signalled:
+                self._signalled.add(one)
+                processes.send(one, signal.SIGTERM)
+
+
+def _wait_for(pid: int, watch: PeerWatch, orphans: _Orphans) -> int:
     """Return the wait status of the shell. Reaps adopted children."""
     fd = os.pidfd_open(pid)
     poll = select.poll()
@@ -243,6 +266,7 @@ def _wait_for(pid: int, watch: PeerWatch) -> int:
         while not poll.poll(_LOOK_S * 1000):
             _reap_others(pid)
             watch.poll()
+            orphans.end(pid)
     finally:
         os.close(fd)
     return os.waitpid(pid, 0)[1]
@@ -264,7 +288,9 @@ def _may_still_save(outcome: Outcome, notice: Path) -> bool:
     """Return True if the shell exited before its children, which may be saving."""
     if outcome.is_success:
         return False
-    return outcome.killed_by in _TOLD_BY or outcome.code in (PREEMPTED_STATUS, HUNG_STATUS) or notice.exists()
+    if outcome.killed_by is not None:
+        return outcome.killed_by in _TOLD_BY or notice.exists()
+    return outcome.is_preempted or outcome.is_hung or notice.exists()
 
 
 def _rest() -> list[Process]:

@@ -108,6 +108,11 @@ def descendants(root: int, table: dict[int, Process]) -> list[Process]:
     return found
 
 
+def children(pid: int) -> list[Process]:
+    """Return the children of a process, without servants."""
+    return [one for one in descendants(pid, snapshot()) if one.parent == pid]
+
+
 def tagged(mark: str, table: dict[int, Process]) -> list[Process]:
     """Return the processes with a tag of this prefix, their descendants and their sessions."""
     prefix = f"{TAG}={mark}".encode()

@@ -59,3 +59,17 @@ def test_a_step_of_the_loop_without_gradients_of_its_own_does_not_warn(tmp_path:
 
 def test_an_update_that_a_gradient_scaler_would_leave_out_does_not_warn(tmp_path: Path) -> None:
     assert warnings_of(tmp_path / "home", every=5, scale=float("inf")) == []
+
+
+def test_gradients_that_the_state_saves_are_not_warned_of(tmp_path: Path) -> None:
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.randn(4, 8)).sum().backward()
+    gradients = [one.grad for one in model.parameters()]
+    state = {"model": model, "optimizer": optimizer, "gradients": gradients}
+    with make_checkpointer(tmp_path / "home", state, every=1) as ckpt:
+        for step in ckpt.steps(4):
+            model(torch.randn(4, 8)).sum().backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)

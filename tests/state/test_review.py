@@ -355,3 +355,68 @@ def test_a_new_run_suggests_holdfast_check_once(tmp_path: Path, capfd: pytest.Ca
             ckpt.save(step + 1)
     assert capfd.readouterr().err.count("holdfast check") == 1
     assert holdfast.open(tmp_path / "home").step == 4
+
+
+class Inside(torch.optim.Optimizer):
+    """An optimizer that steps another one, as SAM does, and saves only itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.base_optimizer.step()
+
+
+class Delegate:
+    """A wrapper that saves the optimizer which it holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def trained_doubts(home: Path, state: dict[str, Any], *steppers: Any) -> list[str]:
+    """The ResumeWarnings of a first save after one step of training."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with make_checkpointer(home, state) as ckpt:
+            state["model"](torch.ones(2, 4)).sum().backward()
+            for one in steppers:
+                one.step()
+            ckpt.save(1)
+    return [str(one.message) for one in caught if one.category is ResumeWarning]
+
+
+def test_an_optimizer_that_is_not_saved_is_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 2)
+    inside, forgotten = Inside(model.parameters()), torch.optim.AdamW(model.parameters())
+    (doubt,) = trained_doubts(tmp_path / "a", {"model": model, "sam": inside}, inside)
+    assert "trained by a SGD whose state is not saved" in doubt
+    assert "It is inside sam.base_optimizer" in doubt
+    (doubt,) = trained_doubts(tmp_path / "b", {"model": model}, forgotten)
+    assert "trained by a AdamW whose state is not saved" in doubt
+
+
+def test_optimizers_that_are_saved_or_have_no_state_are_not_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 2)
+    ema, teacher, other = AveragedModel(model), torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    adam, plain = torch.optim.AdamW(model.parameters()), SGD(model.parameters(), 0.1)
+    elsewhere = torch.optim.AdamW(other.parameters())
+    other(torch.ones(1, 4)).sum().backward()
+    state = {"model": model, "optimizer": adam, "ema": ema, "teacher": teacher}
+    assert trained_doubts(tmp_path / "a", state, adam, elsewhere) == []
+    assert trained_doubts(tmp_path / "b", {"model": model}, plain) == []
+    assert trained_doubts(tmp_path / "c", {"model": model, "wrapped": Delegate(adam)}, adam) == []
+    inside = Inside(model.parameters())
+    both = {"model": model, "sam": inside, "base": inside.base_optimizer}
+    assert trained_doubts(tmp_path / "d", both, inside) == []

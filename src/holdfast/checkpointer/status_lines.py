@@ -95,7 +95,8 @@ def warn_of_loaders(components: Components) -> None:
 
 def warn_of_gradients(components: Components) -> None:
     """Warn of gradients that no optimizer has used."""
-    gradients = components.pipeline.stager.unused_gradients()
+    saved = components.pipeline.objects.saved_addresses()
+    gradients = [one for one in components.pipeline.stager.unused_gradients() if one.data_ptr() not in saved]
     if not any(one.any() for one in gradients):
         return
     if not all(one.isfinite().all() for one in gradients):
@@ -110,7 +111,8 @@ def warn_of_gradients(components: Components) -> None:
 
 def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     """Warn of state that will not resume exactly; in a new run suggest `holdfast check`."""
-    for doubt in components.pipeline.objects.review(has_live_objects=components.has_state):
+    pipeline = components.pipeline
+    for doubt in pipeline.objects.review(pipeline.stager.stepped(), has_live_objects=components.has_state):
         warn(f"The run will not resume exactly: {doubt.text}", ResumeWarning)
     objects = components.pipeline.objects
     if components.options.spike.action == "rollback" and not (objects.skippables() or objects.streams()):

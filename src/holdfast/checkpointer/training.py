@@ -318,7 +318,9 @@ class Training:
         elif not (self._has_reviewed or save.skipped):
             self._has_reviewed = True
             if self._trial is not None:
-                doubts = self._pipeline.objects.review(has_live_objects=self._components.has_state)
+                doubts = self._pipeline.objects.review(
+                    self._pipeline.stager.stepped(), has_live_objects=self._components.has_state
+                )
                 self._trial.note("doubts", [asdict(doubt) for doubt in doubts])
             else:
                 warn_of_doubts(self._components, is_new_run=self.attempt.base_step is None)

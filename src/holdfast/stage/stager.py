@@ -147,6 +147,11 @@ class Stager:
         """Return gradients of the state's optimizers that were computed after their last step."""
         return self._hook.unused_gradients()
 
+    def stepped(self) -> list[Optimizer]:
+        """Return the optimizers of this process that have begun a step."""
+        found = (last.optimizer() for last in self._hook.last_steps().values())
+        return [optimizer for optimizer in found if optimizer is not None]
+
     def check_thread(self) -> None:
         """Raise if another thread than the calling one steps the optimizers of the state.
 

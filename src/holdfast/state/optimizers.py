@@ -89,8 +89,13 @@ def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return all parameters of an optimizer and the tensors of its state."""
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return [*parameters(optimizer), *(value for value in states if isinstance(value, torch.Tensor))]
+    return [*parameters(optimizer), *state_tensors(optimizer)]
+
+
+def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer's state."""
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 @final

@@ -92,16 +92,22 @@ class ResumeRisk:
 
 
 def find_resume_risks(
-    values: Mapping[str, Any], read_only: Sequence[str] = (), *, has_live_objects: bool = True
+    values: Mapping[str, Any],
+    read_only: Sequence[str] = (),
+    forgotten: Sequence[torch.optim.Optimizer] = (),
+    *,
+    has_live_objects: bool = True,
 ) -> list[ResumeRisk]:
     """Return the parts of a state that will not resume exactly.
 
     Args:
         values: the objects of the state by key.
         read_only: names of tensors that a restore could not write to.
+        forgotten: optimizers that have begun a step, with state that is not saved.
         has_live_objects: the state should have live objects. Otherwise snapshots are what it is for.
     """
     hidden = [describe_read_only(read_only)] if read_only else []
+    hidden += _forgotten_doubts(values, forgotten)
     shown: list[str] = []
     modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
     for key, value in values.items():
@@ -207,6 +213,35 @@ def _optimizer_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mappin
             f"the learning rate of {key} is set by a scheduler that is not in the state, so the schedule "
             "restarts when the run resumes. Add it: state={..., 'scheduler': scheduler}."
         )
+
+
+def _forgotten_doubts(values: Mapping[str, Any], forgotten: Sequence[torch.optim.Optimizer]) -> Iterator[str]:
+    """Yield a sentence for each optimizer outside the state that trains parameters in it."""
+    modules = {key: one for key, one in values.items() if isinstance(one, torch.nn.Module)}
+    for optimizer in forgotten:
+        if any(optimizer is value for value in values.values()):
+            continue
+        trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for key, module in modules.items():
+            if trained.isdisjoint(map(id, module.parameters())):
+                continue
+            kind, holders = type(optimizer).__qualname__, _holders_of(optimizer, values)
+            where = f" It is inside {holders[0]}, which does not save it." if holders else ""
+            yield (
+                f"parameters of {key} are trained by a {kind} whose state is not saved, and is empty when "
+                f"the run resumes.{where} Add it: state={{..., 'another_optimizer': optimizer}}."
+            )
+            break
+
+
+def _holders_of(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> list[str]:
+    """Return the names of attributes that hold an optimizer."""
+    return [
+        f"{key}.{name}"
+        for key, value in values.items()
+        for name, one in getattr(value, "__dict__", {}).items()
+        if one is optimizer
+    ]
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -28,12 +28,19 @@ from holdfast.state.objects import (
     TensorEntry,
     ValueEntry,
 )
-from holdfast.state.optimizers import OptimizerEntry, has_step_hooks, is_plain, parameters, tensors_of
+from holdfast.state.optimizers import (
+    OptimizerEntry,
+    has_step_hooks,
+    is_plain,
+    parameters,
+    state_tensors,
+    tensors_of,
+)
 from holdfast.state.partitioned_objects import check_not_partitioned, may_be_partitioned
 from holdfast.state.read_only_memory import find_read_only
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import ResumeRisk, find_resume_risks, loader_doubts
-from holdfast.state.sharding import ShardLayout, layout_of
+from holdfast.state.sharding import ShardLayout, layout_of, local_of
 from holdfast.state.skippable import Skippable, is_skippable, is_stream
 from holdfast.state.tensor_table import StateStructure, TensorTable
 from holdfast.state.tensors import unsavable
@@ -175,11 +182,29 @@ class State:
             self._followers = [one for one in values.values() if is_follower(one)]
         return self._followers
 
-    def review(self, *, has_live_objects: bool = True) -> list[ResumeRisk]:
-        """Return the parts of the state that will not resume exactly; see `find_resume_risks`."""
+    def review(
+        self, stepped: Iterable[torch.optim.Optimizer] = (), *, has_live_objects: bool = True
+    ) -> list[ResumeRisk]:
+        """Return the parts of the state that will not resume exactly; see `find_resume_risks`.
+
+        Args:
+            stepped: optimizers that have begun a step, in the state or not.
+            has_live_objects: the state should have live objects.
+        """
         values = {key: entry.value for key, entry in self._current().items()}
-        read_only = self._find_read_only() if has_live_objects else []
-        return find_resume_risks(values, read_only, has_live_objects=has_live_objects)
+        if not has_live_objects:
+            return find_resume_risks(values, has_live_objects=False)
+        saved = self.saved_addresses()
+        forgotten = [
+            one
+            for one in stepped
+            if any(local_of(t).data_ptr() not in saved for t in state_tensors(one) if t.numel())
+        ]
+        return find_resume_risks(values, self._find_read_only(), forgotten)
+
+    def saved_addresses(self) -> set[int]:
+        """Return the addresses of the tensors of the last capture."""
+        return set() if self._table is None else {one.data_ptr() for one in self._table.tensors.values()}
 
     def _find_read_only(self) -> list[str]:
         """Return the tensors of the last capture that a restore could not write to."""

@@ -140,7 +140,8 @@ def _misplaced(value: Any, name: str, *, may_be_entry: bool) -> InvalidInput:
         message = (
             f"{name} is a {kind} inside the state of another object. Objects with state_dict() are only "
             "saved as entries of the state, or in containers of it. Nothing was written. Return its "
-            "state_dict() there, or add it to the state under its own key."
+            "state_dict() there in place of the object, such as in a subclass, and load it in "
+            "load_state_dict()."
         )
     return InvalidInput(message, key=name)
 

@@ -62,9 +62,9 @@ def test_the_memory_limit_applies_to_all_arenas_together() -> None:
 
 
 def test_arenas_leave_half_of_the_descriptors_to_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 4096))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (48, 4096))
     arenas = Arenas(100 * MIB)
-    several = [get(arenas, 4096) for _ in range(8)]  # of 4 descriptors each, once they are queued
+    several = [get(arenas, 4096) for _ in range(8)]  # of 3 descriptors each, once they are queued
     assert not arenas.has_room(4096)
     assert arenas.acquire(4096, timeout_s=0) is None
     arenas.release(several[0])

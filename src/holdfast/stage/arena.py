@@ -22,8 +22,8 @@ from holdfast.units import format_bytes
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; without it the first copy pays for the page faults
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
-_FDS_PER_ARENA = 4
-"""Descriptors of a queued save: of its arena, of the arena's mapping, and two in the outbox of the keeper."""
+_FDS_PER_ARENA = 3
+"""Descriptors of a queued save: of its arena, and two in the outbox of the keeper."""
 _MAX_ARENAS = 8192  # each is a mapping, of which Linux allows a process 65,530
 _libc = ctypes.CDLL(None, use_errno=True)
 _log = get_logger("stage")
@@ -52,8 +52,9 @@ class Arena:
         self.num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create(f"holdfast-arena-{number}")
         os.ftruncate(self.fd, self.num_bytes)
-        self._map = mmap.mmap(self.fd, self.num_bytes)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)  # (num_bytes,) uint8, page-aligned
+        # (num_bytes,) uint8, page-aligned. Unlike `mmap.mmap`, this keeps no second descriptor.
+        path = f"/proc/self/fd/{self.fd}"
+        self.bytes = torch.from_file(path, shared=True, size=self.num_bytes, dtype=torch.uint8, device="cpu")
         self.views: dict[
             int, list[torch.Tensor]
         ] = {}  # filled by SavePlan.views: a plan's tensors in this arena
@@ -108,9 +109,7 @@ class Arena:
         if self._is_pinned and int(_cudart().cudaHostUnregister(self.bytes.data_ptr())) != 0:
             _clear_cuda_error()
         self.views.clear()
-        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(BufferError):  # another view is open: it is released with that one
-            self._map.close()
+        self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")  # unmapped with the last view of it
         os.close(self.fd)
 
 

@@ -340,7 +340,7 @@ class Attempt:
         )
 
     def _warn_of_unmeasured(self) -> None:
-        """Warn once that the last save's value of the metric was measured on weights that were not saved."""
+        """Warn once if the last save has a metric of weights without a checkpoint."""
         keep, last = self._components.options.keep, self.saves.last
         if last is None or keep.best is None or keep.metric is None or self._has_warned_of_unmeasured:
             return

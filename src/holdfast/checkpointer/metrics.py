@@ -129,7 +129,7 @@ class MetricsBuffer:
             return self._saves.value(step, metric or "")
 
     def unsaved_step(self, step: int, metric: str) -> int | None:
-        """Return the step that a save's value of a metric was recorded for, if that one was not saved."""
+        """Return the step of a save's metric, if that step was not saved."""
         with self._lock:
             at = self._saves.of_other_steps(step).get(metric)
             return None if at is None or self._saves.has(at) else at

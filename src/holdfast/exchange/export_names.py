@@ -1,4 +1,4 @@
-"""Kind of an export by the name of its file or folder, and checks of that name; without torch."""
+"""Kind of an export by its name, and checks of that name; without torch."""
 
 from __future__ import annotations
 

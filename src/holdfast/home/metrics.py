@@ -18,7 +18,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class SaveValues:
-    """Metrics of a save by name, and the steps of those that were recorded for another step."""
+    """Metrics of a save by name, and the steps of those recorded for another step."""
 
     values: Mapping[str, float] = field(default_factory=dict[str, float])
     of_steps: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -26,7 +26,7 @@ class SaveValues:
 
 @dataclass(frozen=True, slots=True)
 class MetricByCheckpoint:
-    """Values of one metric, and the mode by which the run kept its best checkpoints.
+    """Values of one metric, and the run's mode for its best checkpoints.
 
     Attributes:
         values: by checkpoint.

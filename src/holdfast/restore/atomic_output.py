@@ -124,7 +124,7 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def check_parent(path: Path) -> None:
-    """Check that the folder exists in which a file or folder is to be written.
+    """Check that the parent folder of a new file or folder exists.
 
     Raises:
         InvalidInput: it does not.

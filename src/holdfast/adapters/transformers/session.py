@@ -386,7 +386,7 @@ class Session:
 
 
 def _best_rule(args: TrainingArguments) -> Keep:
-    """Return a policy that keeps everything, with the metric and mode that the Trainer compares models by."""
+    """Return a policy that keeps everything, with the Trainer's metric and mode."""
     metric = args.metric_for_best_model
     if not metric:
         return Keep(last=None)

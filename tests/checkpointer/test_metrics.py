@@ -36,7 +36,7 @@ class Receiver:
         self.batches.append((steps, {name: list(column) for name, column in values.items()}))
 
     def update_metrics(self, step: int, metrics: SaveValues) -> None:
-        self.updates.append((step, dict(metrics)))
+        self.updates.append((step, dict(metrics.values)))
 
 
 def read_metrics(home: Path) -> list[dict[str, Any]]:

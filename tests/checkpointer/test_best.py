@@ -17,7 +17,7 @@ from holdfast import Home, Keep, Local, Preemption
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.format import names
 from holdfast.home.listing import candidates, list_home
-from holdfast.home.metrics import read_metrics
+from holdfast.home.metrics import read_document, read_metrics
 from holdfast.store import open_store
 from stage.training import wait_until
 
@@ -269,3 +269,49 @@ def test_a_late_value_reaches_home(tmp_path: Path) -> None:
         save_all(ckpt, {1: None, 2: 2.0})
         ckpt.record(1, loss=1.0)
     assert metrics(home, 1) == {"loss": 1.0}
+
+
+def test_every_reader_uses_the_mode_that_the_run_recorded(tmp_path: Path) -> None:
+    with make(tmp_path, Keep(last=None, metric="loss", mode="max")) as ckpt:
+        save_all(ckpt, LOSSES)
+    assert holdfast.open(tmp_path, best="loss").step == 1
+    assert holdfast.open(tmp_path, best="loss", mode="max").step == 1
+    both = 'asked for by mode="min".*keeps its best checkpoints by mode="max" of \'loss\''
+    with pytest.raises(InvalidInput, match=both):
+        holdfast.open(tmp_path, best="loss", mode="min")
+    with make(tmp_path, Keep(last=None, metric="loss")) as ckpt, pytest.raises(InvalidInput, match=both):
+        ckpt.restore(best=True)
+
+
+def test_a_run_that_changes_its_mode_is_read_by_the_new_one(tmp_path: Path) -> None:
+    with make(tmp_path, Keep(last=None, metric="loss", mode="max")) as ckpt:
+        save_all(ckpt, {1: 5.0, 2: 1.0})
+    with make(tmp_path, Keep(last=None, metric="loss")) as ckpt:
+        assert ckpt.restore() == 2
+        save_all(ckpt, {3: 3.0})
+    assert holdfast.open(tmp_path, best="loss").step == 2
+
+
+def test_a_value_measured_on_weights_that_were_not_saved_is_marked(tmp_path: Path) -> None:
+    """An evaluation between two saves: the checkpoint after it has the value, and other weights."""
+    ckpt = make(tmp_path, Keep(last=None, best=1, metric="loss"))
+    for step, save in ((80, 80), (96, 100)):
+        ckpt.record(step, loss=1 / step)
+        ckpt.save(save)
+    with pytest.warns(holdfast.SaveWarning, match=r"step 96, which was not saved.*ckpt\.save\(step \+ 1\)"):
+        ckpt.close()
+    found = read_document(open_store(tmp_path), 100, 1)
+    assert (found.values, found.of_steps, found.modes) == ({"loss": 1 / 96}, {"loss": 96}, {"loss": "min"})
+    assert read_document(open_store(tmp_path), 80, 1).of_steps == {}
+
+
+def test_a_save_at_the_evaluation_keeps_the_weights_that_were_measured(tmp_path: Path) -> None:
+    with make(tmp_path, Keep(last=1, best=1, metric="loss"), every=4) as ckpt:
+        for step in ckpt.steps(8):
+            ckpt.state["w"].fill_(step + 1)
+            if step + 1 in (3, 6):
+                ckpt.save(step + 1)
+                ckpt.record(loss=step)
+        ckpt.wait()
+    best = holdfast.open(tmp_path, best="loss")
+    assert (best.step, float(best.tensor("w")[0])) == (3, 3.0)

@@ -17,6 +17,7 @@ import torch
 import holdfast
 from holdfast.checkpointer import metrics
 from holdfast.checkpointer.metrics import MetricsBuffer, Number
+from holdfast.home.metrics import SaveValues
 from holdfast.report import read_summary
 from holdfast.report.curves import Point
 from holdfast.store import open_store
@@ -34,8 +35,8 @@ class Receiver:
     def send_metrics(self, steps: list[int], values: Mapping[str, Sequence[Number]]) -> None:
         self.batches.append((steps, {name: list(column) for name, column in values.items()}))
 
-    def update_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.updates.append((step, dict(metrics)))
+    def update_metrics(self, step: int, metrics: SaveValues) -> None:
+        self.updates.append((step, dict(metrics.values)))
 
 
 def read_metrics(home: Path) -> list[dict[str, Any]]:

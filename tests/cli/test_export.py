@@ -91,9 +91,50 @@ def test_invalid_options_are_status_2_with_a_reason(holdfast: Command, home: Pat
         (("--rank", 9), "rank 9 does not exist"),
         (("--max-shard", "big"), "--max-shard"),
     ):
-        result = holdfast("export", home, tmp_path / "out", *words)
+        result = holdfast("export", home, tmp_path / "out", "--to", "safetensors", *words)
         assert (result.status, told in result.err) == (2, True), (words, result.err)
     assert holdfast("export", home, tmp_path / "no" / "out").status == 2
     with pytest.raises(SystemExit):
         holdfast("export", home, tmp_path / "out", "--rename", "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("suffix", ["pt", "pth", "ckpt", "bin"])
+def test_the_suffix_chooses_the_format(holdfast: Command, home: Path, tmp_path: Path, suffix: str) -> None:
+    result = holdfast("export", home, tmp_path / f"a.{suffix}")
+    assert result.status == 0
+    assert result.err == "holdfast: exporting step 300, the newest\n"
+    assert "model.weight" in torch.load(tmp_path / f"a.{suffix}", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("out.weird",), "does not choose a format"),
+        (("out",), "does not choose a format"),
+        (("out.pt", "--to", "safetensors"), "stands for the format torch"),
+        (("out.safetensors", "--to", "torch"), "stands for the format safetensors"),
+        (("out.pt", "--to", "dcp"), "stands for the format torch"),
+        (("checkpoint-20", "--to", "torch"), "names step 20, but the checkpoint is of step 300"),
+        (("my-step-00000100.pt",), "names step 100, but the checkpoint is of step 300"),
+        (("nowhere/out.pt",), "make the folder first"),
+    ],
+)
+def test_a_name_that_contradicts_the_content_is_refused(
+    holdfast: Command, home: Path, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    result = holdfast("export", home, tmp_path / words[0], *words[1:])
+    assert result.status == 2
+    assert message in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_name_with_the_right_step_is_accepted(holdfast: Command, home: Path, tmp_path: Path) -> None:
+    assert holdfast("export", home, tmp_path / "step-100.pt", "--step", 100).status == 0
+
+
+def test_a_home_that_does_not_exist_is_refused_with_the_nearest_name(
+    holdfast: Command, home: Path, tmp_path: Path
+) -> None:
+    for words in (("export", tmp_path / "rum", tmp_path / "a.pt"), ("ls", tmp_path / "rum")):
+        assert f"Did you mean {home}?" in holdfast(*words).err

@@ -180,6 +180,18 @@ def test_sorts_by_a_metric_and_shows_its_values(holdfast: Command, home: Path) -
     assert [line.split()[0] for line in oldest_first[1:5]] == ["100", "200", "250", "300"]
 
 
+def test_sorts_best_first_by_the_mode_that_the_run_recorded(holdfast: Command, home: Path) -> None:
+    store = open_store(home)
+    for step, attempt, loss in ((200, 1, 0.5), (300, 2, 0.9)):
+        writer = WriterId("run-one", attempt, 0, 2)
+        of_steps = {"loss": 196} if step == 200 else {}
+        write_metrics(store, writer, step, {"loss": loss}, of_steps=of_steps, modes={"loss": "max"})
+    rows = holdfast("ls", home, "--sort", "loss").out.splitlines()
+    assert "0.9" in rows[1]
+    assert "0.5 (step 196)" in rows[2]
+    assert "0.5" in holdfast("ls", home, "--sort", "loss", "--reverse").out.splitlines()[1]
+
+
 def test_json_has_the_metrics_of_each_checkpoint(holdfast: Command, home: Path) -> None:
     write_losses(home, {(200, 1): 0.125, (250, 2): float("nan")})
     rows = holdfast("ls", home, "--json", "--sort", "loss").json["checkpoints"]

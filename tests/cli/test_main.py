@@ -214,3 +214,41 @@ def test_output_that_cannot_be_written_is_an_error_of_one_line(home: Path) -> No
     assert done.stderr.splitlines() == [
         "holdfast: the system refused a file operation: [Errno 28] No space left on device"
     ]
+
+
+def test_refusals_and_lists_come_before_the_import_of_torch(home: Path, tmp_path: Path) -> None:
+    """Arguments are checked before the work: importing torch alone takes seconds."""
+    missing = tmp_path / "nowhere"
+    refused = (
+        ["export", home, missing / "a.pt"],
+        ["export", home, tmp_path / "a.weird"],
+        ["export", home, tmp_path / "checkpoint-20", "--to", "trainer"],
+        ["report", home, "-o", missing / "report.html"],
+        ["metrics", home, "-o", missing / "run.prom"],
+        ["tune", missing / "train.py"],
+        ["check", missing / "train.py"],
+        ["import", missing / "a.pt", tmp_path / "new"],
+        ["trust", missing],
+    )
+    code = (
+        "import sys\n"
+        "from holdfast.cli import main\n"
+        f"refused = {[[str(word) for word in words] for words in refused]!r}\n"
+        "assert [main(words) for words in refused] == [2] * len(refused)\n"
+        "assert main(['trust', '--list']) == 0\n"
+        "print([name for name in ('torch', 'altair', 'vl_convert') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout.endswith("\n[]\n"), done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_path_with_two_dots_is_shown_without_them(holdfast: Command, home: Path) -> None:
+    assert holdfast("show", home / ".." / home.name).out.startswith(f"{home}: step 300")

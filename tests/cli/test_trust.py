@@ -18,7 +18,10 @@ def test_a_home_is_trusted_listed_and_removed(
 ):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     home = str(tmp_path / "runs")
-    assert not is_trusted(home)
+    missing = holdfast("trust", home)
+    assert (missing.status, is_trusted(home)) == (2, False)
+    (tmp_path / "runs").mkdir()
+    assert f"Did you mean {home}?" in holdfast("trust", f"{home}x").err
     result = holdfast("trust", home)
     assert result.status == 0
     assert result.out.startswith(f"{home} is trusted")

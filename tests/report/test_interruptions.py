@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from holdfast.format.run import Done
 from holdfast.report import RunSummary, summarize
+from holdfast.report.headline import headline_numbers
+from holdfast.report.open_metrics import format_metrics
 from report.made_up_run import START, Fate, MadeUpRun, simulate
 
 
@@ -135,8 +137,9 @@ def test_without_a_failure_the_best_interval_is_unknown() -> None:
 
 def test_the_extension_of_a_finished_run_is_not_a_failure(killed: MadeUpRun) -> None:
     summary = summary_of(killed, finished=Done("run", 1, 30, START + 31))
-    (one,) = summary.interruptions
+    (one,) = summary.losses.gaps
     assert (one.kind, one.is_failure) == ("finished", False)
+    assert summary.interruptions == ()
     assert summary.times.idle_s == pytest.approx(69.5)
     assert summary.times.lost_s == pytest.approx(4.0)
     assert summary.advice.mtbf_s is None
@@ -156,8 +159,10 @@ def test_the_recorded_end_of_an_attempt_determines_its_kind(
     killed: MadeUpRun, end: str, kind: str, is_failure: bool
 ) -> None:
     killed.add(1, 40.0, "ended", 38, detail=end)
-    (one,) = summary_of(killed).interruptions
+    summary = summary_of(killed)
+    (one,) = summary.losses.gaps
     assert (one.kind, one.is_failure, one.end) == (kind, is_failure, end)
+    assert summary.interruptions == (() if kind in ("finished", "closed") else (one,))
     assert (one.last_step, one.steps_lost, one.max_steps_lost) == (38, 8, 8)
     assert one.redo_s == pytest.approx(9.5)
 
@@ -222,7 +227,7 @@ def test_lost_time_is_all_time_that_did_not_lead_to_the_final_state(
     assert times.total_s == pytest.approx(run.total_s, abs=1e-3)
     assert times.kept_s + times.blocked_s == pytest.approx(run.useful_s, abs=1e-3)
     assert times.lost_s == pytest.approx(run.total_s - run.useful_s, abs=1e-3)
-    assert sum(one.cost_s for one in summary.interruptions) == pytest.approx(times.lost_s, abs=1e-3)
+    assert sum(one.cost_s for one in summary.losses.gaps) == pytest.approx(times.lost_s, abs=1e-3)
 
 
 @given(st.lists(fates, min_size=2, max_size=8), st.integers(1, 6))
@@ -266,3 +271,20 @@ def test_any_history_has_a_summary(
     assert min(times.total_s, times.kept_s, times.blocked_s, times.lost_s, times.idle_s) >= 0
     assert all(one.cost_s >= 0 and one.steps_lost >= 0 for one in summary.interruptions)
     assert summary.as_json()["times"]["lost_s"] == times.lost_s
+
+
+def test_a_start_of_a_finished_run_is_no_interruption_in_any_count(killed: MadeUpRun) -> None:
+    killed.add(2, 120.0, "ended", 40, detail="finished")
+    killed.claim(3, 130.0)
+    killed.add(3, 131.0, "restored", 40)
+    killed.add(3, 131.5, "ended", 40, detail="finished")
+    summary = summary_of(killed, finished=Done("run", 2, 40, START + 120))
+    assert [one.kind for one in summary.interruptions] == ["stopped"]
+    (tile,) = (one for one in headline_numbers(summary) if one.name == "Lost to interruptions")
+    assert tile.remark.startswith("1 interruption;")
+    assert summary.advice.num_failures == 1
+    assert [one["kind"] for one in summary.as_json()["interruptions"]] == ["stopped"]
+    text = format_metrics(summary, "home")
+    assert [line for line in text.splitlines() if line.startswith("holdfast_interruptions_total")] == [
+        'holdfast_interruptions_total{home="home",kind="stopped"} 1'
+    ]

@@ -61,6 +61,7 @@ class Attempt:
         self._early_deletions: list[int] = []  # steps, until the claim
         self._guarantee: str | None = None
         self._has_noted_end = False
+        self._has_warned_of_unmeasured = False
 
     @property
     def base_step(self) -> int | None:
@@ -219,6 +220,7 @@ class Attempt:
         if last is not None and self.saves.has(step):
             return last
         self._check_step(step)
+        self._warn_of_unmeasured()
         keeper = self.begin()
         self.step_sync.score_alone(keeper)
         to_home = cadence.home.decide(
@@ -337,6 +339,22 @@ class Attempt:
             SaveWarning,
         )
 
+    def _warn_of_unmeasured(self) -> None:
+        """Warn once if the last save has a metric of weights without a checkpoint."""
+        keep, last = self._components.options.keep, self.saves.last
+        if last is None or keep.best is None or keep.metric is None or self._has_warned_of_unmeasured:
+            return
+        measured = self._components.metrics.unsaved_step(last.step, keep.metric)
+        if measured is not None:
+            self._has_warned_of_unmeasured = True
+            warn(
+                f"The best checkpoint may have other weights than those measured: {keep.metric!r} was "
+                f"recorded for step {measured}, which was not saved, so the checkpoint of step {last.step} "
+                "has that value. Save where you evaluate: in a loop over steps(), call ckpt.save(step + 1) "
+                f"before ckpt.record({keep.metric}=...).",
+                SaveWarning,
+            )
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all saves are durable, and the newest is in home.
 
@@ -389,6 +407,7 @@ class Attempt:
         if self.keeper is None:
             return
         self._components.metrics.flush(self.keeper)
+        self._warn_of_unmeasured()
         if not self._has_noted_end:
             self._has_noted_end = True
             newest = max(self._components.cadence.saved_step, self._components.metrics.num_done)

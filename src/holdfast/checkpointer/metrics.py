@@ -17,6 +17,7 @@ from holdfast.errors import InvalidInput
 from holdfast.format.health import Trend
 from holdfast.format.run import encode_metric
 from holdfast.health.watch import SpikeWatch
+from holdfast.home.metrics import SaveValues
 from holdfast.stage import PendingScalar, copy_scalar
 
 PERIOD_S = 2.0
@@ -41,7 +42,7 @@ class Receiver(Protocol):
         """Receive a batch: steps, and for each name a value per step."""
         ...
 
-    def update_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def update_metrics(self, step: int, metrics: SaveValues) -> None:
         """Receive the metrics of a save that were recorded after it was submitted."""
         ...
 
@@ -114,15 +115,24 @@ class MetricsBuffer:
             self.num_done = step
             self._saves.begin_save(step)
 
-    def of_save(self, step: int) -> dict[str, float]:
+    def of_save(self, step: int) -> SaveValues:
         """Return the metrics of a save that is submitted now. Call `flush` with its step before."""
         with self._lock:
-            return self._saves.send(step)
+            return self._send(step)
+
+    def _send(self, step: int) -> SaveValues:
+        return SaveValues(self._saves.send(step), self._saves.of_other_steps(step))
 
     def value_of_save(self, step: int, metric: str | None) -> float | None:
         """Return the value of a metric that a save has so far; None without one."""
         with self._lock:
             return self._saves.value(step, metric or "")
+
+    def unsaved_step(self, step: int, metric: str) -> int | None:
+        """Return the step of a save's metric, if that step was not saved."""
+        with self._lock:
+            at = self._saves.of_other_steps(step).get(metric)
+            return None if at is None or self._saves.has(at) else at
 
     def add(self, step: int, values: Mapping[str, SupportsFloat], *, of_save: int | None = None) -> None:
         """Add the values of a step.
@@ -185,7 +195,7 @@ class MetricsBuffer:
                     self._drop_first()
                 changed = [self._saves.add(of_save, values) for _, of_save, values in rows]
                 for step in sorted({step for step in changed if step is not None}):
-                    receiver.update_metrics(step, self._saves.send(step))
+                    receiver.update_metrics(step, self._send(step))
 
     def trend(self) -> Trend | None:
         """Return the judgement of the values that were sent; None without a loss or a norm of gradients."""

@@ -78,3 +78,12 @@ class SaveMetrics:
                 row.is_sent = True
                 return {name: value for name, (_, value) in row.values.items()}
         return {}
+
+    def of_other_steps(self, step: int) -> dict[str, int]:
+        """Return the step of each value of a save that was recorded for another step."""
+        rows = (row for row in self._saves if row.step == step)
+        return {name: at for row in rows for name, (at, _) in row.values.items() if at != step}
+
+    def has(self, step: int) -> bool:
+        """Return True for the step of a save."""
+        return any(row.step == step for row in self._saves)

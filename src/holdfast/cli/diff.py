@@ -97,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     """Compare the checkpoints. Damage is an error (2) here, because 1 means that they differ."""
     try:
         a, b = (_open(place) for place in (args.a, args.b))
+        if not args.json:
+            _print_sides(a, b)
         difference = compare(a, b, pattern=args.filter or "*", within=args.within)
     except Corrupt as error:
         print(f"holdfast: {error}", file=sys.stderr)
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(_as_json(a, b, difference))
     else:
-        _print(a, b, difference)
+        _print(difference)
     return int(bool(difference))
 
 
@@ -272,12 +274,15 @@ def _value_changes(
             yield path + suffix, one, other
 
 
-def _print(a: Side, b: Side, difference: Difference) -> None:
+def _print_sides(a: Side, b: Side) -> None:
     for label, side in (("A", a), ("B", b)):
         facts = _facts(side)
         print(f"{label}: {facts['home']}, step {facts['step']}, attempt {facts['attempt']}")
     if a.checkpoint.world_size != b.checkpoint.world_size:
         print("The numbers of ranks differ, so per-rank state is compared for rank 0 only.")
+
+
+def _print(difference: Difference) -> None:
     for label, names in (("A", difference.only_a), ("B", difference.only_b)):
         for name in names:
             print(f"only in {label}: {name}")

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, add_prefixes, add_step, command, step_number
 from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json
+from holdfast.exchange.export_names import KINDS, check_step, choose_kind
+from holdfast.restore.atomic_output import check_parent
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.units import format_bytes, format_duration, parse_bytes, plural
 
-_KINDS = ("safetensors", "hf", "torch", "dcp", "trainer", "deepspeed")
 _EXAMPLES = """
 holdfast export runs/gpt model.safetensors --only model --rename model=
 holdfast export runs/gpt models/gpt --to hf --only model --rename model= --max-shard 5GB
-holdfast export runs/gpt step-500.pt --to torch --step 500
+holdfast export runs/gpt step-500.pt --step 500
 holdfast export runs/gpt dcp-folder --to dcp
-holdfast export out/holdfast out/checkpoint-500 --to trainer
+holdfast export out/holdfast out/checkpoint-500 --to trainer --step 500
 holdfast export out/holdfast out-stock --to deepspeed
 """
 
@@ -31,7 +34,10 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("dest", metavar="DEST", help="the file or folder to write")
     add_step(parser, default="the newest")
     parser.add_argument(
-        "--to", dest="kind", choices=_KINDS, default="safetensors", help="format (default: safetensors)"
+        "--to",
+        dest="kind",
+        choices=KINDS,
+        help="format (default: by the suffix of DEST: safetensors for .safetensors, torch for .pt)",
     )
     add_prefixes(parser)
     parser.add_argument(
@@ -60,15 +66,21 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint."""
-    from holdfast.exchange.exporter import export_checkpoint
-
+    target = Path(args.dest).expanduser()
+    kind = choose_kind(target, args.kind)
+    check_parent(target)
     store, _ = open_home(args.home)
     checkpoint = open_checkpoint(store, args.step, args.attempt)
+    check_step(target, checkpoint.step)
+    if args.step is None:
+        print(f"holdfast: exporting step {checkpoint.step}, the newest", file=sys.stderr)
+    from holdfast.exchange.exporter import export_checkpoint  # slow, and needed only here
+
     with byte_bar("export") as bar:
         done = export_checkpoint(
             checkpoint,
             args.dest,
-            kind=args.kind,
+            kind=kind,
             only=args.only,
             rename=dict(args.rename or ()),
             max_shard_bytes=parse_bytes(args.max_shard, "--max-shard"),

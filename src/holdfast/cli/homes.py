@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
+from pathlib import Path
 
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.format import names
@@ -26,9 +28,24 @@ def open_home(place: str) -> tuple[Store, Listing]:
     home = list_home(store)
     if not home.saved and not home.attempts and store.size(names.RUN) is None:
         found = re.fullmatch(r"(.*?)/*(step-\d{8,})/?", place)
-        hint = f"HOME is the folder above it: {found[1] or '.'}." if found else "Check the path."
+        hint = f"HOME is the folder above it: {found[1] or '.'}." if found else nearest_hint(place)
         raise NotFound(f"{place} does not contain a run: it has neither {names.RUN} nor a checkpoint. {hint}")
     return store, home
+
+
+def nearest_hint(place: str) -> str:
+    """Return a hint about a path that does not exist: the most similar name beside it, if any."""
+    path = Path(place).expanduser()
+    others = [] if "://" in place or path.exists() else _names_in(path.parent)
+    near = difflib.get_close_matches(path.name, others, n=1)
+    return f"Did you mean {path.with_name(near[0])}?" if near else "Check the path."
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except OSError:
+        return []
 
 
 def read_run_id(store: Store) -> str | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 
+from holdfast.cli.homes import nearest_hint
 from holdfast.cli.options import Commands, add_json, add_prefixes, command, step_number
 from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json
+from holdfast.errors import NotFound
 from holdfast.units import format_bytes, format_duration, plural
 
 _KINDS = ("auto", "torch", "dcp", "safetensors", "hf")
@@ -48,7 +51,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Create the home."""
-    from holdfast.exchange.importer import import_checkpoint
+    if not Path(args.source).expanduser().exists():
+        raise NotFound(f"{args.source} does not exist. {nearest_hint(args.source)}", key=args.source)
+    from holdfast.exchange.importer import import_checkpoint  # slow, and needed only here
 
     with byte_bar("import") as bar:
         done = import_checkpoint(

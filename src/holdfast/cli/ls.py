@@ -37,7 +37,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--sort",
         metavar="METRIC",
-        help="show the values of a recorded metric, lowest first, such as loss; see --reverse",
+        help="show the values of a recorded metric, such as loss: best first if the run keeps its best "
+        "checkpoints by it, otherwise lowest first; see --reverse",
     )
     parser.add_argument("--reverse", action="store_true", help="reverse the order")
     add_json(parser)
@@ -96,6 +97,8 @@ def _sorted_by_metric(rows: list[Row], metric: str, url: str, *, reverse: bool) 
         )
     values = {id(row): row.metrics.get(metric, math.nan) for row in rows}
     with_value = [row for row in rows if not math.isnan(values[id(row)])]
+    modes = {(row.attempt, row.step): row.metric_modes[metric] for row in rows if metric in row.metric_modes}
+    reverse ^= bool(modes) and modes[max(modes)] == "max"
     without = [row for row in rows if math.isnan(values[id(row)])]
     return [*sorted(with_value, key=lambda row: values[id(row)], reverse=reverse), *without]
 
@@ -107,13 +110,21 @@ def _cells(
         str(row.step),
         str(row.attempt),
         "-" if row.ranks is None else str(row.ranks),
-        *(f"{row.metrics[name]:.6g}" if name in row.metrics else "-" for name in metric),
+        *(_format_metric(row, name) for name in metric),
         format_bytes(row.num_bytes),
         format_age(row.created_unix_s),
         f"{row.state}, newest" if row.is_newest else row.state,
         *(row.health.word for _ in health),
         *(", ".join(row.tiers) for _ in where),
     )
+
+
+def _format_metric(row: Row, name: str) -> str:
+    """Return a value as text, with its step where it was recorded for another one."""
+    if name not in row.metrics:
+        return "-"
+    step = row.metric_steps.get(name)
+    return f"{row.metrics[name]:.6g}" + ("" if step is None else f" (step {step})")
 
 
 def _print_notes(inventory: Inventory, rows: list[Row], listed: list[Row]) -> None:

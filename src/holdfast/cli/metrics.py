@@ -17,7 +17,7 @@ from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 from holdfast.report.open_metrics import CONTENT_TYPE, format_metrics, metric_families
 from holdfast.report.summary import read_summary
-from holdfast.restore.atomic_output import atomic_file
+from holdfast.restore.atomic_output import atomic_file, check_parent
 from holdfast.store import Store
 
 _EXAMPLES = """
@@ -57,6 +57,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print, write or serve the numbers of a run."""
+    if args.output is not None:
+        check_parent(Path(args.output))
     store, _ = open_home(args.home)
     if args.serve is not None:
         return _serve(store, args.serve, is_json=args.json)

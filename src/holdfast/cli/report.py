@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.cli.homes import open_home
@@ -13,7 +15,7 @@ from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.report.headline import headline, headline_numbers, tear_check
 from holdfast.report.summary import RunSummary, read_summary
-from holdfast.restore.atomic_output import atomic_file
+from holdfast.restore.atomic_output import atomic_file, check_parent
 from holdfast.units import format_bytes
 
 _EXAMPLES = """
@@ -39,6 +41,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary of a run as a page, JSON, or a few lines."""
+    if args.output not in (None, "-"):
+        with _named(args.output):
+            check_parent(Path(args.output))
     store, _ = open_home(args.home)
     summary = read_summary(store)
     if args.json:
@@ -76,8 +81,14 @@ def _write(path: Path, text: str) -> None:
     Raises:
         InvalidInput: the file cannot be written.
     """
+    with _named(str(path)), atomic_file(path, overwrite=True) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _named(output: str) -> Iterator[None]:
+    """Name the report in errors of its file."""
     try:
-        with atomic_file(path, overwrite=True) as partial:
-            partial.write_text(text, encoding="utf-8")
+        yield
     except (InvalidInput, RetryLater) as error:
-        raise InvalidInput(f"Cannot write the report to {path}: {error}") from error
+        raise InvalidInput(f"Cannot write the report to {output}: {error}") from error

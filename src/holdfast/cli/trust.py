@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from holdfast.cli.homes import nearest_hint
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput, NotFound
@@ -43,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         text = "\n".join(trusted()) or "no trusted homes"
     elif not args.remove:
+        if "://" not in home and not Path(home).expanduser().exists():
+            raise NotFound(f"{home} does not exist, so it was not trusted. {nearest_hint(home)}")
         line = trust(home, allow_http=args.allow_http)
         text = f"{line} is trusted: trainings load and run the compiled code in it ({file_path()})"
     elif distrust(home):

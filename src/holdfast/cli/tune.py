@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.cli.homes import nearest_hint
 from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json, print_table
+from holdfast.errors import InvalidInput
 from holdfast.units import format_bytes, format_duration, parse_bytes, parse_duration
 
 if TYPE_CHECKING:
@@ -57,14 +60,18 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Profile the script, and print the report."""
-    from holdfast.errors import InvalidInput
-    from holdfast.train.tuning.script_profile import profile_script
-
     questions = tuple(filter(None, (args.only or ",".join(_QUESTIONS)).split(",")))
     if unknown := set(questions) - set(_QUESTIONS):
         raise InvalidInput(
             f"--only {args.only}: unknown question {min(unknown)!r}. Choose from {', '.join(_QUESTIONS)}."
         )
+    if not Path(args.script).is_file():
+        raise InvalidInput(
+            f"The script {args.script!r} does not exist. {nearest_hint(args.script)} Pass the Python "
+            "file that trains, then its arguments."
+        )
+    from holdfast.train.tuning.script_profile import profile_script  # slow, and needed only here
+
     report = profile_script(
         args.script,
         args.args,

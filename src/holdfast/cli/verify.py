@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -71,6 +72,8 @@ def add_parser(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verify the chosen checkpoints."""
     store, manifests = _choose(args)
+    if args.step is None and not args.all:
+        print(f"holdfast: verifying step {next(iter(manifests))[1]}, the newest", file=sys.stderr)
     lines = []
     with byte_bar("verify") as bar:
         if bar.on_total is not None:

@@ -1,8 +1,13 @@
 """Compile cache of a run: output of torch.compile that travels with the checkpoints."""
 
-from holdfast.compiled.cache import CLOSE_LIMIT_S, CompiledCode
-from holdfast.compiled.startup import download_cache, start_uploads, warn_of_problems
-from holdfast.compiled.upload import UploadResult
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.compiled.cache import CLOSE_LIMIT_S, CompiledCode
+    from holdfast.compiled.startup import download_cache, start_uploads, warn_of_problems
+    from holdfast.compiled.upload import UploadResult
 
 __all__ = [
     "CLOSE_LIMIT_S",
@@ -12,3 +17,15 @@ __all__ = [
     "start_uploads",
     "warn_of_problems",
 ]
+
+
+def __getattr__(name: str) -> Any:  # `compiled.trust` is read without torch
+    if name in ("CLOSE_LIMIT_S", "CompiledCode"):
+        from holdfast.compiled import cache as module
+    elif name in ("download_cache", "start_uploads", "warn_of_problems"):
+        from holdfast.compiled import startup as module
+    elif name == "UploadResult":
+        from holdfast.compiled import upload as module
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(module, name)

@@ -13,7 +13,8 @@ from typing import final
 
 from holdfast.callsite import warn
 from holdfast.errors import HoldfastError, Internal, InvalidInput, NotFound, SaveWarning, TimedOut
-from holdfast.exchange.exporter import Exported, check_kind, export_checkpoint
+from holdfast.exchange.export_names import check_kind
+from holdfast.exchange.exporter import Exported, export_checkpoint
 from holdfast.keeper.save import Save
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.store.contract import Store

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import InvalidInput
 from holdfast.exchange import (
     dcp_export,
     deepspeed_export,
@@ -16,13 +15,10 @@ from holdfast.exchange import (
     torch_export,
     trainer_export,
 )
+from holdfast.exchange.export_names import check_step, choose_kind
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.units import parse_bytes
-
-KINDS = ("safetensors", "hf", "torch", "dcp", "trainer", "deepspeed")
-"""Kinds of exports: a safetensors file, a Hugging Face folder, a file of torch.save, a DCP folder, a folder
-`checkpoint-N` of Hugging Face's Trainer, a folder of DeepSpeed's checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ def export_checkpoint(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],
     *,
-    kind: str = "safetensors",
+    kind: str | None = None,
     only: Iterable[str] | None = None,
     rename: Mapping[str, str] | None = None,
     max_shard_bytes: int | str = "5GB",
@@ -61,8 +57,10 @@ def export_checkpoint(
 
     Args:
         checkpoint: checkpoint from `holdfast.open`.
-        path: file or folder to write; its parent must exist.
-        kind: one of `KINDS`.
+        path: file or folder to write; its parent must exist. A name such as `checkpoint-500` must have the
+            step's number.
+        kind: one of `export_names.KINDS`; by default the one of the suffix: .safetensors, or .pt and others
+            for torch.
         only: prefixes of the names to export ("model" includes "model.weight"). By default everything is
             exported.
         rename: new prefix by old prefix; "" removes a prefix with its dot. For torch and DCP, whose trees
@@ -77,7 +75,8 @@ def export_checkpoint(
     Raises:
         Conflict: the destination exists and `overwrite` is False.
         NotFound: the checkpoint has no names with a prefix of `only`, or one of its files is missing.
-        InvalidInput: the kind is unknown, two tensors get the same name, or the path is invalid.
+        InvalidInput: the kind is unknown, the name of the path contradicts it or the step, two tensors get
+            the same name, or the path is invalid.
         Corrupt: the checkpoint is damaged. Nothing was written.
         RetryLater: the store failed, or the destination could not be written.
 
@@ -85,8 +84,9 @@ def export_checkpoint(
     Blocks: until the export is durable.
     """
     began = time.perf_counter()
-    check_kind(kind)
     target, limit = Path(path).expanduser(), parse_bytes(max_shard_bytes, "max_shard_bytes")
+    kind = choose_kind(target, kind)
+    check_step(target, checkpoint.step)
     selection = ExportSelection.choose(
         checkpoint, rank=rank, only=only, rename=rename, num_threads=num_threads
     )
@@ -110,14 +110,6 @@ def export_checkpoint(
     count = len(sizes) if kind == "deepspeed" else len(selection.tensors)
     seconds = time.perf_counter() - began
     return Exported(str(target), checkpoint.step, kind, count, selection.num_bytes, seconds)
-
-
-def check_kind(kind: str) -> None:
-    """Raise InvalidInput unless a kind of export is one of `KINDS`."""
-    if kind not in KINDS:
-        raise InvalidInput(
-            f"Unknown kind of export {kind!r}: use {', '.join(KINDS)}. Nothing was exported.", key=kind
-        )
 
 
 def _sizes(selection: ExportSelection, kind: str) -> list[int]:

@@ -33,7 +33,7 @@ def map_weights(checkpoint: Checkpoint, key: str, folder: Path) -> dict[str, tor
 
     path = folder / f".holdfast-weights.{secrets.token_hex(8)}.partial"
     try:
-        export_checkpoint(checkpoint, path, only=[key], rename={key: ""})
+        export_checkpoint(checkpoint, path, kind="safetensors", only=[key], rename={key: ""})
         found = load_file(path)
     finally:
         path.unlink(missing_ok=True)

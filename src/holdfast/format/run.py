@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from holdfast.documents import MAX_NUMBER, Fields, refuse
@@ -127,17 +127,27 @@ class SkippedNote:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """`step-NNNNNNNN/metrics-aNNNN.json`: the metrics of a checkpoint, such as its loss."""
+    """`step-NNNNNNNN/metrics-aNNNN.json`: the metrics of a checkpoint, such as its loss.
+
+    Attributes:
+        values: by name.
+        of_steps: step of each value that was recorded for another step than that of the checkpoint.
+        modes: "min" or "max" for the metric by which the run keeps its best checkpoints.
+    """
 
     run: str
     attempt: int
     step: int
     values: Mapping[str, float]
+    of_steps: Mapping[str, int] = field(default_factory=dict[str, int])
+    modes: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def members(self) -> dict[str, Any]:
         """Return its members for JSON, which has no NaN and no infinity."""
         values = {name: encode_metric(value) for name, value in self.values.items()}
-        return {"run": self.run, "attempt": self.attempt, "step": self.step, "values": values}
+        facts = {"of_steps": dict(self.of_steps), "modes": dict(self.modes)}
+        given = {name: fact for name, fact in facts.items() if fact}
+        return {"run": self.run, "attempt": self.attempt, "step": self.step, "values": values, **given}
 
 
 def encode_metric(value: float) -> float | str:
@@ -249,7 +259,17 @@ def _passed(body: Fields) -> dict[str, Any]:
 
 def _metrics(body: Fields) -> dict[str, Any]:
     values = body.fields("values")
-    return {**_saved(body), "values": {name: _metric(values, name) for name in values.members}}
+    of_steps, modes = (_optional_fields(body, name) for name in ("of_steps", "modes"))
+    return {
+        **_saved(body),
+        "values": {name: _metric(values, name) for name in values.members},
+        "of_steps": {name: of_steps.integer(name, at_most=MAX_STEP) for name in of_steps.members},
+        "modes": {name: modes.choice(name, ("min", "max")) for name in modes.members},
+    }
+
+
+def _optional_fields(body: Fields, name: str) -> Fields:
+    return body.fields(name) if name in body else Fields({}, body.what)
 
 
 def _metric(values: Fields, name: str) -> float:

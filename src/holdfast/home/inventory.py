@@ -12,7 +12,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.run import encode_metric
 from holdfast.home.documents import check_files, read_manifest
 from holdfast.home.listing import ListedSave, Listing
-from holdfast.home.metrics import read_metrics
+from holdfast.home.metrics import read_document
 from holdfast.home.skipped import read_reason
 from holdfast.retention import CheckpointLine, line_of
 from holdfast.store import Store
@@ -41,6 +41,8 @@ class Row:
     reason: str | None  # what is wrong, beyond the state
     tiers: tuple[str, ...] = ()  # where it is, nearest first, if several places were listed
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # recorded for its step
+    metric_steps: Mapping[str, int] = field(default_factory=dict[str, int])  # of those recorded for another
+    metric_modes: Mapping[str, str] = field(default_factory=dict[str, str])  # "min" or "max", of its best
     health: Health = UNKNOWN
 
     def as_json(self) -> dict[str, Any]:
@@ -112,20 +114,19 @@ def take_inventory(
         else row
         for row in rows
     )
-    placed = (
-        replace(row, tiers=_tiers_of(row, tiers or {}), metrics=_metrics_of(store, home, row)) for row in rows
-    )
+    placed = (replace(_with_metrics(store, home, row), tiers=_tiers_of(row, tiers or {})) for row in rows)
     return Inventory(home, run_id, tuple(placed))
 
 
-def _metrics_of(store: Store, home: Listing, row: Row) -> dict[str, float]:
-    """Return the metrics of a checkpoint; {} where they are damaged."""
+def _with_metrics(store: Store, home: Listing, row: Row) -> Row:
+    """Return the row of a checkpoint with its metrics; without them where they are damaged."""
     if not home.saved[row.step, row.attempt].has_metrics:
-        return {}
+        return row
     try:
-        return read_metrics(store, row.step, row.attempt)
+        found = read_document(store, row.step, row.attempt)
     except (Corrupt, Unsupported):
-        return {}
+        return row
+    return replace(row, metrics=found.values, metric_steps=found.of_steps, metric_modes=found.modes)
 
 
 def _tiers_of(row: Row, tiers: Mapping[str, Listing]) -> tuple[str, ...]:

@@ -3,28 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
-from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.format import names, run
 from holdfast.home.listing import CheckpointId
 from holdfast.home.writer import WriterId
 from holdfast.store.contract import Store
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-def write_metrics(store: Store, writer: WriterId, step: int, values: Mapping[str, float]) -> None:
+
+@dataclass(frozen=True, slots=True)
+class SaveValues:
+    """Metrics of a save by name, and the steps of those recorded for another step."""
+
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    of_steps: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, slots=True)
+class MetricByCheckpoint:
+    """Values of one metric, and the run's mode for its best checkpoints.
+
+    Attributes:
+        values: by checkpoint.
+        mode: "min" or "max", as the newest checkpoint with a mode has it; None if none has.
+    """
+
+    values: Mapping[CheckpointId, float]
+    mode: str | None
+
+    def choose_mode(self, asked: str | None, metric: str) -> str:
+        """Return the recorded mode, else the one that was asked for, else "min".
+
+        Raises:
+            InvalidInput: they contradict each other.
+        """
+        if asked is not None and self.mode not in (None, asked):
+            raise InvalidInput(
+                f'The best checkpoint was asked for by mode="{asked}", but the run keeps its best '
+                f'checkpoints by mode="{self.mode}" of {metric!r}. Nothing was read. Give '
+                f'mode="{self.mode}" instead.',
+                key=metric,
+            )
+        return self.mode or asked or "min"
+
+
+def write_metrics(
+    store: Store,
+    writer: WriterId,
+    step: int,
+    values: Mapping[str, float],
+    *,
+    of_steps: Mapping[str, int] = _NOTHING,
+    modes: Mapping[str, str] = _NOTHING,
+) -> None:
     """Write the metrics of a checkpoint, in place of those written before.
+
+    Args:
+        of_steps: the step of each value that was recorded for another one.
+        modes: "min" or "max" for the metric by which the run keeps its best checkpoints.
 
     Raises:
         RetryLater: the store failed.
 
     Blocks: until they are durable.
     """
-    metrics = run.Metrics(writer.run, writer.attempt, step, values)
+    modes = {name: mode for name, mode in modes.items() if name in values}
+    metrics = run.Metrics(writer.run, writer.attempt, step, values, of_steps, modes)
     store.put(names.metrics(step, writer.attempt), run.document(metrics))
 
 
-def read_metrics(store: Store, step: int, attempt: int) -> dict[str, float]:
-    """Return the metrics of a checkpoint by name; {} if none were recorded.
+def read_document(store: Store, step: int, attempt: int) -> run.Metrics:
+    """Return the metrics of a checkpoint; without values if none were recorded.
 
     Raises:
         Corrupt: the document is damaged.
@@ -33,9 +87,14 @@ def read_metrics(store: Store, step: int, attempt: int) -> dict[str, float]:
     """
     name = names.metrics(step, attempt)
     try:
-        return dict(run.parse(run.Metrics, store.get(name), name).values)
+        return run.parse(run.Metrics, store.get(name), name)
     except NotFound:
-        return {}
+        return run.Metrics("", attempt, step, {})
+
+
+def read_metrics(store: Store, step: int, attempt: int) -> dict[str, float]:
+    """Return the values of a checkpoint by name; see `read_document`."""
+    return dict(read_document(store, step, attempt).values)
 
 
 def copy_metrics(source: Store, target: Store, step: int, attempt: int) -> None:
@@ -54,8 +113,8 @@ def copy_metrics(source: Store, target: Store, step: int, attempt: int) -> None:
     target.put(name, document)
 
 
-def read_values(store: Store, metric: str, found: Iterable[CheckpointId]) -> dict[CheckpointId, float]:
-    """Return the value of one metric by checkpoint. Those without it are left out.
+def read_values(store: Store, metric: str, found: Iterable[CheckpointId]) -> MetricByCheckpoint:
+    """Return the values of one metric. Checkpoints without it are left out.
 
     A damaged document is treated as missing.
 
@@ -63,11 +122,14 @@ def read_values(store: Store, metric: str, found: Iterable[CheckpointId]) -> dic
         RetryLater: the store failed.
     """
     values: dict[CheckpointId, float] = {}
+    modes: dict[CheckpointId, str] = {}
     for attempt, step in found:
         try:
-            metrics = read_metrics(store, step, attempt)
+            metrics = read_document(store, step, attempt)
         except (Corrupt, Unsupported):
             continue
-        if metric in metrics:
-            values[attempt, step] = metrics[metric]
-    return values
+        if metric in metrics.values:
+            values[attempt, step] = metrics.values[metric]
+        if metric in metrics.modes:
+            modes[attempt, step] = metrics.modes[metric]
+    return MetricByCheckpoint(values, modes[max(modes)] if modes else None)

@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import override
 
 from holdfast.errors import ERRORS, HoldfastError, InvalidInput, RetryLater
+from holdfast.home.metrics import SaveValues
 from holdfast.keeper import messages
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.host_processes import NOTIFY_AFTER_S
@@ -21,6 +21,7 @@ from holdfast.keeper.supervisor import KeeperOwner, Supervisor
 from holdfast.log import get_logger
 
 _log = get_logger("keeper")
+_NO_VALUES = SaveValues()
 _MAX_DELETIONS = 1000
 """Steps to be deleted that a new keeper is sent again. Older ones have long been deleted."""
 _CLOSED_POLL_S = 0.02
@@ -51,7 +52,7 @@ class _Submitted:
     layout: messages.ArenaLayout
     draft: bytes
     to_home: bool
-    metrics: Mapping[str, float]
+    metrics: SaveValues
     before: tuple[messages.TrainerMessage, ...] = ()  # must be handled before the save is committed
     is_persisted: bool = False
 
@@ -107,7 +108,7 @@ class Keeper(KeeperOwner):
         layout: messages.ArenaLayout,
         draft: bytes,
         to_home: bool = True,
-        metrics: Mapping[str, float] = MappingProxyType({}),
+        metrics: SaveValues = _NO_VALUES,
     ) -> None:
         """Submit a staged save.
 
@@ -151,7 +152,8 @@ class Keeper(KeeperOwner):
                 submitted.layout,
                 to_home=submitted.to_home,
                 is_resent=is_resent,
-                metrics=messages.encode_metrics(submitted.metrics),
+                metrics=messages.encode_metrics(submitted.metrics.values),
+                of_steps=dict(submitted.metrics.of_steps),
             )
             fds = submitted.arena_fd, draft_fd
             self._supervisor.send(message, fds, on_sent=submitted.save.mark_staged)
@@ -197,9 +199,10 @@ class Keeper(KeeperOwner):
             self._deletions.append(message)
             self._supervisor.send(message)
 
-    def update_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def update_metrics(self, step: int, metrics: SaveValues) -> None:
         """Replace the metrics of a save that was submitted before."""
-        self._send_surely(messages.UpdateMetrics(step, messages.encode_metrics(metrics)))
+        values = messages.encode_metrics(metrics.values)
+        self._send_surely(messages.UpdateMetrics(step, values, dict(metrics.of_steps)))
 
     def mark_complete(self, attempt: int, step: int) -> None:
         """Notify the keeper that a checkpoint is complete. Its files are in folders of several hosts."""

@@ -59,6 +59,11 @@ class KeeperConfig:
         return Keep(self.keep_last, self.keep_every, self.keep_best, self.keep_metric, self.keep_mode)
 
     @property
+    def modes(self) -> dict[str, str]:
+        """Mode of the metric that the best checkpoints are compared by, for their metrics."""
+        return {} if self.keep_metric is None else {self.keep_metric: self.keep_mode}
+
+    @property
     def hang_limits(self) -> HangLimits:
         """Limits of the times without progress."""
         return HangLimits(self.hang_step_s, self.hang_first_s, self.hang_phase_s)

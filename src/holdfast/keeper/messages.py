@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, get_args
 from holdfast.documents import MAX_COUNT, decode_object, read_dataclass, refuse
 from holdfast.format.run import encode_metric
 from holdfast.home.listing import CheckpointId
+from holdfast.home.metrics import SaveValues
 from holdfast.keeper.config import KeeperConfig
 
 MAX_MESSAGE_BYTES = 64 << 10
@@ -56,6 +57,9 @@ class SubmitSave:
     to_home: bool
     is_resent: bool = False  # an earlier keeper of this rank received it, and has died since
     metrics: EncodedMetrics = field(default_factory=dict[str, "float | str"])  # on rank 0
+    of_steps: Mapping[str, int] = field(
+        default_factory=dict[str, int]
+    )  # of metrics recorded for another step
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class UpdateMetrics:
 
     step: int
     metrics: EncodedMetrics
+    of_steps: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,9 +367,9 @@ def encode_metrics(metrics: Mapping[str, float]) -> EncodedMetrics:
     return {name: encode_metric(value) for name, value in metrics.items()}
 
 
-def decode_metrics(metrics: EncodedMetrics) -> dict[str, float]:
+def decode_metrics(message: SubmitSave | UpdateMetrics) -> SaveValues:
     """Return the metrics in a message."""
-    return {name: float(value) for name, value in metrics.items()}
+    return SaveValues({name: float(value) for name, value in message.metrics.items()}, message.of_steps)
 
 
 def _check_metrics(message: Message, what: str) -> None:
@@ -372,6 +377,9 @@ def _check_metrics(message: Message, what: str) -> None:
         for value in message.metrics.values():
             if isinstance(value, str) and value not in _NOT_FINITE:
                 refuse(what, "metrics", "numbers", value)
+        for step in message.of_steps.values():
+            if not 0 <= step <= MAX_COUNT:
+                refuse(what, "of_steps", f"integers from 0 to {MAX_COUNT}", step)
 
 
 def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:

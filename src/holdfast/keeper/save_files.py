@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from holdfast import backoff
 from holdfast.errors import Conflict, Corrupt, InvalidInput
@@ -16,7 +16,7 @@ from holdfast.health.contents import ContentCheck, can_check
 from holdfast.home.attempts import check_not_fenced
 from holdfast.home.claim import check_claim
 from holdfast.home.history import History
-from holdfast.home.metrics import write_metrics
+from holdfast.home.metrics import SaveValues, write_metrics
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.frozen import FrozenFile
 from holdfast.keeper.inbox import StagedSave
@@ -42,7 +42,7 @@ class SaveFiles:
         self,
         save: StagedSave,
         arena: memoryview,
-        metrics: Mapping[str, float],
+        metrics: SaveValues,
         *,
         has_newer: Callable[[], bool],
     ) -> None:
@@ -69,7 +69,7 @@ class SaveFiles:
             else:
                 return
 
-    def replace_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
+    def replace_metrics(self, step: int, metrics: SaveValues) -> bool:
         """Replace the metrics of a save. Return False if it has failed, or was deleted.
 
         Raises:
@@ -77,8 +77,14 @@ class SaveFiles:
         """
         if self._store.size(names.part(step, self._config.attempt, self._config.rank)) is None:
             return False
-        write_metrics(self._store, self._config.writer, step, metrics)
+        self._write_metrics(step, metrics)
         return True
+
+    def _write_metrics(self, step: int, metrics: SaveValues) -> None:
+        config = self._config
+        write_metrics(
+            self._store, config.writer, step, metrics.values, of_steps=metrics.of_steps, modes=config.modes
+        )
 
     def images(self, step: int, layout: ArenaLayout) -> tuple[Image, ...]:
         """Return the images of the files in their arena."""
@@ -88,7 +94,7 @@ class SaveFiles:
             return (data,)
         return data, Image(names.frozen(step, attempt, rank), layout.frozen_at, layout.frozen_bytes)
 
-    def _try_persist(self, save: StagedSave, arena: memoryview, metrics: Mapping[str, float]) -> None:
+    def _try_persist(self, save: StagedSave, arena: memoryview, metrics: SaveValues) -> None:
         check_not_fenced(self._store, self._config.attempt)
         check_claim(self._store, self._config.attempt, self._config.claim)
         step = save.request.step
@@ -114,7 +120,7 @@ class SaveFiles:
         self._store.delete(names.frozen(step, attempt, rank))
         return True
 
-    def _create(self, save: StagedSave, arena: memoryview, metrics: Mapping[str, float]) -> None:
+    def _create(self, save: StagedSave, arena: memoryview, metrics: SaveValues) -> None:
         config, step, layout = self._config, save.request.step, save.request.layout
         frozen = None
         if layout.frozen_bytes:  # first: if it is refused, nothing else needs to be written
@@ -131,8 +137,8 @@ class SaveFiles:
         )
         failpoint("keeper.data")
         self._history.settle()
-        if metrics:  # before the part: a complete checkpoint has its metrics
-            write_metrics(self._store, config.writer, step, metrics)
+        if metrics.values:  # before the part: a complete checkpoint has its metrics
+            self._write_metrics(step, metrics)
         draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
         name = names.part(step, config.attempt, config.rank)
         health = None if check is None else check.result()

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
 
 from holdfast import backoff
 from holdfast.errors import Conflict, Corrupt, HoldfastError, RetryLater, Unsupported
@@ -15,6 +14,7 @@ from holdfast.hang.pulse import PulseReader
 from holdfast.home.documents import read_run
 from holdfast.home.history import History
 from holdfast.home.listing import CheckpointId
+from holdfast.home.metrics import SaveValues
 from holdfast.keeper import messages, packets
 from holdfast.keeper.commit_tier import Committed, PendingSave, was_committed
 from holdfast.keeper.config import KeeperConfig
@@ -85,7 +85,7 @@ class Worker:
         self._files = SaveFiles(self._store, config, history)
         self._arenas = MappedArenas()
         self._next_step: int | None = None  # of the save that was taken from the inbox
-        self._late_metrics: dict[int, Mapping[str, float]] = {}  # not written yet, by step
+        self._late_metrics: dict[int, SaveValues] = {}  # not written yet, by step
         self._pending: list[PendingSave] = []
         self._topology = make_topology(
             Surroundings(
@@ -172,7 +172,7 @@ class Worker:
             case messages.DeleteStep():
                 self._topology.delete(item.step)
             case messages.UpdateMetrics():
-                self._late_metrics[item.step] = messages.decode_metrics(item.metrics)
+                self._late_metrics[item.step] = messages.decode_metrics(item)
             case messages.MarkComplete():
                 self._topology.mark_complete(item.id)
             case messages.RecordEvent():
@@ -182,15 +182,15 @@ class Worker:
 
     def _persist(self, save: StagedSave) -> None:
         request, began = save.request, time.monotonic()
-        metrics = self._late_metrics.pop(request.step, None) or messages.decode_metrics(request.metrics)
+        metrics = self._late_metrics.pop(request.step, None) or messages.decode_metrics(request)
         self._arenas.unmap_except({*request.arenas, request.arena})
         arena = self._arenas.map(request.arena, save.arena_fd)
         try:
             with bugs_as_errors(request.step):
                 if not (request.is_resent and self._was_committed(request.step)):
                     self._files.persist(save, arena, metrics, has_newer=lambda: bool(self._inbox.saves))
-                    if metrics:
-                        self._topology.note_metrics(request.step, metrics, is_late=False)
+                    if metrics.values:
+                        self._topology.note_metrics(request.step, metrics.values, is_late=False)
         except HoldfastError as error:
             self._reports.failed(request.step, error)
         else:
@@ -219,7 +219,7 @@ class Worker:
                 continue
             try:
                 if self._files.replace_metrics(step, metrics):
-                    self._topology.note_metrics(step, metrics, is_late=True)
+                    self._topology.note_metrics(step, metrics.values, is_late=True)
             except TRANSIENT_ERRORS:
                 self._late_metrics[step] = metrics
 

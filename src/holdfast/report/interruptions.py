@@ -63,13 +63,18 @@ class Interruption:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """All interruptions, and the time spans that they cost."""
+    """All gaps between attempts, and the time spans that they cost."""
 
-    interruptions: tuple[Interruption, ...]
+    gaps: tuple[Interruption, ...]  # between any two attempts that trained, also after a finished run
     redone: tuple[Span, ...]
     down: tuple[Span, ...]
     restoring: tuple[Span, ...]
     idle: tuple[Span, ...]  # between the end of a finished run and its extension
+
+    @property
+    def interruptions(self) -> tuple[Interruption, ...]:
+        """Gaps that broke off training: not those after a run that was finished or closed."""
+        return tuple(one for one in self.gaps if one.kind not in _IDLE)
 
     @property
     def lost(self) -> Spans:

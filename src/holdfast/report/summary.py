@@ -123,12 +123,12 @@ class RunSummary:
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
-        """All interruptions, in order."""
+        """All interruptions, in order: the one definition that every count of them uses."""
         return self.losses.interruptions
 
     def cost_after(self, attempt: int) -> float | None:
-        """Return the time that the interruption after an attempt cost, or None without one."""
-        return next((one.cost_s for one in self.interruptions if one.before == attempt), None)
+        """Return the time that the gap after an attempt cost, or None without one."""
+        return next((one.cost_s for one in self.losses.gaps if one.before == attempt), None)
 
     @property
     def end_unix_s(self) -> float | None:
@@ -144,7 +144,7 @@ class RunSummary:
         document["interruptions"] = [
             {**asdict(one), "cost_s": one.cost_s, "is_failure": one.is_failure} for one in self.interruptions
         ]
-        del document["losses"]["interruptions"]
+        del document["losses"]["gaps"]
         document["hangs"] = [
             {
                 "attempt": one.attempt,

@@ -123,9 +123,19 @@ def remove_partial_files(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def check_parent(path: Path) -> None:
+    """Check that the parent folder of a new file or folder exists.
+
+    Raises:
+        InvalidInput: it does not.
+    """
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise InvalidInput(f"{parent} does not exist; make the folder first.", key=str(path))
+
+
 def _partial(path: Path) -> Path:
-    if not path.parent.is_dir():
-        raise InvalidInput(f"{path.parent} does not exist; make the folder first.", key=str(path))
+    check_parent(path)
     return path.with_name(f".{path.name[:_NAME_CHARS]}.{secrets.token_hex(8)}.partial")
 
 

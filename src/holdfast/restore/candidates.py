@@ -11,7 +11,7 @@ from holdfast.format.run import Rollback
 from holdfast.home.documents import read_run
 from holdfast.home.listing import CheckpointId, Listing, candidates, list_home
 from holdfast.home.losses import find_losses
-from holdfast.home.metrics import read_values
+from holdfast.home.metrics import MetricByCheckpoint, read_values
 from holdfast.home.patience import Patience
 from holdfast.home.recovery import merge_saved, recover_commit
 from holdfast.home.rollbacks import NO_ROLLBACKS, Rollbacks, read_rollbacks
@@ -211,10 +211,8 @@ def _find_node_local(
     return {(one.attempt, one.step): one for one in found}, lacking
 
 
-def gather_values(
-    request: Request, found: Candidates, metric: str, patience: Patience
-) -> dict[CheckpointId, float]:
-    """Return the value of a metric by checkpoint, from the tiers of all ranks.
+def gather_values(request: Request, found: Candidates, metric: str, patience: Patience) -> MetricByCheckpoint:
+    """Return the values of a metric, from the tiers of all ranks.
 
     Raises:
         HoldfastError: a rank could not read its tiers.
@@ -223,17 +221,18 @@ def gather_values(
     """
     store = request.store if request.group.rank == 0 else request.own_local
 
-    def read() -> list[tuple[int, int, float]]:
-        return [] if store is None else _read_values(store, metric, found.order, patience)
+    def read() -> tuple[list[tuple[int, int, float]], str | None]:
+        return ([], None) if store is None else _read_values(store, metric, found.order, patience)
 
     rows = values_of(
         request.group.agree(read), request.group.rank, "could not read the metrics of checkpoints"
     )
-    return {(attempt, step): value for theirs in reversed(rows) for attempt, step, value in theirs}
+    values = {(attempt, step): value for theirs, _ in reversed(rows) for attempt, step, value in theirs}
+    return MetricByCheckpoint(values, next((mode for _, mode in rows if mode is not None), None))
 
 
 def _read_values(
     store: Store, metric: str, order: Sequence[CheckpointId], patience: Patience
-) -> list[tuple[int, int, float]]:
-    values = patience.spend(store.url, lambda: read_values(store, metric, order))
-    return [(*one, value) for one, value in values.items()]
+) -> tuple[list[tuple[int, int, float]], str | None]:
+    found = patience.spend(store.url, lambda: read_values(store, metric, order))
+    return [(*one, value) for one, value in found.values.items()], found.mode

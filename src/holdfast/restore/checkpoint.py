@@ -407,7 +407,7 @@ def open(
     attempt: int | None = None,
     *,
     best: str | None = None,
-    mode: str = "min",
+    mode: str | None = None,
     patience: str | float | datetime.timedelta = "20s",
 ) -> Checkpoint:
     """Open a checkpoint for reading. Needs no model, runs no code from it, and does not import torch.
@@ -417,13 +417,14 @@ def open(
         step: step of the checkpoint; by default the newest complete one whose manifest can be read.
         attempt: attempt of the checkpoint, if several saved that step; by default the newest.
         best: name of a metric; opens the checkpoint with its best value, of those that the newest continues.
-        mode: "min" if lower values of `best` are better, "max" if higher ones are.
+        mode: "min" if lower values of `best` are better, "max" if higher ones are. By default as in the
+            run's `Keep(metric=..., mode=...)`; "min" for a metric that it does not keep checkpoints by.
         patience: time limit for retries of failed reads, in seconds or as "2m". An older checkpoint is never
             opened because a newer one could not be read.
 
     Raises:
         NotFound: no complete checkpoint there, or none of that step, or none with a value of `best`.
-        InvalidInput: `best` with `step` or `attempt`, or an unknown `mode`.
+        InvalidInput: `best` with `step` or `attempt`, an unknown `mode`, or another one than the run's own.
         Corrupt: none of the checkpoints that match has a manifest that can be read.
         Unsupported: written by a newer format, or a kind of store that this version does not read.
         RetryLater: the store failed until the patience ended.
@@ -433,7 +434,8 @@ def open(
     """
     if best is not None and (step, attempt) != (None, None):
         raise InvalidInput("open() takes best= or a step and an attempt, not both.")
-    check_mode(mode)
+    if mode is not None:
+        check_mode(mode)
     store = home if isinstance(home, Store) else open_store(home)
     waits = Patience(_limit_s(store, patience), command_limit.notify)
     every = candidates(list_patiently(store, waits))
@@ -455,8 +457,8 @@ def open(
         newest = next(usable(matching, load, url=store.url, patience=waits, on_skipped=note), None)
         if newest is not None:
             line = line_of(every, (newest.attempt, newest.step), newest.ancestors).current
-            values = waits.spend(store.url, lambda: read_values(store, best, line))
-            matching = best_first(line, values, mode)
+            found = waits.spend(store.url, lambda: read_values(store, best, line))
+            matching = best_first(line, found.values, found.choose_mode(mode, best))
         if not matching:
             raise NotFound(f"{store.url} holds no checkpoint with a finite value of {best!r}.")
     for manifest in usable(matching, load, url=store.url, patience=waits, on_skipped=note):

@@ -151,14 +151,17 @@ class _Restore:
 
         Raises:
             NotFound: there are checkpoints, but none has a finite value.
+            InvalidInput: the run recorded the other mode.
             HoldfastError: a rank could not read its tiers.
         """
         keep, order = self._request.best, self._found.order
         assert keep is not None
         if not order:
             return order
-        values = gather_values(self._request, self._found, keep.metric or "", self._patience)
-        ordered = best_first(line_of(order, *self._find_newest()).current, values, keep.mode)
+        metric = keep.metric or ""
+        found = gather_values(self._request, self._found, metric, self._patience)
+        mode = found.choose_mode(keep.mode, metric)
+        ordered = best_first(line_of(order, *self._find_newest()).current, found.values, mode)
         if not ordered:
             raise NotFound(
                 f"{self._url} holds {plural(len(order), 'checkpoint')}, but none has a finite value of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -367,6 +368,29 @@ def _draws_random_numbers(dataset: Any) -> str | None:
     return None
 
 
+def _own_generator(dataset: Any) -> str | None:
+    """Return the name of a generator that a data set or its transforms hold; None without one."""
+    waiting, seen = [(type(dataset).__name__, dataset)], set[int]()
+    while waiting and len(seen) < 100:
+        path, one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if _is_generator(one):
+            return path
+        for name, item in getattr(one, "__dict__", {}).items():
+            items = item[:20] if isinstance(item, (list, tuple)) else [item]
+            is_searched = (each for each in items if _is_generator(each) or hasattr(each, "__dict__"))
+            waiting += [(f"{path}.{name}", each) for each in is_searched]
+    return None
+
+
+def _is_generator(value: Any) -> bool:
+    kind = type(value)
+    in_numpy = kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
+    return isinstance(value, (torch.Generator, random.Random)) or in_numpy
+
+
 def _is_of_users(thing: Any) -> bool:
     module = getattr(thing, "__module__", None) or ""
     return module.split(".")[0] not in ("torch", "torchdata", "numpy", "builtins")
@@ -386,7 +410,7 @@ def loader_doubts(values: Collection[Any]) -> Iterator[str]:
             continue
         data = type(one._dataset).__qualname__
         if is_follower(order):
-            doubt = _follower_doubt(order, data, values)
+            doubt = _follower_doubt(one, order, data, values)
         elif hasattr(order, "state_dict"):  # it can be added to the state, and then the order resumes
             doubt = None
         else:
@@ -404,9 +428,15 @@ def _is_ended(iterator: Any, order: Any) -> bool:
         return False
 
 
-def _follower_doubt(order: Any, data: str, values: Collection[Any]) -> str | None:
+def _follower_doubt(iterator: Any, order: Any, data: str, values: Collection[Any]) -> str | None:
     if any(order is value for value in values):
-        return None
+        held = _own_generator(iterator._dataset) if iterator._num_workers else None
+        return held and (
+            f"a DataLoader over {data} has workers, and {held} is a generator of the data set: each worker "
+            "has a copy, which starts anew when the run resumes. Draw from the functions of torch, "
+            "numpy.random or random instead, which are seeded for each batch, or from a generator seeded by "
+            "the sample's index."
+        )
     kind = type(order).__qualname__
     return (
         f"a DataLoader over {data} is being read in the order of a {kind} that is not in the state, so a "

@@ -75,9 +75,10 @@ class LocalStore(Store):
     """
 
     def __init__(self, root: str | os.PathLike[str], *, survives_host: bool = False) -> None:
-        self.root = Path(root).absolute()
+        given = Path(root).absolute()
+        self._real = Path(os.path.realpath(given))  # later changes of links have no effect
+        self.root = self._real if ".." in given.parts else given
         self.url = str(self.root)
-        self._real = Path(os.path.realpath(self.root))  # later changes of links have no effect
         self.properties = Properties(
             survives_host=survives_host,
             read_align_bytes=direct_io.ALIGN_BYTES,

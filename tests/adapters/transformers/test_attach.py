@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 from collections.abc import Iterator
@@ -287,3 +288,12 @@ def test_persistent_workers_are_warned_of(tmp_path: Path) -> None:
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     with pytest.warns(holdfast.ResumeWarning, match="dataloader_persistent_workers=True"):
         attach(make(tmp_path, **options), preemption="none")
+
+
+def test_the_home_records_how_the_trainer_compares_models(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}
+    kind: Any = functools.partial(Trainer, eval_dataset=POINTS)
+    attach(make(tmp_path / "out", kind, metric_for_best_model="loss", **changes)).train()
+    home = tmp_path / "out" / "holdfast"
+    worst = max(range(2, 9, 2), key=lambda step: holdfast.open(home, step).metrics()["eval_loss"])
+    assert holdfast.open(home, best="eval_loss").step == worst

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerControl
+from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 from typing_extensions import Self
 
@@ -37,6 +37,7 @@ from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.keeper import Save
 from holdfast.log import get_logger
 from holdfast.ranks import Ranks
+from holdfast.retention import Keep
 
 if TYPE_CHECKING:
     from holdfast.adapters.transformers.trainer import HoldfastTrainer
@@ -79,7 +80,13 @@ class Session:
         self._timeout_s = options.get("limits", Limits()).rank_timeout_s
         self._ranks = Ranks(timeout_s=self._timeout_s)
         self._checkpointer = Checkpointer(
-            settings.home, self._state, every=_NEVER, keep=None, group=self._ranks, quiet=True, **options
+            settings.home,
+            self._state,
+            every=_NEVER,
+            keep=_best_rule(self._args),
+            group=self._ranks,
+            quiet=True,
+            **options,
         )
         self._home = self._checkpointer.home
         self._folders = Folders(self._args.output_dir or ".", self._home, writes=self._args.should_save)
@@ -376,3 +383,12 @@ class Session:
             is_durable = self._last.exception() is None and not self._last.skipped
             self._checkpointer.finish(self._last.step if is_durable else step)
         self._is_finished = True
+
+
+def _best_rule(args: TrainingArguments) -> Keep:
+    """Return a policy that keeps everything, with the Trainer's metric and mode."""
+    metric = args.metric_for_best_model
+    if not metric:
+        return Keep(last=None)
+    name = metric if metric.startswith("eval_") else f"eval_{metric}"
+    return Keep(last=None, metric=name, mode="max" if args.greater_is_better else "min")

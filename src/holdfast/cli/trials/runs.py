@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from holdfast.cli.homes import nearest_hint
 from holdfast.cli.trials.traces import Trace, read_trace
 from holdfast.environment import TRIAL, sandbox_environment
 from holdfast.errors import InvalidInput
@@ -98,7 +99,7 @@ def script_words(script: str, args: Sequence[str]) -> list[str]:
     """
     if script.endswith(".py"):
         if not Path(script).is_file():
-            raise InvalidInput(f"The script {script!r} does not exist.")
+            raise InvalidInput(f"The script {script!r} does not exist. {nearest_hint(script)}")
         return [sys.executable, script, *args]
     if shutil.which(script) is None:
         raise InvalidInput(

@@ -176,7 +176,7 @@ def _rows(summary: RunSummary) -> list[tuple[str | int | None, ...]]:
             detail,
         )
         rows.append((attempt.started_unix_s, row))
-    for one in summary.interruptions:
+    for one in summary.losses.gaps:
         detail = one.end or f"{style.format_seconds(one.cost_s)} lost"
         row = (
             style.format_time(one.last_seen_unix_s),

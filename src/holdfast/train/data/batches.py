@@ -19,6 +19,7 @@ from holdfast.state.loader_watch import num_returned
 from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch
 from holdfast.train.data.progress import BatchProgress, Pass
 from holdfast.train.data.ranges import Ranges, add_range
+from holdfast.train.data.worker_seed import SeededUnits, separate_from_training
 
 Unit = TypeVar("Unit")
 
@@ -42,9 +43,12 @@ class Batches(ABC, Generic[Unit]):
     samples which completed optimizer steps have used: the Checkpointer calls `complete_steps`. Without a
     Checkpointer call it yourself, or the position is that of the batches drawn.
 
+    In worker processes the generators of torch, numpy and random are seeded for each batch, from seed, epoch,
+    place and rank. So random augmentation is the same after a resume, and with any number of workers from 1.
+
     Args:
         batch_size: units of all ranks in one optimizer step.
-        seed: random seed of the order.
+        seed: random seed of the order, and of the random numbers in workers.
         accumulation_steps: number of batches that each rank's share is divided into, for gradient
             accumulation. Iteration yields that many batches per optimizer step.
         drop_last: drop the remaining units at the end of an epoch, so that all batches have the same size.
@@ -109,7 +113,9 @@ class Batches(ABC, Generic[Unit]):
         Raises:
             InvalidInput: a loader was given this object as `sampler=`, and would group batches into batches.
         """
-        _check_use(sys._getframe(1).f_locals, self)
+        of_caller = sys._getframe(1).f_locals
+        _check_use(of_caller, self)
+        separate_from_training(of_caller.get("loader"), self.seed)
         return _Epoch(self)
 
     def __len__(self) -> int:
@@ -120,7 +126,8 @@ class Batches(ABC, Generic[Unit]):
     def _share(self, batch: GlobalBatch, part: int) -> list[Unit]:
         """Return this rank's units of one part of a batch."""
         offsets = batch.offsets[part * self.world_size + self.rank :: self._num_shares]
-        return self._units(batch.before.epoch, offsets)
+        place = f"{self.seed}/{batch.before.epoch}/{batch.stretches[0][0]}/{part}/{self.rank}"
+        return SeededUnits(self._units(batch.before.epoch, offsets), place)
 
     # -- position --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Ends that are known beforehand: of a Slurm job, and a deadline that the user gives."""
+"""Ends that are known beforehand: the time limit of a Slurm job, and a deadline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _End(Cloud):
 
     @abstractmethod
     def _left_s(self) -> float | None:
-        """Return the time left, or None if there is no limit."""
+        """Return the time left, or None without a limit."""
 
 
 class Deadline(_End):
@@ -76,7 +76,7 @@ class Deadline(_End):
 
 
 class Slurm(_End):
-    """Time limit of this Slurm job, as `squeue` gives it, so a changed limit is followed.
+    """Time limit of this Slurm job, read from `squeue`: a changed one is followed.
 
     While Slurm does not answer, or where a container lacks squeue, the last answer counts, else
     SLURM_JOB_END_TIME.
@@ -117,7 +117,7 @@ def is_in_slurm_job() -> bool:
 
 
 def _squeue_left(job_id: str) -> str:
-    """Return the time left of a job as squeue prints it, or an empty string without an answer."""
+    """Return the time left of a job as squeue prints it, or an empty string."""
     words = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]
     try:
         done = subprocess.run(

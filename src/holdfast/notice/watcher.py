@@ -65,7 +65,7 @@ class NoticeWatcher:
             self._threads.append(thread)
 
     def expect_save(self, save_s: float) -> None:
-        """Give the time of a step and a durable save to sources that choose the moment themselves."""
+        """Set the time that a step and a durable save take."""
         for cloud in self._sources.clouds:
             cloud.save_s = save_s
 

@@ -30,7 +30,7 @@ def page_scripts() -> dict[str, str]:
     return {"python": python, "srun": srun, "torchrun": torchrun}
 
 
-def submit(folder: Path, kind: str, *, nodes: int = 1, training: str = "") -> str:
+def submit(folder: Path, kind: str, *, nodes: int = 1, training: str = "", options: str = "") -> str:
     """Submit a script of the page, with a training and a home in `folder`. Return Slurm's id of the job."""
     script = folder / "train.py"
     script.write_text(
@@ -42,6 +42,7 @@ def submit(folder: Path, kind: str, *, nodes: int = 1, training: str = "") -> st
     text = text.replace("--nproc-per-node 4", "--nproc-per-node 1").replace(
         "$head:29400", f"127.0.0.1:{PORT}"
     )
+    text = re.sub(r"--signal=\S+", options, text) if options else text
     (folder / "job.sh").write_text(text)
     words = ["sbatch", "--parsable", f"--nodes={nodes}", f"--output={folder}/job.out", str(folder / "job.sh")]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -95,6 +96,26 @@ def test_a_signal_costs_no_step_and_requeues(
     assert "JobState=COMPLETED" in told, told
     assert "Restarts=1 " in told, told
     assert steps(folder) == list(range(1, TOTAL + 1)), told
+
+
+def test_a_time_limit_alone_is_a_notice(slurm: SlurmHarness) -> None:
+    """The script asks Slurm for no signal: the training reads its time limit itself."""
+    folder = slurm.folder
+    options = "--time=1 --no-kill"
+    training = (
+        "import os, time, torch, holdfast\nstate = {'x': torch.zeros(1)}\n"
+        f"with holdfast.Checkpointer({str(folder / 'home')!r}, state, every=10**9) as ckpt:\n"
+        "    for step in ckpt.steps(10**9):\n        time.sleep(0.05)\n"
+        "        if 'SLURM_RESTART_COUNT' in os.environ:\n            print('resumed at', step)\n            break\n"
+    )
+    job = submit(folder, "srun", training=training, options=options)
+    wait_for(folder, job, lambda: has_ended(job))
+    told = f"{shown(job)}\n{(folder / 'job.out').read_text()}"
+    assert "JobState=COMPLETED" in told, told
+    assert "Restarts=1 " in told, told
+    resumed = re.search(r"resumed at (\d+)", told)
+    assert resumed is not None, told
+    assert int(resumed[1]) > 0, told
 
 
 @pytest.mark.parametrize("kind", ["python", "srun", "torchrun"])

@@ -1,4 +1,4 @@
-"""Ends that are known beforehand: the time limit of a Slurm job, and a deadline."""
+"""Ends that come at a given time: the time limit of a Slurm job, and a deadline."""
 
 from __future__ import annotations
 

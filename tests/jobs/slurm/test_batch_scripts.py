@@ -101,12 +101,13 @@ def test_a_signal_costs_no_step_and_requeues(
 def test_a_time_limit_alone_is_a_notice(slurm: SlurmHarness) -> None:
     """The script asks Slurm for no signal: the training reads its time limit itself."""
     folder = slurm.folder
-    options = "--time=1 --no-kill"
+    options = "--time=1"
     training = (
         "import os, time, torch, holdfast\nstate = {'x': torch.zeros(1)}\n"
         f"with holdfast.Checkpointer({str(folder / 'home')!r}, state, every=10**9) as ckpt:\n"
         "    for step in ckpt.steps(10**9):\n        time.sleep(0.05)\n"
-        "        if 'SLURM_RESTART_COUNT' in os.environ:\n            print('resumed at', step)\n            break\n"
+        "        if 'SLURM_RESTART_COUNT' in os.environ:\n            print('resumed at', step)\n"
+        "            break\n"
     )
     job = submit(folder, "srun", training=training, options=options)
     wait_for(folder, job, lambda: has_ended(job))

@@ -45,7 +45,11 @@ def submit(folder: Path, kind: str, *, nodes: int = 1, training: str = "", optio
     text = re.sub(r"--signal=\S+", options, text) if options else text
     (folder / "job.sh").write_text(text)
     words = ["sbatch", "--parsable", f"--nodes={nodes}", f"--output={folder}/job.out", str(folder / "job.sh")]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "HOLDFAST_PREEMPTION": "auto",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     return done.stdout.strip()
 

@@ -171,12 +171,14 @@ class Meter:
     def __init__(self) -> None:
         self.save_cost_s: float | None = None
         self.durable_s: float | None = None
+        self.step_s = 0.0  # the last step
         self._idle: deque[float] = deque(maxlen=50)  # seconds of undisturbed steps
         self._costs: deque[float] = deque(maxlen=5)
         self._slowed_s = 0.0
 
     def step(self, seconds: float, *, in_flight: bool) -> None:
         """Add a training step that took `seconds`, without save() itself."""
+        self.step_s = seconds
         if not in_flight:
             self._idle.append(seconds)
         elif self._idle:

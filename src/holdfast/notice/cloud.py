@@ -1,4 +1,4 @@
-"""The interface of a cloud's source of notices, which a thread polls."""
+"""The interface of a polled source of notices."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from holdfast.notice.preemption import Notice
 
 
 class Cloud(ABC):
-    """Source of one cloud's notices about this machine."""
+    """Source of notices about this machine, of a cloud or a scheduler."""
 
     name: str
     """The name that users write."""
     pause_s: float
     """Pause between two polls. 0 if the service itself holds a request until its response changes."""
+
+    save_s: float = 0.0
+    """Measured time of one step and one durable save, for sources that choose the moment themselves."""
 
     @abstractmethod
     def poll(self) -> Notice | None:

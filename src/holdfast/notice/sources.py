@@ -10,11 +10,13 @@ from pathlib import Path
 from holdfast.environment import PREEMPTION
 from holdfast.errors import InvalidInput
 from holdfast.notice import aws, azure, gcp, ray
+from holdfast.notice.allocation import Deadline, Slurm, is_in_slurm_job
 from holdfast.notice.cloud import Cloud
+from holdfast.units import parse_duration
 
 _DMI_FOLDER = Path("/sys/class/dmi/id")
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the same on every machine of that cloud
-NAMES = ("auto", "none", "aws", "gcp", "azure", "ray", "file:PATH")
+NAMES = ("auto", "none", "aws", "gcp", "azure", "ray", "slurm", "deadline=DURATION", "file:PATH")
 """Names of sources. `aws=URL` polls another address than the cloud's own, for tests and proxies."""
 
 
@@ -30,9 +32,10 @@ def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_
     """Return the sources that a user names.
 
     Args:
-        value: `aws`, `gcp`, `azure`, `ray`, `file:PATH`, `none`, or `auto` (Ray Train in its workers, else
-            the cloud that runs this machine, if any). Give several as a list, or separated by commas.
-            Default: the environment variable HOLDFAST_PREEMPTION, else `auto`.
+        value: `aws`, `gcp`, `azure`, `ray`, `slurm` (the time limit of this job), `deadline=DURATION` (from
+            the start of the training), `file:PATH`, `none`, or `auto` (Ray Train in its workers, else the
+            cloud that runs this machine, if any; and the time limit of a Slurm job). Give several as a
+            list, or separated by commas. Default: the environment variable HOLDFAST_PREEMPTION, else `auto`.
         dmi_folder: folder of the kernel's DMI strings, which name the machine's vendor.
 
     Raises:
@@ -49,6 +52,11 @@ def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_
             files.append(Path(word.removeprefix("file:")).absolute())
         elif name == "auto":
             clouds += _clouds("ray" if ray.is_worker() else _own_cloud(dmi_folder), "")
+            clouds += [Slurm()] if is_in_slurm_job() else []
+        elif name == "deadline":
+            clouds.append(Deadline(parse_duration(base, "deadline=")))
+        elif name == "slurm":
+            clouds += _slurm()
         elif name in ("aws", "gcp", "azure", "ray"):
             clouds += _clouds(name, base)
         elif name not in ("none", ""):
@@ -67,6 +75,15 @@ def _clouds(name: str, base: str) -> list[Cloud]:
     if name == "ray":
         return [ray.Ray()]
     return [azure.Azure(base or azure.BASE)] if name == "azure" else []
+
+
+def _slurm() -> list[Cloud]:
+    if not is_in_slurm_job():
+        raise InvalidInput(
+            "The source slurm of preemption notices needs a Slurm job: SLURM_JOB_ID, and squeue or "
+            "SLURM_JOB_END_TIME. Found none. Leave it out, or use auto."
+        )
+    return [Slurm()]
 
 
 def _own_cloud(dmi_folder: Path) -> str:

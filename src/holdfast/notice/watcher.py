@@ -64,6 +64,11 @@ class NoticeWatcher:
             thread.start()
             self._threads.append(thread)
 
+    def expect_save(self, save_s: float) -> None:
+        """Set the time that a step and a durable save take."""
+        for cloud in self._sources.clouds:
+            cloud.save_s = save_s
+
     def release_signals(self) -> None:
         """Stop watching signals until the next `watch_signals`: no loop is left to stop."""
         self._signals.unwatch()

@@ -1,0 +1,106 @@
+"""Ends that are known beforehand: a Slurm job's time limit and a deadline end a training in time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.errors import InvalidInput
+from holdfast.notice.allocation import Deadline, Slurm
+from holdfast.notice.metadata import Unreachable
+from holdfast.notice.sources import parse_sources
+
+
+@pytest.fixture
+def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file whose contents squeue prints as the time left of job 7."""
+    answer, program = tmp_path / "left", tmp_path / "bin" / "squeue"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\n[ "$2" = --jobs=7 ] && exec cat {answer}\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    return answer
+
+
+def test_a_limit_that_slurm_changes_later_is_followed(squeue: Path) -> None:
+    source = Slurm()
+    squeue.write_text("1-02:00:00\n")
+    assert source.poll() is None
+    squeue.write_text("UNLIMITED\n")
+    assert source.poll() is None
+    squeue.write_text("10:00\n")
+    assert source.poll() is None
+    squeue.write_text("0:59\n")
+    notice = source.poll()
+    assert notice is not None
+    assert notice.is_final
+    assert notice.reason.startswith("slurm: time limit in 59")
+
+
+def test_a_slow_save_moves_the_notice_forward(squeue: Path) -> None:
+    source = Slurm()
+    squeue.write_text("2:00:00\n")
+    assert source.poll() is None
+    squeue.write_text("15:00\n")
+    assert source.poll() is None
+    source.save_s = 500.0
+    assert source.poll() is not None
+
+
+def test_the_last_answer_counts_while_slurm_does_not_answer(
+    squeue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Unreachable, match="job 7"):
+        Slurm().poll()
+    source = Slurm()
+    squeue.write_text("0:02\n")
+    assert source.poll() is None, "half of a short time is for training"
+    squeue.unlink()
+    while source.poll() is None:
+        time.sleep(0.05)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 7200))
+    later = Slurm()
+    assert later.poll() is None
+
+
+def test_auto_has_the_limit_of_the_job_it_is_in(squeue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [cloud.name for cloud in parse_sources("auto").clouds] == ["slurm"]
+    assert parse_sources("none").clouds == ()
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert parse_sources("auto").clouds == ()
+    with pytest.raises(InvalidInput, match="SLURM_JOB_ID"):
+        parse_sources("slurm")
+
+
+@pytest.mark.parametrize("text", ["deadline", "deadline=soon", "deadline=-1"])
+def test_a_deadline_needs_a_duration(text: str) -> None:
+    with pytest.raises(InvalidInput, match="duration"):
+        parse_sources(text)
+
+
+def test_a_deadline_far_away_is_no_notice() -> None:
+    assert Deadline(3600).poll() is None
+
+
+def test_a_deadline_ends_the_run_with_a_durable_save(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"seen": 0}
+    notices = holdfast.Preemption("deadline=500ms", signals=False)
+
+    def train() -> None:
+        with holdfast.Checkpointer(
+            tmp_path / "home", state, every=10**9, quiet=True, preemption=notices
+        ) as ckpt:
+            for step in ckpt.steps(10**9):
+                state["seen"] = step + 1
+                time.sleep(0.01)
+
+    with pytest.raises(holdfast.Preempted, match="deadline: time is over") as preempted:
+        train()
+    assert preempted.value.code == 75
+    assert holdfast.open(tmp_path / "home").step == preempted.value.step

@@ -193,3 +193,18 @@ def choose_apart(rank: int, home: Path) -> str:
     except CheckpointException as error:
         return str(error)
     return "loaded"
+
+
+def save_stages(rank: int, home: Path) -> dict[str, Any]:
+    """Save one stage of a pipeline per rank with a Checkpointer; return its parameters and options."""
+    names = {0: "0", 1: "2"}
+    stage = nn.ModuleDict({names[rank]: nn.Linear(3, 2)})
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1 + rank)
+    torch.stack([one.square().sum() for one in stage.parameters()]).sum().backward()
+    optimizer.step()
+    state = {"model": stage, "optimizer": optimizer}
+    options = holdfast.Preemption(signals=False)
+    with Checkpointer(home, state, quiet=True, preemption=options) as ckpt:
+        ckpt.save(1)
+    found = get_optimizer_state_dict(stage, optimizer)
+    return dict(flat({"model": stage.state_dict(), "state": found["state"]}))

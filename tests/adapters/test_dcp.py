@@ -32,9 +32,9 @@ from adapters.sharded import NUMBERS, flat, make_state
 from forkserver import forkserver
 from holdfast import cli
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
-from holdfast.adapters.dcp.documents import ValueIndex
 from holdfast.adapters.dcp.target import Target
 from holdfast.errors import ResumeWarning, SaveWarning
+from holdfast.format.value_index import ValueIndex
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
 from adapters import sharded
+from exchange.stock import load_dcp
 from forkserver import forkserver
 from holdfast.adapters.dcp import HoldfastReader
+from holdfast.exchange.exporter import export_checkpoint
 from holdfast.format.layout import parse_header
 from holdfast.format.partitioning import EvenPartitioning
 from holdfast.home.documents import read_manifest
@@ -161,3 +164,34 @@ def test_a_save_in_which_a_rank_is_killed_leaves_no_checkpoint(tmp_path: Path) -
     assert list(home.glob("step-00000009/*.safetensors"))
     with pytest.raises(holdfast.NotFound):
         holdfast.open(home)
+
+
+@pytest.mark.fsdp2_on_cpu
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of DCP itself
+@pytest.mark.parametrize("count", [1, 2])
+def test_exports_of_any_number_of_ranks_have_every_key(tmp_path: Path, count: int) -> None:
+    """DCP divides values among the ranks, so none of them has all."""
+    kept = run_ranks(count, sharded.save, tmp_path / "home", "fsdp")[0]
+    checkpoint = holdfast.open(tmp_path / "home")
+    assert {name for name in checkpoint.values() if name.startswith("extra.")} == {
+        f"extra.{name}" for name in sharded.NUMBERS
+    }
+    export_checkpoint(checkpoint, tmp_path / "dcp", kind="dcp")
+    found = sharded.make_state(layout="", trained=False)
+    load_dcp(found, tmp_path / "dcp")  # by stock DCP, which fails at a missing key
+    assert dict(sharded.flat(found)) == kept
+    export_checkpoint(checkpoint, tmp_path / "state.pt", kind="torch")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "stock.pt")
+    for name in ("state.pt", "stock.pt"):
+        assert dict(sharded.flat(torch.load(tmp_path / name, weights_only=True))) == kept
+
+
+def test_an_export_of_a_pipeline_has_the_optimizer_of_every_stage(tmp_path: Path) -> None:
+    kept = run_ranks(2, sharded.save_stages, tmp_path / "home")
+    export_checkpoint(holdfast.open(tmp_path / "home"), tmp_path / "state.pt", kind="torch")
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    groups = [(group["lr"], sorted(group["params"])) for group in found["optimizer"]["param_groups"]]
+    assert groups == [(0.1, ["model.0.bias", "model.0.weight"]), (1.1, ["model.2.bias", "model.2.weight"])]
+    state = {name.removeprefix("model."): one for name, one in found["optimizer"]["state"].items()}
+    exported = dict(sharded.flat({"model": found["model"], "state": state}))
+    assert exported == {**kept[0], **kept[1]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, final
@@ -16,7 +15,7 @@ from holdfast.exchange.prefixes import select
 from holdfast.exchange.source import FileReader, RegionReader, Source, SourceTensor, read_range
 from holdfast.exchange.torch_archive import locate_tensor
 from holdfast.exchange.torch_files import MemoryReader, load_bytes, open_tree
-from holdfast.exchange.trees import is_named_tensor, is_state_dict
+from holdfast.exchange.trees import is_named_tensor, is_state_dict, nest
 from holdfast.format.agreement import covers_once
 from holdfast.format.catalog import check_size
 from holdfast.format.dtypes import ITEM_BYTES
@@ -82,7 +81,7 @@ class _Folder:
             flat[name] = inner.values.get(name, TensorRef(name))
             if flat[name] == {} and inner.tensors:
                 flat[name] = {o.name[len(name) + 1 :]: TensorRef(o.name) for o in inner.tensors}
-        nested = _nest(flat, self._paths)
+        nested = nest({self._paths.get(name, (name,)): value for name, value in flat.items()})
         values = {
             key: {} if is_state_dict(key, tree) else tree
             for key, tree in nested.items()
@@ -185,27 +184,3 @@ class ItemReader(RegionReader):
                 "files of two saves are mixed.",
                 key=self._name,
             )
-
-
-def _nest(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Rebuild the tree that DCP flattened. A key without a path stays at the top."""
-    root: dict[Any, Any] = {}
-    for name, value in flat.items():
-        *parents, last = paths.get(name, (name,))
-        node = root
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return {str(key): _as_lists(value) for key, value in root.items()}
-
-
-def _as_lists(node: Any) -> Any:
-    """Convert dicts with numeric keys to lists.
-
-    DCP flattens lists so, and converts a dict's own keys to strings.
-    """
-    if type(node) not in (dict, collections.OrderedDict):
-        return node
-    if node and all(type(key) is int for key in node):
-        return [_as_lists(node[key]) for key in sorted(node)]
-    return {key: _as_lists(item) for key, item in node.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.exchange.prefixes import select
 from holdfast.format.layout import Shard
-from holdfast.format.nesting import is_under
+from holdfast.format.nesting import is_optimizer, is_under
 from holdfast.restore.checkpoint import Checkpoint
 
 
@@ -20,6 +20,7 @@ class ExportSelection:
         tensors: selected tensors by name, tied ones included.
         only: selected prefixes; None for all.
         rename: new prefix by old prefix; "" removes a prefix.
+        every_value: values by top-level key, also those that only other ranks have.
         num_bytes: bytes of tensors that have been read so far.
     """
 
@@ -30,6 +31,7 @@ class ExportSelection:
     num_threads: int
     on_bytes: Callable[[int], None] | None = None
     tensors: dict[str, Shard] = field(default_factory=dict)
+    every_value: dict[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
     _first_of: dict[str, str] = field(default_factory=dict)  # first selected alias of other names
 
@@ -53,7 +55,8 @@ class ExportSelection:
         prefixes = None if only is None else tuple(only)
         one = cls(checkpoint, rank, prefixes, dict(rename or {}), num_threads)
         shapes = checkpoint.facts(rank)
-        names = [*shapes, *(key for key in checkpoint.values(rank) if key not in shapes)]
+        one.every_value = _join([checkpoint.values(of) for of in checkpoint.structures(rank)])
+        names = [*shapes, *(key for key in one.every_value if key not in shapes)]
         chosen = select(names, prefixes, f"Step {checkpoint.step}")
         one.tensors = {name: Shard.whole(name, *shapes[name]) for name in chosen if name in shapes}
         for name in one.tensors:
@@ -69,18 +72,45 @@ class ExportSelection:
 
     def values(self) -> dict[str, Any]:
         """Return the selected values by top-level key, with a `TensorRef` in place of each tensor."""
-        every = self.checkpoint.values(self.rank)
         if self.only is None:
-            return every
+            return self.every_value
         return {
             key: value
-            for key, value in every.items()
+            for key, value in self.every_value.items()
             if any(is_under(key, prefix) or is_under(prefix, key) for prefix in self.only)
         }
 
     def stream(self, names: Sequence[str]) -> TensorStream:
         """Return a stream of the bytes of some tensors, one after the other."""
         return TensorStream(self, names)
+
+
+def _join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of ranks with different structures, such as stages of a pipeline, as one.
+
+    An optimizer gets the groups of all of them. Of other values, those of the first rank count.
+    """
+    joined: dict[str, Any] = {}
+    for values in parts:
+        for key, value in values.items():
+            first = joined.setdefault(key, value)
+            if first is not value and is_optimizer(first) and is_optimizer(value):
+                joined[key] = _join_optimizers(first, value)
+    return joined
+
+
+def _join_optimizers(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Add the groups and the state of another rank's parameters to those of an optimizer."""
+    known = {name for group in first["param_groups"] for name in group["params"]}
+    groups = [
+        {**group, "params": [name for name in group["params"] if name not in known]}
+        for group in other["param_groups"]
+    ]
+    return {
+        **first,
+        "param_groups": [*first["param_groups"], *(group for group in groups if group["params"])],
+        "state": {**other.get("state", {}), **first.get("state", {})},
+    }
 
 
 class TensorStream:

@@ -7,8 +7,9 @@ from typing import Any
 
 from holdfast.exchange.export_selection import ExportSelection
 from holdfast.exchange.torch_archive import ArchivedTensor, write_archive
-from holdfast.exchange.trees import make_plain, rename_top_level
+from holdfast.exchange.trees import make_plain, nest, rename_top_level
 from holdfast.format.nesting import unflatten
+from holdfast.format.plain_forms import plain_form
 from holdfast.restore.atomic_output import atomic_file
 
 
@@ -34,10 +35,17 @@ def build_tree(selection: ExportSelection) -> tuple[dict[str, ArchivedTensor], d
         InvalidInput: two tensors or values would have the same name.
     """
     stored: dict[str, ArchivedTensor] = {}
-    for name, tensor in selection.tensors.items():
+    for name, one in selection.tensors.items():
         if selection.original(name) == name:
-            stored[name] = ArchivedTensor(str(len(stored)), tensor.dtype, tensor.shape)
-    tree = unflatten(
-        selection.tensors, selection.values(), lambda name: stored[selection.original(name)], selection.only
-    )
+            stored[name] = ArchivedTensor(str(len(stored)), one.dtype, one.shape)
+
+    def tensor(name: str) -> ArchivedTensor:
+        return stored[selection.original(name)]
+
+    index = selection.checkpoint.value_index()
+    if index is None:
+        tree = unflatten(selection.tensors, selection.values(), tensor, selection.only)
+    else:
+        leaves = {**selection.values(), **{name: tensor(name) for name in selection.tensors}}
+        tree = nest({index.path(name): plain_form(leaf) for name, leaf in leaves.items()})
     return stored, rename_top_level(make_plain(tree, ArchivedTensor), selection.rename)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import InvalidInput, NotFound
+from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.format.values import TensorRef
 
 if TYPE_CHECKING:
@@ -79,6 +79,36 @@ def is_state_dict(key: str, tree: Any) -> bool:
         isinstance(name, str) and isinstance(item, TensorRef) and item.name == f"{key}.{name}"
         for name, item in tree.items()
     )
+
+
+def nest(flat: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
+    """Rebuild the tree that DCP flattened, from its leaves by path.
+
+    Raises:
+        Corrupt: a path is empty, or is inside of another leaf.
+    """
+    root: dict[Any, Any] = {}
+    try:
+        for (*parents, last), value in flat.items():
+            node = root
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = value
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Corrupt(f"The paths in the state do not form a tree: {error!r}. They are damaged.") from error
+    return {str(key): _as_lists(value) for key, value in root.items()}
+
+
+def _as_lists(node: Any) -> Any:
+    """Convert dicts with numeric keys to lists.
+
+    DCP flattens lists so, and converts a dict's own keys to strings.
+    """
+    if type(node) not in (dict, collections.OrderedDict):
+        return node
+    if node and all(type(key) is int for key in node):
+        return [_as_lists(node[key]) for key in sorted(node)]
+    return {key: _as_lists(item) for key, item in node.items()}
 
 
 _MAX_INT_BITS = 2000  # torch reads integers of up to 255 bytes

@@ -94,9 +94,16 @@ def insert(tree: dict[str, Any], name: str, tensor: Any) -> None:
     tree[name] = tensor
 
 
+def is_optimizer(value: Any) -> bool:
+    """Return True for the values of an optimizer: groups of parameters by name."""
+    groups = value.get("param_groups") if isinstance(value, dict) else None
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    )
+
+
 def _parameters(optimizer: dict[str, Any]) -> set[str]:
     """Return the parameter names in an optimizer's dict, or an empty set for another dict."""
-    groups = optimizer.get("param_groups")
-    if not isinstance(groups, list):
+    if not is_optimizer(optimizer):
         return set()
-    return {name for group in groups if isinstance(group, dict) for name in group.get("params", ())}
+    return {name for group in optimizer["param_groups"] for name in group["params"]}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import fnmatch
+import glob
 import os
 import re
 import secrets
@@ -41,9 +43,11 @@ def atomic_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     with _translated_errors(path):
         try:
             os.close(os.open(partial, _NEW, 0o666))
-            yield partial
-            _sync(partial)
-            partial.replace(path)
+            with _locked(partial):
+                _remove_abandoned(path)
+                yield partial
+                _sync(partial)
+                partial.replace(path)
             _sync(path.parent)
         finally:
             partial.unlink(missing_ok=True)
@@ -76,14 +80,16 @@ def atomic_folder(path: Path, patterns: Sequence[str], *, overwrite: bool) -> It
     with _translated_errors(path):
         try:
             partial.mkdir()
-            yield partial
-            for file in partial.iterdir():
-                _sync(file)
-            _sync(partial)
-            if not path.exists():
-                partial.rename(path)
-            else:
-                _move_in(partial, path, patterns)
+            with _locked(partial):
+                _remove_abandoned(path)
+                yield partial
+                for file in partial.iterdir():
+                    _sync(file)
+                _sync(partial)
+                if not path.exists():
+                    partial.rename(path)
+                else:
+                    _move_in(partial, path, patterns)
             _sync(path)
             _sync(path.parent)
         finally:
@@ -111,16 +117,54 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove the incomplete files that killed processes have left in a folder.
-
-    Only for a folder in which one process writes.
+    """Remove the incomplete files and folders that killed processes have left in a folder.
 
     Raises:
         OSError: a file could not be removed.
     """
     for path in folder.glob(".*.partial"):
-        if _PARTIAL_NAME.fullmatch(path.name) and not path.is_dir():
-            path.unlink(missing_ok=True)
+        if _PARTIAL_NAME.fullmatch(path.name) and not path.is_symlink():
+            _remove_if_unlocked(path)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what killed processes have left of earlier outputs to a path."""
+    for old in path.parent.glob(f".{glob.escape(path.name[:_NAME_CHARS])}.*.partial"):
+        if _PARTIAL_NAME.fullmatch(old.name):
+            with contextlib.suppress(OSError):  # perhaps another user's
+                _remove_if_unlocked(old)
+
+
+def _remove_if_unlocked(partial: Path) -> None:
+    """Remove an incomplete file or folder unless its writer holds the lock on it, or it cannot be locked."""
+    with contextlib.suppress(FileNotFoundError), _locked(partial) as is_locked:
+        if is_locked and partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        elif is_locked:
+            partial.unlink()
+
+
+@contextlib.contextmanager
+def _locked(partial: Path) -> Iterator[bool]:
+    """Hold the lock on an incomplete file or folder, which its writer holds until it is complete.
+
+    Yields:
+        False if another process holds it, or the file system has no locks.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    access = os.O_RDONLY if partial.is_dir() else os.O_RDWR  # network file systems lock only writable files
+    fd = os.open(partial, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        except OSError:
+            is_locked = False
+        yield is_locked
+    finally:
+        os.close(fd)
 
 
 def check_parent(path: Path) -> None:

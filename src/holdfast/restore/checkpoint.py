@@ -16,6 +16,7 @@ from holdfast.format.composites import composites, shown_type
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.manifest import Manifest
 from holdfast.format.run import Run
+from holdfast.format.value_index import ValueIndex
 from holdfast.home.documents import read_manifest, read_run
 from holdfast.home.listing import candidates
 from holdfast.home.metrics import read_metrics, read_values
@@ -263,6 +264,8 @@ class Checkpoint:
     def values(self, rank: int = 0) -> dict[str, Any]:
         """Return the values that a rank saved, by top-level key. A `TensorRef` replaces each tensor.
 
+        `dcp.save` divides the values among the ranks. Those are by name, and the same for every rank.
+
         Raises:
             NotFound: the rank's part is missing.
             Corrupt: the rank's part is damaged.
@@ -270,7 +273,10 @@ class Checkpoint:
             RetryLater: the store failed.
         """
         encoded = self._parts.part(rank).values
+        index = self._parts.value_index()
         try:
+            if index is not None:
+                encoded = {name: self._parts.part(of).values[name] for name, of in index.ranks.items()}
             return {key: value_format.decode(value) for key, value in encoded.items()}
         except HoldfastError:
             raise
@@ -280,6 +286,18 @@ class Checkpoint:
                 step=self.step,
                 rank=rank,
             ) from error
+
+    def structures(self, rank: int = 0) -> list[int]:
+        """Return a rank for each different structure of state, `rank` first. They have all the values."""
+        return self._parts.structures(rank)
+
+    def value_index(self) -> ValueIndex | None:
+        """Return the index of values and paths that `dcp.save` has written; None for other checkpoints.
+
+        Raises:
+            HoldfastError: as `values`.
+        """
+        return self._parts.value_index()
 
     def verify(self, on_bytes: Callable[[int], None] | None = None, num_threads: int = 4) -> VerifyReport:
         """Hash every byte of every file of every rank, and collect all damage.

@@ -10,6 +10,7 @@ from holdfast.format.layout import Shard
 from holdfast.format.manifest import EACH, Manifest, Tensor
 from holdfast.format.part import Part
 from holdfast.format.partitioning import Region
+from holdfast.format.value_index import INDEX, ValueIndex
 from holdfast.home.documents import read_part
 from holdfast.store.contract import Store
 from holdfast.units import plural
@@ -114,6 +115,27 @@ class Parts:
         for part in self.manifest.parts:
             first_of.setdefault(part.catalog, part.rank)
         return list(first_of.values())
+
+    def value_index(self) -> ValueIndex | None:
+        """Return the index of the values that the ranks have divided; None if each has saved its own.
+
+        Raises:
+            NotFound: the part of rank 0 is missing.
+            Corrupt: it, or its index, is damaged.
+            RetryLater: the store failed.
+        """
+        first = self.part(0)
+        if INDEX not in first.values:
+            return None
+        try:
+            return ValueIndex.parse(first.values[INDEX], first.world_size)
+        except Corrupt as error:
+            raise Corrupt(
+                f"{first.what} has an index of values that cannot be read: {error}",
+                step=first.step,
+                rank=0,
+                key=INDEX,
+            ) from error
 
     def holder(self, name: str, rank: int) -> int:
         """Return the rank whose copy of a per-rank tensor is loaded by `rank`.

@@ -198,6 +198,45 @@ def test_two_callbacks_share_a_home(tmp_path: Path) -> None:
     assert files(tmp_path / "epochs") == {"epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"}
 
 
+def test_a_missing_file_of_the_second_callback_is_written_without_another_save(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [
+            HoldfastCheckpoint(dirpath=tmp_path / "steps", every_n_train_steps=2, save_top_k=-1),
+            HoldfastCheckpoint(dirpath=tmp_path / "epochs", every_n_epochs=1, save_top_k=-1),
+        ]
+
+    trainer(tmp_path, 1, *callbacks()).fit(model())
+    (tmp_path / "epochs" / "epoch=0-step=3.ckpt").unlink()  # as if the process had died before it was written
+    again = trainer(tmp_path, 1, *callbacks())
+    again.fit(model(), ckpt_path="last")
+    assert files(tmp_path / "epochs") == {"epoch=0-step=3.ckpt"}
+    assert files(tmp_path / "steps") == {"epoch=0-step=2.ckpt"}
+    assert again.ckpt_path == str(tmp_path / "epochs" / "epoch=0-step=3.ckpt")
+
+
+def test_a_link_to_the_last_file_is_made_before_the_file(tmp_path: Path) -> None:
+    callback = HoldfastCheckpoint(dirpath=tmp_path / "new" / "ckpt", save_last="link")
+    trainer(tmp_path, 1, callback).fit(model())
+    link = tmp_path / "new" / "ckpt" / "last.ckpt"
+    assert link.is_symlink()
+    assert torch.load(link, weights_only=False)["global_step"] == 3
+
+
+def test_the_last_file_is_renewed_from_the_checkpoint_that_training_resumes_from(tmp_path: Path) -> None:
+    """Even if no save follows: a process may be killed between the files of one save."""
+
+    def fit() -> None:
+        callback = HoldfastCheckpoint(dirpath=tmp_path / "ckpt", save_last=True)
+        trainer(tmp_path, 1, callback).fit(model(), ckpt_path="last")
+
+    fit()
+    (tmp_path / "ckpt" / "last.ckpt").unlink()
+    left = tmp_path / "ckpt" / ".last.ckpt.0123456789abcdef.partial"
+    left.write_bytes(b"half")
+    fit()
+    assert files(tmp_path / "ckpt") == {"epoch=0-step=3.ckpt", "last.ckpt"}
+
+
 def test_the_plugin_alone_saves_for_model_checkpoint(tmp_path: Path) -> None:
     stock = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
     callback = stock(dirpath=tmp_path / "ckpt", save_last=True)

@@ -73,6 +73,11 @@ def start(folder: Path, *options: str, ranks: int = 1, killer: Mapping[str, str]
     return Ran(statuses, "".join(child.said() for child in children))
 
 
+def files(folder: Path) -> list[str]:
+    """Return the names of the checkpoints, and of what is left of incomplete ones."""
+    return sorted(path.name for path in (folder / "ckpt").iterdir())
+
+
 def batches(folder: Path, rank: int) -> dict[str, str]:
     """Return the loss of each batch; the last one counts of a batch that was trained again."""
     lines = (folder / f"log{rank}").read_text().splitlines()
@@ -96,6 +101,7 @@ def check(tmp_path: Path, options: list[str], kills: list[tuple[int, str]], rank
     assert ran.statuses == [0] * ranks, ran.output
     assert [batches(tmp_path / "run", rank) for rank in range(ranks)] == losses
     assert ran.digests == digests
+    assert files(tmp_path / "run") == files(tmp_path / "reference")
 
 
 @pytest.mark.parametrize(
@@ -115,6 +121,8 @@ def check(tmp_path: Path, options: list[str], kills: list[tuple[int, str]], rank
         ["--every=2", "--val-interval=0.5"],
         ["--every=7"],
         ["--every=3", "--top-k=2"],
+        ["--every=2", "--begin=accumulation"],
+        ["--every=2", "--begin=averaging"],
         [],
     ],
     ids=" ".join,

@@ -148,6 +148,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=1)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--val-interval", type=float, default=1.0)
+    parser.add_argument(
+        "--begin", choices=["accumulation", "averaging"], help="callback of epochs that begin"
+    )
     parser.add_argument("--stock", action="store_true")
     return parser.parse_args()
 
@@ -164,6 +167,11 @@ def main() -> None:
         every_n_train_steps=ARGS.every,
         monitor="val" if ARGS.top_k > 1 else None,
     )
+    of_epochs = {
+        "accumulation": lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})],
+        "averaging": lambda: [pl.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)],
+    }
+    others = of_epochs[ARGS.begin]() if ARGS.begin else []
     trainer = pl.Trainer(
         max_epochs=ARGS.epochs,
         accelerator="cpu",
@@ -175,7 +183,7 @@ def main() -> None:
         default_root_dir=folder,
         accumulate_grad_batches=ARGS.accumulate,
         val_check_interval=ARGS.val_interval,
-        callbacks=[KillAt(ARGS.kill_at, ARGS.signal, ARGS.where), checkpoint],
+        callbacks=[KillAt(ARGS.kill_at, ARGS.signal, ARGS.where), *others, checkpoint],
     )
     model = Model(folder / f"log{os.environ.get('RANK', '0')}")
     trainer.fit(model, ckpt_path="last")

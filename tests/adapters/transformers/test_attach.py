@@ -15,11 +15,12 @@ import torch
 pytest.importorskip("transformers", reason="needs torch-holdfast[transformers]")
 pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import holdfast
 from holdfast.adapters.transformers import attach
 from holdfast.adapters.transformers.trainer import HoldfastTrainer
+from holdfast.errors import ResumeWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning", "ignore::FutureWarning")
 
@@ -79,6 +80,24 @@ def test_a_training_resumes_like_an_unbroken_one(tmp_path: Path) -> None:
     assert torch.equal(weights(resumed), weights(unbroken))
     assert resumed.state.global_step == 8
     assert holdfast.open(tmp_path / "out" / "holdfast").step == 8
+
+
+def test_a_training_that_resumes_from_its_last_step_trains_no_further_one(tmp_path: Path) -> None:
+    ended = attach(make(tmp_path, max_steps=6))
+    ended.train()
+    resumed = attach(make(tmp_path, max_steps=6))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert torch.equal(weights(resumed), weights(ended))
+    longer = attach(make(tmp_path, max_steps=7))
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 7
+
+
+def test_early_stopping_that_begins_anew_at_a_resume_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(ResumeWarning, match="EarlyStoppingCallback begins anew.*restore_callback_states"):
+        attach(make(tmp_path, callbacks=[EarlyStoppingCallback()]))
+    attach(make(tmp_path, callbacks=[EarlyStoppingCallback()], restore_callback_states_from_checkpoint=True))
 
 
 @pytest.mark.slow

@@ -56,6 +56,31 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, kind: str, arguments: 
     assert train(tmp_path / "out", resume=True, **plan) == unbroken
 
 
+STOPS = {
+    **{"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "metric_for_best_model": "loss"},
+    **{"greater_is_better": True, "load_best_model_at_end": True},
+    "restore_callback_states_from_checkpoint": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "plan"),
+    [
+        (20, {}),
+        (16, {"arguments": {"max_steps": -1, "num_train_epochs": 1}}),
+        (6, {"arguments": STOPS, "stop_early": 2}),
+    ],
+    ids=["in an epoch", "at the end of an epoch", "stopped early"],
+)
+def test_a_run_killed_after_its_last_save_trains_no_further_step(
+    tmp_path: Path, step: int, plan: dict[str, Any]
+) -> None:
+    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
+    train(tmp_path / "out", status=-9, kill_at=step, is_saved=True, **plan)
+    assert train(tmp_path / "out", resume=True, **plan) == unbroken
+    assert unbroken["state"][0] == step
+
+
 def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(tmp_path: Path) -> None:
     draw = random.Random(8)
     unbroken = train(tmp_path / "unbroken", stock=True)

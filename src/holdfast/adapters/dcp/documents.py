@@ -2,74 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from holdfast.adapters.dcp.rules import find_rule
 from holdfast.adapters.dcp.save_claim import SaveClaim
-from holdfast.documents import decode_object, read_as, refuse
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format import part, values
 from holdfast.format.agreement import agree
 from holdfast.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
 from holdfast.format.layout import Shard, check_name
-from holdfast.format.limits import MAX_DOCUMENT_BYTES
 from holdfast.format.part import DataFile
 from holdfast.format.partitioning import Region
+from holdfast.format.value_index import INDEX, ValueIndex
 from holdfast.torch_dtypes import NAMES
 
-INDEX = "@dcp"
-"""Key of the index of all ranks' values, in the values of rank 0."""
 
-
-@dataclass(frozen=True, slots=True)
-class ValueIndex:
-    """Index of the values of all ranks. A reader needs only rank 0's part for it."""
-
-    ranks: dict[str, int]
-    """Rank whose part has a value, by its name."""
-    paths: dict[str, tuple[str | int, ...]]
-    """Paths in the nested state dict that are not the names split at dots."""
-
-    @classmethod
-    def of(cls, plans: Sequence[SavePlan]) -> ValueIndex:
-        """Return the index of the values in all ranks' plans."""
-        ranks: dict[str, int] = {}
-        paths: dict[str, tuple[str | int, ...]] = {}
-        for rank, plan in enumerate(plans):
-            paths_of_plan = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-            for item in plan.items:
-                name = item.index.fqn
-                if item.type == WriteItemType.BYTE_IO:
-                    ranks.setdefault(name, rank)
-                path = tuple(paths_of_plan.get(name, (name,)))
-                if path != tuple(name.split(".")):
-                    paths.setdefault(name, path)
-        return cls(ranks, paths)
-
-    def text(self) -> str:
-        """Return the index as a JSON string, which is one line wherever values are shown."""
-        return json.dumps({"values": self.ranks, "paths": self.paths}, ensure_ascii=False)
-
-    @classmethod
-    def parse(cls, text: object, world_size: int) -> ValueIndex:
-        """Parse the index of a save by `world_size` ranks.
-
-        Raises:
-            Corrupt: the text is not an index.
-        """
-        if type(text) is not str:
-            refuse("the values", "the index", "a text", text)
-        body = decode_object(text, "the index of values", max_bytes=MAX_DOCUMENT_BYTES)
-        found, paths = body.fields("values"), body.fields("paths")
-        ranks = {name: found.integer(name, at_most=world_size - 1) for name in found.members}
-        return cls(
-            ranks, {name: read_as(tuple[str | int, ...], paths.array(name), name) for name in paths.members}
-        )
+def index_values(plans: Sequence[SavePlan]) -> ValueIndex:
+    """Return the index of the values in all ranks' plans."""
+    ranks: dict[str, int] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for rank, plan in enumerate(plans):
+        paths_of_plan = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        for item in plan.items:
+            name = item.index.fqn
+            if item.type == WriteItemType.BYTE_IO:
+                ranks.setdefault(name, rank)
+            path = tuple(paths_of_plan.get(name, (name,)))
+            if path != tuple(name.split(".")):
+                paths.setdefault(name, path)
+    return ValueIndex(ranks, paths)
 
 
 def make_catalog(plans: Sequence[SavePlan]) -> bytes:

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from typing_extensions import override
 
-from holdfast.adapters.dcp.documents import INDEX, ValueIndex
 from holdfast.adapters.dcp.sinks import make_sinks
 from holdfast.adapters.dcp.target import Target
 from holdfast.callsite import warn
@@ -32,6 +31,7 @@ from holdfast.format import values as value_format
 from holdfast.format.manifest import Manifest
 from holdfast.format.part import Part
 from holdfast.format.partitioning import Region
+from holdfast.format.value_index import ValueIndex
 from holdfast.home.documents import check_files, read_manifest, read_run
 from holdfast.home.listing import candidates
 from holdfast.home.newest import list_patiently, usable
@@ -108,7 +108,7 @@ class HoldfastReader(StorageReader):
         self._opened = opened = _open(self._target)
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(_tensors(opened))
         entries.update((name, BytesStorageMetadata()) for name in opened.index.ranks)
-        paths = {name: opened.index.paths.get(name, tuple(name.split("."))) for name in entries}
+        paths = {name: opened.index.path(name) for name in entries}
         return Metadata(entries, planner_data=paths, storage_meta=StorageMeta(self._target.home))
 
     @override
@@ -197,7 +197,7 @@ def _open(target: Target) -> _Opened:
         manifest = read_manifest(store, step, attempt, run)
         check_files([home], manifest)
         parts = Parts(store, manifest)
-        return _Opened(store, manifest, parts, _index(parts))
+        return _Opened(store, manifest, parts, parts.value_index() or ValueIndex({}, {}))
 
     for opened in usable(matching, open_one, url=store.url, patience=patience, on_skipped=record):
         for one in skipped:
@@ -216,25 +216,6 @@ def _run_id(store: Store) -> str | None:
     except Corrupt:
         return None  # manifests have seals of their own, so a damaged run document does not matter
     return found.id if found else None
-
-
-def _index(parts: Parts) -> ValueIndex:
-    """Return the index in the part of rank 0. It is empty if DCP did not write the checkpoint.
-
-    The values of a Checkpointer are omitted, because they are trees by object and not by name.
-    """
-    part = parts.part(0)
-    if INDEX not in part.values:
-        return ValueIndex({}, {})
-    try:
-        return ValueIndex.parse(part.values[INDEX], part.world_size)
-    except Corrupt as error:
-        raise Corrupt(
-            f"{part.what} has an index of values that cannot be read: {error}",
-            step=part.step,
-            rank=0,
-            key=INDEX,
-        ) from error
 
 
 def _tensors(opened: _Opened) -> Iterator[tuple[str, TensorStorageMetadata]]:

@@ -22,6 +22,7 @@ from holdfast.errors import HoldfastError, SaveWarning, Unsupported
 from holdfast.format import names
 from holdfast.format.layout import lay_out
 from holdfast.format.manifest import Manifest
+from holdfast.format.value_index import INDEX
 from holdfast.home.commit import commit
 from holdfast.home.history import History
 from holdfast.home.listing import list_home
@@ -126,7 +127,7 @@ class HoldfastWriter(StorageWriter):
         """
         for plan in plans:
             _refuse_plan_caching(not getattr(plan, "usable", True))
-        catalog, index = documents.make_catalog(plans), documents.ValueIndex.of(plans).text()
+        catalog, index = documents.make_catalog(plans), documents.index_values(plans).text()
         store = open_store(self._target.home)
         save_claim = claim_save(
             store,
@@ -161,7 +162,7 @@ class HoldfastWriter(StorageWriter):
         began = time.perf_counter()
         encoded = documents.encode_values(plan, planner)
         if save.rank == 0:
-            encoded[documents.INDEX] = save.index
+            encoded[INDEX] = save.index
         items = documents.items_to_write(save.catalog, plan, save.rank)
         layout = lay_out([shard for _, shard in items], save.rank)
         store = open_store(self._target.home)

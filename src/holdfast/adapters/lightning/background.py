@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
@@ -48,6 +48,11 @@ class _Job:
     is_removed: bool = False
     error: Exception | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if the file is still to be written."""
+        return not self.is_removed and (not self.ended.is_set() or self.error is not None)
 
     def was_dropped(self, *, wait: bool) -> bool:
         """Return True if the copy of its save was torn."""
@@ -153,6 +158,8 @@ class BackgroundSaver:
                 job.is_removed = True
                 job.ended.wait()
                 found = True
+        if found and self._checkpointer is not None:
+            self._delete_written(self._checkpointer)  # else the next start would write the file again
         return found
 
     def is_pending(self, path: str) -> bool:
@@ -199,7 +206,7 @@ class BackgroundSaver:
     def _warn_of_failures(self) -> None:
         """Warn about files that could not be written; `wait` tries them again."""
         for job in self._jobs:
-            if job.ended.is_set() and job.error is not None and job.save is not None and job.save.durable:
+            if job.is_waiting and job.error is not None and job.save is not None and job.save.durable:
                 warn(f"{job.path} is not written yet: {job.error} Its checkpoint is complete.", SaveWarning)
 
     # -- the home --------------------------------------------------------------------------------------------
@@ -223,6 +230,23 @@ class BackgroundSaver:
         self._checkpointer = checkpointer
         self._earlier = [one for one in self.contents() if one.step in steps]
         return checkpointer
+
+    def sort_out(self, folder: str) -> None:
+        """Sort out a folder before the first save to it, which may never come.
+
+        Raises:
+            HoldfastError: as `save`.
+        """
+        self._open()
+        self._sort_out(folder)
+
+    def write_as(self, found: str, path: str) -> None:
+        """Have the checkpoint of a file written at another path too, unless a current file is there."""
+        file = read_id(Path(found))
+        for content in self._earlier:
+            is_same = file is not None and (content.attempt, content.step) == file.age
+            if is_same and not self._is_written(path, content) and may_replace(Path(path)):
+                self._add(_Job(path, content.step))
 
     def _sort_out(self, folder: str) -> None:
         """Have a folder's missing files written, and note the checkpoints that have files.
@@ -273,16 +297,17 @@ class BackgroundSaver:
                     return True
         return False
 
-    def newest(self, folder: Path) -> str | None:
+    def newest(self, folder: Path, others: Sequence[Path] = ()) -> str | None:
         """Return the file of the newest checkpoint of the home or a folder that verifies.
 
         Those from which training cannot resume are left out. A missing or damaged file is written again. If
-        the home names a path outside of the folder, the file has the same name in the folder.
+        the home names a path outside of the folder and the others, the file has the same name in the folder.
         """
         found: dict[tuple[tuple[int, int], str], HomeContent | None] = {}
         for content in self.contents():
             if content.facts.is_full:
-                found[(content.attempt, content.step), str(self._path_in(folder, content))] = content
+                path = self._path_in((folder, *others), content)
+                found[(content.attempt, content.step), str(path)] = content
         for path in folder.glob("*.ckpt"):
             file = None if path.is_symlink() else read_id(path)
             if file is not None and file.is_full:
@@ -293,9 +318,10 @@ class BackgroundSaver:
             warn(f"The checkpoint of {path} is damaged, so an older one is used.", SaveWarning)
         return None
 
-    def _path_in(self, folder: Path, content: HomeContent) -> Path:
+    def _path_in(self, folders: Sequence[Path], content: HomeContent) -> Path:
         path = self.place.absolute(content.facts.path)
-        return Path(path) if is_inside(path, folder) else folder / PurePosixPath(path).name
+        is_known = any(is_inside(path, folder) for folder in folders)
+        return Path(path) if is_known else folders[0] / PurePosixPath(path).name
 
     def _put_back(self, content: HomeContent, path: Path) -> bool:
         """Write a missing or damaged file; return False if that is not possible."""
@@ -330,7 +356,7 @@ class BackgroundSaver:
 
     def _delete_written(self, checkpointer: Checkpointer) -> None:
         """Delete the checkpoints whose files are written, except the newest."""
-        waiting = {job.step for job in self._jobs if not job.ended.is_set() or job.error is not None}
+        waiting = {job.step for job in self._jobs if job.is_waiting}
         self._written |= {job.step for job in self._jobs} - waiting
         for step in sorted(self._written - waiting - {self._last}):
             checkpointer.delete(step)

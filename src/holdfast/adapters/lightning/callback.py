@@ -18,6 +18,7 @@ from holdfast.adapters.lightning.preempted import Preemptions
 from holdfast.adapters.lightning.private_memory import private_memory
 from holdfast.adapters.lightning.resume_point import (
     KEY,
+    begin_epoch,
     capture_point,
     check_batches,
     complete_batch,
@@ -101,6 +102,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         self._has_batch = False  # the checkpoint was saved at the end of a batch
         self._unsent: list[tuple[Any, str]] = []  # loggers to be notified once a file is written
         self._io: HoldfastCheckpointIO | None = None
+        self._found: str | None = None  # file that "last" means
 
     @property
     def state_key(self) -> str:
@@ -155,6 +157,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         self._notices = Preemptions(self._preemption)
         self._notices.watch(trainer)
+        begin_epoch(trainer)
         check_batches(trainer)
         point, self._point = self._point, None
         if self._has_batch:
@@ -162,6 +165,29 @@ class HoldfastCheckpoint(ModelCheckpoint):
             self._has_batch = False
         if point is not None and (difference := restore_point(trainer, point)) is not None:
             warn(difference, UserWarning)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Complete what a killed process has left, also if no step of training is left."""
+        super().on_fit_start(trainer, pl_module)
+        if trainer.is_global_zero and self._io is not None:
+            self._io.sort_out(self.dirpath)
+        self._renew_last(trainer)
+
+    def _renew_last(self, trainer: Any) -> None:
+        """Write the "last" file of the checkpoint that training resumes from: a kill may have come before it.
+
+        Ranks: collective.
+        """
+        found = self._found
+        if not self.save_last or found is None or trainer.ckpt_path != found:
+            return
+        name = self.CHECKPOINT_NAME_LAST
+        last = self.last_model_path or self.format_checkpoint_name(self._monitor_candidates(trainer), name)
+        if self.save_last == "link" and last != found:
+            self._link_checkpoint(trainer, found, last)
+        elif trainer.is_global_zero and self._io is not None:
+            self._io.write_as(found, last)
+        self.last_model_path = last
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Check GlobalBatches again: a callback may have changed the accumulation of gradients."""
@@ -313,12 +339,29 @@ class HoldfastCheckpoint(ModelCheckpoint):
         if notices is not None:
             notices.release()
 
+    @staticmethod
+    def _link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
+        """Link to a file, which may not be written yet, nor its folder made."""
+        if trainer.is_global_zero:
+            Path(linkpath).parent.mkdir(parents=True, exist_ok=True)
+        ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
+
+    def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        """Return True if a save replaces a file, also that which "last" has found: no user has named it."""
+        is_found = previous == self._found and previous != current
+        return is_found or bool(super()._should_remove_checkpoint(trainer, previous, current))
+
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         """Return the newest checkpoint that verifies; else the files that ModelCheckpoint finds."""
-        folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))
+        folder, *others = (
+            absolute(str(one._ModelCheckpoint__resolve_ckpt_dir(trainer)))
+            for one in (self, *trainer.checkpoint_callbacks)
+            if isinstance(one, HoldfastCheckpoint)
+        )
         home = home_beside(folder) if self._home is None else absolute(self._home)
         if is_local(folder) and Path(home).is_dir():
-            newest = HoldfastCheckpointIO(home).newest(absolute(folder))
+            newest = HoldfastCheckpointIO(home).newest(folder, others)
+            self._found = newest
             if newest is not None:
                 return {newest}
         return set(super()._find_last_checkpoints(trainer))

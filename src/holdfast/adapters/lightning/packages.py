@@ -38,6 +38,10 @@ def _find(part: str, name: str) -> Any:
     return getattr(importlib.import_module(f"{_package}.{part}"), name)
 
 
+EPOCH_CALLBACKS: Any = tuple(
+    _find("callbacks", name) for name in ("GradientAccumulationScheduler", "StochasticWeightAveraging")
+)
+"""Classes of callbacks that act when an epoch begins, which Lightning skips at a resume within it."""
 ModelCheckpoint: Any = _find("callbacks", "ModelCheckpoint")
 TorchCheckpointIO: Any = _find("plugins.io", "TorchCheckpointIO")
 CombinedLoader: Any = _find("utilities", "CombinedLoader")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,17 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             )
         return None
 
-    def newest(self, folder: str) -> str | None:
+    def sort_out(self, folder: str) -> None:
+        """Have the missing files of a folder written, and remove incomplete ones of killed processes."""
+        if self.home is not None and (not is_local(self.home) or Path(self.home).is_dir()):
+            self._saver_for(f"{absolute(folder)}/any.ckpt", {}).sort_out(absolute(folder))
+
+    def write_as(self, found: str, path: str) -> None:
+        """Have the checkpoint of a file written at another path too, unless a current file is there."""
+        if self._saver is not None:
+            self._saver.write_as(found, path)
+
+    def newest(self, folder: str, others: Sequence[str] = ()) -> str | None:
         """Return the file of the newest checkpoint that verifies and is not weights only.
 
         Checkpoints of the home and files in the folder are considered. A missing or damaged file is written
@@ -204,9 +214,10 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
         Args:
             folder: local folder of the run's files.
+            others: folders of other callbacks, whose files stay there.
         """
         saver = self._saver_for(f"{folder}/any.ckpt", {})
-        return saver.newest(Path(folder))
+        return saver.newest(Path(folder), [Path(one) for one in others if is_local(one)])
 
     # -- parts -----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from holdfast.adapters.lightning.data_position import DataPosition, PositionedLoader
 from holdfast.adapters.lightning.generators import capture_generators, set_generators
+from holdfast.adapters.lightning.packages import EPOCH_CALLBACKS
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.train.data import Batches
 
@@ -93,6 +94,19 @@ class _FinishedBatch:
         """Do nothing, and let the next iteration read a batch."""
         del self.loop.advance
         self.loop.val_loop.restarting = False
+
+
+def begin_epoch(trainer: Any) -> None:
+    """Have callbacks that act when an epoch begins do so in the epoch that training resumes in."""
+    if not trainer.fit_loop.restarted_mid_epoch:
+        return
+    groups = [group for one in trainer.optimizers for group in one.param_groups]
+    rates = [group["lr"] for group in groups]
+    for callback in trainer.callbacks:
+        if isinstance(callback, EPOCH_CALLBACKS):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    for group, rate in zip(groups, rates, strict=True):  # a new scheduler of averaging has set its own
+        group["lr"] = rate
 
 
 def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from transformers import Trainer
+from transformers.trainer_callback import ExportableState
 
 from holdfast.adapters.attached_class import check_attach, insert_class
 from holdfast.adapters.persistent_workers import warn_of_persistent_workers
@@ -15,8 +16,9 @@ from holdfast.adapters.transformers.flow import FlowCallback
 from holdfast.adapters.transformers.settings import Settings
 from holdfast.adapters.transformers.support import check_trainer
 from holdfast.adapters.transformers.trainer import HoldfastTrainer
+from holdfast.callsite import warn
 from holdfast.checkpointer.options import Home, parse_home
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.train.data import Batches
 
 _T = TypeVar("_T", bound=Trainer)
@@ -73,4 +75,19 @@ def attach(
     attached.add_callback(FlowCallback(attached))
     if trainer.args.dataloader_persistent_workers and trainer.args.dataloader_num_workers:
         warn_of_persistent_workers("dataloader_persistent_workers")
+    _warn_of_callbacks(trainer)
     return trainer
+
+
+def _warn_of_callbacks(trainer: Trainer) -> None:
+    """Warn of callbacks that begin anew at a resume although their state is saved, as early stopping."""
+    saved = [
+        type(one).__name__ for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)
+    ]
+    if saved and not trainer.args.restore_callback_states_from_checkpoint:
+        warn(
+            f"After a resume {', '.join(saved)} begins anew, so training may stop at another step: the "
+            "Trainer saves the state of its callbacks, but restores it only with "
+            "restore_callback_states_from_checkpoint=True. Set it in TrainingArguments.",
+            ResumeWarning,
+        )

@@ -125,6 +125,14 @@ def trainer_state(trainer: Trainer) -> str:
     return json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n"
 
 
+def stops_early(content: str) -> bool:
+    """Return True if a callback had stopped the training of a `trainer_state.json` before its last step."""
+    state = json.loads(content)
+    control = state["stateful_callbacks"].get("TrainerControl") or {}
+    newest = control[-1] if isinstance(control, list) else control
+    return state["global_step"] < state["max_steps"] and newest["args"]["should_training_stop"]
+
+
 def read_counters(trainer: Any) -> dict[str, Any]:
     """Return the counters that TRL's trainers keep beside the Trainer's state; {} for another Trainer."""
     tokens, metrics = (getattr(trainer, name, None) for name in _TRL_COUNTERS)

@@ -24,6 +24,7 @@ from holdfast.adapters.transformers.live_state import (
     Progress,
     live_objects,
     read_counters,
+    stops_early,
     trainer_state,
     write_counters,
 )
@@ -228,12 +229,27 @@ class Session:
         self._state.update(live_objects(trainer))
         if self._feed is not None:
             self._feed.begin(trainer.state.global_step)
-        if source is None or source.progress.world_size != self._ranks.world_size:
+        if source is None:
             return
-        write_counters(trainer, source.progress.counters)
-        trainer._tr_loss.fill_(source.progress.loss_sum)
-        trainer._total_loss_scalar -= source.progress.loss_sum
-        trainer._globalstep_last_logged = source.progress.logged_step
+        if self.is_complete:
+            self.load_generators()  # the Trainer does so before the first step
+        if source.progress.world_size == self._ranks.world_size:
+            write_counters(trainer, source.progress.counters)
+            trainer._tr_loss.fill_(source.progress.loss_sum)
+            trainer._total_loss_scalar -= source.progress.loss_sum
+            trainer._globalstep_last_logged = source.progress.logged_step
+
+    @property
+    def is_complete(self) -> bool:
+        """True if training resumes from its end: no step is left, or a callback had stopped it there."""
+        trainer, source = self._trainer, self._source
+        state: Any = trainer.state
+        if not 0 < state.global_step == trainer._initial_global_step:
+            return False
+        if state.global_step >= state.max_steps:
+            return True
+        was_stopped = source is not None and stops_early(source.trainer_state)
+        return was_stopped and self._args.restore_callback_states_from_checkpoint
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -379,9 +395,9 @@ class Session:
         step = self._trainer.state.global_step
         if self._last is None and (self._source is None or self._source.step != step):
             self.save()
-        if self._last is not None:
-            is_durable = self._last.exception() is None and not self._last.skipped
-            self._checkpointer.finish(self._last.step if is_durable else step)
+        if self._last is not None and self._last.exception() is None and not self._last.skipped:
+            step = self._last.step
+        self._checkpointer.finish(step)
         self._is_finished = True
 
 

@@ -71,6 +71,14 @@ class HoldfastTrainer(Trainer):
         return loader if feed is None else feed.loader(self, loader)
 
     @override
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Train an epoch. The Trainer looks for the end of the training only after a step."""
+        if self.holdfast_session is not None and self.holdfast_session.is_complete:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    @override
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.holdfast_session is None:
             super()._save_checkpoint(model, trial)

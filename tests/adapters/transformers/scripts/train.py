@@ -2,7 +2,8 @@
 
 Members of the JSON, all optional: `arguments` of TrainingArguments, `resume`, `stock` (without Holdfast),
 `attach` (its options), `batches` (samples in a step; those used are logged), `kind` ("gpt", "peft" or
-"sft"), and `kill_at` with `signal` and `rank`.
+"sft"), `kill_at` with `signal`, `rank` and `is_saved` (after the save of that step), and `stop_early`
+(patience in evaluations).
 """
 
 # TRL and datasets are not in every environment.
@@ -21,7 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from adapters.digest import digest
 
@@ -59,13 +67,17 @@ class LoggingTrainer(Trainer):
 
 
 class Killer(TrainerCallback):
-    """Callback that sends this process a signal when it has computed a step, but not yet saved it."""
+    """Callback that sends this process a signal when it has computed a step, before or after its save."""
 
-    def __init__(self, step: int, number: int) -> None:
-        self.step, self.number = step, number
+    def __init__(self, step: int, number: int, *, is_saved: bool) -> None:
+        self.step, self.number, self.is_saved = step, number, is_saved
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
+        if state.global_step == self.step and not self.is_saved:
+            os.kill(os.getpid(), self.number)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and self.is_saved:
             os.kill(os.getpid(), self.number)
 
 
@@ -89,7 +101,9 @@ def make_trainer(output_dir: str, plan: dict[str, Any]) -> Trainer:
     kind = plan.get("kind", "gpt")
     callbacks: list[TrainerCallback] = []
     if "kill_at" in plan and plan.get("rank", 0) == int(os.environ.get("RANK", 0)):
-        callbacks = [Killer(plan["kill_at"], plan.get("signal", 9))]
+        callbacks = [Killer(plan["kill_at"], plan.get("signal", 9), is_saved=plan.get("is_saved", False))]
+    if "stop_early" in plan:
+        callbacks.append(EarlyStoppingCallback(plan["stop_early"]))
     if kind == "sft":
         from trl.trainer.sft_config import SFTConfig
         from trl.trainer.sft_trainer import SFTTrainer

@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages crds lint bench campaigns crash-states damage kills hangs troubles soak fuzz docs clean torn in-turn
+.PHONY: help demo test test-all test-engines-packages crds lint bench campaigns crash-states damage kills hangs troubles soak fuzz docs clean torn in-turn endurance
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -73,13 +73,16 @@ LONG ?=
 bench: $(BENCH) ## measure against raw limits and peers; LONG=1 for every round of everything
 	$(BIN)/python benchmarks/suite.py $(if $(LONG),--long)
 
-campaigns: crash-states damage kills hangs troubles soak in-turn torn fuzz ## every long search for failures, with its defaults
+campaigns: crash-states damage kills hangs troubles soak in-turn endurance torn fuzz ## every long search for failures, with its defaults
 
 soak: $(DEV) ## trainings on a file system whose calls fail at random
 	$(BIN)/python -m campaigns.faults
 
 in-turn: $(DEV) ## each request to a bucket and each system call below a home fails once
 	$(BIN)/python -m campaigns.in_turn
+
+endurance: $(DEV) ## 10,000 saves, signals at random moments of saves, clocks hours apart
+	$(BIN)/python -m campaigns.endurance
 
 FUZZ_SECONDS ?= 300
 fuzz: $(DEV) ## mutated documents and files for everything that is read; FUZZ_SECONDS=300

@@ -46,7 +46,8 @@ def resources():
     resident = int(status.split("VmRSS:")[1].split()[0])
     return resident, len(os.listdir("/proc/self/fd")), sum(len(files) for _, _, files in os.walk(home))
 
-with holdfast.Checkpointer(home, {"model": model, "optimizer": optimizer}, every=1, keep=3, quiet=True) as ckpt:
+state = {"model": model, "optimizer": optimizer}
+with holdfast.Checkpointer(home, state, every=1, keep=3, quiet=True) as ckpt:
     for step in ckpt.steps(total):
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
@@ -108,9 +109,7 @@ def save_often(nursery: Nursery, total: int) -> list[str]:
     if done.returncode or f"END {total}" not in done.stdout or len(rows) < 10:
         return [f"ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"]
     (_, memory, fds, files), (_, last_memory, last_fds, last_files) = rows[0], rows[-1]
-    print(
-        f"resident {memory} -> {last_memory} kB, descriptors {fds} -> {last_fds}, files {files} -> {last_files}"
-    )
+    print(f"resident {memory} -> {last_memory} kB, fds {fds} -> {last_fds}, files {files} -> {last_files}")
     grown = [
         (last_memory > memory * 1.1 + 20_000, "memory"),
         (last_fds > fds + 8, "descriptors"),

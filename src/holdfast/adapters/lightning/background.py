@@ -241,7 +241,7 @@ class BackgroundSaver:
         self._sort_out(folder)
 
     def write_as(self, found: str, path: str) -> None:
-        """Write the checkpoint of a file to another path too, unless it is there."""
+        """Write the checkpoint of a file to another path too, if that is not current."""
         file = read_id(Path(found))
         for content in self._earlier:
             is_same = file is not None and (content.attempt, content.step) == file.age

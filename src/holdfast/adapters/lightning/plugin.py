@@ -202,7 +202,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             self._saver_for(f"{absolute(folder)}/any.ckpt", {}).sort_out(absolute(folder))
 
     def write_as(self, found: str, path: str) -> None:
-        """Write the checkpoint of a file to another path too, unless it is there."""
+        """Write the checkpoint of a file to another path too, if that is not current."""
         if self._saver is not None:
             self._saver.write_as(found, path)
 

@@ -86,7 +86,7 @@ class ExportSelection:
 
 
 def _join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of ranks with different structures, such as stages of a pipeline, as one.
+    """Return the values of different ranks, such as stages of a pipeline, as one.
 
     An optimizer gets the groups of all of them. Of other values, those of the first rank count.
     """

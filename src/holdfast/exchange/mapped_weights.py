@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.exchange.exporter import export_checkpoint
+from holdfast.restore.atomic_output import remove_partial_files
 from holdfast.restore.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def map_weights(checkpoint: Checkpoint, key: str, folder: Path) -> dict[str, tor
     """
     from safetensors.torch import load_file
 
+    remove_partial_files(folder)  # also of a killed process
     path = folder / f".holdfast-weights.{secrets.token_hex(8)}.partial"
     try:
         export_checkpoint(checkpoint, path, kind="safetensors", only=[key], rename={key: ""})

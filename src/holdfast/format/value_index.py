@@ -1,4 +1,4 @@
-"""Index of values that the ranks of a save have divided among themselves, as DCP does; pure."""
+"""Index of values that the ranks of a save have divided, as in DCP; pure."""
 
 from __future__ import annotations
 

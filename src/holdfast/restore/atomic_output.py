@@ -136,7 +136,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _remove_if_unlocked(partial: Path) -> None:
-    """Remove an incomplete file or folder unless its writer holds the lock on it, or it cannot be locked."""
+    """Remove an incomplete file or folder if its lock is free."""
     with contextlib.suppress(FileNotFoundError), _locked(partial) as is_locked:
         if is_locked and partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
@@ -146,7 +146,7 @@ def _remove_if_unlocked(partial: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(partial: Path) -> Iterator[bool]:
-    """Hold the lock on an incomplete file or folder, which its writer holds until it is complete.
+    """Hold the lock on an incomplete file or folder, as its writer does.
 
     Yields:
         False if another process holds it, or the file system has no locks.

@@ -241,7 +241,7 @@ class BackgroundSaver:
         self._sort_out(folder)
 
     def write_as(self, found: str, path: str) -> None:
-        """Have the checkpoint of a file written at another path too, unless a current file is there."""
+        """Write the checkpoint of a file to another path too, if that is not current."""
         file = read_id(Path(found))
         for content in self._earlier:
             is_same = file is not None and (content.attempt, content.step) == file.age

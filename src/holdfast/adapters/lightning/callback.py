@@ -174,7 +174,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         self._renew_last(trainer)
 
     def _renew_last(self, trainer: Any) -> None:
-        """Write the "last" file of the checkpoint that training resumes from: a kill may have come before it.
+        """Write the "last" file of the checkpoint that training resumes from.
 
         Ranks: collective.
         """
@@ -347,7 +347,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
-        """Return True if a save replaces a file, also that which "last" has found: no user has named it."""
+        """Return True if a save replaces a file, also that found by "last"."""
         is_found = previous == self._found and previous != current
         return is_found or bool(super()._should_remove_checkpoint(trainer, previous, current))
 

@@ -197,12 +197,12 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         return None
 
     def sort_out(self, folder: str) -> None:
-        """Have the missing files of a folder written, and remove incomplete ones of killed processes."""
+        """Write the missing files of a folder, and remove incomplete ones."""
         if self.home is not None and (not is_local(self.home) or Path(self.home).is_dir()):
             self._saver_for(f"{absolute(folder)}/any.ckpt", {}).sort_out(absolute(folder))
 
     def write_as(self, found: str, path: str) -> None:
-        """Have the checkpoint of a file written at another path too, unless a current file is there."""
+        """Write the checkpoint of a file to another path too, if that is not current."""
         if self._saver is not None:
             self._saver.write_as(found, path)
 

@@ -97,7 +97,7 @@ class _FinishedBatch:
 
 
 def begin_epoch(trainer: Any) -> None:
-    """Have callbacks that act when an epoch begins do so in the epoch that training resumes in."""
+    """Have callbacks of beginning epochs act in the epoch that training resumes in."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return
     groups = [group for one in trainer.optimizers for group in one.param_groups]

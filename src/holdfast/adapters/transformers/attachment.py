@@ -80,7 +80,7 @@ def attach(
 
 
 def _warn_of_callbacks(trainer: Trainer) -> None:
-    """Warn of callbacks that begin anew at a resume although their state is saved, as early stopping."""
+    """Warn of callbacks with a saved state that begin anew at a resume."""
     saved = [
         type(one).__name__ for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)
     ]

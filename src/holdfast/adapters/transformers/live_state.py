@@ -126,7 +126,7 @@ def trainer_state(trainer: Trainer) -> str:
 
 
 def stops_early(content: str) -> bool:
-    """Return True if a callback had stopped the training of a `trainer_state.json` before its last step."""
+    """Return True if a callback stopped the training before its last step."""
     state = json.loads(content)
     control = state["stateful_callbacks"].get("TrainerControl") or {}
     newest = control[-1] if isinstance(control, list) else control

@@ -241,7 +241,7 @@ class Session:
 
     @property
     def is_complete(self) -> bool:
-        """True if training resumes from its end: no step is left, or a callback had stopped it there."""
+        """True if training resumes from its end, or where a callback stopped it."""
         trainer, source = self._trainer, self._source
         state: Any = trainer.state
         if not 0 < state.global_step == trainer._initial_global_step:

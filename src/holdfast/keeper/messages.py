@@ -194,6 +194,14 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveDelayed:
+    """Save that waits, and its reason. The keeper tries again."""
+
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptFenced:
     """Save that may not be committed: a newer attempt has claimed the run."""
 
@@ -317,6 +325,7 @@ KeeperMessage: TypeAlias = (
     | SavePersisted
     | SaveDurable
     | SaveFailed
+    | SaveDelayed
     | AttemptFenced
     | ArrivedHome
     | DrainDelayed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,11 @@ def test_ranks_without_a_process_group_are_refused(tmp_path: Path) -> None:
     assert "InvalidInput: WORLD_SIZE is 2 but there is no process group" in done.stderr
     assert "init_process_group()" in done.stderr
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("is_claimed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_save_on_rank_0_only_is_reported_while_it_waits(tmp_path: Path, is_claimed: bool) -> None:
+    """`if rank == 0: ckpt.save()` hung for an hour, at the first save and at later ones."""
+    function = functools.partial(ranks.save_on_rank_0_only, is_claimed=is_claimed)
+    found = ranks.run_ranks(2, function, tmp_path / "home")
+    assert "very rank has to call save()" in "".join(found[0]), found

@@ -6,8 +6,9 @@ import contextlib
 import datetime
 import itertools
 import socket
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, final
@@ -20,8 +21,15 @@ from typing_extensions import override
 from holdfast.environment import read_integer
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, Unsupported
 from holdfast.format.messages import pack, unpack
+from holdfast.log import get_logger
 
 _T = TypeVar("_T")
+_log = get_logger("ranks")
+_QUIET_S = 3.0  # a wait for other ranks that is not worth a line
+_EVERY_RANK = (
+    "Every rank has to call save(), restore() and should_save(): remove conditions such as `if rank == 0:` "
+    "around them."
+)
 _BARRIER_TIMEOUT = datetime.timedelta(seconds=30)
 _numbers = (
     itertools.count()
@@ -212,7 +220,8 @@ class Ranks(RankGroup):
         mine = bytearray(pack(value))
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
         try:
-            dist.all_gather(sizes, torch.tensor([len(mine)], device="cpu"), group=self._group)
+            with self._reported():
+                dist.all_gather(sizes, torch.tensor([len(mine)], device="cpu"), group=self._group)
             longest = max(int(size) for size in sizes)
             rooms = [bytearray(longest) for _ in sizes]
             padded = mine.ljust(longest, b" ")
@@ -231,7 +240,8 @@ class Ranks(RankGroup):
         room = bytearray(pack(value) if self.rank == 0 else b"")
         size = torch.tensor([len(room)], device="cpu")
         try:
-            dist.broadcast(size, src=0, group=self._group)
+            with self._reported():
+                dist.broadcast(size, src=0, group=self._group)
             room = room if self.rank == 0 else bytearray(int(size))
             dist.broadcast(_tensor(room), src=0, group=self._group)
         except RuntimeError as error:
@@ -288,7 +298,8 @@ class Ranks(RankGroup):
             return (False,) * num_flags, (-1,) * num_numbers
         (reduced, work), self._exchange = self._exchange, None
         try:
-            work.wait()
+            with contextlib.nullcontext() if work.is_completed() else self._reported():
+                work.wait()
         except RuntimeError as error:
             raise self._no_answer(error) from error
         highest, lowest, *rest = reduced.tolist()
@@ -304,9 +315,22 @@ class Ranks(RankGroup):
         return RetryLater(
             f"Rank {self.rank} could not reach the other {self.world_size - 1} ranks within "
             f"{self._timeout_s:.0f} s: "
-            f"{error}. One of them has died or hangs; look at their messages.",
+            f"{error}. One of them has died, hangs, or has not made this call; look at their messages. "
+            f"{_EVERY_RANK}",
             rank=self.rank,
         )
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Log a line if the block takes more than a few seconds."""
+        text = f"rank {self.rank} has waited {_QUIET_S:.0f} s for other ranks. {_EVERY_RANK}"
+        timer = threading.Timer(_QUIET_S, _log.warning, [text])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def barrier_and_close(self) -> None:
         """Complete the pending exchange, and wait for every rank.

@@ -295,3 +295,33 @@ def test_the_recipe_loads_no_older_step_for_an_error_that_passes(
             with pytest.raises(RetryLater, match="Stale"):
                 load(0)
     assert load(0) == NEWEST
+
+
+def save_one(home: Path, step: int) -> None:
+    with holdfast.Checkpointer(home, make_state(0.0), quiet=True, keep=1) as ckpt:
+        ckpt.restore()
+        ckpt.save(step).wait_durable()
+
+
+@pytest.mark.parametrize("reader", ["open", "ls", "verify"])
+def test_a_checkpoint_deleted_after_it_was_listed_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reader: str
+) -> None:
+    """A run with keep=1 deletes it in that moment, once its successor is complete."""
+    home = tmp_path / "home"
+    save_one(home, OLDER)
+    real, waiting = local.LocalStore.get, [NEWEST]
+
+    def get(store: local.LocalStore, name: str) -> bytes:
+        if waiting and f"step-{OLDER:08d}/manifest" in name:
+            save_one(home, waiting.pop())
+        return real(store, name)
+
+    monkeypatch.setattr(local.LocalStore, "get", get)
+    if reader == "open":
+        assert opened(home) == NEWEST
+        return
+    status = main([reader, str(home)])
+    said = capsys.readouterr()
+    assert (status, "damaged" in said.out.lower()) == (0, False), said
+    assert not waiting

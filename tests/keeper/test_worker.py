@@ -27,6 +27,7 @@ from holdfast.keeper.messages import (
     KeeperMessage,
     Message,
     RecordEvent,
+    SaveDelayed,
     SaveDurable,
     SaveFailed,
     SavePersisted,
@@ -244,3 +245,20 @@ def test_the_oldest_save_is_taken_with_all_other_messages() -> None:
     for save in saves:
         os.close(save.arena_fd)
         os.close(save.draft_fd)
+
+
+@pytest.mark.parametrize("error", [RetryLater("No space left on device"), Denied("expired")])
+def test_the_cause_of_a_commit_that_waits_is_sent_once(make_worker: MakeWorker, error: HoldfastError) -> None:
+    """A disk that is full between part and manifest: nothing was printed for ten minutes."""
+    made, store, inbox = make_worker()
+    put_part(store, 0, world_size=1)
+    store.fail("put", error, times=3, matching="manifest")
+    check_commit(made, PendingSave(5, received_s=time.monotonic() - 4.0), times=3)
+    assert inbox.replies == [SaveDelayed(5, str(error))]
+
+
+def test_the_ranks_whose_parts_are_missing_are_sent(make_worker: MakeWorker) -> None:
+    made, store, inbox = make_worker(world_size=2)
+    put_part(store, 0, world_size=2)
+    check_commit(made, PendingSave(5, received_s=time.monotonic() - 4.0), times=3)
+    assert inbox.replies == [SaveDelayed(5, "The parts of ranks [1] are missing.")]

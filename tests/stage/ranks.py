@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +98,33 @@ def drift_apart(rank: int, home: Path) -> str:
     except ValueError as error:
         return str(error)
     return "nothing was said"
+
+
+def save_on_rank_0_only(rank: int, home: Path, *, is_claimed: bool) -> list[str]:
+    """Rank 0 saves, rank 1 does not until rank 0 has logged a line. Return the lines of this rank."""
+    lines, logged = [], threading.Event()
+    logger = logging.getLogger("holdfast")
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        if "every rank has to call" in lines[-1].lower():
+            (home.parent / "logged").touch()
+
+    handler.emit = emit
+    logger.addHandler(handler)
+    ckpt = make_checkpointer(home, {"x": torch.ones(1)}, limits=holdfast.Limits(rank_timeout="10m"))
+    ckpt.restore()
+    if is_claimed:
+        ckpt.save(1).wait_durable()
+    if rank == 0:
+        ckpt.save(2)
+    while not (home.parent / "logged").exists():
+        logged.wait(0.01)
+    if rank == 1:
+        ckpt.save(2)
+    ckpt.close()
+    return lines
 
 
 class FromStep(Every):

@@ -17,6 +17,7 @@ from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.manifest import Manifest
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import candidates
+from holdfast.home.newest import from_listing, was_deleted
 from holdfast.restore.verify import VerifyReport, verify
 from holdfast.store import Store
 from holdfast.units import format_bytes, format_duration, plural
@@ -96,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
     """Return the chosen checkpoints, newest first, each with its manifest or an error."""
+    return _choose_listed(args) if args.step is not None else from_listing(lambda: _choose_listed(args))
+
+
+def _choose_listed(args: argparse.Namespace) -> tuple[Store, _Found]:
     store, home = open_home(args.home)
     run_id = read_run_id(store)
     every = candidates(home)
@@ -111,7 +116,10 @@ def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
         try:
             found[attempt, step] = read_manifest(store, step, attempt, run_id)
         except (Corrupt, NotFound, Unsupported) as error:
-            found[attempt, step] = error
+            if not was_deleted(store, step, attempt):
+                found[attempt, step] = error
+            elif not args.all:
+                raise
     return store, found
 
 

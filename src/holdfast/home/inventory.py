@@ -13,6 +13,7 @@ from holdfast.format.run import encode_metric
 from holdfast.home.documents import check_files, read_manifest
 from holdfast.home.listing import ListedSave, Listing
 from holdfast.home.metrics import read_document
+from holdfast.home.newest import was_deleted
 from holdfast.home.skipped import read_reason
 from holdfast.retention import CheckpointLine, line_of
 from holdfast.store import Store
@@ -85,6 +86,7 @@ def take_inventory(
     """
     manifests: dict[tuple[int, int], Manifest] = {}
     wrong: dict[tuple[int, int], HoldfastError] = {}
+    gone: set[tuple[int, int]] = set()
     for key, saved in home.saved.items():
         if not saved.is_committed:
             continue
@@ -92,7 +94,11 @@ def take_inventory(
             manifests[key] = read_manifest(store, *key, run_id)
             check_files(list(tiers.values()) if tiers else [home], manifests[key])
         except (Corrupt, NotFound, Unsupported) as error:
-            wrong[key] = error
+            if was_deleted(store, *key):
+                gone.add(key)
+                manifests.pop(key, None)
+            else:
+                wrong[key] = error
     skipped = {
         key: f"skipped by a restore: {read_reason(store, *key)}"
         for key, saved in home.saved.items()
@@ -103,7 +109,7 @@ def take_inventory(
     superseded = {(step, attempt) for attempt, step in line.superseded}
     whole = (key for key in manifests if key not in wrong and key not in superseded and key not in skipped)
     newest = max(whole, key=lambda key: (key[1], key[0]), default=None)
-    order = sorted(home.saved, key=lambda key: (key[1], key[0]), reverse=True)
+    order = sorted(home.saved.keys() - gone, key=lambda key: (key[1], key[0]), reverse=True)
     rows = (
         _row(home.saved[key], manifests.get(key), wrong.get(key), key in superseded, key == newest)
         for key in order

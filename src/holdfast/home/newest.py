@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.format import names
 from holdfast.home.listing import Listing, list_home
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Skipped
@@ -13,6 +15,7 @@ from holdfast.store.contract import Store
 from holdfast.units import format_duration
 
 _PASSABLE = (Corrupt, NotFound, Unsupported)
+_MAX_LISTINGS = 5
 _T = TypeVar("_T")
 
 
@@ -71,6 +74,25 @@ def _unread(url: str, left: Sequence[tuple[int, int]], error: HoldfastError, sec
         f"older one was loaded in its place. Try again when the store answers{choice}."
     )
     return type(error)(message, step=step, key=error.key)
+
+
+def from_listing(read: Callable[[], _T]) -> _T:
+    """Return the result of `read`, which lists a home and then reads there.
+
+    A run deletes old checkpoints meanwhile, so that a listed one may be missing: `read` is called again.
+
+    Raises:
+        NotFound: every one of five calls has raised it.
+    """
+    for _ in range(_MAX_LISTINGS - 1):
+        with contextlib.suppress(NotFound):
+            return read()
+    return read()
+
+
+def was_deleted(store: Store, step: int, attempt: int) -> bool:
+    """Return True if a listed checkpoint has no manifest any more: a run has deleted it since."""
+    return store.size(names.manifest(step, attempt)) is None
 
 
 def list_patiently(store: Store, patience: Patience) -> Listing:

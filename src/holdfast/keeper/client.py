@@ -353,7 +353,16 @@ class Keeper(KeeperOwner):
             self.add_problem(f"{_DIFFERENCE.format(message.step, message.detail)}{self.config.home}`.")
             return
         with self._lock:
-            self._handle(message)
+            if isinstance(message, messages.SaveDelayed):
+                self._note_delay(message)
+            else:
+                self._handle(message)
+
+    def _note_delay(self, message: messages.SaveDelayed) -> None:
+        submitted = self._submitted.get(message.step)
+        if submitted is not None:
+            submitted.save.mark_delayed(message.detail)
+            _log.warning("step %d is not durable yet: %s", message.step, message.detail)
 
     def _handle(self, message: messages.Message) -> None:
         match message:

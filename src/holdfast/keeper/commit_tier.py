@@ -27,6 +27,9 @@ from holdfast.keeper.retention_thread import RetentionThread, delete_old
 from holdfast.retention import Keep
 from holdfast.store import Store
 
+_QUIET_S = 3.0
+"""Time that a commit may wait without a line about it."""
+
 
 @dataclass(slots=True)
 class PendingSave:
@@ -37,6 +40,14 @@ class PendingSave:
     to_home: bool = True  # it is due in home
     received_s: float = 0.0
     next_look_s: float = 0.0
+    reported: str = ""  # kind of the reason for which it waits, once reported
+
+    def is_worth_a_line(self, kind: str) -> bool:
+        """Return True once for each kind of reason, after a few seconds."""
+        if kind == self.reported or time.monotonic() - self.received_s <= _QUIET_S:
+            return False
+        self.reported = kind
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,8 @@ class CommitTier:
         is_alone = self._inbox.trainer_gone and self._config.all_ranks_here and not self._others_work()
         is_hopeless = is_alone and self._is_abandoned(save.step)
         if waited_s <= limit_s and not is_hopeless:
+            if missing and save.is_worth_a_line("parts"):
+                self._reports.delayed(save.step, self._why_waiting(missing))
             return None
         lacking = f"the parts of ranks {missing}" if missing else "rank 0's commit"
         return RetryLater(
@@ -146,6 +159,23 @@ class CommitTier:
             "ranks.",
             step=save.step,
         )
+
+    def _why_waiting(self, missing: list[int]) -> str:
+        """Return the ranks whose parts are missing, and the usual cause where they run."""
+        attempt = self._config.attempt
+        alive = {
+            info.rank
+            for _, info in running_keepers(self._config.home)
+            if info.attempt == attempt and not info.busy and is_trainer_alive(info)
+        }
+        idle = [rank for rank in missing if rank in alive]
+        hint = (
+            f" Ranks {idle} run, and have not saved this step: every rank has to call save(), so remove "
+            "conditions such as `if rank == 0:` around it."
+            if idle
+            else ""
+        )
+        return f"The parts of ranks {missing} are missing.{hint}"
 
     def _is_abandoned(self, step: int) -> bool:
         """Return True if no keeper of this attempt will commit a save. All trainers have exited.

@@ -199,6 +199,14 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveDelayed:
+    """Save that waits, and its reason. The keeper tries again."""
+
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptFenced:
     """Save that may not be committed: a newer attempt has claimed the run."""
 
@@ -322,6 +330,7 @@ KeeperMessage: TypeAlias = (
     | SavePersisted
     | SaveDurable
     | SaveFailed
+    | SaveDelayed
     | AttemptFenced
     | ArrivedHome
     | DrainDelayed

@@ -62,6 +62,10 @@ class Reports:
         reply = kind(step, type(error).__name__, str(error)[: messages.MAX_DETAIL])
         self._report("fenced" if is_fenced else "failed", reply, step=step, detail=str(error))
 
+    def delayed(self, step: int, reason: str) -> None:
+        """Send the reason of a save that waits."""
+        self._inbox.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
+
     def differences(self, step: int, found: Sequence[ReplicaDifference]) -> None:
         """Report replicas that differ in a committed checkpoint."""
         for one in found:

@@ -32,6 +32,7 @@ class Save:
         self._staged, self._ended, self._arrived = threading.Event(), threading.Event(), threading.Event()
         self._error: HoldfastError | None = None
         self._home_error: HoldfastError | None = None
+        self._delay = ""  # reason for which the keeper waits
 
     def __repr__(self) -> str:
         return f"Save(step={self.step}, {self.state})"
@@ -148,8 +149,10 @@ class Save:
     def _wait(self, event: threading.Event, timeout: Duration | None, stage: str) -> None:
         timeout_s = parse_timeout(timeout, "timeout")
         if not event.wait(timeout_s):
+            reason = f" {self._delay}" if self._delay else ""
             raise TimedOut(
-                f"Step {self.step} is not {stage} after {timeout_s} s. The save continues in the background.",
+                f"Step {self.step} is not {stage} after {timeout_s} s.{reason} The save continues in the "
+                "background.",
                 step=self.step,
             )
 
@@ -159,6 +162,10 @@ class Save:
         """Record that the copy is complete."""
         self.staged_s = time.monotonic() - self._began
         self._staged.set()
+
+    def mark_delayed(self, reason: str) -> None:
+        """Record the reason of a wait of the keeper, as a sentence."""
+        self._delay = reason
 
     def mark_durable(self) -> None:
         """Record that the checkpoint is committed."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from holdfast import backoff
-from holdfast.errors import Conflict, Corrupt, InvalidInput
+from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput
 from holdfast.failpoint import failpoint
 from holdfast.format import names
 from holdfast.format import part as parts
@@ -45,12 +45,14 @@ class SaveFiles:
         metrics: SaveValues,
         *,
         has_newer: Callable[[], bool],
+        on_delay: Callable[[HoldfastError], None],
     ) -> None:
         """Write the files of a save durably.
 
         Args:
             metrics: metrics of the checkpoint, on rank 0.
             has_newer: returns True if a newer save waits, which is worth more than another try of this one.
+            on_delay: called with each error before another try.
 
         Raises:
             Conflict: a newer attempt has claimed the run.
@@ -62,9 +64,10 @@ class SaveFiles:
         for num_failures in range(1, self._config.num_retries + 2):
             try:
                 self._try_persist(save, arena, metrics)
-            except TRANSIENT_ERRORS:
+            except TRANSIENT_ERRORS as error:
                 if num_failures > self._config.num_retries or has_newer():
                     raise
+                on_delay(error)
                 time.sleep(backoff.doubled(num_failures, self._config.retry_s, math.inf))
             else:
                 return

@@ -188,7 +188,13 @@ class Worker:
         try:
             with bugs_as_errors(request.step):
                 if not (request.is_resent and self._was_committed(request.step)):
-                    self._files.persist(save, arena, metrics, has_newer=lambda: bool(self._inbox.saves))
+                    self._files.persist(
+                        save,
+                        arena,
+                        metrics,
+                        has_newer=lambda: bool(self._inbox.saves),
+                        on_delay=lambda error: self._reports.delayed(request.step, str(error)),
+                    )
                     if metrics.values:
                         self._topology.note_metrics(request.step, metrics.values, is_late=False)
         except HoldfastError as error:
@@ -251,8 +257,11 @@ class Worker:
         except (
             TRANSIENT_ERRORS
         ) as error:  # this rank's part is durable; only the check or the manifest failed
-            is_late = now_s - save.received_s > limit_s
-            return RetryLater(str(error), step=save.step) if is_late else None
+            if now_s - save.received_s > limit_s:
+                return RetryLater(str(error), step=save.step)
+            if save.is_worth_a_line(error.kind):
+                self._reports.delayed(save.step, str(error))
+            return None
         except HoldfastError as error:
             return error
 

@@ -20,7 +20,7 @@ from holdfast.format.value_index import ValueIndex
 from holdfast.home.documents import read_manifest, read_run
 from holdfast.home.listing import candidates
 from holdfast.home.metrics import read_metrics, read_values
-from holdfast.home.newest import list_patiently, usable
+from holdfast.home.newest import from_listing, list_patiently, usable
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Skipped
 from holdfast.restore import export as exporting
@@ -456,6 +456,16 @@ def open(
         check_mode(mode)
     store = home if isinstance(home, Store) else open_store(home)
     waits = Patience(_limit_s(store, patience), command_limit.notify)
+
+    def read() -> Checkpoint:
+        return _open_listed(store, step, attempt, best, mode, waits)
+
+    return read() if step is not None else from_listing(read)
+
+
+def _open_listed(
+    store: Store, step: int | None, attempt: int | None, best: str | None, mode: str, waits: Patience
+) -> Checkpoint:
     every = candidates(list_patiently(store, waits))
     matching = [(a, s) for a, s in every if step in (None, s) and attempt in (None, a)]
     if not matching:

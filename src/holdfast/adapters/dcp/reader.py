@@ -34,7 +34,7 @@ from holdfast.format.partitioning import Region
 from holdfast.format.value_index import ValueIndex
 from holdfast.home.documents import check_files, read_manifest, read_run
 from holdfast.home.listing import candidates
-from holdfast.home.newest import list_patiently, usable
+from holdfast.home.newest import from_listing, list_patiently, usable
 from holdfast.home.patience import LIMIT_S, Patience
 from holdfast.home.skipped import Skipped
 from holdfast.restore.parts import Located, Parts
@@ -176,6 +176,14 @@ class HoldfastReader(StorageReader):
 def _open(target: Target) -> _Opened:
     store = open_store(target.home)
     patience = Patience(LIMIT_S, lambda line: warn(line, ResumeWarning))
+
+    def read() -> _Opened:
+        return _open_listed(store, target, patience)
+
+    return read() if target.step is not None else from_listing(read)
+
+
+def _open_listed(store: Store, target: Target, patience: Patience) -> _Opened:
     home = list_patiently(store, patience)
     every = candidates(home)
     matching = [(a, s) for a, s in every if target.step in (None, s)]

@@ -149,7 +149,7 @@ class Training:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def begin_loop(self, total: int) -> int:
-        """Claim the home, restore unless the script has, and return the first step of a loop."""
+        """Claim the home, restore unless the script has; return the first step of a loop."""
         self._calls.check()
         self._watch_signals()
         if self._has_restored and self.attempt.saves.last is None:

@@ -464,7 +464,7 @@ def open(
 
 
 def _open_listed(
-    store: Store, step: int | None, attempt: int | None, best: str | None, mode: str, waits: Patience
+    store: Store, step: int | None, attempt: int | None, best: str | None, mode: str | None, waits: Patience
 ) -> Checkpoint:
     every = candidates(list_patiently(store, waits))
     matching = [(a, s) for a, s in every if step in (None, s) and attempt in (None, a)]

@@ -29,7 +29,9 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
     net = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    loader = torch.utils.data.DataLoader(list(range(10**5)), num_workers=2, multiprocessing_context="fork")
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(10**5)), num_workers=2, multiprocessing_context="fork"
+    )
     batches = iter(loader) if start == "before" else None
     with holdfast.Checkpointer(home, {"model": net, "optimizer": optimizer}, every=4) as ckpt:
         batches = iter(loader) if start == "after" else batches

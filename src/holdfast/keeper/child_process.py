@@ -102,7 +102,7 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        """True if the process is running or waits for a processor or a disk, and does not stand still."""
+        """True if the process runs, or waits for a processor or a disk."""
         stat = read_stat(self.pid)
         return stat is not None and stat.state in "RD"
 

@@ -43,7 +43,7 @@ def find_trainers(home: str) -> list[LiveTrainer]:
 
 
 def run_filter(home: str) -> Callable[[KeeperInfo], bool]:
-    """Return a function that returns True for a keeper of the run which is in a home now.
+    """Return a filter for keepers of the run that is in a home now.
 
     A home that was deleted and made again holds another run. Keepers of the one before are ignored.
     """

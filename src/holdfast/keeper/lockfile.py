@@ -95,7 +95,7 @@ class Lockfile:
 
     @property
     def is_done(self) -> bool:
-        """True if no attempt needs to wait for the keeper, as the keeper itself has recorded."""
+        """True if no attempt needs to wait for the keeper, by its own record."""
         with contextlib.suppress(OSError, Corrupt):
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:

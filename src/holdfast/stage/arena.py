@@ -114,7 +114,7 @@ class Arena:
 
 
 def max_arenas() -> int:
-    """Return the number of arenas that use at most half of the descriptors of this process."""
+    """Return the number of arenas that use half of the process's descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_ARENAS if soft == resource.RLIM_INFINITY else soft // (2 * _FDS_PER_ARENA)
     return max(2, min(most, _MAX_ARENAS))

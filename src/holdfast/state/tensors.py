@@ -28,7 +28,7 @@ def is_savable(tensor: torch.Tensor) -> bool:
 
 
 def is_local_shard(tensor: torch.Tensor) -> bool:
-    """Return True for a plain tensor that says by attributes which shards of a global tensor it holds.
+    """Return True for a plain tensor whose attributes describe its shards of a global tensor.
 
     Source: `torch.distributed.checkpoint.CheckpointableTensor` of torch 2.14.
     """

@@ -84,9 +84,7 @@ class Training:
         self._pipeline, self._cadence = components.pipeline, components.cadence
         self._followers = StepFollowers(components.pipeline.objects)
         self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
-        self._has_restored = (
-            False  # the state is that of the attempt's base, or was changed by the script since
-        )
+        self._has_restored = False  # from the attempt's base; the script may have changed the state since
         self._differences = DifferenceReport(components)
         self._spikes = SpikeResponse(components)
         self._trial = Trial.of_environment()

@@ -88,6 +88,11 @@ def report_progress(home: str, step: int) -> None:
     _append({"home": home, "step": step})
 
 
+def report_failed_save(attempt: int, step: int) -> None:
+    """Report a save that failed to the job, if any. Failures are ignored."""
+    _append({"attempt": attempt, "failed_save": step})
+
+
 def report_preemption(step: int) -> None:
     """Report to the job, if any, that this process exits after a preemption notice. Failures are ignored.
 
@@ -142,6 +147,15 @@ def read_progress(path: Path) -> dict[str, int]:
             home, step = fields.text("home"), fields.integer("step")
             steps[home] = max(steps.get(home, 0), step)
     return steps
+
+
+def count_failed_saves(path: Path) -> int:
+    """Return the number of reported saves that failed, on any rank."""
+    failed: set[tuple[int, int]] = set()
+    for fields in _lines(path, 0):
+        with contextlib.suppress(Corrupt):  # a line of another kind
+            failed.add((fields.integer("attempt"), fields.integer("failed_save")))
+    return len(failed)
 
 
 def was_preempted(path: Path, *, after: int) -> bool:

@@ -24,7 +24,6 @@ from holdfast.errors import (
     NotFound,
     ResumeWarning,
     RetryLater,
-    SaveWarning,
     Unsupported,
 )
 from holdfast.policy import EverySteps, EveryTime
@@ -163,24 +162,6 @@ def test_waiting_that_runs_out_forgets_nothing(home: Path) -> None:
         os.kill(ckpt._training.attempt.keeper.pid, signal.SIGCONT)
         ckpt.wait()
         assert (ckpt.latest_step(), save.state) == (3, "durable")
-
-
-def test_a_failed_save_is_a_warning_at_the_next_and_an_error_after_too_many(home: Path) -> None:
-    """The home's folder for step 1 cannot be made, nor those of steps 2 and 3."""
-    with make_checkpointer(home, {"x": torch.ones(1)}, limits=holdfast.Limits(failed_saves=1)) as ckpt:
-        ckpt.save(1).wait_durable()
-        for step in (2, 3):
-            (home / f"step-{step:08d}").write_text("in the way")
-        with pytest.raises(InvalidInput, match="step-00000002"):
-            ckpt.save(2).wait_durable()
-        with pytest.warns(SaveWarning, match="step-00000002"):
-            failing = ckpt.save(3)
-        with pytest.raises(InvalidInput, match="step-00000003"):
-            failing.wait_durable()
-        with pytest.raises(InvalidInput, match="step-00000003"):
-            ckpt.save(4)
-        ckpt.save(5).wait_durable()
-    assert steps_saved(home) == [1, 5]
 
 
 def test_a_value_that_cannot_be_saved_is_named_and_training_can_continue(home: Path) -> None:

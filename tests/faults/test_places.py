@@ -33,12 +33,13 @@ def fill_up(ballast: Path) -> None:
             pass
 
 
-def test_a_full_disk_keeps_earlier_checkpoints_and_stops_the_run_only_after_several_failures(
+def test_a_full_disk_keeps_earlier_checkpoints_and_stops_the_run_only_after_its_limit(
     playground: Playground, small_disk: Path
 ):
     """Each checkpoint has 71 kB; keep=100 fills the disk."""
     playground.home = small_disk / "home"
-    child = playground.start("--keep", "100", "--every", "1", "--step-s", "0.05", total=100_000)
+    options = ("--keep", "100", "--every", "1", "--step-s", "0.05", "--patience", "3s")
+    child = playground.start(*options, total=100_000)
     assert child.wait() == 1, child.said()
     playground.wait_for_keepers()
     said = child.said()
@@ -54,7 +55,7 @@ def test_the_run_continues_once_the_disk_has_space_again(playground: Playground,
     """A disk that is full for a while costs saves, not the run."""
     playground.home = small_disk / "home"
     ballast = small_disk / "ballast"
-    options = ("--keep", "2", "--every", "4", "--step-s", "0.05", "--failed-saves", "1000000")
+    options = ("--keep", "2", "--every", "4", "--step-s", "0.05", "--patience", "1d")
     child = playground.start(*options, "--pause-at", "6", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and playground.complete(), "a checkpoint")
     fill_up(ballast)  # with no older checkpoint whose deletion would make space
@@ -71,7 +72,7 @@ def test_the_run_continues_once_the_disk_has_space_again(playground: Playground,
 
 def test_a_home_that_vanishes_is_reported_and_not_created_again(playground: Playground):
     """An unmounted mount point must not be filled with checkpoints that the next mount hides."""
-    child = playground.start("--every", "1", "--step-s", "0.05", total=100_000)
+    child = playground.start("--every", "1", "--step-s", "0.05", "--patience", "3s", total=100_000)
     playground.wait_for(lambda: playground.home.exists() and len(playground.complete()) > 1, "checkpoints")
     away = playground.folder / "away"
     playground.home.rename(away)
@@ -96,7 +97,8 @@ def test_a_read_only_home_is_refused_at_once(playground: Playground, small_disk:
 
 def test_a_home_that_becomes_read_only_keeps_what_it_has(playground: Playground, small_disk: Path):
     playground.home = small_disk / "home"
-    child = playground.start("--every", "1", "--step-s", "0.05", "--pause-at", "6", total=100_000)
+    options = ("--every", "1", "--step-s", "0.05", "--pause-at", "6", "--failed-saves", "raise")
+    child = playground.start(*options, total=100_000)
     playground.wait_for(lambda: playground.home.exists() and len(playground.complete()) > 1, "checkpoints")
     remount = ["mount", "-o", "remount,ro", str(small_disk)]  # busy while a file is open for writing
     playground.wait_for(lambda: subprocess.call(remount) == 0, "a read-only home")

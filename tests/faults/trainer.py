@@ -37,7 +37,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--step-s", type=float, default=0.0, help="pretend that a step takes this long")
     parser.add_argument("--pause-at", type=int, default=[], action="append", help="see `pause`")
     parser.add_argument("--commit-timeout", default="60s")
-    parser.add_argument("--failed-saves", type=int, default=3)
+    parser.add_argument("--failed-saves", default="warn")
+    parser.add_argument("--patience", default="1h", help="how long saves may fail")
     parser.add_argument("--local", help="{rank} in it stands for this rank's number")
     parser.add_argument("--keep-local", type=int, default=2)
     parser.add_argument("--bucket", help="URL of the home, instead of HOME")
@@ -45,7 +46,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--home-every", type=int)
     parser.add_argument("--wait-home", action="store_true", help="wait until home has each save that is due")
     parser.add_argument("--hold", default="0")
-    parser.add_argument("--patience", default="1h")
     parser.add_argument("--take-over", action="store_true")
     return parser.parse_args()
 
@@ -120,14 +120,16 @@ def main() -> None:
     np.random.seed(rank)
     torch.manual_seed(rank)
     with holdfast.Checkpointer(
-        holdfast.Home(args.bucket or args.home, every=args.home_every, patience=args.patience),
+        holdfast.Home(args.bucket or args.home, every=args.home_every),
         state,
         every=every,
         keep=args.keep,
         local=args.local and holdfast.Local(args.local.format(rank=rank), keep=args.keep_local),
         take_over=args.take_over,
         memory=holdfast.Memory(args.memory, keep_for=args.hold),
-        limits=holdfast.Limits(commit_timeout=args.commit_timeout, failed_saves=args.failed_saves),
+        limits=holdfast.Limits(
+            failed_saves=args.failed_saves, patience=args.patience, commit_timeout=args.commit_timeout
+        ),
     ) as ckpt:
         for step in ckpt.steps(args.total):
             if step in args.pause_at:

@@ -138,7 +138,7 @@ def test_a_lost_claim_is_written_again_by_the_next_save(tmp_path: Path) -> None:
 def test_two_writers_with_one_number_never_mix_their_files(tmp_path: Path) -> None:
     """The first one's claim is lost before it saved, a second one takes its number: only that one saves."""
     home = tmp_path / "home"
-    first = begin(home, {"x": torch.full((100,), 1.0)}, limits=holdfast.Limits(failed_saves=9))
+    first = begin(home, {"x": torch.full((100,), 1.0)})
     delete(home, "attempts/*", "history/*")
     second = begin(home, {"x": torch.full((100,), 2.0)}, take_over=True)
     second.save(5).wait_durable(WAIT_S)

@@ -203,7 +203,7 @@ def test_starting_a_keeper_is_retried_and_no_save_is_lost(
         raise OSError(11, "Resource temporarily unavailable")
 
     with make_checkpointer(
-        tmp_path / "home", {"x": torch.ones(3)}, limits=holdfast.Limits(failed_saves=0)
+        tmp_path / "home", {"x": torch.ones(3)}, limits=holdfast.Limits(failed_saves="raise")
     ) as ckpt:
         ckpt.save(1).wait_durable()
         os.kill(pid_of(ckpt), signal.SIGSTOP)

@@ -12,12 +12,12 @@ from holdfast.checkpointer.pipeline import Order
 from holdfast.checkpointer.restoration import Restoration, Selection
 from holdfast.checkpointer.restore_differences import Differences
 from holdfast.checkpointer.save_interval import SaveInterval
-from holdfast.checkpointer.saves import FailureLimits, Saves, remaining_s
+from holdfast.checkpointer.saves import Saves, remaining_s
 from holdfast.checkpointer.space_warning import warn_of_space
 from holdfast.checkpointer.step_sync import StepSync
 from holdfast.checkpointer.takeover import claim_together
 from holdfast.compiled import UploadResult, download_cache, start_uploads, warn_of_problems
-from holdfast.environment import report_progress
+from holdfast.environment import report_failed_save, report_progress
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, TimedOut
 from holdfast.format import run as runs
 from holdfast.format.part import Ancestors
@@ -28,6 +28,7 @@ from holdfast.units import format_duration, plural
 
 _log = get_logger("checkpointer")
 _MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
+_PAUSE_LINE_S = 60.0
 
 
 class Attempt:
@@ -48,11 +49,13 @@ class Attempt:
         self.ancestors: Ancestors = ()
         self._components, self._run = components, run
         self._tiers, self._ranks, self._pipeline = components.tiers, components.ranks, components.pipeline
-        limits = FailureLimits(
-            components.options.limits.failed_saves, self._tiers.is_far, self._tiers.config["patience_s"]
-        )
+        self._limits = components.options.limits
         self.saves = Saves(
-            limits, self._pipeline.stager, world_size=self._ranks.world_size, on_durable=self._on_durable
+            self._limits.patience_s,
+            self._pipeline.stager,
+            world_size=self._ranks.world_size,
+            on_durable=self._on_durable,
+            on_failed=self._report_failed,
         )
         self.step_sync = StepSync(components, self.saves)
         self._restoration = Restoration(components)
@@ -154,7 +157,9 @@ class Attempt:
             local_ranks=local_ranks,
             keep_last=options.keep.last,
             keep_every=options.keep.every,
-            commit_timeout_s=options.limits.commit_timeout_s,
+            commit_timeout_s=max(options.limits.commit_timeout_s, options.limits.pause_s),
+            patience_s=options.limits.patience_s,
+            pause_s=options.limits.pause_s,
             linger_s=min(30.0, options.limits.commit_timeout_s),
             keep_best=options.keep.best,
             keep_metric=options.keep.metric,
@@ -215,6 +220,8 @@ class Attempt:
         pipeline, cadence = self._pipeline, self._components.cadence
         began, waited_before_s = time.perf_counter(), pipeline.waited_for_memory_s
         pipeline.stager.check_thread()
+        if self._limits.pause_s and not must:
+            self._pause()
         self.surface()
         last = self.saves.last
         if last is not None and self.saves.has(step):
@@ -242,6 +249,25 @@ class Attempt:
         keeper.record("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
         cadence.save(step, time.monotonic())
         return save
+
+    def _pause(self) -> None:
+        """Wait until the saves before are durable or have failed, with a line each minute."""
+        limit = format_duration(self._limits.pause_s)
+        for save in self.saves.pending:
+            began_s = time.monotonic()
+            while not save.done():
+                try:
+                    with self._components.phase("a pause until a save is durable"):  # new ones are no hang
+                        save.exception(_PAUSE_LINE_S)
+                except TimedOut as error:
+                    _log.warning(
+                        f'training is paused for at most {limit} (Limits(failed_saves="pause")): {error}'
+                    )
+            if save.delay and self.keeper is not None:
+                paused_s = time.monotonic() - began_s
+                self.keeper.record("paused", step=save.step, seconds=paused_s, detail=save.delay)
+        if self.keeper is not None and self.keeper.config.is_node_local:
+            self._ranks.gather(None)  # each waits for its own disk, and for the slowest here, not in a step
 
     def delete(self, step: int) -> None:
         """Delete the checkpoints of `step` once a newer one is complete."""
@@ -301,6 +327,10 @@ class Attempt:
         self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
         if self.keeper is not None:
             self._interval.note(save.step, self.keeper)
+
+    def _report_failed(self, save: Save) -> None:
+        if self.keeper is not None:
+            report_failed_save(self.keeper.config.attempt, save.step)
 
     def report_progress(self, step: int) -> None:
         """Report the newest checkpoint to the job that this training is part of, if any."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +103,10 @@ class Components:
             sampler=sampler,
             has_state=state is not None,
         )
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the context of a stretch that may take longer than a step."""
+        return contextlib.nullcontext() if self.pulse is None else self.pulse.phase(name)
 
     def show(self, text: str) -> None:
         """Log a line for the user on rank 0, unless the option `quiet` is set."""

@@ -68,7 +68,7 @@ class Checkpointer:
             the cloud of this machine.
         compile_cache: size of the place in home for the output of torch.compile, or a `CompileCache`; False
             for none.
-        limits: number of failures and waiting times after which the run raises.
+        limits: response to saves that fail, and limits after which the run raises.
         on_hang: what to do when the training makes no progress: "report" the stacks of all ranks, "restart"
             it, "off", or a `Hang` with limits of its own.
         on_spike: what to do when the recorded loss, or norm of gradients, is in a spike: "report" it,

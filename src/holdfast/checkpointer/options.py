@@ -22,12 +22,15 @@ from holdfast.units import Duration, parse_bytes, parse_duration
 
 HANG_ACTIONS = ("report", "restart", "off")
 """Responses to a training that makes no progress."""
+FAILED_SAVE_ACTIONS = ("warn", "pause", "raise")
+"""Responses to a save that fails."""
 SPIKE_ACTIONS = ("report", "rollback", "off")
 """Responses to a spike of the recorded loss or norm of gradients."""
 _MOST_NOTICED_STEPS = 16
 """Steps after which a spike is usually noticed, on all ranks."""
 _MIN_WINDOW_S = 0.2
 _DEFAULT_CACHE = "1GiB"
+_NO_LIMIT_S = 1e9  # 30 years: a keeper's configuration is JSON, which has no infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,6 @@ class Home:
             None for all. The newest save is always copied at the end, and by `wait`.
         bandwidth: bytes per second that each rank may send, or as "200MB"; None for no limit. Without `local`
             a save becomes durable only in home, and occupies its staging memory until then.
-        patience: how long home may fail before `save` raises, with `local` or where home is a bucket.
-            Training continues meanwhile.
 
     Raises:
         InvalidInput: a value cannot be used.
@@ -51,24 +52,17 @@ class Home:
     _: KW_ONLY
     every: int | str | datetime.timedelta | Every | None = None
     bandwidth: int | str | None = None
-    patience: Duration = "1h"
 
     def __post_init__(self) -> None:
         if self.every is not None:
             every(self.every)
         if self.bandwidth is not None:
             parse_bytes(self.bandwidth, "Home(bandwidth=)")
-        parse_duration(self.patience, "Home(patience=)")
 
     @property
     def bandwidth_bytes(self) -> int | None:
         """Bytes per second that each rank may send; None for no limit."""
         return None if self.bandwidth is None else parse_bytes(self.bandwidth, "Home(bandwidth=)")
-
-    @property
-    def patience_s(self) -> float:
-        """Longest time of failures, in seconds."""
-        return parse_duration(self.patience, "Home(patience=)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,11 +367,17 @@ class CompileCache:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits after which a run raises instead of training on.
+    """Response to saves that fail, and limits after which a run raises instead of training on.
+
+    With "pause" a `save` first waits until the one before is durable, on all ranks, so that training is never
+    more than one save ahead of what it can resume from.
 
     Args:
-        failed_saves: number of saves that may fail in a row; one more and `save` raises. Each is a
-            SaveWarning.
+        failed_saves: response to a failed save, whatever the cause, such as a full disk, refused access or a
+            store that is away: "warn" and train on; "pause" the training until the save is durable, which
+            the keeper tries again; or "raise" the error.
+        patience: how long saves may fail in a row, from the call of the first one, before the error is raised
+            with "warn" and "pause" too; None for no limit. With `local`, also how long home may fail.
         commit_timeout: how long a rank's keeper waits for the other ranks' parts of a save.
         rank_timeout: how long a rank waits for the others in `restore` and `should_save`.
 
@@ -386,14 +386,33 @@ class Limits:
     """
 
     _: KW_ONLY
-    failed_saves: int = 3
+    failed_saves: str = "warn"
+    patience: Duration | None = "1h"
     commit_timeout: Duration = "10m"
     rank_timeout: Duration = "1h"
 
     def __post_init__(self) -> None:
-        _check_count(self.failed_saves, "Limits(failed_saves=)", least=0)
+        if self.failed_saves not in FAILED_SAVE_ACTIONS:
+            raise InvalidInput(
+                f"Limits(failed_saves=) must be one of {', '.join(FAILED_SAVE_ACTIONS)}, "
+                f"got {self.failed_saves!r:.100}."
+            )
+        if self.patience is not None:
+            parse_duration(self.patience, "Limits(patience=)")
         parse_duration(self.commit_timeout, "Limits(commit_timeout=)")
         parse_duration(self.rank_timeout, "Limits(rank_timeout=)")
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time of failures, in seconds; 0 to raise the first one."""
+        if self.failed_saves == "raise":
+            return 0.0
+        return _NO_LIMIT_S if self.patience is None else parse_duration(self.patience, "Limits(patience=)")
+
+    @property
+    def pause_s(self) -> float:
+        """Longest pause of the training, in seconds; 0 for none."""
+        return self.patience_s if self.failed_saves == "pause" else 0.0
 
     @property
     def commit_timeout_s(self) -> float:

@@ -6,48 +6,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from holdfast.callsite import warn
 from holdfast.checkpointer.pipeline import PendingCopy
 from holdfast.checkpointer.stable_step import StableStep
-from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
+from holdfast.errors import HoldfastError, InvalidInput, SaveWarning
 from holdfast.keeper import Save
 from holdfast.policy import Overdue
 from holdfast.stage import Stager
-
-
-@dataclass(frozen=True, slots=True)
-class FailureLimits:
-    """Limits within which training continues though saves fail."""
-
-    failed_saves: int  # in a row
-    is_far: bool  # saves go straight to a place beyond this machine, which may recover
-    patience_s: float  # how long such a place may fail
-
-    def is_exceeded(
-        self, error: HoldfastError, *, num_failed: int, failing_s: float, has_succeeded: bool
-    ) -> bool:
-        """Return True if training must not continue without saves.
-
-        Args:
-            num_failed: failures in a row.
-            failing_s: seconds since the first of them.
-            has_succeeded: an earlier save of the attempt became durable.
-        """
-        if isinstance(error, Denied) and not has_succeeded:
-            return True  # credentials or permissions are wrong, and waiting does not change them
-        if self.is_far and isinstance(error, (Denied, RetryLater)):
-            return failing_s > self.patience_s
-        return num_failed > self.failed_saves
 
 
 class Saves:
     """Saves of one attempt that any thread may begin, wait for and settle.
 
     Args:
+        limit_s: time for which saves may fail in a row before the error is raised.
         stager: copies more at once after a torn save.
         on_durable: called with each save that has become durable.
+        on_failed: called with each save that has failed.
 
     Attributes:
         lock: held while outcomes are settled.
@@ -57,18 +33,25 @@ class Saves:
     """
 
     def __init__(
-        self, limits: FailureLimits, stager: Stager, *, world_size: int, on_durable: Callable[[Save], None]
+        self,
+        limit_s: float,
+        stager: Stager,
+        *,
+        world_size: int,
+        on_durable: Callable[[Save], None],
+        on_failed: Callable[[Save], None],
     ) -> None:
         self.lock = threading.RLock()
         self.last: Save | None = None
         self.newest_durable: int | None = None
         self.stable = StableStep()
-        self._limits, self._stager, self._on_durable = limits, stager, on_durable
+        self._limit_s, self._stager = limit_s, stager
+        self._on_durable, self._on_failed = on_durable, on_failed
         self._has_others = world_size > 1
         self._last: PendingCopy | None = None
         self._pending: deque[PendingCopy] = deque()
         self._overdue = Overdue(now_s=time.monotonic())
-        self._num_failed, self._failing_since_s = 0, 0.0
+        self._failing_since_s: float | None = None  # call of the first save that failed, of those in a row
         self._torn_elsewhere: int | None = None  # newest step that only other ranks have torn
         self._has_warned_of_tear = False
 
@@ -113,7 +96,7 @@ class Saves:
         with self.lock:
             for one in [one for one in self._pending if one.save.durable]:
                 self._pending.remove(one)
-                self._num_failed = 0
+                self._failing_since_s = None
                 self._overdue.succeed(time.monotonic())
                 self.newest_durable = one.save.step
                 self.stable.add(one.save.step)
@@ -123,7 +106,7 @@ class Saves:
         """Settle all saves that have ended, and warn of the failed ones.
 
         Raises:
-            HoldfastError: more have failed than the limits allow.
+            HoldfastError: they have failed for longer than the limit.
         """
         with self.lock:
             self.settle()
@@ -137,17 +120,11 @@ class Saves:
         self._stager.distrust_frozen(for_long=by_keeper)
         if self._has_others and isinstance(error, InvalidInput):
             self._note_tear(one)  # also in loops that never call should_save()
-        now_s = time.monotonic()
-        if not self._num_failed:
-            self._failing_since_s = now_s
-        self._num_failed += 1
+        if self._failing_since_s is None:
+            self._failing_since_s = one.save.began_s
         self._overdue.fail()
-        if self._limits.is_exceeded(
-            error,
-            num_failed=self._num_failed,
-            failing_s=now_s - self._failing_since_s,
-            has_succeeded=self.newest_durable is not None,
-        ):
+        self._on_failed(one.save)
+        if time.monotonic() - self._failing_since_s > self._limit_s:
             raise error
         if not (one.is_torn and self._has_warned_of_tear):  # later ones are in the history
             warn(str(error), SaveWarning)
@@ -183,6 +160,7 @@ class Saves:
             found = [one for one in self._pending if one.save is save]
             for one in found:
                 self._pending.remove(one)
+                self._on_failed(save)
             return bool(found)
 
 

@@ -42,7 +42,6 @@ class TierConfig(TypedDict):
     local: str | None
     keep_local: int
     bandwidth: float | None
-    patience_s: float
     keep_in_memory_s: float
 
 
@@ -95,7 +94,6 @@ class Tiers:
             local=self.local,
             keep_local=1 if local is None else local.keep,
             bandwidth=home.bandwidth_bytes,
-            patience_s=home.patience_s,
             keep_in_memory_s=keep_in_memory_s,
         )
         self.restore_patience_s = restore_patience_s

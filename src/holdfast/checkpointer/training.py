@@ -124,8 +124,7 @@ class Training:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return the context of a stretch that may take longer than a step."""
-        pulse = self._components.pulse
-        return contextlib.nullcontext() if pulse is None else pulse.phase(name)
+        return self._components.phase(name)
 
     @contextlib.contextmanager
     def phase_of_user(self, name: str) -> Iterator[None]:

@@ -24,6 +24,7 @@ EVENTS = (
     "skipped",
     "dropped",
     "failed",
+    "paused",  # training waited until the step was durable; seconds, and the detail has the cause
     "fenced",
     "unhealthy",  # a committed checkpoint of a state that is not healthy; the detail has the reasons
     "spike",  # of a recorded metric, with its value

@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from holdfast.errors import ERRORS, HoldfastError, InvalidInput, RetryLater
+from holdfast.errors import ERRORS, Denied, HoldfastError, InvalidInput, RetryLater
 from holdfast.home.metrics import SaveValues
 from holdfast.keeper import messages
 from holdfast.keeper.config import KeeperConfig
@@ -411,7 +411,7 @@ class Keeper(KeeperOwner):
             self._towards_home[step] = submitted.save
 
     def _fail_drain(self, step: int, error: HoldfastError) -> None:
-        if isinstance(error, RetryLater):  # home has failed for too long; other errors concern this step only
+        if isinstance(error, (Denied, RetryLater)):  # for too long; other errors concern this step only
             self.home_lost = error
         else:
             self.add_problem(str(error))

@@ -33,6 +33,7 @@ class KeeperConfig:
     keep_local: int = 2  # newest checkpoints to keep in the local tier
     bandwidth: float | None = None  # bytes per second that this rank may send home
     patience_s: float = 3600.0  # time that home may fail before that is an error
+    pause_s: float = 0.0  # time that a save is tried again while training waits for it
     keep_in_memory_s: float = 0.0  # time that file images stay in memory after the trainer's death
     num_retries: int = 2  # tries after the first, when the store fails
     retry_s: float = 0.5  # pause before the first retry; doubles with each

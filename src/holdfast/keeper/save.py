@@ -19,6 +19,8 @@ class Save:
         staged_s: time from `save()` to staged; None before.
         durable_s: time from `save()` to durable; None before.
         skipped: True if no staging memory was free for it.
+        began_s: time of the call of `save`, of the monotonic clock.
+        delay: reason for which the keeper waits, as a sentence; empty without one.
     """
 
     def __init__(self, step: int) -> None:
@@ -28,11 +30,11 @@ class Save:
         self.staged_s: float | None = None
         self.durable_s: float | None = None
         self.skipped = False
-        self._began = time.monotonic()
+        self.began_s = time.monotonic()
         self._staged, self._ended, self._arrived = threading.Event(), threading.Event(), threading.Event()
         self._error: HoldfastError | None = None
         self._home_error: HoldfastError | None = None
-        self._delay = ""  # reason for which the keeper waits
+        self.delay = ""
 
     def __repr__(self) -> str:
         return f"Save(step={self.step}, {self.state})"
@@ -149,7 +151,7 @@ class Save:
     def _wait(self, event: threading.Event, timeout: Duration | None, stage: str) -> None:
         timeout_s = parse_timeout(timeout, "timeout")
         if not event.wait(timeout_s):
-            reason = f" {self._delay}" if self._delay else ""
+            reason = f" {self.delay}" if self.delay else ""
             raise TimedOut(
                 f"Step {self.step} is not {stage} after {timeout_s} s.{reason} The save continues in the "
                 "background.",
@@ -160,16 +162,16 @@ class Save:
 
     def mark_staged(self) -> None:
         """Record that the copy is complete."""
-        self.staged_s = time.monotonic() - self._began
+        self.staged_s = time.monotonic() - self.began_s
         self._staged.set()
 
     def mark_delayed(self, reason: str) -> None:
         """Record the reason of a wait of the keeper, as a sentence."""
-        self._delay = reason
+        self.delay = reason
 
     def mark_durable(self) -> None:
         """Record that the checkpoint is committed."""
-        self.durable_s = time.monotonic() - self._began
+        self.durable_s = time.monotonic() - self.began_s
         self._staged.set()
         self._ended.set()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -26,6 +26,9 @@ from holdfast.keeper.replicas import hash_replicas
 from holdfast.keeper.reports import TRANSIENT_ERRORS
 from holdfast.store import Store
 
+_LONGEST_PAUSE_S = 10.0
+"""Longest pause before another try: a disk that has space again is used soon."""
+
 
 class SaveFiles:
     """Writer of a rank's files, in the tier that saves are committed in first.
@@ -46,13 +49,15 @@ class SaveFiles:
         *,
         has_newer: Callable[[], bool],
         on_delay: Callable[[HoldfastError], None],
+        retry_for_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Write the files of a save durably.
 
         Args:
             metrics: metrics of the checkpoint, on rank 0.
             has_newer: returns True if a newer save waits, which is worth more than another try of this one.
-            on_delay: called with each error before another try.
+            on_delay: called with each new kind of error before another try.
+            retry_for_s: returns the time for which to try again even after the usual number of tries.
 
         Raises:
             Conflict: a newer attempt has claimed the run.
@@ -61,14 +66,18 @@ class SaveFiles:
 
         Blocks: until the files are durable.
         """
-        for num_failures in range(1, self._config.num_retries + 2):
+        began_s, reported = time.monotonic(), ""
+        for num_failures in itertools.count(1):
             try:
                 self._try_persist(save, arena, metrics)
             except TRANSIENT_ERRORS as error:
-                if num_failures > self._config.num_retries or has_newer():
+                is_last = num_failures > self._config.num_retries
+                if has_newer() or (is_last and time.monotonic() - began_s >= retry_for_s()):
                     raise
-                on_delay(error)
-                time.sleep(backoff.doubled(num_failures, self._config.retry_s, math.inf))
+                if error.kind != reported:
+                    reported = error.kind
+                    on_delay(error)
+                time.sleep(backoff.doubled(num_failures, self._config.retry_s, _LONGEST_PAUSE_S))
             else:
                 return
 

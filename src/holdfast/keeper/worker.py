@@ -194,6 +194,7 @@ class Worker:
                         metrics,
                         has_newer=lambda: bool(self._inbox.saves),
                         on_delay=lambda error: self._reports.delayed(request.step, str(error)),
+                        retry_for_s=lambda: 0.0 if self._inbox.trainer_gone else self._config.pause_s,
                     )
                     if metrics.values:
                         self._topology.note_metrics(request.step, metrics.values, is_late=False)

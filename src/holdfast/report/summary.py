@@ -38,7 +38,7 @@ ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Mean times between failures for the best interval, besides the run's own."""
 
 PROBLEMS = (
-    *("failed", "dropped", "skipped", "fenced", "drain-failed", "retain-failed"),
+    *("failed", "paused", "dropped", "skipped", "fenced", "drain-failed", "retain-failed"),
     *("unhealthy", "spike"),
 )
 """Kinds of events that need attention."""

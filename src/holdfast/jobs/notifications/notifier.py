@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from holdfast.backoff import doubled
-from holdfast.environment import read_progress
+from holdfast.environment import count_failed_saves, read_progress
 from holdfast.errors import Corrupt
 from holdfast.failpoint import failpoint
 from holdfast.jobs.node.folder import JobFolder
@@ -51,7 +51,7 @@ def announce(folder: JobFolder, life: JobState, *, log: Path) -> None:
         return
     try:
         step = max(read_progress(folder.progress).values(), default=None)
-        add_notification(folder, life, step=step)
+        add_notification(folder, life, step=step, failed_saves=count_failed_saves(folder.progress))
         if outstanding(folder):
             spawn_once(
                 "notifier",

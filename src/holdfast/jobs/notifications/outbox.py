@@ -23,6 +23,7 @@ from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
 from holdfast.linux.files import write_atomic
 from holdfast.redaction import printable, redact
+from holdfast.units import plural
 
 _T = TypeVar("_T")
 _MAX_BYTES = 16 << 20
@@ -58,6 +59,7 @@ class Notification:
     step: int | None  # newest checkpoint that the job has reported
     unix_s: float
     is_wanted: bool  # False: only marks the end of the job
+    failed_saves: int = 0  # that the job has reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +115,14 @@ def read_plan(folder: JobFolder) -> NotificationPlan | None:
     )
 
 
-def add_notification(folder: JobFolder, life: JobState, *, step: int | None) -> None:
+def add_notification(folder: JobFolder, life: JobState, *, step: int | None, failed_saves: int = 0) -> None:
     """Record the present status of a job, unless it is recorded or not wanted.
 
     The end of a job is always recorded: then its targets are removed.
 
     Args:
         step: newest checkpoint that the job has reported.
+        failed_saves: number of failed saves that it has reported.
 
     Raises:
         OSError: the disk is full or failed.
@@ -146,6 +149,7 @@ def add_notification(folder: JobFolder, life: JobState, *, step: int | None) -> 
             step=step,
             unix_s=time.time(),
             is_wanted=is_wanted,
+            failed_saves=failed_saves,
         )
         journal.append(fd, json.dumps(asdict(one)))
 
@@ -181,9 +185,10 @@ def _read_all(path: Path, kind: type[_T]) -> list[_T]:
 def facts_of(plan: NotificationPlan, one: Notification) -> dict[str, str | int | float | None]:
     """Return the JSON members of a notification."""
     reason = f": {one.reason}" if one.reason else ""
+    failed = f"; {plural(one.failed_saves, 'save')} failed" if one.failed_saves else ""
     host = socket.gethostname()
     return {
-        "text": f"job {plan.job} ({printable(plan.name)}) on {host} is {one.status.value}{reason}",
+        "text": f"job {plan.job} ({printable(plan.name)}) on {host} is {one.status.value}{reason}{failed}",
         "job": plan.job,
         "name": plan.name,
         "engine": plan.engine,
@@ -195,6 +200,7 @@ def facts_of(plan: NotificationPlan, one: Notification) -> dict[str, str | int |
         "recoveries": one.recoveries,
         "exit_status": one.exit_status,
         "step": one.step,
+        "failed_saves": one.failed_saves,
         "unix_s": one.unix_s,
     }
 

@@ -11,9 +11,9 @@ from holdfast.report.summary import RunSummary
 from holdfast.units import plural
 
 _TEXT = (
-    "Saves that failed, were skipped or dropped, checkpoints of states that are not healthy, spikes of "
-    "recorded metrics, and failed copies and deletions; equal ones in a row are one line. None of them stops "
-    "the training. The cost is the steps between the checkpoints before and after: a kill in between would "
+    "Saves that failed, were skipped or dropped, or that training was paused for, checkpoints of states that "
+    "are not healthy, spikes of recorded metrics, and failed copies and deletions; equal ones in a row are "
+    "one line. The cost is the steps between the checkpoints before and after: a kill in between would "
     "have lost up to so many."
 )
 _SAVE_KINDS = ("failed", "dropped", "skipped", "fenced", "unhealthy")

@@ -1,0 +1,190 @@
+"""Saves that fail, whatever the cause: a warning, a pause or an error, as the user has chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.checkpointer import attempt
+from holdfast.environment import PROGRESS, count_failed_saves
+from holdfast.errors import Denied, HoldfastError, RetryLater, SaveWarning
+from holdfast.keeper import KeeperConfig
+from holdfast.report.summary import read_summary
+from holdfast.store import open_store
+from small_disk import small_disk
+from stage.training import make_checkpointer
+
+SOON_S = 600.0
+
+
+@dataclass
+class Trouble:
+    """A home that fails, and its cause.
+
+    Attributes:
+        begin: makes the home fail.
+        end: repairs it.
+    """
+
+    home: Path
+    error: type[HoldfastError]
+    text: str
+    begin: Callable[[], object]
+    end: Callable[[], object]
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    deadline_s = time.monotonic() + SOON_S
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def fill_up(ballast: Path) -> None:
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass
+
+
+def remount(disk: Path, how: str) -> None:
+    until(lambda: subprocess.call(["mount", "-o", f"remount,{how}", str(disk)]) == 0)  # busy during a write
+
+
+@pytest.fixture(params=["away", "full", "denied"])
+def trouble(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trouble]:
+    """A store that is away, a disk that is full, and one that refuses writes; the last two as root only."""
+    if request.param == "away":
+        home, away = tmp_path / "home", tmp_path / "away"
+        yield Trouble(home, RetryLater, "vanished", lambda: home.rename(away), lambda: away.rename(home))
+        return
+    with small_disk(tmp_path, "600k") as disk:
+        home, ballast = disk / "home", disk / "ballast"
+        if request.param == "full":
+            yield Trouble(home, RetryLater, "No space left", lambda: fill_up(ballast), ballast.unlink)
+        else:
+            yield Trouble(home, Denied, "Read-only", lambda: remount(disk, "ro"), lambda: remount(disk, "rw"))
+
+
+def steps_saved(home: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in home.glob("step-*/manifest-*.json"))
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The history of the run:holdfast.errors.SaveWarning"),
+    pytest.mark.filterwarnings("ignore:Old checkpoints could not be deleted:holdfast.errors.SaveWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short pauses between the tries of a keeper, and between the lines of a pause."""
+    monkeypatch.setattr(attempt, "KeeperConfig", partial(KeeperConfig, retry_s=0.01))
+    monkeypatch.setattr(attempt, "_PAUSE_LINE_S", 0.05)
+
+
+def begin(trouble: Trouble, failed_saves: str, patience: str = "1h") -> holdfast.Checkpointer:
+    """Return a Checkpointer after its first save. Its home fails from then on."""
+    ckpt = make_checkpointer(
+        trouble.home,
+        {"x": torch.ones(1)},
+        limits=holdfast.Limits(failed_saves=failed_saves, patience=patience),
+    )
+    ckpt.save(1).wait_durable(SOON_S)
+    trouble.begin()
+    return ckpt
+
+
+def test_each_failed_save_is_a_warning_that_the_job_counts(
+    trouble: Trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, and the same for every cause."""
+    monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
+    with begin(trouble, "warn") as ckpt:
+        assert isinstance(ckpt.save(2).exception(SOON_S), trouble.error)
+        for step in (3, 4):
+            with pytest.warns(SaveWarning, match=trouble.text):
+                save = ckpt.save(step)
+            assert isinstance(save.exception(SOON_S), trouble.error)
+        trouble.end()
+        with pytest.warns(SaveWarning) as warned:
+            ckpt.save(5).wait_durable(SOON_S)
+        assert any(trouble.text in str(one.message) for one in warned)
+    assert steps_saved(trouble.home) == [1, 5]
+    assert count_failed_saves(tmp_path / "progress") == 3
+
+
+def test_the_first_failed_save_is_an_error(trouble: Trouble) -> None:
+    with begin(trouble, "raise") as ckpt:
+        assert isinstance(ckpt.save(2).exception(SOON_S), trouble.error)
+        with pytest.raises(trouble.error, match=trouble.text):
+            ckpt.save(3)
+        trouble.end()
+        ckpt.save(4).wait_durable(SOON_S)
+    assert steps_saved(trouble.home) == [1, 4]
+
+
+def test_training_pauses_until_the_save_is_durable(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a line that has the cause; the pause is an event and a problem of the report."""
+    lines: list[str] = []
+    monkeypatch.setattr(attempt._log, "warning", lines.append)
+    with begin(trouble, "pause") as ckpt:
+        save = ckpt.save(2)
+        until(lambda: bool(save.delay))
+
+        def repair() -> None:
+            until(lambda: bool(lines))
+            trouble.end()
+
+        repairing = threading.Thread(target=repair)
+        repairing.start()
+        ckpt.save(3)
+        repairing.join()
+        assert save.durable
+    assert "training is paused for at most 1 h" in lines[0]
+    assert trouble.text in lines[0]
+    assert steps_saved(trouble.home) == [1, 2, 3]
+    summary = read_summary(open_store(trouble.home))
+    assert [(one.kind, one.step) for one in summary.problems] == [("paused", 2)]
+
+
+def test_a_pause_ends_with_the_error_at_its_limit(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    away = Trouble(home, RetryLater, "vanished", lambda: home.rename(tmp_path / "x"), lambda: None)
+    with begin(away, "pause", "0.1s") as ckpt:
+        ckpt.save(2)
+        with pytest.raises(RetryLater, match="vanished"):
+            ckpt.save(3)
+        (tmp_path / "x").rename(home)
+        ckpt.save(4).wait_durable(SOON_S)
+    assert steps_saved(home) == [1, 4]
+
+
+def test_home_behind_a_local_folder_may_fail_for_as_long_whatever_the_cause(
+    trouble: Trouble, tmp_path: Path
+) -> None:
+    options = {"local": tmp_path / "near", "limits": holdfast.Limits(patience="0.1s")}
+    ckpt = make_checkpointer(trouble.home, {"x": torch.ones(1)}, **options)
+    ckpt.save(1)
+    ckpt.wait(SOON_S)
+    trouble.begin()
+    ckpt.save(2).wait_durable(SOON_S)
+    keeper = ckpt._training.attempt.keeper
+    assert keeper is not None
+    until(lambda: keeper.home_lost is not None)
+    with pytest.warns(SaveWarning, match="Home cannot be reached"), pytest.raises(trouble.error):
+        ckpt.save(3)
+    trouble.end()
+    with contextlib.suppress(HoldfastError):
+        ckpt.close()
+    assert steps_saved(tmp_path / "near") == [1, 2]

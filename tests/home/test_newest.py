@@ -17,7 +17,9 @@ from holdfast.adapters import nebula, recipe
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.nebula import default_session, tag_index
 from holdfast.cli import main
-from holdfast.errors import Denied, ResumeWarning, RetryLater
+from holdfast.cli.replay import span
+from holdfast.errors import Denied, NotFound, ResumeWarning, RetryLater
+from holdfast.restore import verify
 from holdfast.store import direct_io, local
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -325,3 +327,67 @@ def test_a_checkpoint_deleted_after_it_was_listed_is_not_missed(
     said = capsys.readouterr()
     assert (status, "damaged" in said.out.lower()) == (0, False), said
     assert not waiting
+
+
+def test_verify_does_not_call_damaged_what_is_deleted_while_it_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    save_one(home, OLDER)
+    real, waiting = verify.list_home, [NEWEST]
+
+    def list_home(store: Any, step: int) -> Any:
+        found = real(store, step=step)
+        if waiting:
+            save_one(home, waiting.pop())  # which deletes the one that is verified now
+        return found
+
+    monkeypatch.setattr(verify, "list_home", list_home)
+    assert main(["verify", str(home)]) == 0
+    said = capsys.readouterr()
+    assert f"step {NEWEST}, attempt 2: good" in said.out
+    assert "DAMAGED" not in said.out
+
+
+@pytest.mark.filterwarnings("error")
+def test_nebula_lists_again_if_its_newest_is_deleted_meanwhile(
+    homes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(homes["nebula"], home)
+    away = tmp_path / "newest"
+    (home / f"step-{NEWEST:08d}").rename(away)
+    real = tag_index.read_manifest
+
+    def read_manifest(store: Any, step: int, *rest: Any) -> Any:
+        if away.exists():  # a run completes a checkpoint and deletes the one before
+            away.rename(home / f"step-{NEWEST:08d}")
+            shutil.rmtree(home / f"step-{OLDER:08d}")
+        return real(store, step, *rest)
+
+    monkeypatch.setattr(tag_index, "read_manifest", read_manifest)
+    assert newest_of_nebula(home) == NEWEST
+    default_session.end()
+
+
+def test_a_replay_lists_again_if_a_checkpoint_is_deleted_meanwhile(
+    homes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(homes["plain"], home)
+    with holdfast.Checkpointer(home, make_state(0.0), quiet=True) as ckpt:
+        ckpt.restore()
+        ckpt.save(NEWEST + 10).wait_durable()
+    real, folder = span.candidates, home / f"step-{OLDER:08d}"
+
+    def candidates(listing: Any) -> Any:
+        if folder.exists():
+            shutil.rmtree(folder)
+        return real(listing)
+
+    monkeypatch.setattr(span, "candidates", candidates)
+    found = span.find_span(local.LocalStore(home), to_step=NEWEST + 10)
+    assert (found.start.step, found.end.step) == (NEWEST, NEWEST + 10)
+    shutil.copytree(homes["plain"] / folder.name, folder)
+    with pytest.raises(NotFound, match="step 10"):
+        span.find_span(local.LocalStore(home), step=OLDER)

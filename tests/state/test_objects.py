@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import random
 import warnings
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR, StepLR
 
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
+from holdfast.format.manifest import Tensor
 from holdfast.format.values import decode, encode
 from holdfast.state import State, per_rank, replicated
 from holdfast.torch_dtypes import dtype_name, torch_dtype
@@ -195,6 +198,133 @@ def test_damaged_states_of_generators_are_found_before_anything_changes(
     with pytest.raises(Corrupt, match="rng: a saved state of a random number generator"):
         saved.restore(State(state))
     assert state["x"].item() == 0
+
+
+def _replace(path: str, value: Any) -> Callable[[Any], object]:
+    """Return a function that replaces a value by key path; None removes it."""
+    *steps, last = path.split(".")
+
+    def damage(values: Any) -> None:
+        for step in steps:
+            values = values[int(step) if step.isdigit() else step]
+        values[last] = value
+        if value is None:
+            del values[last]
+
+    return damage
+
+
+class _WithExtra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _replace("optimizer.state", None),
+        _replace("optimizer.state", []),
+        _replace("optimizer.state", 5),
+        _replace("optimizer.state", {"model.weight": 5}),
+        _replace("optimizer.shared", [1]),
+        _replace("optimizer.param_groups.0.lr", {"$tensor": "nosuch"}),
+        _replace("optimizer.param_groups.0.lr", {"$torch": ["dtype", None]}),
+        _replace("model.extra_state", 5),
+        _replace("model.extra_state", [1]),
+        _replace("value", {"$tensor": "nosuch"}),
+        _replace("value", {"$ndarray": ["<f8", [1], "AAAA"]}),
+        _replace("value", {"$npdtype": ["", 1]}),
+    ],
+)
+def test_values_that_no_save_writes_are_damage_so_that_an_older_checkpoint_is_taken(
+    damage: Callable[[Any], object],
+) -> None:
+    def build() -> dict[str, Any]:
+        model = _WithExtra(2, 2)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "value": 1}
+
+    saved = kept(build())
+    damage(saved.values)
+    state = build()
+    before = state["model"].weight.detach().clone()
+    with pytest.raises((Corrupt, Unsupported)):
+        saved.restore(State(state))
+    assert same(state["model"].weight.detach(), before)
+
+
+Build = Callable[[torch.optim.Optimizer], Any]
+REJECTED: dict[str, tuple[Build, Build]] = {
+    "scaler": (
+        lambda _: torch.amp.GradScaler("cpu", enabled=False),
+        lambda _: torch.amp.GradScaler("cpu"),
+    ),
+    "one in place of two": (
+        lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2), StepLR(o, 3)], [2, 4]),
+        lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2)], [2]),
+    ),
+    "another kind": (
+        lambda o: StepLR(o, 2),
+        lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2)], [2]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("saved", "live"), REJECTED.values(), ids=REJECTED)
+def test_a_state_that_a_scheduler_or_scaler_rejects_changes_nothing(saved: Build, live: Build) -> None:
+    def build(make: Build) -> dict[str, Any]:
+        weight = nn.Parameter(torch.rand(2))
+        optimizer = torch.optim.SGD([weight], lr=random.random())
+        one = make(optimizer)
+        optimizer.step()
+        return {"weight": weight, "optimizer": optimizer, "one": one}
+
+    def content(state: dict[str, Any]) -> Any:
+        one = state["one"]
+        return state["weight"].tolist(), state["optimizer"].state_dict(), one.state_dict()
+
+    checkpoint, state = kept(build(saved)), build(live)
+    before = copy.deepcopy(content(state))
+    with pytest.raises(InvalidInput, match=r"one: .* rejected the state .* Nothing was changed"):
+        checkpoint.restore(State(state))
+    assert content(state) == before
+
+
+class _Rate:
+    """A schedule with a state of its own, as `LambdaLR` takes it."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, epoch: int) -> float:
+        self.calls.append(epoch)
+        return 0.9**epoch
+
+
+def test_a_rehearsal_does_not_reach_the_live_scheduler() -> None:
+    def build() -> Any:
+        return LambdaLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), _Rate())
+
+    scheduler: Any = build()
+    saved = kept({"scheduler": scheduler})
+    live: Any = build()
+    live.lr_lambdas[0].calls.append(99)
+    before = copy.deepcopy(live.state_dict())
+    load = saved.plan(State({"scheduler": live}))
+    assert live.state_dict() == before
+    saved.fill(load).finish()
+    assert live.state_dict() == scheduler.state_dict()
+
+
+def test_a_torch_generator_of_another_size_is_refused_before_anything_changes() -> None:
+    saved = kept({"a": torch.ones(2), "g": torch.Generator()})
+    saved.specs["g"] = Tensor("uint8", (16,), None)  # as on another kind of device
+    state = {"a": torch.zeros(2), "g": torch.Generator()}
+    with pytest.raises(InvalidInput, match=r"shape \(16,\), expected .* Nothing was changed"):
+        saved.restore(State(state))
+    assert state["a"].tolist() == [0, 0]
 
 
 def _draw() -> list[float]:

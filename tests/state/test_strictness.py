@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import Corrupt, InvalidInput
 from holdfast.state import State
 from state.trip import Net, kept, same, train
 
@@ -147,5 +147,5 @@ def test_a_reference_to_a_missing_tensor_is_refused() -> None:
     """Values of one part that name a tensor of no part."""
     saved = kept({"x": {"t": torch.ones(1)}})
     del saved.specs["x.t"]
-    with pytest.raises(InvalidInput, match=r"x\.t"):
+    with pytest.raises(Corrupt, match=r"x\.t"):
         saved.plan(State({"x": {"t": torch.ones(1)}}))

@@ -72,18 +72,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify the chosen checkpoints."""
-    store, manifests = _choose(args)
-    if args.step is None and not args.all:
-        print(f"holdfast: verifying step {next(iter(manifests))[1]}, the newest", file=sys.stderr)
-    lines = []
-    with byte_bar("verify") as bar:
-        if bar.on_total is not None:
-            bar.on_total(sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest)))
-        for (attempt, step), found in manifests.items():
-            line = _verify(store, step, attempt, found, args.threads, bar.on_bytes)
-            lines.append(line)
-            if not args.json:
-                _print_line(line)
+    store, lines = from_listing(lambda: _verify_chosen(args)) if args.step is None else _verify_chosen(args)
     if args.json:
         print_json({"home": store.url, "checkpoints": [_as_json(line) for line in lines]})
     elif len(lines) > 1:
@@ -95,12 +84,35 @@ def run(args: argparse.Namespace) -> int:
     return TROUBLE if any(line.is_unread for line in lines) else 0
 
 
+def _verify_chosen(args: argparse.Namespace) -> tuple[Store, list[_Line]]:
+    """Verify the chosen checkpoints, newest first, without those that a run deletes meanwhile.
+
+    Raises:
+        NotFound: there is none, or the only one was deleted.
+    """
+    store, manifests = _choose(args)
+    if args.step is None and not args.all:
+        print(f"holdfast: verifying step {next(iter(manifests))[1]}, the newest", file=sys.stderr)
+    lines: list[_Line] = []
+    with byte_bar("verify") as bar:
+        if bar.on_total is not None:
+            bar.on_total(sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest)))
+        for (attempt, step), found in manifests.items():
+            line = _verify(store, step, attempt, found, args.threads, bar.on_bytes)
+            if not line.is_good and was_deleted(store, step, attempt):
+                if not args.all:
+                    raise NotFound(
+                        f"Step {step} of attempt {attempt} was deleted while it was verified.", step=step
+                    )
+                continue
+            lines.append(line)
+            if not args.json:
+                _print_line(line)
+    return store, lines
+
+
 def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
     """Return the chosen checkpoints, newest first, each with its manifest or an error."""
-    return _choose_listed(args) if args.step is not None else from_listing(lambda: _choose_listed(args))
-
-
-def _choose_listed(args: argparse.Namespace) -> tuple[Store, _Found]:
     store, home = open_home(args.home)
     run_id = read_run_id(store)
     every = candidates(home)

@@ -145,7 +145,15 @@ def decode(value: Any) -> Any:
     """
     try:
         return _decode(value)
-    except (Refused, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+    except (
+        Refused,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise Corrupt(f"A value cannot be decoded: {str(error)[:200]}.") from error
 
 

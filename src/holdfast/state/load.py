@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from holdfast.dtensor import is_dtensor
-from holdfast.errors import InvalidInput, Unsupported
+from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.fill_target import FillTarget
 from holdfast.format.composites import shown_type
 from holdfast.format.manifest import Tensor
@@ -388,11 +388,7 @@ class LoadPlan:
     def _spec(self, name: str) -> Tensor:
         saved = self.tied.get(name, name)
         if saved not in self.tensors:
-            raise InvalidInput(
-                f"The checkpoint refers to a tensor {saved!r} that it does not contain. Nothing was changed. "
-                "Restore another step, and look at this one with `holdfast verify`.",
-                key=saved,
-            )
+            raise Corrupt(f"The checkpoint refers to a tensor {saved!r} that it does not contain.", key=saved)
         return self.tensors[saved]
 
 

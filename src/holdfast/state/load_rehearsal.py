@@ -1,4 +1,4 @@
-"""Rehearsal of load code with tensors of other shapes, on a copy without memory."""
+"""Rehearsal of load code on copies, before anything live changes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from types import CellType
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state.composites import is_composite
 from holdfast.state.tensors import PLAIN
+from holdfast.state.tree import references
 
 _MISMATCH = "size mismatch for"  # torch's words for a shape that load code did not adapt
 
@@ -32,6 +34,44 @@ def _has_own_load_code(module: torch.nn.Module) -> bool:
             and not kind._load_from_state_dict.__module__.startswith("torch.nn.")
         )
     )
+
+
+def rehearse(value: Any, state: Any) -> None:
+    """Load a scheduler's or scaler's state into a copy, if its load code is PyTorch's own.
+
+    That code sets attributes and has no other effect. Code of other libraries or of the program may have
+    any, so it is not called twice. A state with tensors is not complete before they are read.
+
+    Raises:
+        Exception: the load code rejects the state.
+    """
+    if _is_pytorchs(value) and not any(True for _ in references(state)):
+        _apart(value).load_state_dict(copy.deepcopy(state))
+
+
+def _is_pytorchs(value: Any) -> bool:
+    return (
+        isinstance(value, (LRScheduler, torch.amp.GradScaler))
+        and type(value).load_state_dict.__module__.startswith("torch.")
+        and all(map(_is_pytorchs, getattr(value, "_schedulers", ())))
+    )
+
+
+def _apart(value: Any) -> Any:
+    """Return a copy of an object that shares only what load code leaves alone, such as the optimizer."""
+    new = object.__new__(type(value))
+    vars(new).update({name: _item_apart(item) for name, item in vars(value).items()})
+    return new
+
+
+def _item_apart(item: Any) -> Any:
+    if isinstance(item, list):
+        return [_item_apart(one) for one in item]
+    if isinstance(item, LRScheduler):
+        return _apart(item)
+    if isinstance(item, torch.Tensor):  # of one element
+        return item.clone()
+    return copy.copy(item) if callable(item) else item  # a lambda of a LambdaLR may be an object
 
 
 def find_adaptable(root: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> frozenset[int]:

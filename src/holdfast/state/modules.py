@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import Corrupt, InvalidInput
 from holdfast.format.composites import UNDER, SavedTensor
 from holdfast.format.plain_forms import placed_composites
 from holdfast.format.values import encode
@@ -204,7 +204,10 @@ class ModuleEntry(StateEntry):
         saved_key = plan.saved_key(self.key)
         extra: dict[str, Any] = {}
         for values in plan.all_values(self.key):  # the first one with a name wins
-            extra = {**values.get(EXTRA, {}), **extra} if isinstance(values, dict) else extra
+            found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
+            if not isinstance(found, dict):
+                raise Corrupt(f"{self.key}: the saved extra state of a module is damaged.", key=self.key)
+            extra = {**found, **extra}
         return {plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in extra.items()}
 
     def _saved_composites(self, plan: LoadPlan) -> dict[str, SavedTensor]:

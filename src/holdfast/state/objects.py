@@ -24,6 +24,7 @@ from holdfast.state.entry import StateEntry
 from holdfast.state.entry_kinds import has_only_entries
 from holdfast.state.hidden import HIDDEN, hidden_state, set_hidden_state
 from holdfast.state.load import LoadPhase, LoadPlan
+from holdfast.state.load_rehearsal import rehearse
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import is_repeatable
 from holdfast.state.rng import MISFITS, python_state, set_python_state
@@ -80,6 +81,7 @@ class StatefulEntry(StateEntry):
             if fitting is None:
                 return
             tree = fitting.tree
+        self._load(lambda: rehearse(self.value, tree), "Nothing was changed.")
         if not may_be_sharded():
             _plan_tree(plan, tree, self._finish)
             return
@@ -110,7 +112,10 @@ class StatefulEntry(StateEntry):
                 live._metadata
             )  # such as a TensorDict's: part of its structure, which it checks
         saved = _content(state, self.key) if is_repeatable(self.value) and not may_be_sharded() else None
-        self._load(state)
+        self._load(
+            lambda: self.value.load_state_dict(state),
+            "The state may be partly restored: do not train with it.",
+        )
         if saved is not None and not _is_equal(saved, _content(self.value.state_dict(), self.key)):
             warn(
                 f"{self.key}: after load_state_dict() the state_dict() of this "
@@ -131,15 +136,14 @@ class StatefulEntry(StateEntry):
                 key=self.key,
             ) from error
 
-    def _load(self, state: Any) -> None:
+    def _load(self, load: Callable[[], object], outcome: str) -> None:
         try:
-            self.value.load_state_dict(state)
+            load()
         except Exception as error:
             kind = type(self.value).__qualname__
             raise InvalidInput(
                 f"{self.key}: {kind}.load_state_dict() rejected the state saved under this key: {error!r}. "
-                "The state may be partly restored: do not train with it. Make the object as it was when it "
-                "was saved, or leave it out with only=.",
+                f"{outcome} Make the object as it was when it was saved, or leave it out with only=.",
                 key=self.key,
             ) from error
 
@@ -199,6 +203,9 @@ class GeneratorEntry(StateEntry):
         if isinstance(self.value, torch.Generator):
             if not isinstance(tree, TensorRef):
                 raise self._misfit(f"it is of {type(tree).__qualname__}", "Nothing was changed.")
+            size, expected = plan.shape(tree.name), tuple(self.value.get_state().shape)
+            if size != expected:
+                raise self._misfit(f"it has shape {size}, expected {expected}", "Nothing was changed.")
         else:  # tried on a copy, before anything live changes
             self._set(copy.deepcopy(self.value), tree, "Nothing was changed.")
         advice = "The state may be partly restored: do not train with it."

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import Corrupt, InvalidInput
 from holdfast.state.load import PARAMETER_MARK, LoadPlan
 from holdfast.state.tree import references
 
@@ -30,6 +30,7 @@ class SavedOptimizer:
 
     Raises:
         InvalidInput: it was not saved as a plain optimizer.
+        Corrupt: it was, but its values are damaged.
     """
 
     def __init__(self, key: str, plan: LoadPlan) -> None:
@@ -115,6 +116,7 @@ def _joined(key: str, parts: list[Any]) -> dict[str, Any]:
 
     Raises:
         InvalidInput: it was not saved as a plain optimizer.
+        Corrupt: it was, but its values are damaged.
     """
     for values in parts:
         _check_saved(key, values)
@@ -129,13 +131,23 @@ def _joined(key: str, parts: list[Any]) -> dict[str, Any]:
 
 def _check_saved(key: str, values: Any) -> None:
     groups = values.get("param_groups") if isinstance(values, dict) else None
-    if isinstance(groups, list) and all(type(f) is str for group in groups for f in group.get("params", [0])):
-        return
-    raise InvalidInput(
-        f"{key} was not saved as a plain optimizer, but as another kind of object, or as an optimizer with "
-        "its own state_dict() or state_dict hooks. Nothing was changed. Restore it into the same kind.",
-        key=key,
-    )
+    if not isinstance(groups, list) or not all(map(_has_names, groups)):
+        raise InvalidInput(
+            f"{key} was not saved as a plain optimizer, but as another kind of object, or as an optimizer "
+            "with its own state_dict() or state_dict hooks. Nothing was changed. Restore it into the same "
+            "kind.",
+            key=key,
+        )
+    state, shared = values.get("state"), values.get("shared", {})
+    found = [state, shared, *(state.values() if isinstance(state, dict) else ())]
+    if not all(isinstance(one, dict) for one in found):
+        raise Corrupt(f"{key}: the saved state of an optimizer is damaged.", key=key)
+
+
+def _has_names(group: Any) -> bool:
+    """Return True for a group of parameters by name, as plain optimizers are saved."""
+    params = group.get("params") if isinstance(group, dict) else None
+    return isinstance(params, list) and all(type(fqn) is str for fqn in params)
 
 
 def _aliases(plan: LoadPlan) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from holdfast.exchange.packed_value import Packed, rebuild, unpack
 from holdfast.exchange.partitions import checked_metadata, describe_partitions, read_partition
 from holdfast.home.documents import check_files, read_manifest, read_run
 from holdfast.home.listing import Listing, candidates, list_home
-from holdfast.home.newest import list_patiently, usable
+from holdfast.home.newest import from_listing, list_patiently, usable, was_deleted
 from holdfast.home.patience import LIMIT_S, Patience
 from holdfast.home.skipped import Skipped
 from holdfast.restore.checkpoint import Checkpoint
@@ -188,6 +188,9 @@ class TagIndex:
 
         Blocks: until the checkpoint has been read once.
         """
+        return from_listing(lambda: self._newest_listed(verified, only_home=only_home))
+
+    def _newest_listed(self, verified: set[tuple[int, int]], *, only_home: bool) -> TaggedCheckpoint | None:
         every, listings = self._candidates(only_home=only_home)
         skipped: list[Skipped] = []
         line: frozenset[tuple[int, int]] | None = None
@@ -207,19 +210,26 @@ class TagIndex:
             return tagged
 
         for tagged in self._usable(every, open_one, on_skipped=lambda one, _: skipped.append(one)):
-            for one in skipped:
+            for one in self._still_there(skipped):
                 warn(
                     f"{tagged.tag} is used as the newest checkpoint, because a newer one is damaged: step "
                     f"{one.step} of attempt {one.attempt}: {one.reason}",
                     SaveWarning,
                 )
             return tagged
-        if skipped:
+        damaged = self._still_there(skipped)
+        if skipped and not damaged:
+            raise NotFound(f"All checkpoints in {self._store.url} were deleted while they were read.")
+        if damaged:
             reasons = "".join(
-                f"\n  step {one.step} of attempt {one.attempt}: {one.reason}" for one in skipped
+                f"\n  step {one.step} of attempt {one.attempt}: {one.reason}" for one in damaged
             )
             raise Corrupt(f"{self._store.url} has checkpoints, but all of them are damaged.{reasons}")
         return None
+
+    def _still_there(self, skipped: Sequence[Skipped]) -> list[Skipped]:
+        """Return those that no run has deleted meanwhile."""
+        return [one for one in skipped if not was_deleted(self._store, one.step, one.attempt)]
 
     def _usable(
         self,

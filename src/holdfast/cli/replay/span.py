@@ -8,6 +8,7 @@ from holdfast.errors import InvalidInput, NotFound
 from holdfast.format.manifest import Manifest
 from holdfast.home.history_lines import read_lines
 from holdfast.home.listing import candidates, list_home
+from holdfast.home.newest import from_listing
 from holdfast.report.curves import collect_curves
 from holdfast.report.events import parse_events
 from holdfast.restore.checkpoint import open as open_checkpoint
@@ -38,6 +39,10 @@ def find_span(store: Store, *, step: int | None = None, to_step: int | None = No
         NotFound: the home holds no checkpoint.
         RetryLater: the store failed.
     """
+    return from_listing(lambda: _find_listed(store, step, to_step))
+
+
+def _find_listed(store: Store, step: int | None, to_step: int | None) -> RecordedSpan:
     newest = open_checkpoint(store).manifest
     every = candidates(list_home(store))
     line = line_of(every, (newest.attempt, newest.step), newest.ancestors).current

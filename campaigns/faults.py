@@ -51,7 +51,7 @@ state = {"x": torch.zeros(300_000), "frozen": torch.ones(5)}
 try:
     with holdfast.Checkpointer(
         home, state, keep=2, quiet=True, reads=holdfast.Reads(patience="20s"),
-        limits=holdfast.Limits(failed_saves=1000, commit_timeout="20s"),
+        limits=holdfast.Limits(patience=None, commit_timeout="20s"),
     ) as ckpt:
         start = ckpt.restore() or 0
         words = [line.split() for line in told.read_text().splitlines()]

@@ -58,7 +58,7 @@ def train(num_steps):
     state = {"x": torch.zeros(20_000), "frozen": torch.ones(5)}
     with holdfast.Checkpointer(
         home, state, keep=2, quiet=True, local=local, reads=holdfast.Reads(patience="20s"),
-        limits=holdfast.Limits(failed_saves=1000, commit_timeout="20s"),
+        limits=holdfast.Limits(patience=None, commit_timeout="20s"),
     ) as ckpt:
         start = ckpt.restore() or 0
         if start < newest_durable():

@@ -134,7 +134,11 @@ def test_a_failed_training_is_a_failed_job(slurm: SlurmHarness, kind: str) -> No
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("python", ["scancel", "--batch", "--signal=USR1"]), ("srun", ["scancel", "--signal=USR1"])],
+    [
+        ("python", ["scancel", "--batch", "--signal=USR1"]),
+        ("srun", ["scancel", "--signal=USR1"]),
+        ("torchrun", ["scancel", "--signal=TERM"]),
+    ],
 )
 def test_a_signal_during_the_imports_is_a_preemption(
     slurm: SlurmHarness, kind: str, words: list[str]

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command, holdfast
+from holdfast import open as open_run
 from holdfast.errors import Conflict
+from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from jobs.harness import needs_namespaces
@@ -84,6 +86,56 @@ def test_a_requeue_without_a_signal_before_sigterm_costs_no_step(slurm: SlurmHar
     ended = slurm.wait(job)
     assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+
+
+WITH_WORKERS = """
+import sys, time, torch, holdfast
+from pathlib import Path
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 4000
+    def __getitem__(self, index): time.sleep(0.01); return torch.ones(4) * index
+
+if __name__ == "__main__":
+    folder, total = Path(sys.argv[1]), int(sys.argv[2])
+    model = torch.nn.Linear(4, 2)
+    early = iter(torch.utils.data.DataLoader(Data(), 4, num_workers=1))
+    with holdfast.Checkpointer(folder / "home", {"model": model}, every=10**9) as ckpt:
+        late = iter(torch.utils.data.DataLoader(Data(), 4, num_workers=1))
+        for step in ckpt.steps(total):
+            model(next(early) + next(late))
+            with (folder / "progress.log").open("a") as log:
+                print(f"0 {step + 1}", file=log)
+"""
+
+
+def submit_with_workers(slurm: SlurmHarness, total: int) -> Job:
+    """Submit a training that saves only at a notice, with loaders older and younger than its Checkpointer."""
+    script = slurm.folder / "train.py"
+    script.write_text(WITH_WORKERS)
+    job = slurm.submit(f"{sys.executable} {script} {slurm.folder} {total}", head=ONE)
+    wait_for_steps(slurm, job, 7)
+    return job
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["scontrol", "requeue"], ["scancel", "--signal=USR1"], ["scancel", "--full", "--signal=USR1"]],
+    ids=["requeue", "steps", "all"],
+)
+def test_a_notice_costs_a_training_with_loader_workers_no_step(slurm: SlurmHarness, words: list[str]) -> None:
+    job = submit_with_workers(slurm, 60)
+    command(*words, slurm.slurm_id(job))
+    ended = slurm.wait(job)
+    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
+    assert [step for _, step in steps(slurm.folder)] == list(range(1, 61)), slurm.describe(job)
+
+
+def test_a_cancellation_in_slurm_saves_a_training_with_loader_workers(slurm: SlurmHarness) -> None:
+    job = submit_with_workers(slurm, 10**6)
+    command("scancel", slurm.slurm_id(job))
+    assert slurm.wait(job).status is JobStatus.CANCELLED, slurm.describe(job)
+    assert open_run(slurm.folder / "home").step == steps(slurm.folder)[-1][1], slurm.describe(job)
 
 
 @pytest.mark.parametrize("options", [["--batch"], [], ["--full"]], ids=["shell", "steps", "both"])

@@ -19,7 +19,8 @@ from holdfast.adapters.nebula import default_session, tag_index
 from holdfast.cli import main
 from holdfast.cli.replay import span
 from holdfast.errors import Denied, NotFound, ResumeWarning, RetryLater
-from holdfast.restore import verify
+from holdfast.home import documents
+from holdfast.restore import parts, verify
 from holdfast.store import direct_io, local
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -378,7 +379,7 @@ def test_a_replay_lists_again_if_a_checkpoint_is_deleted_meanwhile(
     with holdfast.Checkpointer(home, make_state(0.0), quiet=True) as ckpt:
         ckpt.restore()
         ckpt.save(NEWEST + 10).wait_durable()
-    real, folder = span.candidates, home / f"step-{OLDER:08d}"
+    real, folder = span.candidates, home / f"step-{NEWEST:08d}"
 
     def candidates(listing: Any) -> Any:
         if folder.exists():
@@ -387,7 +388,27 @@ def test_a_replay_lists_again_if_a_checkpoint_is_deleted_meanwhile(
 
     monkeypatch.setattr(span, "candidates", candidates)
     found = span.find_span(local.LocalStore(home), to_step=NEWEST + 10)
-    assert (found.start.step, found.end.step) == (NEWEST, NEWEST + 10)
-    shutil.copytree(homes["plain"] / folder.name, folder)
-    with pytest.raises(NotFound, match="step 10"):
-        span.find_span(local.LocalStore(home), step=OLDER)
+    assert (found.start.step, found.end.step) == (OLDER, NEWEST + 10)
+    with pytest.raises(NotFound, match="step 20"):
+        span.find_span(local.LocalStore(home), step=NEWEST)
+
+
+@pytest.mark.parametrize("command", ["export", "diff"])
+def test_a_command_names_the_deletion_of_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    home = tmp_path / "home"
+    save_one(home, OLDER)
+    shutil.copytree(home, tmp_path / "other")
+    real, waiting = documents.read_part, [NEWEST]
+
+    def read_part(*args: Any) -> Any:
+        if waiting:
+            save_one(home, waiting.pop())
+        return real(*args)
+
+    monkeypatch.setattr(parts, "read_part", read_part)
+    other = tmp_path / ("out.safetensors" if command == "export" else "other")
+    assert main([command, str(home), str(other)]) == 2
+    assert "Step 10 of attempt 1" in (said := capsys.readouterr().err)
+    assert "was deleted by its run while it was read" in said

@@ -23,7 +23,7 @@ from holdfast.home.commit import commit, is_committed
 from holdfast.home.history import EVENTS, History
 from holdfast.home.listing import missing_ranks
 from holdfast.keeper import ArenaLayout, Keeper, KeeperConfig, Save, packets
-from holdfast.keeper.messages import Configure, RecordEvent, encode
+from holdfast.keeper.messages import Configure, RecordEvent, SaveDelayed, encode
 from holdfast.keeper.messages import parse as parse_message
 from holdfast.keeper.persist import persist
 from holdfast.stage import Arena
@@ -233,6 +233,38 @@ def test_a_save_fails_if_its_keeper_exits_without_a_report(tmp_path: Path) -> No
     keeper.close(timeout_s=0.0)
     os.kill(keeper.pid, signal.SIGKILL)
     with pytest.raises(RetryLater, match=r"exited before it reported|did not arrive"):
+        save.wait_durable(600)
+
+
+def test_a_blocked_standard_error_does_not_hold_up_saves(tmp_path: Path) -> None:
+    """As of a program whose output is piped to one that was stopped."""
+    import logging
+    import os
+    import signal
+
+    is_logging, may_continue = threading.Event(), threading.Event()
+
+    class Blocked(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            is_logging.set()
+            assert may_continue.wait(600)
+
+    keeper = Keeper(make_config(str(tmp_path / "home")), released=lambda _: None)
+    save, handler, logger = submit(keeper, 0), Blocked(), logging.getLogger("holdfast.keeper")
+    logger.addHandler(handler)
+    try:
+        threading.Thread(target=keeper.receive, args=[SaveDelayed(5, "It waits.")]).start()
+        assert is_logging.wait(600)
+        deletion = threading.Thread(target=keeper.delete, args=[1], daemon=True)
+        deletion.start()
+        deletion.join(10)
+        assert not deletion.is_alive()
+    finally:
+        may_continue.set()
+        logger.removeHandler(handler)
+    keeper.close(timeout_s=0.0)
+    os.kill(keeper.pid, signal.SIGKILL)
+    with pytest.raises(RetryLater):
         save.wait_durable(600)
 
 

@@ -6,9 +6,11 @@ import fcntl
 import mmap
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.fill_target import FillTarget
 from holdfast.format import names
 from holdfast.home.documents import read_manifest
-from holdfast.keeper import MemoryTierStore, free_memory_tier, wait_for_orphans
+from holdfast.keeper import MemoryTierStore, free_memory_tier, memory_offer, wait_for_orphans
 from holdfast.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
 from holdfast.keeper.memory_offer import offer_images
 from holdfast.keeper.messages import Image
@@ -72,6 +74,37 @@ def hold() -> Iterator[Callable[..., Holder]]:
     for holder in holders:
         holder.thread.join(WAIT_S)
         assert not holder.thread.is_alive()
+
+
+def test_a_keeper_that_many_processes_ask_at_once_is_not_passed_over(
+    hold: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queue of connections is full for a moment."""
+    monkeypatch.setattr(memory_offer, "_BACKLOG", 1)
+    holder = hold(b"abcdefgh", (Image("a", 0, 8),))
+    others: list[socket.socket] = []
+    with memory_offer._short_path(holder.lockfile.path.with_suffix(".sock")) as address:
+        while True:
+            others.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
+            try:
+                others[-1].connect(address)
+            except BlockingIOError:
+                break
+
+    def leave() -> None:
+        for one in others:
+            one.close()
+
+    class Socket(socket.socket):
+        def connect(self, address: Any) -> None:
+            threading.Thread(target=leave).start()
+            super().connect(address)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Socket)
+        store = MemoryTierStore(HOME)
+    assert store
+    assert store.get("a") == b"abcdefgh"
 
 
 def test_images_are_objects(hold: Callable[..., Holder]) -> None:

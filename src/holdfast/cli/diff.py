@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import math
 import re
@@ -18,6 +19,7 @@ from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import Corrupt
 from holdfast.format.manifest import EACH
 from holdfast.home.documents import read_part
+from holdfast.home.newest import deletion_named
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.store import Store
@@ -99,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
         a, b = (_open(place) for place in (args.a, args.b))
         if not args.json:
             _print_sides(a, b)
-        difference = compare(a, b, pattern=args.filter or "*", within=args.within)
+        with _deletion_named(a), _deletion_named(b):
+            difference = compare(a, b, pattern=args.filter or "*", within=args.within)
     except Corrupt as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return TROUBLE
@@ -114,6 +117,10 @@ def _open(place: str) -> Side:
     found = _SIDE.fullmatch(place)
     store, _ = open_home(found[1] if found else place)
     return Side(store, open_checkpoint(store, int(found[2]) if found else None))
+
+
+def _deletion_named(side: Side) -> contextlib.AbstractContextManager[None]:
+    return deletion_named(side.store, side.checkpoint.step, side.checkpoint.attempt)
 
 
 def _facts(side: Side) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from holdfast.cli.options import Commands, add_home, add_json, add_prefixes, add
 from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json
 from holdfast.exchange.export_names import KINDS, check_step, choose_kind
+from holdfast.home.newest import deletion_named
 from holdfast.restore.atomic_output import check_parent
 from holdfast.restore.checkpoint import open as open_checkpoint
 from holdfast.units import format_bytes, format_duration, parse_bytes, plural
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"holdfast: exporting step {checkpoint.step}, the newest", file=sys.stderr)
     from holdfast.exchange.exporter import export_checkpoint  # slow, and needed only here
 
-    with byte_bar("export") as bar:
+    with deletion_named(store, checkpoint.step, checkpoint.attempt), byte_bar("export") as bar:
         done = export_checkpoint(
             checkpoint,
             args.dest,

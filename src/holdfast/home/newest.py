@@ -95,6 +95,25 @@ def was_deleted(store: Store, step: int, attempt: int) -> bool:
     return store.size(names.manifest(step, attempt)) is None
 
 
+@contextlib.contextmanager
+def deletion_named(store: Store, step: int, attempt: int) -> Iterator[None]:
+    """Name the cause if a run deletes a checkpoint while the block reads it.
+
+    Raises:
+        NotFound: it was deleted.
+    """
+    try:
+        yield
+    except (Corrupt, NotFound) as error:
+        if not was_deleted(store, step, attempt):
+            raise
+        raise NotFound(
+            f"Step {step} of attempt {attempt} in {store.url} was deleted by its run while it was read. Run "
+            "this again for a newer one, or let the run keep more checkpoints, see Checkpointer(keep=...).",
+            step=step,
+        ) from error
+
+
 def list_patiently(store: Store, patience: Patience) -> Listing:
     """Return a home's listing; retry while the store does not answer.
 

@@ -352,11 +352,11 @@ class Keeper(KeeperOwner):
         if isinstance(message, messages.ReplicasDiffer):
             self.add_problem(f"{_DIFFERENCE.format(message.step, message.detail)}{self.config.home}`.")
             return
-        with self._lock:
-            if isinstance(message, messages.SaveDelayed):
-                self._note_delay(message)
-            else:
-                self._handle(message)
+        if isinstance(message, messages.SaveDelayed):
+            self._note_delay(message)
+            return
+        with self._lock:  # nothing is logged under it, as standard error may block, and save() needs it
+            self._handle(message)
 
     def _note_delay(self, message: messages.SaveDelayed) -> None:
         submitted = self._submitted.get(message.step)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import selectors
 import socket
+import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -74,13 +75,15 @@ def connect_to_offers(home: str) -> Iterator[socket.socket]:
         if not info.held or not is_own(info):
             continue
         end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        end.settimeout(_REPLY_S)
+        # With settimeout, connect() would not wait for room in the listener's queue, but fail at once.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(_REPLY_S), 0))
         try:
             with _short_path(path.with_name(info.held)) as address:
                 end.connect(address)
         except OSError:  # it has just exited
             end.close()
             continue
+        end.settimeout(_REPLY_S)
         yield end
 
 

@@ -37,7 +37,7 @@ def _has_own_load_code(module: torch.nn.Module) -> bool:
 
 
 def rehearse(value: Any, state: Any) -> None:
-    """Load a scheduler's or scaler's state into a copy, if its load code is PyTorch's own.
+    """Load a state into a copy of a scheduler or scaler with PyTorch's own load code.
 
     That code sets attributes and has no other effect. Code of other libraries or of the program may have
     any, so it is not called twice. A state with tensors is not complete before they are read.
@@ -58,7 +58,7 @@ def _is_pytorchs(value: Any) -> bool:
 
 
 def _apart(value: Any) -> Any:
-    """Return a copy of an object that shares only what load code leaves alone, such as the optimizer."""
+    """Return a copy that shares only what load code does not change, such as the optimizer."""
     new = object.__new__(type(value))
     vars(new).update({name: _item_apart(item) for name, item in vars(value).items()})
     return new

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from holdfast.adapters.versions import check_versions
 from holdfast.documents import decode_object
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.home.listing import candidates, list_home
+from holdfast.linux.partial_files import temporary_folder
 from holdfast.store import open_store
 from holdfast.store.endpoints import check_endpoint
 
@@ -60,7 +60,7 @@ def report(checkpointer: Checkpointer, metrics: Mapping[str, Any], **options: An
     if step is None or _reported.get(home) == step:
         ray.train.report(dict(metrics), **options)
         return
-    with tempfile.TemporaryDirectory(prefix="holdfast-ray-") as folder:
+    with temporary_folder("ray") as folder:
         Path(folder, _NAME).write_text(json.dumps({"home": home, "step": step}) + "\n")
         ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder), **options)
     _reported[home] = step

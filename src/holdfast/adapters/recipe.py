@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -30,6 +30,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _BLOCK_BYTES = 8 << 20
 _BEFORE = ".before-"  # prefix of a step's files while the step is saved again
+_PRUNED = ".pruned-"  # prefix of a step's metadata while its files are deleted
 
 
 def save_checkpoint(
@@ -163,7 +164,7 @@ class _Series:
     def save(self, step: int, write: Callable[[], _T], model_type: str) -> _T:
         """Call `write` for a step, then complete the step."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._store.sweep(f"{self._prefix}_step_")
+        self._remove_leftovers()
         earlier = self._earlier(step)
         self._move_away(earlier)
         try:
@@ -178,8 +179,7 @@ class _Series:
         files |= {name: earlier[name] for name in kept}
         now = datetime.now(timezone.utc).isoformat()
         self._store.put(self._metadata_name(step), _Metadata(step, now, model_type, files).text())
-        for name in earlier:
-            self._before(name).unlink(missing_ok=True)
+        self._remove_before(earlier)
         logger.info("Saved checkpoint at step %d", step)
         return result
 
@@ -190,14 +190,40 @@ class _Series:
     def prune(self, max_checkpoints: int, newest: int) -> None:
         """Delete the oldest steps beyond the limit, but never `newest`, which was just saved."""
         older = [step for step in sorted(self._steps()) if step != newest]
-        doomed = older[: max(0, len(older) + 1 - max_checkpoints)]
-        kept = {name for step in {*older, newest} - set(doomed) for name in self._names(step)}
-        for step in doomed:
-            names = self._names(step)
+        for step in older[: max(0, len(older) + 1 - max_checkpoints)]:
             # The metadata first, so that an incomplete step is never visible.
-            self._store.delete(self._metadata_name(step))
-            for name in set(names) - kept:
+            path = self._folder / self._metadata_name(step)
+            path.replace(path.with_name(_PRUNED + path.name))
+            _sync(self._folder)
+        self._remove_pruned()
+
+    def _remove_leftovers(self) -> None:
+        """Finish what a killed process began: a step that was saved again, and deletions."""
+        self._store.sweep(f"{self._prefix}_step_")
+        for step in list(self._steps()):
+            with suppress(NotFound, Corrupt):
+                metadata = self._read(step)
+                names = [name for name in metadata.files or {} if self._before(name).exists()]
+                if names and not self._fault(metadata):
+                    self._remove_before(names)
+        self._remove_pruned()
+
+    def _remove_before(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._before(name).unlink(missing_ok=True)
+
+    def _remove_pruned(self) -> None:
+        """Delete the files of pruned steps that no other step has."""
+        kept = {name for step in self._steps() for name in self._names(step)}
+        for path in list(self._folder.glob(f"{_PRUNED}*")):
+            found = self._is_metadata.fullmatch(path.name.removeprefix(_PRUNED))
+            if found is None:  # of another series
+                continue
+            names = set(self._names(int(found[1]), path.name)) - kept
+            for name in names:
                 self._store.delete(name)
+            self._remove_before(names)
+            path.unlink()
 
     def _earlier(self, step: int) -> dict[str, _File]:
         """Return the files of the step if it was saved before and is intact."""
@@ -251,11 +277,7 @@ class _Series:
         with path.open("rb") as file:
             os.fsync(file.fileno())
         for parent in path.relative_to(self._folder).parents:
-            fd = os.open(self._folder / parent, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            _sync(self._folder / parent)
         return _hash_file(path)
 
     # -- load ------------------------------------------------------------------------------------------------
@@ -341,8 +363,8 @@ class _Series:
                 if found := self._is_metadata.fullmatch(path.name):
                     yield int(found[1])
 
-    def _read(self, step: int) -> _Metadata:
-        name = self._metadata_name(step)
+    def _read(self, step: int, name: str | None = None) -> _Metadata:
+        name = name or self._metadata_name(step)
         try:
             fields = decode_object(self._store.get(name), name)
             files = None
@@ -365,9 +387,9 @@ class _Series:
             raise InvalidInput(f"{name} is in {folder}, outside of {self._folder}.", key=name)
         return name
 
-    def _names(self, step: int) -> list[str]:
+    def _names(self, step: int, metadata_name: str | None = None) -> list[str]:
         with suppress(Corrupt, NotFound):
-            metadata = self._read(step)
+            metadata = self._read(step, metadata_name)
             return list(metadata.files or [f"{self._prefix}_step_{step}.pt"])
         return []
 
@@ -399,6 +421,14 @@ def _hash_if_present(path: Path) -> _File | None:
         if error.errno in NOT_A_FILE:
             return None
         raise
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _hash_file(path: Path) -> _File:

@@ -34,7 +34,6 @@ _TORCH_CHOOSES = "torch._inductor.runtime.cache_dir_utils"
 _LEFT_OUT_FOLDERS = ("locks", "precompiled_headers")
 _LEFT_OUT_ENDS = (".lock", ".tmp")
 _IS_BEING_BUILT = "_CxxBuild"  # inductor's folder next to a file that the compiler is writing
-_PLACING = ".holdfast-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,4 +221,4 @@ def place(directory: Directory, path: str, data: bytes) -> None:
         raise InvalidInput(f"{folder} belongs to another user. {path} was not written.")
     if target.parent.resolve() != folder.resolve() / Path(inside).parent:
         raise InvalidInput(f"{path} leads out of {folder} through a link. It was not written.")
-    write_atomic(target, data, is_durable=False, prefix=_PLACING)
+    write_atomic(target, data, is_durable=False)

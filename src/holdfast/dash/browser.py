@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import html
-import os
-import tempfile
 import webbrowser
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+
+from holdfast.linux.partial_files import temporary_folder
 
 
 def has_desktop(env: Mapping[str, str]) -> bool:
@@ -24,13 +23,11 @@ def opened(url: str) -> Iterator[None]:
     All users see the arguments of a browser, and the URL contains a token. The file is removed after the
     block.
     """
-    fd, name = tempfile.mkstemp(prefix="holdfast-dash-", suffix=".html")  # readable by this user only
-    path = Path(name)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            address = html.escape(url, quote=True)
-            file.write(f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={address}">\n')
+    with temporary_folder("dash") as folder:
+        path = folder / "dash.html"
+        address = html.escape(url, quote=True)
+        path.write_text(
+            f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={address}">\n', encoding="utf-8"
+        )
         webbrowser.open(path.as_uri())
         yield
-    finally:
-        path.unlink(missing_ok=True)

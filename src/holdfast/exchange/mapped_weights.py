@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.exchange.exporter import export_checkpoint
-from holdfast.restore.atomic_output import remove_partial_files
+from holdfast.linux.partial_files import remove_partial_files
 from holdfast.restore.checkpoint import Checkpoint
 
 if TYPE_CHECKING:

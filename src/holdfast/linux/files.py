@@ -6,9 +6,10 @@ import ctypes
 import errno
 import os
 import stat
-import tempfile
 from pathlib import Path
 from typing import BinaryIO
+
+from holdfast.linux.partial_files import partial_file
 
 NOT_A_FILE = frozenset(
     {
@@ -38,32 +39,23 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def write_atomic(
-    path: Path, data: str | bytes, *, is_durable: bool = True, prefix: str | None = None
-) -> None:
+def write_atomic(path: Path, data: str | bytes, *, is_durable: bool = True) -> None:
     """Write a private file atomically, replacing any existing one.
 
     Args:
         data: its contents; text is encoded in UTF-8.
         is_durable: sync the contents first, so that they survive a power cut.
-        prefix: beginning of the temporary name; by default a dot and the file's own name.
 
     Raises:
         OSError: the file cannot be written. An existing one is unchanged.
     """
-    beside = f".{path.name}." if prefix is None else prefix
-    fd, name = tempfile.mkstemp(prefix=beside, dir=path.parent)  # mode 0600
-    temporary = Path(name)
-    try:
-        with os.fdopen(fd, "wb") as file:
+    with partial_file(path) as partial:
+        with partial.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             if is_durable:
                 file.flush()
                 os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        partial.replace(path)
 
 
 def reserve_space(fd: int, offset: int, num_bytes: int) -> None:

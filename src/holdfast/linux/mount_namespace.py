@@ -6,9 +6,10 @@ import ctypes
 import errno
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from holdfast.linux.partial_files import temporary_folder
 
 _NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000  # flags of unshare(2)
 _READ_ONLY, _NO_SUID, _NO_DEVICES, _REMOUNT = 1, 2, 4, 32  # flags of mount(2)
@@ -118,19 +119,18 @@ def _check(result: int, path: str | None = None) -> None:
 
 def main() -> None:
     """Try everything once, and exit with status 1 and the reason if it fails."""
-    staging = Path(tempfile.mkdtemp(prefix="holdfast-"))
-    child = os.fork()
-    if child == 0:
-        try:
-            enter()
-            add_links(_ROOT, {"holdfast-trial": "/"}, staging)
-            Path("/holdfast-trial").readlink()
-        except OSError as error:
-            sys.stderr.write(f"{error}\n")
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    staging.rmdir()
+    with temporary_folder("mounts") as staging:
+        child = os.fork()
+        if child == 0:
+            try:
+                enter()
+                add_links(_ROOT, {"holdfast-trial": "/"}, staging)
+                Path("/holdfast-trial").readlink()
+            except OSError as error:
+                sys.stderr.write(f"{error}\n")
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
     sys.exit(os.waitstatus_to_exitcode(status))
 
 

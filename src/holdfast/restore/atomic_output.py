@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import fnmatch
-import glob
 import os
-import re
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
-
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_PARTIAL_NAME = re.compile(r"\..{1,50}\.[0-9a-f]{16}\.partial")
-_NAME_CHARS = 50  # of at most four bytes each, so that a suffix fits behind a long name
+from holdfast.linux.partial_files import partial_file
 
 
 @contextlib.contextmanager
@@ -39,18 +31,13 @@ def atomic_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
         raise InvalidInput(f"{path} is a folder; give the name of a file.", key=str(path))
     if path.exists() and not overwrite:
         raise _exists_error(path)
-    partial = _partial(path)
+    check_parent(path)
     with _translated_errors(path):
-        try:
-            os.close(os.open(partial, _NEW, 0o666))
-            with _locked(partial):
-                _remove_abandoned(path)
-                yield partial
-                _sync(partial)
-                partial.replace(path)
-            _sync(path.parent)
-        finally:
-            partial.unlink(missing_ok=True)
+        with partial_file(path, mode=0o666) as partial:
+            yield partial
+            _sync(partial)
+            partial.replace(path)
+        _sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -76,24 +63,19 @@ def atomic_folder(path: Path, patterns: Sequence[str], *, overwrite: bool) -> It
     there = _matching(path, patterns) if path.is_dir() else []
     if there and not overwrite:
         raise _exists_error(there[0])
-    partial = _partial(path)
+    check_parent(path)
     with _translated_errors(path):
-        try:
-            partial.mkdir()
-            with _locked(partial):
-                _remove_abandoned(path)
-                yield partial
-                for file in partial.iterdir():
-                    _sync(file)
-                _sync(partial)
-                if not path.exists():
-                    partial.rename(path)
-                else:
-                    _move_in(partial, path, patterns)
-            _sync(path)
-            _sync(path.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with partial_file(path, mode=0o777, is_folder=True) as partial:
+            yield partial
+            for file in partial.iterdir():
+                _sync(file)
+            _sync(partial)
+            if not path.exists():
+                partial.rename(path)
+            else:
+                _move_in(partial, path, patterns)
+        _sync(path)
+        _sync(path.parent)
 
 
 def _move_in(partial: Path, path: Path, patterns: Sequence[str]) -> None:
@@ -116,57 +98,6 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return [file for _, file in sorted(found)]
 
 
-def remove_partial_files(folder: Path) -> None:
-    """Remove the incomplete files and folders that killed processes have left in a folder.
-
-    Raises:
-        OSError: a file could not be removed.
-    """
-    for path in folder.glob(".*.partial"):
-        if _PARTIAL_NAME.fullmatch(path.name) and not path.is_symlink():
-            _remove_if_unlocked(path)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove what killed processes have left of earlier outputs to a path."""
-    for old in path.parent.glob(f".{glob.escape(path.name[:_NAME_CHARS])}.*.partial"):
-        if _PARTIAL_NAME.fullmatch(old.name):
-            with contextlib.suppress(OSError):  # perhaps another user's
-                _remove_if_unlocked(old)
-
-
-def _remove_if_unlocked(partial: Path) -> None:
-    """Remove an incomplete file or folder if its lock is free."""
-    with contextlib.suppress(FileNotFoundError), _locked(partial) as is_locked:
-        if is_locked and partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        elif is_locked:
-            partial.unlink()
-
-
-@contextlib.contextmanager
-def _locked(partial: Path) -> Iterator[bool]:
-    """Hold the lock on an incomplete file or folder, as its writer does.
-
-    Yields:
-        False if another process holds it, or the file system has no locks.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    access = os.O_RDONLY if partial.is_dir() else os.O_RDWR  # network file systems lock only writable files
-    fd = os.open(partial, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked = True
-        except OSError:
-            is_locked = False
-        yield is_locked
-    finally:
-        os.close(fd)
-
-
 def check_parent(path: Path) -> None:
     """Check that the parent folder of a new file or folder exists.
 
@@ -176,11 +107,6 @@ def check_parent(path: Path) -> None:
     parent = path.absolute().parent
     if not parent.is_dir():
         raise InvalidInput(f"{parent} does not exist; make the folder first.", key=str(path))
-
-
-def _partial(path: Path) -> Path:
-    check_parent(path)
-    return path.with_name(f".{path.name[:_NAME_CHARS]}.{secrets.token_hex(8)}.partial")
 
 
 def _exists_error(path: Path) -> Conflict:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from holdfast.adapters.deepspeed.other_ranks import ReshardedFiles
 from holdfast.adapters.deepspeed.saved_files import SavedFiles, name_in, pack_file
 from holdfast.exchange.packed_value import Packed
+from holdfast.linux.partial_files import temporary_folder
 
 
 class FileEngine(CheckpointEngine):
@@ -52,7 +52,7 @@ class FileEngine(CheckpointEngine):
 
         DeepSpeed looks for the names there. The files are empty, since it loads them through this engine.
         """
-        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        with temporary_folder("deepspeed") as folder:
             tagged = Path(folder) / source.facts.tag
             for name in source.owners:
                 (tagged / name).parent.mkdir(parents=True, exist_ok=True)

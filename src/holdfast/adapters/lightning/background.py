@@ -26,8 +26,8 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Resu
 from holdfast.home.documents import read_run
 from holdfast.home.recovery import find_loadable
 from holdfast.keeper import Save, wait_for_orphans
+from holdfast.linux.partial_files import remove_partial_files
 from holdfast.log import get_logger
-from holdfast.restore.atomic_output import remove_partial_files
 from holdfast.store import open_store
 
 _log = get_logger("lightning")

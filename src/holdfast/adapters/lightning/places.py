@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -15,6 +14,7 @@ from fsspec.utils import get_protocol
 
 from holdfast.callsite import warn
 from holdfast.format.hashes import digest
+from holdfast.linux.partial_files import temporary_folder
 from holdfast.store.address import SCHEMES
 
 _SUFFIX = ".holdfast"
@@ -109,7 +109,7 @@ class HomePlace:
             write(Path(path))
             return
         fs, name = self._file_system(path)
-        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        with temporary_folder("lightning") as folder:
             local = Path(folder) / "file.ckpt"
             write(local)
             fs.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 - a URL is not a path

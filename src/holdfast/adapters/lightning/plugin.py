@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from holdfast.adapters.lightning.places import HomePlace, absolute, home_beside,
 from holdfast.callsite import warn
 from holdfast.checkpointer.options import Memory
 from holdfast.errors import Corrupt, SaveWarning
+from holdfast.linux.partial_files import temporary_folder
 
 _FULL = ("optimizer_states", "loops")
 """Entries without which Lightning cannot resume training."""
@@ -239,7 +239,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         fs, name = url_to_fs(url, **options)
         if not fs.exists(name):
             raise FileNotFoundError(f"Checkpoint file not found: {url}")
-        with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
+        with temporary_folder("lightning") as folder:
             local = Path(folder) / "file.ckpt"
             fs.get_file(name, str(local))
             verify_ckpt(local)

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from holdfast.cli.trials.traces import Trace, read_trace
 from holdfast.environment import TRIAL, sandbox_environment
 from holdfast.errors import InvalidInput
 from holdfast.format import names
+from holdfast.linux.partial_files import temporary_folder
 from holdfast.linux.process_group import end_of, process_group
 
 
@@ -111,13 +111,12 @@ def script_words(script: str, args: Sequence[str]) -> list[str]:
 @contextlib.contextmanager
 def trial_folder(command: str, keep: str | None) -> Iterator[Path]:
     """Yield a temporary folder for trials, which is copied to `keep` at the end."""
-    folder = Path(tempfile.mkdtemp(prefix=f"holdfast-{command}-"))
-    try:
-        yield folder
-    finally:
-        if keep:
-            shutil.copytree(folder, keep, dirs_exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    with temporary_folder(command) as folder:
+        try:
+            yield folder
+        finally:
+            if keep:
+                shutil.copytree(folder, keep, dirs_exist_ok=True)
 
 
 def show_progress(text: str) -> None:

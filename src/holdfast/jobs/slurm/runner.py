@@ -9,7 +9,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
 from holdfast.jobs.slurm.messages import Inbox, Message, write
+from holdfast.linux.partial_files import temporary_folder
 from holdfast.linux.processes import adopt_orphans, die_with_parent
 from holdfast.linux.wakeup_pipe import WakeupPipe
 from holdfast.notice.file import write_notice
@@ -93,8 +93,8 @@ class _Runner:
         self._num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._facts.num_gpus)
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
         # Not in the job's folder, whose file system may not support pipes.
-        self._room = tempfile.TemporaryDirectory(prefix="holdfast-node-")
-        self._bell = Path(self._room.name) / "bell"
+        self._room = temporary_folder("node")
+        self._bell = self._room.__enter__() / "bell"
         self._wakeup = WakeupPipe(self._bell)
         self._plan = _plan(
             self._facts, folder, attempt, self._rank, addresses, self._num_gpus, str(self._bell)
@@ -111,7 +111,7 @@ class _Runner:
 
     def close(self) -> None:
         self._wakeup.close()
-        self._room.cleanup()
+        self._room.__exit__(None, None, None)
 
     def serve(self) -> None:
         """Serve the node until the agent and all keepers have exited."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast import host_memory
 from holdfast.errors import InvalidInput
+from holdfast.linux.partial_files import temporary_folder
 from holdfast.train.tuning import batch_findings, findings
 from holdfast.train.tuning.findings import Finding, TrialResult
 from holdfast.train.tuning.measurements import (
@@ -70,22 +70,16 @@ def profile_script(
     Blocks: for the duration of all runs.
     """
     check_script(script)
-    with _folder(keep=debug) as folder:
+    with (
+        contextlib.nullcontext(Path(tempfile.mkdtemp(prefix="holdfast-tune-")))
+        if debug
+        else temporary_folder("tune") as folder
+    ):
         runs = ProfileRuns(folder, ranks=ranks, timeout_s=timeout_s, debug=debug)
         profile = _ScriptProfile(
             runs, RunSpec("steps", script, tuple(args), num_steps), frozenset(questions), on_progress
         )
         return profile.report(memory_bytes, logs=str(folder) if debug else None)
-
-
-@contextlib.contextmanager
-def _folder(*, keep: bool) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-tune-"))
-    try:
-        yield folder
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)  # a keeper of the script may still write to it
 
 
 class _ScriptProfile:

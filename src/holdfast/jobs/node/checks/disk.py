@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.jobs.node.checks.result import Check
+from holdfast.linux.partial_files import partial_file
 
 NUM_BYTES = 4 << 20
 """Bytes that are written to each disk."""
@@ -107,9 +107,8 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
     except OSError as error:
         if error.errno not in _NO_UNNAMED or not folder.is_dir():
             raise
-    fd, name = tempfile.mkstemp(prefix=".holdfast-check-", dir=folder)
-    Path(name).unlink()
-    return fd, True
+    with partial_file(folder / "holdfast-check") as path:
+        return os.open(path, flags), True
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -171,6 +171,21 @@ def test_global_batches_use_each_sample_once_on_another_number_of_ranks(
     check_epochs(used)
 
 
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+def test_another_number_of_ranks_continues_after_the_same_share_of_the_epoch(
+    tmp_path: Path, first: int, second: int
+) -> None:
+    options = ["--every=2", "--data=in-order"]
+    start(tmp_path / "run", *options, f"--kill-at={6 // first}", "--where=end", ranks=first)
+    add_samples(before := {}, tmp_path / "run")
+    ran = start(tmp_path / "run", *options, ranks=second)
+    assert ran.statuses == [0] * second, ran.output
+    add_samples(used := {}, tmp_path / "run")
+    num_resumed = [sum(len(batch) for (of, _), batch in used.items() if of == epoch) for epoch in range(3)]
+    assert num_resumed[1:] == [56, 56]
+    assert 0 < 56 - num_resumed[0] <= sum(map(len, before.values()))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_ranks_with_global_batches_resume_bit_for_bit(tmp_path: Path, accumulate: int) -> None:
     options = ["--every=2", "--data=global", f"--accumulate={accumulate}"]

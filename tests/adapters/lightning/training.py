@@ -89,6 +89,8 @@ class Model(pl.LightningModule):
         kind = ARGS.data
         if kind == "stream":
             return DataLoader(Stream(), batch_size=BATCH)
+        if ARGS.data == "in-order":
+            return DataLoader(Numbered(), batch_size=BATCH)
         if kind in ("global", "global-workers", "global-stateful"):
             batches = GlobalBatches(56, 8 * ARGS.accumulate, accumulation_steps=ARGS.accumulate)
             num_workers = 2 if kind == "global-workers" else 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -53,13 +52,13 @@ class FileEngine(CheckpointEngine):
         DeepSpeed looks for the names there. The files are empty, since it loads them through this engine.
         """
         with temporary_folder("deepspeed") as folder:
-            tagged = Path(folder) / source.facts.tag
+            tagged = folder / source.facts.tag
             for name in source.owners:
                 (tagged / name).parent.mkdir(parents=True, exist_ok=True)
                 (tagged / name).touch()
             self._source = (str(tagged), source)
             try:
-                yield folder
+                yield str(folder)
             finally:
                 self._source = None
 

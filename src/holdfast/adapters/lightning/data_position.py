@@ -157,14 +157,14 @@ class PositionedLoader(CombinedLoader):
         return self._fetched.pop() if self._fetched else self._fetch()
 
     def _fetch(self) -> Any:
-        if not self._has_length:
+        if not self.has_length:
             self._before = self.capture(), self._loader_states()
         batch = super().__next__()
         self._num_fetched += 1
         return batch
 
     @property
-    def _has_length(self) -> bool:
+    def has_length(self) -> bool:
         """True if the number of batches is fixed. Lightning does not fetch ahead then."""
         try:
             return len(self) != float("inf")

@@ -118,11 +118,14 @@ def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
     loader = trainer.fit_loop._combined_loader
     if isinstance(loader, PositionedLoader) and loader.batches:
         _restore_batches(loader, point["ranks"][0])  # the same on all ranks
-    if len(point["ranks"]) != trainer.world_size:
+    if (num_ranks := len(point["ranks"])) != trainer.world_size:
+        if isinstance(loader, PositionedLoader) and not loader.batches and loader.has_length:
+            _continue_on_other_ranks(trainer, loader, point["ranks"])
         return (
-            f"The checkpoint was saved by {len(point['ranks'])} ranks, and is loaded on "
-            f"{trainer.world_size}. Its random number generators and data positions, except those of "
-            "GlobalBatches, were not restored, so training differs from an uninterrupted run."
+            f"The checkpoint was saved by {num_ranks} ranks, and is loaded on {trainer.world_size}. Training "
+            "continues after the same share of the epoch. Random number generators were not restored, so it "
+            "differs from an uninterrupted run, and data that is shuffled in another order for other ranks "
+            "may be used twice or not at all in this epoch. GlobalBatches keep one order."
         )
     own = point["ranks"][trainer.global_rank]
     if not isinstance(loader, PositionedLoader) or own["position"] is None:
@@ -132,6 +135,20 @@ def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
     loader.restore(own["generators"])
     iter(trainer.fit_loop._data_fetcher)  # fetches ahead again, from the position, where it does at all
     return None
+
+
+def _continue_on_other_ranks(trainer: Any, loader: PositionedLoader, ranks: list[dict[str, Any]]) -> None:
+    """Continue after as many batches of this epoch as have the data that another number of ranks has used."""
+    num_saved = (ranks[0]["position"] or {"num_batches": 0})["num_batches"]
+    num_batches = num_saved * len(ranks) // trainer.world_size
+    num_batches -= num_batches % trainer.accumulate_grad_batches  # a step begins with its first batch
+    if num_saved:
+        loader.begin_at(DataPosition(num_batches))
+        iter(trainer.fit_loop._data_fetcher)
+    else:  # saved at the end of an epoch
+        num_batches = trainer.num_training_batches
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    current.ready = current.started = current.processed = current.completed = num_batches
 
 
 def _restore_batches(loader: PositionedLoader, first: dict[str, Any]) -> None:

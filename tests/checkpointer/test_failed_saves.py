@@ -17,7 +17,7 @@ import torch
 import holdfast
 from holdfast.checkpointer import attempt
 from holdfast.environment import PROGRESS, count_failed_saves
-from holdfast.errors import Denied, HoldfastError, RetryLater, SaveWarning
+from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
 from holdfast.keeper import KeeperConfig
 from holdfast.report.summary import read_summary
 from holdfast.store import open_store
@@ -188,3 +188,15 @@ def test_home_behind_a_local_folder_may_fail_for_as_long_whatever_the_cause(
     with contextlib.suppress(HoldfastError):
         ckpt.close()
     assert steps_saved(tmp_path / "near") == [1, 2]
+
+
+def test_a_refused_save_is_a_warning_too(tmp_path: Path) -> None:
+    """A file is in the way of step 2, which no other try can change."""
+    home = tmp_path / "home"
+    with make_checkpointer(home, {"x": torch.ones(1)}) as ckpt:
+        ckpt.save(1).wait_durable(SOON_S)
+        (home / "step-00000002").write_text("in the way")
+        assert isinstance(ckpt.save(2).exception(SOON_S), InvalidInput)
+        with pytest.warns(SaveWarning, match="step-00000002"):
+            ckpt.save(3).wait_durable(SOON_S)
+    assert steps_saved(home) == [1, 3]

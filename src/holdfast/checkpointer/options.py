@@ -367,7 +367,7 @@ class CompileCache:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Response to saves that fail, and limits after which a run raises instead of training on.
+    """Response to failed saves, and limits after which a run raises instead of training on.
 
     With "pause" a `save` first waits until the one before is durable, on all ranks, so that training is never
     more than one save ahead of what it can resume from.

@@ -310,3 +310,14 @@ def test_engines_without_a_controller_refuse(harness: JobHarness, monkeypatch: p
     for engine in ("sky", "k8s", "kubeflow"):
         with pytest.raises(Unsupported, match="do not send notifications"):
             jobs.launch(task, on=engine, notify=["true"])
+
+
+def test_a_notification_has_the_number_of_failed_saves(harness: JobHarness, tmp_path: Path) -> None:
+    """Two ranks have reported the same one."""
+    out = tmp_path / "received"
+    reports = " ".join(
+        f"echo '{json.dumps({'attempt': attempt, 'failed_save': step})}' >> $HOLDFAST_PROGRESS;"
+        for attempt, step in ((1, 5), (1, 5), (2, 5))
+    )
+    wait_for_end(harness, launch(harness, reports, f"printenv HOLDFAST_JOB_TEXT > {shlex.quote(str(out))}"))
+    assert "is SUCCEEDED; 2 saves failed" in out.read_text()

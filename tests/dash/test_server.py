@@ -100,7 +100,7 @@ def test_the_token_is_not_among_the_arguments_of_the_browser(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """All users of a machine see the arguments of all processes."""
-    monkeypatch.setattr(browser.tempfile, "tempdir", str(tmp_path / "files"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "files"))
     (tmp_path / "files").mkdir()
     seen: list[str] = []
     monkeypatch.setattr(webbrowser, "open", seen.append)

@@ -79,6 +79,11 @@ class _Work:
     def __init__(self, most: int) -> None:
         self._left = most
 
+    @classmethod
+    def enough_for(cls, num_regions: int) -> _Work:
+        """Return a limit that one list of regions of a trusted source does not reach."""
+        return cls(_MIN_WORK + (num_regions + 1 << MAX_SPLIT_DIMS + 1))
+
     def count(self, corners: int, name: str) -> None:
         """Count corners.
 
@@ -111,7 +116,7 @@ def _check_partitionings(tensors: dict[str, Tensor], world_size: int, work: _Wor
             writers.add((id(partitioning), id(tensor.held_by)))
             _check_writers(name, partitioning.ranks, tensor.held_by)
         if isinstance(partitioning, ListedPartitioning) and covered.get(id(partitioning)) != tensor.shape:
-            _check_regions(name, tensor.shape, partitioning.rows, work)
+            check_regions(name, tensor.shape, partitioning.rows, work)
             covered[id(partitioning)] = tensor.shape
     counts: Counter[int] = Counter()
     for key, partitioning in partitionings.items():
@@ -305,8 +310,13 @@ def _check_even(name: str, partitioning: EvenPartitioning, world_size: int) -> N
         )
 
 
-def _check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _Work) -> None:
-    """Check that each element is in exactly one region."""
+def check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _Work | None = None) -> None:
+    """Check that each element is in exactly one region. Some regions may be empty.
+
+    Raises:
+        InvalidInput: it is not. The error names ranks and region.
+    """
+    work = work or _Work.enough_for(len(rows))
     work.count(len(rows), name)
     for rank, region in rows:
         if not region.is_inside(shape):
@@ -344,7 +354,7 @@ def covers_once(name: str, shape: tuple[int, ...], regions: Sequence[Region]) ->
         InvalidInput: they are split along too many dimensions.
     """
     held = [region for region in regions if region.num_items]
-    return _cover_once(name, shape, held, _Work(_MIN_WORK + (len(held) + 1 << MAX_SPLIT_DIMS)))
+    return _cover_once(name, shape, held, _Work.enough_for(len(held)))
 
 
 def _cover_once(name: str, shape: tuple[int, ...], regions: Sequence[Region], work: _Work) -> bool:

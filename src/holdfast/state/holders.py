@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import InvalidInput
+from holdfast.format.agreement import check_regions
 from holdfast.format.hashes import digest
+from holdfast.format.partitioning import Region
 from holdfast.format.sealed import dumps
 from holdfast.state.sharding import ShardLayout, held_by
 
@@ -16,7 +18,10 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """Facts that a rank sends about one tensor; `layout` is None if the tensor is plain."""
+    """Facts that a rank sends about one tensor.
+
+    `shape` is that of the whole tensor; `layout` is None if it is plain.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,7 +77,10 @@ class HolderAgreement:
             in_module: it is a module's.
         """
         known = self._marked(name) if raw is None and self.marked else None
-        known = known or self.layouts.get(name) or raw or self._unknown(name, in_module=in_module)
+        agreed = self.layouts.get(name)
+        if agreed is not None and agreed.regions is not None and raw is None:
+            agreed = None  # a shard then, and a whole tensor now
+        known = known or agreed or raw or self._unknown(name, in_module=in_module)
         return held_by((min(known.holders),)) if is_lowest and raw is None else known
 
     def follow(
@@ -116,7 +124,8 @@ def agree(mine: RankInventory, rank: int, world_size: int, gather: Gather) -> Ho
     table = _plain_values(mine)
     digests = gather(digest(dumps(table)))
     first = {one: i for i, one in reversed(list(enumerate(digests)))}
-    if len(first) == 1:
+    has_own = any(one.layout is not None and one.layout.is_own for one in mine.tensors.values())
+    if len(first) == 1 and not has_own:
         return HolderAgreement(rank, world_size)
     tables = gather(table if first[digests[rank]] == rank else None)
     kinds = [
@@ -137,7 +146,8 @@ def _plain_values(mine: RankInventory) -> dict[str, Any]:
         if layout is not None:
             if id(layout) not in numbers:
                 numbers[id(layout)] = len(layouts)
-                layouts.append([layout.splits, layout.copies, layout.regions])
+                regions = None if layout.regions is None else tuple(map(tuple, layout.regions))
+                layouts.append([layout.splits, layout.copies, regions, layout.is_own])
             number = numbers[id(layout)]
         tensors[name] = [known.dtype, list(known.shape), number]
     return {"keys": sorted(mine.keys), "layouts": layouts, "tensors": tensors, "others": sorted(mine.others)}
@@ -150,6 +160,7 @@ class _Merge:
     rank: int
     fact: tuple[Any, ...]
     copies: set[tuple[int, ...]]
+    holders: dict[Region, list[int]]  # of each region, if each rank lists its own
 
 
 def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size: int) -> HolderAgreement:
@@ -162,12 +173,22 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
             keys.setdefault(key, []).extend(ranks)
         each = [(one,) for one in ranks]
         for name, (dtype, shape, number) in table["tensors"].items():
-            splits, copies, regions = ((), each, None) if number is None else table["layouts"][number]
-            fact = (dtype, tuple(shape), splits, regions)
-            merge = merges.setdefault(name, _Merge(ranks[0], fact, set()))
+            splits, copies, regions, is_own = (
+                ((), each, None, False) if number is None else table["layouts"][number]
+            )
+            regions = None if regions is None else tuple(Region(*one) for one in regions)
+            fact = (dtype, tuple(shape), splits, () if is_own else regions)
+            merge = merges.setdefault(name, _Merge(ranks[0], fact, set(), {}))
             if merge.fact != fact:
                 raise _disagreement(name, merge, ranks[0], fact)
-            merge.copies.update(copies)
+            if is_own:
+                for one in copies[0]:
+                    merge.holders.setdefault((regions or [Region.whole(tuple(shape))])[0], []).append(one)
+            else:
+                merge.copies.update(copies)
+    for name, merge in merges.items():
+        if merge.fact[-1] == ():
+            _join(name, merge)
     layouts = _shared(merges)
     return HolderAgreement(
         rank,
@@ -177,6 +198,24 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
         keys={key: tuple(sorted(ranks)) for key, ranks in keys.items()},
         names=frozenset(names),
     )
+
+
+def _join(name: str, merge: _Merge) -> None:
+    """Make one layout of the regions that each rank has listed. Ranks with the same region are copies.
+
+    Raises:
+        InvalidInput: they overlap or leave a gap.
+    """
+    dtype, shape, splits, _ = merge.fact
+    rows = sorted(merge.holders.items())
+    try:
+        check_regions(name, shape, [(ranks[0], region) for region, ranks in rows])
+    except InvalidInput as error:
+        raise InvalidInput(f"{error} Nothing was saved.", key=name, rank=error.rank) from error
+    regions = tuple(region for region, _ in rows)
+    merge.fact = dtype, shape, splits, None if regions == (Region.whole(shape),) else regions
+    for copy in range(max((len(ranks) for _, ranks in rows), default=0)):
+        merge.copies.add(tuple(ranks[copy % len(ranks)] for _, ranks in rows))
 
 
 def _names(table: dict[str, Any]) -> list[set[str]]:
@@ -203,7 +242,8 @@ def _shared(merges: dict[str, _Merge]) -> dict[str, ShardLayout]:
 def _disagreement(name: str, merge: _Merge, rank: int, fact: tuple[Any, ...]) -> InvalidInput:
     def described(fact: tuple[Any, ...]) -> str:
         dtype, shape, splits, regions = fact
-        split = f"split by {list(splits)}" if splits else "split into regions" if regions else "whole"
+        is_whole = not splits and regions is None
+        split = "whole" if is_whole else f"split by {list(splits)}" if splits else "split into regions"
         return f"{dtype}{list(shape)}, {split}"
 
     message = (

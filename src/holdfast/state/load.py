@@ -19,7 +19,7 @@ from holdfast.state.composites import RAW, is_composite, take_apart
 from holdfast.state.filled_memory import FilledMemory, Range, holds, range_of
 from holdfast.state.fitting import Fitting, Misfit, fit
 from holdfast.state.read_only_memory import refuse_read_only
-from holdfast.state.sharding import is_sharded_tensor, local_of, shard_like, sharding_of
+from holdfast.state.sharding import is_divided, is_sharded_tensor, local_of, shape_of, shard_like, sharding_of
 from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, laid_out_like, unfillable
 from holdfast.state.tree import references
 from holdfast.state.updates import Updates
@@ -196,11 +196,11 @@ class LoadPlan:
 
         Args:
             name: saved name, of a tensor with the shape of `model`.
-            model: a DTensor with the wanted placements.
+            model: a sharded tensor with the wanted layout.
             label: name of `model`, for messages.
 
         Returns:
-            A function that makes the DTensor after all targets are filled.
+            A function that makes the sharded tensor after all targets are filled.
         """
         saved, device = self._use(name), self.device_of(model)
         _, region = self._part_of(model, label)
@@ -234,7 +234,7 @@ class LoadPlan:
         """
         self._check(name, live, label)
         saved = self._use(name)
-        local, region = self._part_of(live, label)
+        local, region = self._part_of(live, label, is_whole=self._is_own(name, live))
         self.written[label] = local
         if live.device.type == "meta":
             self._make_real(saved, live, region, label)
@@ -266,8 +266,8 @@ class LoadPlan:
         is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
         if not is_known or live.layout is not torch.strided:
             raise unfillable(live, label)
-        expected, found = tuple(live.shape), self.shape(name)
-        if expected != found:
+        expected, found = shape_of(live), self.shape(name)
+        if expected != found and not self._is_own(name, live):
             raise InvalidInput(
                 f"{label} has shape {list(expected)} in the live state but {list(found)} in the checkpoint. "
                 "Nothing was changed. Build the same model, or leave it out with only= or rename=.",
@@ -276,8 +276,17 @@ class LoadPlan:
         if live.dtype is not self.dtype(name):
             self.notes.append(f"{label}: saved as {self.dtype(name)}, cast to {live.dtype}.")
 
-    def _part_of(self, live: torch.Tensor, label: str) -> tuple[torch.Tensor, Region | None]:
+    def _is_own(self, name: str, live: torch.Tensor) -> bool:
+        """Return True if each rank has saved its own, in the live shape."""
+        own = type(live) in PLAIN and self._spec(name).partitioning is None
+        return own and tuple(live.shape) == self.shape(name)
+
+    def _part_of(
+        self, live: torch.Tensor, label: str, *, is_whole: bool = False
+    ) -> tuple[torch.Tensor, Region | None]:
         """Return this rank's part of a live tensor and its region. None is the whole tensor."""
+        if is_whole:
+            return live, None
         try:
             local, sharding = local_of(live), sharding_of(live)
         except Unsupported as error:
@@ -320,7 +329,12 @@ class LoadPlan:
             if they differ from those that the others have there. None if `live` shares no memory or is not
             plain.
         """
-        if type(live) is not torch.Tensor or live.requires_grad or self.tied.get(name, name) in self._parts:
+        if (
+            type(live) is not torch.Tensor
+            or live.requires_grad
+            or is_divided(live)
+            or self.tied.get(name, name) in self._parts
+        ):
             return None
         if tuple(live.shape) != self.shape(name) or live.dtype is not self.dtype(name):
             return None
@@ -397,7 +411,8 @@ def _swap(
 ) -> None:
     """Make a meta tensor real in place. Modules and optimizers keep the same object."""
     real = target.detach().to(device=device, dtype=live.dtype, copy=is_shared)
-    real = shard_like(real, live) if is_dtensor(live) else laid_out_like(real, live)
+    is_part = is_divided(live) and not (type(live) in PLAIN and real.shape == live.shape)
+    real = shard_like(real, live) if is_part else laid_out_like(real, live)
     if isinstance(live, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
     vars(real).update(vars(live))

@@ -27,7 +27,7 @@ from holdfast.state.load import LoadPhase, LoadPlan
 from holdfast.state.load_rehearsal import find_adaptable, has_load_code
 from holdfast.state.replication import Replication
 from holdfast.state.saved_forms import has_saved_form
-from holdfast.state.sharding import is_dtensor
+from holdfast.state.sharding import is_divided, shape_of
 from holdfast.state.tensor_table import Role
 from holdfast.state.tensors import PLAIN
 from holdfast.state.tree import extract_tensors, insert_tensors, references
@@ -165,7 +165,7 @@ class ModuleEntry(StateEntry):
             for row, value in rows
             if isinstance(value, torch.Tensor) and row.name in plan.saved_names
         }
-        shapes = {id(value): tuple(value.shape) for value in state.values() if id(value) in names}
+        shapes = {id(value): shape_of(value) for value in state.values() if id(value) in names}
         if all(plan.shape(name) == shapes[one] for one, name in names.items()):
             return frozenset()
         with torch.device("meta"):
@@ -281,7 +281,7 @@ def _plan_new(plan: LoadPlan, saved: str, value: torch.Tensor, label: str) -> _N
     It becomes a DTensor if the hook makes one. The module's load code may combine it with other DTensors,
     and these do not mix with plain tensors.
     """
-    if is_dtensor(value) and tuple(value.shape) == plan.shape(saved):
+    if is_divided(value) and shape_of(value) == plan.shape(saved):
         return _New(plan.read_like(saved, value, label))
     plan.read_new(saved)
     return _New(lambda: plan.tensor(saved))

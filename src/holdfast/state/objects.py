@@ -12,7 +12,6 @@ import torch
 from typing_extensions import override
 
 from holdfast.callsite import warn
-from holdfast.dtensor import is_dtensor
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.format.composites import SavedTensor
 from holdfast.format.values import TensorRef, encode
@@ -29,7 +28,7 @@ from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import is_repeatable
 from holdfast.state.rng import MISFITS, python_state, set_python_state
 from holdfast.state.saved_forms import has_saved_form
-from holdfast.state.sharding import may_be_sharded
+from holdfast.state.sharding import is_divided, may_be_sharded, shape_of
 from holdfast.state.tensor_table import Role
 from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references
 
@@ -88,8 +87,8 @@ class StatefulEntry(StateEntry):
         made: dict[str, Callable[[], torch.Tensor]] = {}
 
         def claim(name: str, live: torch.Tensor) -> bool:
-            """Plan a tensor like a DTensor of the object. The object's own stays unchanged."""
-            if is_dtensor(live) and tuple(live.shape) == plan.shape(name) and name not in made:
+            """Plan a tensor like a sharded one of the object. The object's own stays unchanged."""
+            if is_divided(live) and shape_of(live) == plan.shape(name) and name not in made:
                 made[name] = plan.read_like(name, live, f"{self.key}: {name}")
             return False
 
@@ -269,8 +268,8 @@ class ValueEntry(StateEntry):
 
         def claim(name: str, live: torch.Tensor) -> bool:
             is_equal = tuple(live.shape) == plan.shape(name) and live.dtype is plan.dtype(name)
-            if not is_dtensor(live) and (live.is_meta or not is_equal):
-                return False  # replaced; but a plain tensor cannot replace a DTensor
+            if not is_divided(live) and (live.is_meta or not is_equal):
+                return False  # replaced; but a plain tensor cannot replace a sharded one
             if (choose := plan.read_apart(name, live)) is not None:
                 chosen[name] = choose
                 return False

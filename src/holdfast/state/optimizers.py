@@ -26,7 +26,7 @@ from holdfast.state.optimizer_layout import OptimizerLayout, find_layout, is_sta
 from holdfast.state.replication import Replication
 from holdfast.state.saved_forms import has_saved_form
 from holdfast.state.saved_optimizer import SavedOptimizer, SavedState
-from holdfast.state.sharding import replicated_like
+from holdfast.state.sharding import is_divided, replicated_like, shape_of
 from holdfast.state.tensor_table import Role
 from holdfast.state.tensors import PLAIN, laid_out_like
 from holdfast.state.tree import extract_tensors, insert_tensors, match_tensors, references
@@ -333,13 +333,13 @@ def _new(
     from gradients that are DTensors, so it is a DTensor too, whole on every rank; but scalars are plain.
     """
     shape = plan.shape(saved_name)
+    if is_divided(parameter) and shape and shape == shape_of(parameter):
+        return plan.read_like(saved_name, parameter, saved_name)
     if not is_dtensor(parameter) or not shape:
         plan.read_new(saved_name, device)
         if type(parameter) not in PLAIN:
             return lambda: plan.tensor(saved_name, device)
         return lambda: laid_out_like(plan.tensor(saved_name, device), parameter)
-    if shape == tuple(parameter.shape):
-        return plan.read_like(saved_name, parameter, saved_name)
     plan.read_new(saved_name, device)
     return lambda: replicated_like(plan.tensor(saved_name, device), parameter)
 

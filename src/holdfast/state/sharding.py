@@ -14,10 +14,9 @@ import torch
 from holdfast.dtensor import dtensor_class, is_dtensor
 from holdfast.errors import Unsupported
 from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
-from holdfast.state.tensors import laid_out_like
+from holdfast.state.tensors import PLAIN, SHARD_ATTRIBUTES, is_local_shard, laid_out_like
 
 _PENDING = "AsyncCollectiveTensor"  # by name, to avoid an import
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +27,13 @@ class ShardLayout:
         splits: (dim, parts) in the order in which they are made, as in `EvenPartitioning`. Parts are never 1.
         copies: the full sets of global ranks that together hold a tensor, each in the order of its regions.
         regions: of a tensor split by no rule, in the order of each copy's ranks; `splits` is empty then.
+        is_own: only what this rank holds is listed, because a tensor with shard attributes shows no more.
     """
 
     splits: tuple[tuple[int, int], ...]
     copies: tuple[tuple[int, ...], ...]
     regions: tuple[Region, ...] | None = None
+    is_own: bool = False
     _partitionings: dict[int, Partitioning] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -122,18 +123,23 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
     Ranks: not collective; every rank computes the same.
     """
     layout = layout_of(tensor)
-    return None if layout is None else Sharding(tuple(tensor.shape), layout)
+    return None if layout is None else Sharding(shape_of(tensor), layout)
 
 
 def layout_of(tensor: torch.Tensor) -> ShardLayout | None:
     """Return the layout of a tensor, or None for a plain one; as `sharding_of`."""
-    if type(tensor) in _PLAIN:
-        return None
+    if type(tensor) in PLAIN:
+        return _own_layout(tensor) if is_local_shard(tensor) else None
     if is_dtensor(tensor):
         spec: Any = tensor._spec  # pyright: ignore[reportAttributeAccessIssue]
         is_listed = not getattr(spec, "use_strided_shard_as_shard_order", True)
         return _mesh_layout(spec.mesh, tuple(spec.placements), spec.shard_order if is_listed else None)
     return _listed_layout(tensor) if is_sharded_tensor(tensor) else None
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole tensor that `tensor` is or is a part of."""
+    return tuple(map(int, tensor.global_shape)) if is_local_shard(tensor) else tuple(tensor.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _copies_of: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -156,12 +162,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     It shares the tensor's memory.
 
     Raises:
-        Unsupported: a ShardedTensor has several parts on this rank.
+        Unsupported: it has several parts on this rank, or its attributes contradict each other.
 
     Blocks: until a pending collective has filled the part.
     """
-    if type(tensor) in _PLAIN:
-        return tensor
+    if type(tensor) in PLAIN:
+        return _own_part(tensor) if is_local_shard(tensor) else tensor
     if not is_dtensor(tensor):
         return _only_shard(tensor) if is_sharded_tensor(tensor) else tensor
     local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -198,7 +204,12 @@ def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ..
 
 
 def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor or ShardedTensor with the layout of `model` over the given local part."""
+    """Return a tensor with the layout of `model` and the given local part."""
+    if is_local_shard(model):
+        new = torch.zeros_like(model, dtype=local.dtype, device=local.device, requires_grad=False)
+        vars(new).update({name: vars(model)[name] for name in SHARD_ATTRIBUTES})
+        local_of(new).copy_(local)
+        return new
     if is_sharded_tensor(model):
         return _listed_like(local, model)
     spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -280,6 +291,62 @@ def _split_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[
 
 def _listed_order(shard_order: Any) -> list[tuple[int, int]]:
     return [(entry.tensor_dim, mesh_dim) for entry in shard_order for mesh_dim in entry.mesh_dims]
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Return True if `shard_like` can give other tensors the sharding of this one."""
+    return is_dtensor(tensor) or is_local_shard(tensor)
+
+
+def _own_layout(tensor: torch.Tensor) -> ShardLayout:
+    """Return the layout of a tensor with shard attributes; it lists this rank alone."""
+    region, _ = _own_regions(tensor)
+    if region is None:
+        return ShardLayout((), ((),), (), is_own=True)
+    rank = torch.distributed.get_rank() if may_be_sharded() else 0
+    is_whole = region == Region.whole(shape_of(tensor))
+    return ShardLayout((), ((rank,),), None if is_whole else (region,), is_own=True)
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the view of a tensor with shard attributes that is its shard, without padding."""
+    _, inside = _own_regions(tensor)
+    view = tensor.detach()
+    for dim, (start, length) in enumerate(zip(*inside, strict=True)):
+        view = view.narrow(dim, start, length)
+    return view
+
+
+def _ints(numbers: Any) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
+
+
+def _own_regions(tensor: Any) -> tuple[Region | None, Region]:
+    """Return this rank's region of the global tensor, or None, and of the local one."""
+    try:
+        shape = shape_of(tensor)
+        rows = [
+            (Region(_ints(at), _ints(sizes)), Region(_ints(inside), _ints(sizes)))
+            for at, inside, sizes in zip(
+                tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True
+            )
+        ]
+        is_sound = all(a.is_inside(shape) and b.is_inside(tuple(tensor.shape)) for a, b in rows)
+    except (TypeError, ValueError):
+        is_sound, rows, shape = False, [], ()
+    if not is_sound:
+        shown = ", ".join(f"{name}={getattr(tensor, name)}" for name in sorted(SHARD_ATTRIBUTES))
+        raise Unsupported(
+            f"its shards ({shown}) do not lie in the global tensor and in its own shape "
+            f"{list(tensor.shape)}. Give one offset and one size for each dimension of each shard."
+        )
+    rows = [row for row in rows if row[0].num_items or 0 in shape]
+    if len(rows) > 1:
+        raise Unsupported(
+            f"it holds {len(rows)} shards of a global tensor on one rank. Only one is supported. Save each "
+            "in a tensor of its own, or save with torch.distributed.checkpoint and HoldfastWriter."
+        )
+    return rows[0] if rows else (None, Region((0,) * tensor.ndim, (0,) * tensor.ndim))
 
 
 def _only_shard(tensor: Any) -> torch.Tensor:

@@ -14,9 +14,8 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.layout import check_name
 from holdfast.state.holders import HolderAgreement
 from holdfast.state.replication import Replication
-from holdfast.state.sharding import Sharding, ShardLayout, layout_of, local_of
+from holdfast.state.sharding import Sharding, ShardLayout, layout_of, local_of, shape_of
 from holdfast.state.tensors import (
-    LOCAL_SHARD,
     PLAIN,
     is_local_shard,
     is_same_view,
@@ -28,6 +27,11 @@ from holdfast.state.tensors import (
 )
 
 _get_dtype = operator.attrgetter("dtype")
+_UNKNOWN_PART = (
+    "its parameter holds a shard of a global tensor, and it does not show which part it belongs to. Give it "
+    "the parameter's global_shape, global_offsets, local_offsets and local_sizes, or mark the optimizer with "
+    "per_rank() to restore it on the same number of ranks."
+)
 
 
 class Role(NamedTuple):
@@ -145,7 +149,7 @@ class TensorTable:
         self._may_be_reread.append(may_be_reread(local))
         self._specs.append(_spec(tensor))
         self._layouts.append(layout)
-        self._shapes.append(tuple(local.shape if layout is None else tensor.shape))
+        self._shapes.append(tuple(local.shape) if layout is None else shape_of(tensor))
         self.has_sharded = self.has_sharded or local is not tensor
         return holder
 
@@ -216,10 +220,8 @@ class TensorTable:
         Raises:
             Unsupported: it cannot be saved.
         """
-        if type(tensor) in PLAIN and is_savable(tensor):
-            is_own = self.world_size == 1 or role.replication is Replication.PER_RANK
-            if not is_own and is_local_shard(tensor):
-                raise unsavable(tensor, name, LOCAL_SHARD)
+        is_whole = role.replication is Replication.PER_RANK or not is_local_shard(tensor)
+        if type(tensor) in PLAIN and is_whole and is_savable(tensor):
             return tensor, None
         try:
             local, layout = local_of(tensor), layout_of(tensor)
@@ -229,7 +231,7 @@ class TensorTable:
             raise unsavable(local, name)
         if role.replication is Replication.PER_RANK or layout is None:
             return local, None
-        region = layout.region_of(self.rank, tuple(tensor.shape))
+        region = layout.region_of(self.rank, shape_of(tensor))
         if region is not None and not (region.sizes == local.shape or region.num_items == local.numel() == 0):
             kind, found = type(tensor).__name__, list(local.shape)
             why = (
@@ -281,9 +283,23 @@ class TensorTable:
         follows = None if role.follows is None else self._rows_of(role.follows)[0]
         if follows is not None and follows in self._row_of:
             parameter = self._row_of[self.tied.get(follows, follows)]
-            return agreement.follow(raw, self._layout(parameter, agreement), self._layouts[parameter])
+            own = self._layouts[parameter]
+            if (
+                own is not None
+                and own.is_own
+                and own.regions is not None
+                and raw is None
+                and self._shapes[row]
+            ):
+                raise unsavable(self._aliases[row], self.names[row], _UNKNOWN_PART)
+            return agreement.follow(raw, self._layout(parameter, agreement), own)
         is_lowest = role.replication is Replication.LOWEST
-        return agreement.layout(self.names[row], raw, is_lowest=is_lowest, in_module=role.in_module)
+        known = agreement.layout(self.names[row], raw, is_lowest=is_lowest, in_module=role.in_module)
+        if raw is None or not raw.is_own:
+            return known
+        shape = self._shapes[row]
+        # Shards that have changed since the ranks met: a commit checks that all ranks' shards fit together.
+        return known if known.region_of(self.rank, shape) == raw.region_of(self.rank, shape) else raw
 
     def _lowest(self, agreement: HolderAgreement) -> dict[str, ShardLayout]:
         """Return the layouts of all holders, for tensors that only the lowest of them writes."""
@@ -322,7 +338,7 @@ class TensorTable:
             return False
         if type(tensor) is not self._types[row]:
             return False
-        return shows_same_memory(local_of(tensor), self._aliases[row]) and self._has_same_sharding(
+        return shows_same_memory(self._part(row, tensor), self._aliases[row]) and self._has_same_sharding(
             row, tensor
         )
 
@@ -345,7 +361,7 @@ class TensorTable:
         if self.has_sharded:
             if not all(map(self._has_same_sharding, range(row, row + len(names)), tensors)):
                 return False
-            tensors = list(map(local_of, tensors))
+            tensors = list(map(self._part, range(row, row + len(names)), tensors))
         return (
             all(map(operator.is_, map(_get_dtype, tensors), self._dtypes[at]))
             and show_same_memory(tensors, self._aliases[at])
@@ -358,16 +374,23 @@ class TensorTable:
         chosen = self._may_be_reread[at]
         return compress(tensors, chosen), compress(self._aliases[at], chosen)
 
+    def _part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor that the row saves."""
+        is_whole = self._layouts[row] is None and type(tensor) in PLAIN
+        return tensor if is_whole else local_of(tensor)
+
     def _has_same_sharding(self, row: int, tensor: torch.Tensor) -> bool:
         """Return True if `tensor` has the row's global shape and sharding."""
         spec, layout = self._specs[row], self._layouts[row]
-        if layout is None or (spec is not None and spec is _spec(tensor)):
+        if layout is None:
+            return self.roles[row].replication is Replication.PER_RANK or not is_local_shard(tensor)
+        if spec is not None and spec is _spec(tensor):
             return True
-        return layout_of(tensor) == layout and tuple(tensor.shape) == self._shapes[row]
+        return layout_of(tensor) == layout and shape_of(tensor) == self._shapes[row]
 
     def can_replace(self, row: int, tensor: torch.Tensor) -> bool:
         """Return True if a tensor can replace a row's without affecting any other row."""
-        local = local_of(tensor)
+        local = self._part(row, tensor)
         name, old, new = self.names[row], self._aliases[row].data_ptr(), local.data_ptr()
         return (
             not self.roles[row].is_named
@@ -384,7 +407,7 @@ class TensorTable:
 
     def replace(self, row: int, tensor: torch.Tensor) -> bool:
         """Replace a row's tensor; return True if dtype, shape or device have changed."""
-        local = local_of(tensor)
+        local = self._part(row, tensor)
         name, old, alias = self.names[row], self._aliases[row], local.detach()
         if self._layouts[row] is not None:
             self._named.pop(id(self._live[row]), None)
@@ -393,7 +416,7 @@ class TensorTable:
             del self._at[old.data_ptr()]
         self._at.setdefault(alias.data_ptr(), name)
         self._live[row], self._aliases[row], self.tensors[name] = tensor, alias, alias
-        self._shapes[row] = tuple(alias.shape if self._layouts[row] is None else tensor.shape)
+        self._shapes[row] = tuple(alias.shape) if self._layouts[row] is None else shape_of(tensor)
         self._types[row], self._dtypes[row], self._specs[row] = type(tensor), local.dtype, _spec(tensor)
         self._may_be_reread[row] = may_be_reread(local)
         return old.dtype != alias.dtype or old.shape != alias.shape or old.device != alias.device

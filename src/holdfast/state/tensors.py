@@ -11,8 +11,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_set_to = torch.Tensor.is_set_to
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
-
-_SHARD_ATTRIBUTES = ("global_offsets", "global_shape", "local_offsets", "local_sizes")
+SHARD_ATTRIBUTES = frozenset(("global_offsets", "global_shape", "local_offsets", "local_sizes"))
 
 
 def is_savable(tensor: torch.Tensor) -> bool:
@@ -32,14 +31,8 @@ def is_local_shard(tensor: torch.Tensor) -> bool:
 
     Source: `torch.distributed.checkpoint.CheckpointableTensor` of torch 2.14.
     """
-    return all(name in tensor.__dict__ for name in _SHARD_ATTRIBUTES)
-
-
-LOCAL_SHARD = (
-    "it holds shards of a global tensor (global_shape, global_offsets, local_offsets, local_sizes), which "
-    "only torch.distributed.checkpoint can divide anew. Use a DTensor, or mark its object with per_rank() "
-    "to restore each rank's part as it is on the same number of ranks."
-)
+    facts = tensor.__dict__
+    return "global_shape" in facts and type(tensor) in PLAIN and facts.keys() >= SHARD_ATTRIBUTES
 
 
 def unsavable(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:

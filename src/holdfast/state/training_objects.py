@@ -40,7 +40,7 @@ from holdfast.state.partitioned_objects import check_not_partitioned, may_be_par
 from holdfast.state.read_only_memory import find_read_only
 from holdfast.state.replication import MarkedObject, Replication
 from holdfast.state.review import ResumeRisk, find_resume_risks, loader_doubts
-from holdfast.state.sharding import ShardLayout, layout_of, local_of
+from holdfast.state.sharding import ShardLayout, layout_of, local_of, shape_of
 from holdfast.state.skippable import Skippable, is_skippable, is_stream
 from holdfast.state.tensor_table import StateStructure, TensorTable
 from holdfast.state.tensors import unsavable
@@ -131,8 +131,8 @@ class State:
                 layout = None if role.replication is Replication.PER_RANK else _layout(name, tensor)
                 if layout is None and role.replication in (Replication.PER_RANK, Replication.OWN):
                     others.add(name)
-                elif layout is None or self._world()[0] in layout.holders:
-                    tensors[name] = HeldTensor(str(tensor.dtype), tuple(tensor.shape), layout)
+                elif layout is None or layout.is_own or self._world()[0] in layout.holders:
+                    tensors[name] = HeldTensor(str(tensor.dtype), shape_of(tensor), layout)
         return RankInventory(frozenset(entries), tensors, frozenset(others))
 
     def capture(self) -> CapturedState:

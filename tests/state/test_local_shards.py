@@ -1,0 +1,174 @@
+"""Plain tensors with the shard attributes of torch 2.14, saved and restored by real ranks."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import holdfast
+from holdfast.adapters.dcp import HoldfastReader
+from stage.ranks import run_ranks
+from stage.training import make_checkpointer
+
+pytestmark = pytest.mark.ranks
+WHOLE = torch.arange(24.0).reshape(6, 4)
+PADDING = -1.0
+
+
+def shard(whole: torch.Tensor, dim: int, *, part: int | None = None, parts: int | None = None) -> Any:
+    """This rank's shard of a tensor, between two padded rows; without elements beyond the end."""
+    part = dist.get_rank() if part is None else part
+    size = -(-whole.shape[dim] // (parts or dist.get_world_size()))
+    start = min(part * size, whole.shape[dim])
+    size = min(size, whole.shape[dim] - start)
+    inner = whole.narrow(dim, start, size)
+    tensor: Any = torch.full((inner.shape[0] + 2, *inner.shape[1:]), PADDING)
+    tensor[1:-1] = inner
+    offsets = [0] * whole.ndim
+    offsets[dim] = start
+    tensor.global_shape, tensor.global_offsets = tuple(whole.shape), (tuple(offsets),) if size else ()
+    tensor.local_offsets = ((1,) + (0,) * (whole.ndim - 1),) if size else ()
+    tensor.local_sizes = (tuple(inner.shape),) if size else ()
+    return tensor
+
+
+def with_attributes_of(tensor: Any, other: Any) -> Any:
+    vars(tensor).update({name: value for name, value in vars(other).items() if "al_" in name})
+    return tensor
+
+
+class Net(nn.Module):
+    """A parameter that is a shard, and one that is whole on every rank."""
+
+    def __init__(self, whole: torch.Tensor, dim: int) -> None:
+        super().__init__()
+        local = shard(whole, dim)
+        self.weight = with_attributes_of(nn.Parameter(local.detach().clone()), local)
+        self.bias = nn.Parameter(torch.full((3,), float(whole[0, 0])))
+
+
+def training(whole: torch.Tensor, dim: int, *, has_stepped: bool) -> dict[str, Any]:
+    """Tensors by themselves, in a container and in a module with its optimizer; `c` is held in copies."""
+    net = Net(whole, dim)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
+    if has_stepped:
+        for parameter in net.parameters():
+            parameter.grad = parameter.detach() + 10
+        optimizer.step()
+        state = optimizer.state[net.weight]
+        state["momentum_buffer"] = with_attributes_of(state["momentum_buffer"], net.weight)
+    half = dist.get_world_size() // 2 or 1
+    return {
+        "w": shard(whole, dim),
+        "c": shard(whole + 1, dim, part=dist.get_rank() % half, parts=half),
+        "box": {"x": [shard(whole + 2, 0)]},
+        "net": net,
+        "opt": optimizer,
+    }
+
+
+def save(rank: int, home: Path) -> None:
+    state = training(WHOLE, 0, has_stepped=True)
+    with make_checkpointer(home, state) as ckpt:
+        ckpt.save(1)
+        state["w"][1:-1].add_(100)
+        ckpt.save(2)
+
+
+def restore(rank: int, home: Path) -> list[str]:
+    """Restore into shards of the other dimension, and compare each with its part of the whole."""
+    blank = torch.zeros(6, 4)
+    state = training(blank, 1, has_stepped=rank % 2 == 1)
+    live = {"w": state["w"], "c": state["c"], "x": state["box"]["x"][0], "weight": state["net"].weight}
+    with make_checkpointer(home, state) as ckpt:
+        assert ckpt.restore() == 2
+    assert live["w"] is state["w"]
+    assert live["x"] is state["box"]["x"][0]
+    half = dist.get_world_size() // 2 or 1
+    expected = {
+        "w": shard(WHOLE + 100, 1),
+        "c": shard(WHOLE + 1, 1, part=rank % half, parts=half),
+        "x": shard(WHOLE + 2, 0),
+        "weight": shard(WHOLE, 1),
+    }
+    wrong = [name for name, tensor in expected.items() if not torch.equal(live[name].detach(), tensor)]
+    momentum = state["opt"].state[state["net"].weight]["momentum_buffer"]
+    if not torch.equal(momentum[1:-1], shard(WHOLE + 10, 1)[1:-1]):
+        wrong.append("momentum")
+    return [*wrong, *([] if state["net"].bias.tolist() == [0.0] * 3 else ["bias"])]
+
+
+@pytest.mark.parametrize(
+    ("saving", "restoring"), [(2, 2), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((4, 1), (1, 4)))]
+)
+def test_shards_are_one_global_tensor_that_any_number_of_ranks_restores(
+    tmp_path: Path, saving: int, restoring: int
+) -> None:
+    home = tmp_path / "home"
+    assert run_ranks(saving, save, home) == [None] * saving
+    found = holdfast.open(home)
+    assert found.verify().is_good
+    assert torch.equal(found["w"], WHOLE + 100)
+    assert torch.equal(found["c"], WHOLE + 1)
+    assert torch.equal(found["net.weight"], WHOLE)
+    assert found["net.bias"].tolist() == [0.0] * 3
+    assert run_ranks(restoring, restore, home) == [[]] * restoring
+    state: dict[str, Any] = {"w": torch.zeros(6, 4)}
+    dcp.load(state, storage_reader=HoldfastReader(home))  # pyright: ignore[reportPrivateImportUsage]
+    assert torch.equal(state["w"], WHOLE + 100)
+
+
+def try_to_save(rank: int, home: Path, *, case: str) -> str:
+    """The error of a save in which the ranks' shards do not fit together."""
+    tensor = shard(WHOLE, 0)
+    state: dict[str, Any] = {"w": tensor}
+    if case == "overlap" and rank == 1:
+        tensor.global_offsets = ((2, 0),)
+    if case == "gap" and rank == 1:
+        tensor.local_sizes = ((2, 4),)
+    if case == "mixed" and rank == 1:
+        state["w"] = WHOLE.clone()
+    if case == "optimizer":
+        state["net"] = Net(WHOLE, 0)
+        state["opt"] = torch.optim.SGD(state["net"].parameters(), lr=0.0, momentum=0.9)
+        state["net"].weight.grad = torch.ones_like(state["net"].weight)
+        state["opt"].step()
+    try:
+        with make_checkpointer(home, state) as ckpt:
+            ckpt.save(1).wait_durable()
+            if case == "moved" and rank == 1:
+                tensor.global_offsets = ((0, 0),)
+            if case == "exchanged":
+                tensor.global_offsets = ((3 - 3 * rank, 0),)
+            ckpt.save(2).wait_durable()
+    except holdfast.HoldfastError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("overlap", r"Ranks 0 and 1 both hold the region \[2:3, 0:4\] of w\. Nothing was saved"),
+        ("gap", r"No rank holds the region \[5:6, 0:4\] of w"),
+        ("mixed", r"No rank holds the region \[3:6, 0:4\] of w"),
+        ("optimizer", "net.weight.momentum_buffer cannot be saved: its parameter holds a shard of a global"),
+        ("moved", "of w on rank 1: one lists .3:6, 0:4., another .0:3, 0:4."),
+    ],
+)
+def test_shards_that_do_not_fit_together_are_refused(tmp_path: Path, case: str, expected: str) -> None:
+    said = run_ranks(2, functools.partial(try_to_save, case=case), tmp_path / "home")
+    assert all(re.search(expected, one) for one in said), said
+
+
+def test_shards_may_change_places_between_two_saves(tmp_path: Path) -> None:
+    assert run_ranks(2, functools.partial(try_to_save, case="exchanged"), tmp_path / "home") == ["saved"] * 2
+    assert torch.equal(holdfast.open(tmp_path / "home")["w"], torch.cat([WHOLE[3:], WHOLE[:3]]))

@@ -92,7 +92,7 @@ def _open(partial: Path) -> int:
 
 
 def _try_lock(fd: int) -> bool | None:
-    """Return True if the lock was acquired, False if another process holds it, None without locks."""
+    """Return True if locked now, False if another process holds it, None without locks."""
     try:
         return try_flock(fd)
     except OSError:

@@ -138,7 +138,7 @@ def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
 
 
 def _continue_on_other_ranks(trainer: Any, loader: PositionedLoader, ranks: list[dict[str, Any]]) -> None:
-    """Continue after as many batches of this epoch as have the data that another number of ranks has used."""
+    """Continue after the share of the epoch that another number of ranks has used."""
     num_saved = (ranks[0]["position"] or {"num_batches": 0})["num_batches"]
     num_batches = num_saved * len(ranks) // trainer.world_size
     num_batches -= num_batches % trainer.accumulate_grad_batches  # a step begins with its first batch

@@ -303,9 +303,15 @@ class _Rate:
         return 0.9**epoch
 
 
-def test_a_rehearsal_does_not_reach_the_live_scheduler() -> None:
+class _RateWithoutCopies(_Rate):
+    def __copy__(self) -> Any:
+        raise TypeError("no copies")
+
+
+@pytest.mark.parametrize("kind", [_Rate, _RateWithoutCopies])
+def test_a_rehearsal_does_not_reach_the_live_scheduler(kind: type[_Rate]) -> None:
     def build() -> Any:
-        return LambdaLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), _Rate())
+        return LambdaLR(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), kind())
 
     scheduler: Any = build()
     saved = kept({"scheduler": scheduler})

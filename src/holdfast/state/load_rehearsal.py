@@ -37,16 +37,21 @@ def _has_own_load_code(module: torch.nn.Module) -> bool:
 
 
 def rehearse(value: Any, state: Any) -> None:
-    """Load a state into a copy of a scheduler or scaler with PyTorch's own load code.
+    """Load the state of one of PyTorch's schedulers or scalers into a copy.
 
-    That code sets attributes and has no other effect. Code of other libraries or of the program may have
-    any, so it is not called twice. A state with tensors is not complete before they are read.
+    Their load code sets attributes and has no other effect. Code of other libraries or of the program may
+    have any, so it is not called twice. A state with tensors is not complete before they are read.
 
     Raises:
         Exception: the load code rejects the state.
     """
-    if _is_pytorchs(value) and not any(True for _ in references(state)):
-        _apart(value).load_state_dict(copy.deepcopy(state))
+    if not _is_pytorchs(value) or any(True for _ in references(state)):
+        return
+    try:
+        trial = _apart(value)
+    except Exception:  # noqa: BLE001 - a function of the program, in a scheduler, may refuse copies
+        return
+    trial.load_state_dict(copy.deepcopy(state))
 
 
 def _is_pytorchs(value: Any) -> bool:
@@ -58,7 +63,7 @@ def _is_pytorchs(value: Any) -> bool:
 
 
 def _apart(value: Any) -> Any:
-    """Return a copy that shares only what load code does not change, such as the optimizer."""
+    """Return a copy that shares only what load code leaves alone."""
     new = object.__new__(type(value))
     vars(new).update({name: _item_apart(item) for name, item in vars(value).items()})
     return new

@@ -107,8 +107,9 @@ def test_the_token_is_not_among_the_arguments_of_the_browser(
     with browser.opened("http://127.0.0.1:1/x/?token=the-token"):
         (url,) = seen
         assert "the-token" not in url
-        (file,) = (tmp_path / "files").iterdir()
+        (folder,) = (tmp_path / "files").iterdir()
+        (file,) = folder.iterdir()
         assert url == file.as_uri()
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert "url=http://127.0.0.1:1/x/?token=the-token" in file.read_text()
-    assert not file.exists()
+    assert not folder.exists()

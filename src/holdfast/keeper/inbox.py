@@ -66,7 +66,8 @@ class TrainerInbox:
         self.hang_shown = threading.Event()
         self._end = end
         self._trainer_pid = trainer_pid
-        self._queue: deque[Received] = deque()
+        self._saves: deque[StagedSave] = deque()  # thousands, if the store is slow
+        self._others: deque[Received] = deque()
         self._changed = threading.Condition()
 
     def start(self) -> None:
@@ -84,7 +85,12 @@ class TrainerInbox:
     def saves(self) -> list[StagedSave]:
         """Saves in the queue, oldest first."""
         with self._changed:
-            return [item for item in self._queue if isinstance(item, StagedSave)]
+            return list(self._saves)
+
+    @property
+    def has_saves(self) -> bool:
+        """True if a save is in the queue."""
+        return bool(self._saves)
 
     def receive(self, timeout_s: float | None, *, has_work: bool) -> list[Received] | None:
         """Remove and return all messages but saves, followed by the oldest save.
@@ -99,19 +105,21 @@ class TrainerInbox:
         Blocks: until a message arrives or the trainer exits.
         """
         with self._changed:
-            if not self._queue and (has_work or not self.trainer_gone):
+            if not (self._saves or self._others) and (has_work or not self.trainer_gone):
                 self._changed.wait(timeout_s)
-            if not self._queue:
+            if not (self._saves or self._others):
                 return None if self.trainer_gone else []
-            saves = [item for item in self._queue if isinstance(item, StagedSave)]
-            others = [item for item in self._queue if not isinstance(item, StagedSave)]
-            self._queue = deque(saves[1:])
-            return [*others, *saves[:1]]
+            others = list(self._others)
+            self._others.clear()
+            return [*others, self._saves.popleft()] if self._saves else others
 
     def put(self, item: Received) -> None:
         """Add an item from another thread of the keeper."""
         with self._changed:
-            self._queue.append(item)
+            if isinstance(item, StagedSave):
+                self._saves.append(item)
+            else:
+                self._others.append(item)
             self._changed.notify_all()
 
     # -- the thread ------------------------------------------------------------------------------------------
@@ -161,6 +169,6 @@ class TrainerInbox:
         elif isinstance(message, messages.SubmitSave):
             arena_fd, draft_fd = fds
             failpoint("keeper.received")
-            self._queue.append(StagedSave(message, arena_fd, draft_fd, time.monotonic()))
+            self._saves.append(StagedSave(message, arena_fd, draft_fd, time.monotonic()))
         elif isinstance(message, _PLAIN):
-            self._queue.append(message)
+            self._others.append(message)

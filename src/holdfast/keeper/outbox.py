@@ -8,12 +8,13 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.keeper import packets
-from holdfast.keeper.messages import Message, RecordEvent
+from holdfast.keeper.messages import Message, RecordEvent, encode
 
 _MAX_QUEUED = 4096
 """Messages in the queue. Further events are dropped and counted; saves never are.
@@ -23,14 +24,14 @@ Saves in the queue are limited by the staging memory that they hold.
 _CHECK_S = 1.0
 """Pause between checks whether the outbox was closed."""
 _PAUSE_S = 0.05
-"""Pause after a refusal for which the socket cannot be polled."""
+"""Pause after a refusal. A socket may be writable by poll(2) and still have no room for a packet."""
 _NO_ROOM = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
 """Refusals that end: of the socket's buffer, and of descriptors that no process has received yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    message: Message
+    packet: bytes
     fds: tuple[int, ...]  # duplicates, closed once they are sent or dropped
     on_sent: Callable[[], None] | None
 
@@ -72,29 +73,32 @@ class Outbox:
         with self._lock:
             if self._is_closed:
                 return
-            if self._queue or not self._try_send(message, fds):
-                self._enqueue(message, fds, on_sent)
+            packet = encode(message)  # once: a message that waits is tried many times
+            if self._queue or not self._try_send(packet, fds):
+                self._enqueue(packet, fds, on_sent, may_drop=isinstance(message, RecordEvent))
                 return
             if self._is_closed:
                 return
         if on_sent is not None:
             on_sent()
 
-    def _try_send(self, message: Message, fds: tuple[int, ...]) -> bool:
+    def _try_send(self, packet: bytes, fds: tuple[int, ...]) -> bool:
         """Return False if the socket has no room."""
         try:
-            packets.send(self._end, message, fds, flags=socket.MSG_DONTWAIT)
+            packets.send_encoded(self._end, packet, fds, flags=socket.MSG_DONTWAIT)
         except OSError as error:
             if error.errno in _NO_ROOM:
                 return False
             self._is_closed = True  # the keeper has died
         return True
 
-    def _enqueue(self, message: Message, fds: tuple[int, ...], on_sent: Callable[[], None] | None) -> None:
-        if len(self._queue) >= _MAX_QUEUED and isinstance(message, RecordEvent):
+    def _enqueue(
+        self, packet: bytes, fds: tuple[int, ...], on_sent: Callable[[], None] | None, *, may_drop: bool
+    ) -> None:
+        if len(self._queue) >= _MAX_QUEUED and may_drop:
             self.num_dropped += 1
             return
-        self._queue.append(_Queued(message, tuple(map(os.dup, fds)), on_sent))
+        self._queue.append(_Queued(packet, tuple(map(os.dup, fds)), on_sent))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-outbox", daemon=True)
             self._thread.start()
@@ -110,19 +114,20 @@ class Outbox:
             with contextlib.suppress(OSError, ValueError):  # the socket was closed meanwhile
                 poll.register(self._end, select.POLLOUT)
                 poll.poll(_CHECK_S * 1000)
-            self._send_queued()
+            if not self._send_queued():
+                time.sleep(_PAUSE_S)
 
-    def _send_queued(self) -> None:
+    def _send_queued(self) -> bool:
+        """Send what the socket has room for; return False if it refuses a message."""
         while True:
             with self._lock:
                 if self._is_closed or not self._queue:
-                    return
+                    return True
                 first = self._queue[0]
-                if not self._try_send(first.message, first.fds):
-                    self._changed.wait(_PAUSE_S)  # releases the lock
-                    return
+                if not self._try_send(first.packet, first.fds):
+                    return False
                 if self._is_closed:
-                    return  # the keeper has died; `close` drops the rest
+                    return True  # the keeper has died; `close` drops the rest
                 self._queue.popleft()
                 self._changed.notify_all()
             _close(first.fds)

@@ -29,9 +29,14 @@ def send(end: socket.socket, message: Message, fds: tuple[int, ...] = (), *, fla
 
     Blocks: while the socket is full, unless `flags` has MSG_DONTWAIT.
     """
+    send_encoded(end, encode(message), fds, flags=flags)
+
+
+def send_encoded(end: socket.socket, packet: bytes, fds: tuple[int, ...] = (), *, flags: int = 0) -> None:
+    """Send an encoded message, as `send` does."""
     # Not socket.send_fds: up to Python 3.13 it drops its flags, and would block.
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    end.sendmsg([encode(message)], rights, flags)
+    end.sendmsg([packet], rights, flags)
 
 
 def receive(end: socket.socket) -> tuple[Message | None, list[int]]:

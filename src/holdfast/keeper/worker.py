@@ -123,7 +123,7 @@ class Worker:
             if received is None and not self._pending:
                 break
             self._commit_ready()
-            self._lockfile.set_busy(bool(self._inbox.saves))
+            self._lockfile.set_busy(self._inbox.has_saves)
         self._topology.join_retention()
 
     def wind_up(self) -> None:
@@ -192,7 +192,7 @@ class Worker:
                         save,
                         arena,
                         metrics,
-                        has_newer=lambda: bool(self._inbox.saves),
+                        has_newer=lambda: self._inbox.has_saves,
                         on_delay=lambda error: self._reports.delayed(request.step, str(error)),
                         retry_for_s=lambda: 0.0 if self._inbox.trainer_gone else self._config.pause_s,
                     )
@@ -219,6 +219,8 @@ class Worker:
     def _replace_metrics(self) -> None:
         """Write the metrics that were recorded after their save was submitted."""
         late, self._late_metrics = self._late_metrics, {}
+        if not late:
+            return
         queued = {save.request.step for save in self._inbox.saves}
         for step, metrics in late.items():
             if step in queued:

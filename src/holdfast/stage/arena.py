@@ -24,6 +24,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _FDS_PER_ARENA = 3
 """Descriptors of a queued save: of its arena, and two in the outbox of the keeper."""
+_MAX_LEFT_FDS = 2000  # of the training; half of all if that is less
 _MAX_ARENAS = 8192  # each is a mapping, of which Linux allows a process 65,530
 _libc = ctypes.CDLL(None, use_errno=True)
 _log = get_logger("stage")
@@ -114,9 +115,10 @@ class Arena:
 
 
 def max_arenas() -> int:
-    """Return the number of arenas that use half of the process's descriptors."""
+    """Return the number of arenas that leave enough descriptors to the training."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_ARENAS if soft == resource.RLIM_INFINITY else soft // (2 * _FDS_PER_ARENA)
+    left = soft - min(soft // 2, _MAX_LEFT_FDS)
+    most = _MAX_ARENAS if soft == resource.RLIM_INFINITY else left // _FDS_PER_ARENA
     return max(2, min(most, _MAX_ARENAS))
 
 

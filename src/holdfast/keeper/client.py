@@ -25,6 +25,9 @@ _NO_VALUES = SaveValues()
 _MAX_DELETIONS = 1000
 """Steps to be deleted that a new keeper is sent again. Older ones have long been deleted."""
 _CLOSED_POLL_S = 0.02
+_MAX_LISTED_ARENAS = 64
+"""Arenas that a message lists. With more, the keeper keeps only the one of the save mapped: a list in each
+message of a long queue would cost more than the saves."""
 _MAX_UNSAVED = 64
 """Messages since the last save that a new keeper is sent again. Older ones have long been handled."""
 
@@ -148,7 +151,7 @@ class Keeper(KeeperOwner):
             message = messages.SubmitSave(
                 submitted.save.step,
                 submitted.arena,
-                tuple(arenas),
+                tuple(arenas) if len(arenas) <= _MAX_LISTED_ARENAS else (),
                 submitted.layout,
                 to_home=submitted.to_home,
                 is_resent=is_resent,
@@ -312,14 +315,13 @@ class Keeper(KeeperOwner):
 
     @override
     def resend(self) -> int:
-        arenas = [one.arena for one in self._submitted.values()]
         for step, one in list(self._submitted.items()):
             for message in one.before:
                 self._supervisor.send(message)
             if one.is_persisted:
                 self._supervisor.send(messages.ResumeCommit(step, one.layout.data_bytes, one.to_home))
             else:
-                self._resend_save(one, arenas)
+                self._resend_save(one)
         for message in self._unsaved:
             self._supervisor.send(message)
         for step in self._towards_home:
@@ -329,9 +331,10 @@ class Keeper(KeeperOwner):
                 self._supervisor.send(message)
         return len(self._submitted)
 
-    def _resend_save(self, submitted: _Submitted, arenas: Sequence[int]) -> None:
+    def _resend_save(self, submitted: _Submitted) -> None:
         try:
-            self._send_save(submitted, arenas, is_resent=True)
+            # No list of all arenas: in a long queue it would be as long as the queue, in each message.
+            self._send_save(submitted, (), is_resent=True)
         except OSError as error:  # raised here, it would end the thread that replaces keepers
             step = submitted.save.step
             text = f"Step {step} could not be sent to a new keeper: {error}. Earlier checkpoints remain."

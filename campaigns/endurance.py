@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +36,8 @@ from servers import reserve_port  # noqa: E402  # pyright: ignore[reportMissingI
 CLOCK = ROOT / "tests" / "faults" / "clock" / "sitecustomize.py"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LIMIT_S = 3600
+_END_LIMIT_S = 120
+"""Limit of the end of a training that got a signal, on a busy machine too."""
 
 _SAVES = """
 import os, sys, torch, holdfast
@@ -138,13 +142,27 @@ def send_signal(nursery: Nursery, seed: int) -> list[str]:
         _wait_for(child, f"STEP {at}\n")
         time.sleep(pause_s)
         os.killpg(child.pid, number)
-        status = child.wait(120)
+        try:
+            status: int | str = child.wait(_END_LIMIT_S)
+        except queue.Empty:
+            status = f"still running after {_END_LIMIT_S} s with {_stacks(child.pid)}"
+            os.killpg(child.pid, signal.SIGKILL)
         said = child.said()
         steps = [int(one) for one in re.findall(r"STEP (\d+)", said)]
         saved = [int(one.name[5:]) for one in (folder / "home").glob("step-*") if list(one.glob("manifest*"))]
     if status != 75 or max(saved, default=0) < max(steps):
         return [f"{number.name} after step {at}: status {status}, saved {saved[-3:]}: {said[-1500:]}"]
     return []
+
+
+def _stacks(group: int) -> str:
+    """Return where each process of a group stands; the campaign runs as the user who started the processes."""
+    members = subprocess.run(["pgrep", "-g", str(group)], capture_output=True, text=True, check=False).stdout
+    dumps = [
+        subprocess.run(["py-spy", "dump", "--native", "--pid", pid], capture_output=True, text=True, check=False)
+        for pid in members.split()
+    ]
+    return "\n".join(dump.stdout + dump.stderr for dump in dumps)
 
 
 def run_clocks(nursery: Nursery, seed: int, *, num_kills: int = 4) -> list[str]:
@@ -177,9 +195,13 @@ def main() -> int:
     parser.add_argument("--clocks", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    # A shell starts its background jobs with SIGINT ignored, and a training that inherits that ignores it too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     began, nursery = time.monotonic(), Nursery()
     try:
         problems = save_often(nursery, options.saves) if options.saves else []
+        if problems:
+            print(*problems, sep="\n", flush=True)
         found = [_count("saves of one training", options.saves, problems)]
         for name, number, run in (
             ("signals to a training with workers", options.signals, send_signal),
@@ -195,13 +217,13 @@ def main() -> int:
 def _repeat(nursery: Nursery, run: Callable[[Nursery, int], list[str]], number: int, seed: int) -> list[str]:
     problems = []
     for one in range(seed, seed + number):
-        problems += [f"seed {one}: {problem}" for problem in run(nursery, one)]
+        for problem in run(nursery, one):
+            problems.append(f"seed {one}: {problem}")
+            print(problems[-1], flush=True)
     return problems
 
 
 def _count(kind: str, cases: int, problems: list[str]) -> counts.Count:
-    for problem in problems:
-        print(f"FAILED: {kind}: {problem}", flush=True)
     print(f"{kind}: {cases:,} cases, {len(problems)} failed", flush=True)
     return counts.Count(kind, cases, len(problems))
 

@@ -67,9 +67,7 @@ class KeptReadings(Generic[_T]):
         wait([reading.result], max(0.0, reading.began_s + _WAIT_S - time.monotonic()))
         if not reading.result.done():
             since = format_duration(time.monotonic() - reading.began_s)
-            raise RetryLater(
-                f"{redact(place)} has not answered for {since}. Ask again later."
-            )
+            raise RetryLater(f"{redact(place)} has not answered for {since}. Ask again later.")
         return reading.result.result()
 
     def _read(self, reading: _Reading[_T], read: Callable[[], _T]) -> None:

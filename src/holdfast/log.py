@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import threading
+from collections.abc import Callable, Iterator
 
 _PACKAGE = "holdfast"
 _PLAIN = logging.Formatter("holdfast: %(message)s")
+QUIET_S = 3.0
+"""Time that a wait may take without a line."""
 _TIMED = logging.Formatter("%(asctime)s holdfast: %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
@@ -38,6 +43,19 @@ class DefaultHandler(logging.Handler):
 def get_logger(room: str) -> logging.Logger:
     """Return the logger of a room of the package, such as "checkpointer"."""
     return logging.getLogger(f"{_PACKAGE}.{room}")
+
+
+@contextlib.contextmanager
+def reported_if_slow(report: Callable[[], object]) -> Iterator[None]:
+    """Call `report` in another thread if the block takes more than `QUIET_S`, and wait for it."""
+    timer = threading.Timer(QUIET_S, report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def write_times() -> None:

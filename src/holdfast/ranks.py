@@ -6,9 +6,8 @@ import contextlib
 import datetime
 import itertools
 import socket
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, final
@@ -21,14 +20,13 @@ from typing_extensions import override
 from holdfast.environment import read_integer
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, Unsupported
 from holdfast.format.messages import pack, unpack
-from holdfast.log import get_logger
+from holdfast.log import QUIET_S, get_logger, reported_if_slow
 
 _T = TypeVar("_T")
 _log = get_logger("ranks")
-_QUIET_S = 3.0  # a wait for other ranks that is not worth a line
 _EVERY_RANK = (
-    "Every rank has to call save(), restore() and should_save(): remove conditions such as `if rank == 0:` "
-    "around them."
+    "Every rank has to call save(), restore(), should_save() and close(): remove conditions such as "
+    "`if rank == 0:` around them."
 )
 _BARRIER_TIMEOUT = datetime.timedelta(seconds=30)
 _numbers = (
@@ -320,17 +318,10 @@ class Ranks(RankGroup):
             rank=self.rank,
         )
 
-    @contextlib.contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _reported(self) -> contextlib.AbstractContextManager[None]:
         """Log a line if the block takes more than a few seconds."""
-        text = f"rank {self.rank} has waited {_QUIET_S:.0f} s for other ranks. {_EVERY_RANK}"
-        timer = threading.Timer(_QUIET_S, _log.warning, [text])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+        text = f"rank {self.rank} has waited {QUIET_S:.0f} s for other ranks. {_EVERY_RANK}"
+        return reported_if_slow(lambda: _log.warning(text))
 
     def barrier_and_close(self) -> None:
         """Complete the pending exchange, and wait for every rank.
@@ -346,7 +337,8 @@ class Ranks(RankGroup):
             return
         self._finish_exchange(0, 0)
         with contextlib.suppress(dist.DistError):  # a rank has died; nothing is left to be lost
-            self._meet("here", range(self.world_size))
+            with self._reported():
+                self._meet("here", range(self.world_size))
             self._meet("gone", range(self.world_size) if self.rank == 0 else ())
 
     def _meet(self, where: str, ranks: Iterable[int]) -> None:

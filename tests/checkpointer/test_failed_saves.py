@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ import holdfast
 from holdfast.checkpointer import attempt
 from holdfast.environment import PROGRESS, count_failed_saves
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
+from holdfast.format import names
 from holdfast.keeper import KeeperConfig
 from holdfast.report.summary import read_summary
 from holdfast.store import open_store
@@ -200,3 +203,57 @@ def test_a_refused_save_is_a_warning_too(tmp_path: Path) -> None:
         with pytest.warns(SaveWarning, match="step-00000002"):
             ckpt.save(3).wait_durable(SOON_S)
     assert steps_saved(home) == [1, 3]
+
+
+def use_up_files(disk: Path, *, but: int) -> list[Path]:
+    """Leave a number of files that the disk may still hold."""
+    made = [disk / f"ballast-{i}" for i in range(os.statvfs(disk).f_ffree - but)]
+    for path in made:
+        path.touch()
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failed_saves", ["warn", "pause"])
+def test_a_disk_that_fills_between_part_and_manifest_is_named_within_seconds(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], failed_saves: str
+) -> None:
+    """Nothing was printed for ten minutes, and the error of the wait had no cause."""
+    limits = holdfast.Limits(failed_saves=failed_saves)
+    with (
+        small_disk(tmp_path, "4m,nr_inodes=100") as disk,
+        make_checkpointer(disk / "home", {"x": torch.ones(1)}, keep=100, limits=limits) as ckpt,
+    ):
+        ckpt.save(1).wait_durable(SOON_S)
+        before = os.statvfs(disk).f_ffree
+        ckpt.save(2).wait_durable(SOON_S)
+        ballast = use_up_files(disk, but=before - os.statvfs(disk).f_ffree)  # a link takes one for a moment
+        save, said = ckpt.save(3), ""
+
+        def read_until(text: str) -> None:
+            nonlocal said
+            while text not in said:
+                said += capfd.readouterr().err
+                time.sleep(0.01)
+
+        read_until("step 3 is not durable yet")
+        assert "No space left on device" in said
+        assert (disk / "home" / names.part(3, 1, 0)).exists()
+        assert steps_saved(disk / "home") == [1, 2]
+        with pytest.raises(RetryLater, match=r"not durable after 0\.1 s\..*No space left on device"):
+            save.wait_durable(0.1)
+
+        def repair() -> None:
+            if failed_saves == "pause":
+                read_until("training is paused")
+            for path in ballast:
+                path.unlink()
+
+        with ThreadPoolExecutor() as pool:
+            repairing = pool.submit(repair)
+            if failed_saves == "warn":
+                repairing.result()
+                save.wait_durable(SOON_S)
+            ckpt.save(4).wait_durable(SOON_S)
+        assert save.durable
+        assert steps_saved(disk / "home") == [1, 2, 3, 4]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from cli.conftest import Command
+from holdfast.cli import metrics
+from holdfast.report import kept_readings
+from holdfast.store import open_store
+from holdfast.testing import FaultyStore
 
 
 def families(text: str) -> dict[str, float]:
@@ -62,3 +68,28 @@ def test_a_server_of_this_machine_sends_the_text(home: Path) -> None:
             missing.value.close()
         finally:
             process.kill()
+
+
+def test_a_home_that_does_not_answer_is_an_error_of_each_request(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request waited for the same lock, for as long as the first one was read."""
+    store = FaultyStore(open_store(home))
+    gate = store.hold("get")
+    monkeypatch.setattr(kept_readings, "_WAIT_S", 0.05)
+    with ThreadingHTTPServer(("127.0.0.1", 0), metrics._handler(store)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        try:
+            for _ in range(2):
+                with pytest.raises(urllib.error.HTTPError) as failed:
+                    urllib.request.urlopen(url, timeout=10.0)
+                assert failed.value.code == 503
+                assert "has not answered for" in failed.value.read().decode()
+            gate.opened.set()
+            monkeypatch.setattr(kept_readings, "_WAIT_S", 60.0)
+            with urllib.request.urlopen(url) as reply:
+                assert reply.status == 200
+        finally:
+            gate.opened.set()
+            server.shutdown()

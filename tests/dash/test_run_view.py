@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dash.client import Client
+from holdfast.dash import run_view
 from holdfast.dash.run_view import RunPlace, find_place
 from holdfast.errors import NotFound
+from holdfast.report import kept_readings
 from holdfast.report.figures.curves import curves
 from holdfast.report.summary import read_summary
 from holdfast.store import open_store
+from holdfast.testing import FaultyStore
 from jobs.harness import JobHarness
 from making import make_home
 
@@ -76,6 +80,35 @@ def test_a_home_of_a_job_is_shown_and_no_other(
     missing = client.get(f"api/homes/{RunPlace(str(tmp_path / 'not yet')).id}/curves")
     assert missing.status == 404
     assert "does not contain a run yet" in missing.json["error"]
+
+
+def test_a_home_that_does_not_answer_delays_no_other_page(
+    connect: Callable[..., Client], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One on a stalled disk stopped every page, as they were read with one lock held."""
+    stalled = str(tmp_path / "stalled")
+    store = FaultyStore(open_store(stalled))
+    make_home(store)
+    gate = store.hold("size")
+    monkeypatch.setattr(
+        run_view, "open_store", lambda place: store if place == stalled else open_store(place)
+    )
+    monkeypatch.setattr(kept_readings, "_WAIT_S", 0.05)
+    client, path = connect(stalled, str(home)), f"api/homes/{RunPlace(stalled).id}/curves"
+    asking = threading.Thread(target=client.get, args=(path,), daemon=True)
+    asking.start()
+    assert gate.reached.wait(60.0)
+    monkeypatch.setattr(kept_readings, "_WAIT_S", 60.0)
+    assert client.get(f"api/homes/{RunPlace(str(home)).id}/curves").status == 200
+    monkeypatch.setattr(kept_readings, "_WAIT_S", 0.05)
+    answer = client.get(path)
+    assert answer.status == 503
+    assert f"{stalled} has not answered for" in answer.json["error"]
+    asking.join()
+    assert len(store.calls("size")) == 1, "a second thread reads it"
+    gate.opened.set()
+    monkeypatch.setattr(kept_readings, "_WAIT_S", 60.0)
+    assert client.get(path).status == 200
 
 
 def test_a_home_of_another_kind_is_an_error_of_its_own(connect: Callable[..., Client]) -> None:

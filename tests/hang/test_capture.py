@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from holdfast.hang import capture as capturing
 from holdfast.hang.capture import capture
+from holdfast.linux.locks import try_flock
 
 SLOW_WRITER = """
 import os, signal, sys, time
@@ -47,3 +49,15 @@ def slow_writer() -> Iterator[tuple[int, int]]:
 def test_a_writer_that_pauses_is_waited_for(slow_writer: tuple[int, int]) -> None:
     own, _ = capture(*slow_writer)
     assert [one.ident for one in own.threads] == [0x22, 0x11]
+
+
+def test_another_capture_that_is_stopped_is_not_waited_for_without_end(
+    slow_writer: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper that reports a hang would have hung itself."""
+    monkeypatch.setattr(capturing, "_OTHERS_S", 0.1, raising=False)
+    pid, fd = slow_writer
+    with Path(f"/proc/{pid}/fd/{fd}").open("rb") as file:
+        assert try_flock(file.fileno())
+        own, workers = capture(pid, fd)
+    assert (own.pid, own.threads, workers) == (pid, (), ())

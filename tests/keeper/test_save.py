@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 
 import pytest
 
-from holdfast import RetryLater, Save
+from holdfast import RetryLater, Save, log
 from holdfast.errors import Denied, MissingKey, NotFound, TimedOut
 
 
@@ -79,3 +80,28 @@ def test_a_wait_that_runs_out_names_its_cause() -> None:
     save.mark_delayed("No space left on device.")
     with pytest.raises(RetryLater, match=r"not durable after 0\.0 s\. No space left on device\."):
         save.wait_durable(0.0)
+
+
+@pytest.mark.parametrize("stage", ["staged", "durable", "in home"])
+def test_a_wait_that_takes_long_is_logged_once(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """A notebook cell waited two minutes, and printed nothing."""
+    save, lines = Save(5), list[str]()
+
+    class Ending(logging.Handler):
+        """Handler that ends the wait once the line is there."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            save.mark_durable()
+            save.mark_home()
+
+    monkeypatch.setattr(log, "QUIET_S", 0.0)
+    logger, handler = log.get_logger("keeper"), Ending()
+    logger.addHandler(handler)
+    try:
+        waits = {"staged": save.wait_staged, "durable": save.wait_durable, "in home": save.wait_home}
+        waits[stage]()
+    finally:
+        logger.removeHandler(handler)
+    save.wait_home()
+    assert lines == [f"waiting until step 5 is {stage}; it is staging now"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from holdfast import log
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater
-from holdfast.format import names
+from holdfast.format import names, run
 from holdfast.home.commit import MAX_REFUSALS, refuse
 from holdfast.home.retain import Retention
 from holdfast.keeper import commit_tier, packets, worker
@@ -36,6 +38,7 @@ from holdfast.keeper.messages import (
 from holdfast.keeper.worker import Worker
 from holdfast.linux.processes import start_time
 from holdfast.retention import Keep
+from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 from keeper.test_commit import make_config, put_part
@@ -262,3 +265,32 @@ def test_the_ranks_whose_parts_are_missing_are_sent(make_worker: MakeWorker) -> 
     put_part(store, 0, world_size=2)
     check_commit(made, PendingSave(5, received_s=time.monotonic() - 4.0), times=3)
     assert inbox.replies == [SaveDelayed(5, "The parts of ranks [1] are missing.")]
+
+
+def test_saves_are_told_that_their_keeper_still_waits_for_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home that was away before the first look gave no line for a minute. Later saves get one too."""
+    monkeypatch.setattr(log, "QUIET_S", 0.0)
+    monkeypatch.setattr(worker, "_OPEN_PAUSE_S", 0.01)
+    home = LocalStore(tmp_path / "home")
+    ours, theirs = packets.make_pair()
+    inbox = TrainerInbox(theirs, os.getpid())
+    waiting = threading.Thread(target=worker.wait_for_run, args=(home, "run", inbox))
+    with ours, theirs, Path(os.devnull).open() as file:
+        inbox.start()
+        waiting.start()
+        for step in (1, 2):
+            fds = file.fileno(), file.fileno()
+            packets.send(ours, SubmitSave(step, step, (1, 2), ArenaLayout(1), to_home=True), fds)
+            delayed, _ = packets.receive(ours)
+            assert isinstance(delayed, SaveDelayed)
+            assert delayed.step == step
+            assert "does not show run run, which was claimed there" in delayed.detail
+        home.put(names.RUN, run.document(run.Run("run", 1.0)))
+        waiting.join()
+        assert not inbox.trainer_gone
+        for save in inbox.receive(None, has_work=False) or ():
+            assert isinstance(save, StagedSave)
+            os.close(save.arena_fd)
+            os.close(save.draft_fd)

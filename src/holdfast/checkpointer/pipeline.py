@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import time
 from collections.abc import Sequence
@@ -16,9 +17,13 @@ from holdfast.failpoint import failpoint
 from holdfast.format import part as parts
 from holdfast.format.part import Ancestors
 from holdfast.keeper import ArenaLayout, Keeper, Save
+from holdfast.log import get_logger, reported_if_slow
 from holdfast.ranks import RankGroup
 from holdfast.stage import Arena, Arenas, SavePlan, Stager, Staging
 from holdfast.state import CapturedState, State, catalog_of
+from holdfast.units import plural
+
+_log = get_logger("checkpointer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +163,19 @@ class Pipeline:
         if may_skip and not all(self._ranks.gather(self.arenas.has_room(num_bytes))):
             return None  # all ranks skip together: a checkpoint of some ranks can never be complete
         began = time.perf_counter()
-        arena = self.arenas.acquire(num_bytes)
+        has_room = self.arenas.has_room(num_bytes)
+        with contextlib.nullcontext() if has_room else reported_if_slow(self._report_full):
+            arena = self.arenas.acquire(num_bytes)
         assert arena is not None
         self.waited_for_memory_s += time.perf_counter() - began
         self._in_use[arena.number] = arena
         return arena
+
+    def _report_full(self) -> None:
+        _log.info(
+            "save() waits for staging memory: %s not written yet. Raise memory=, or save less often.",
+            plural(len(self._in_use), "save is", "saves are"),
+        )
 
     def release(self, number: int) -> None:
         """Return an arena for the next save. The keeper calls this once it has read the arena."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, step_number
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
+from holdfast.report.kept_readings import KeptReadings
 from holdfast.report.open_metrics import CONTENT_TYPE, format_metrics, metric_families
 from holdfast.report.summary import read_summary
 from holdfast.restore.atomic_output import atomic_file, check_parent
@@ -94,30 +93,11 @@ def _write(path: Path, text: str) -> None:
 # -- serving -------------------------------------------------------------------------------------------------
 
 
-class _Numbers:
-    """Text of a home, which is read again once it is old."""
-
-    def __init__(self, store: Store) -> None:
-        self._store, self._lock = store, threading.Lock()
-        self._text, self._read_s = "", -_LEAST_AGE_S
-
-    def text(self) -> str:
-        """Return the text.
-
-        Raises:
-            HoldfastError: the store failed.
-        """
-        with self._lock:
-            if time.monotonic() - self._read_s >= _LEAST_AGE_S:
-                self._text, self._read_s = _text(self._store), time.monotonic()
-            return self._text
-
-
 def _serve(store: Store, port: int, *, is_json: bool) -> int:
     if port > _MAX_PORT:
         raise InvalidInput(f"A port is at most {_MAX_PORT}, got {port}.")
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), _handler(_Numbers(store)))
+        server = ThreadingHTTPServer(("127.0.0.1", port), _handler(store))
     except OSError as error:
         raise InvalidInput(f"Cannot listen on 127.0.0.1:{port}: {error.strerror}.") from error
     url = f"http://127.0.0.1:{server.server_port}/metrics"
@@ -135,8 +115,9 @@ def _serve(store: Store, port: int, *, is_json: bool) -> int:
     return 0
 
 
-def _handler(numbers: _Numbers) -> type[BaseHTTPRequestHandler]:
+def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
     """Return the class that answers requests."""
+    texts = KeptReadings[str](least_age_s=_LEAST_AGE_S)
 
     class Handler(BaseHTTPRequestHandler):
         """Reply to one request."""
@@ -147,7 +128,7 @@ def _handler(numbers: _Numbers) -> type[BaseHTTPRequestHandler]:
                 self.send_error(404)
                 return
             try:
-                body = numbers.text().encode()
+                body = texts.get(store.url, lambda: _text(store)).encode()
             except HoldfastError as error:
                 self.send_error(503, explain=str(error))
                 return

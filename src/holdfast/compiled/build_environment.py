@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from holdfast.format.hashes import digest
 from holdfast.format.sealed import dumps
+from holdfast.linux.program_runs import run_program
 
 BuildEnvironment: TypeAlias = "dict[str, str]"
 
@@ -100,9 +101,7 @@ def _compiler() -> str:
     """Return the first line of the C++ compiler's version, or an empty string."""
     command = [*shlex.split(os.environ.get("CXX", "g++")), "--version"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_COMPILER_ANSWERS_S
-        )
+        done = run_program(command, timeout_s=_COMPILER_ANSWERS_S)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.partition("\n")[0]
+    return done.text.partition("\n")[0]

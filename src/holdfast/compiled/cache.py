@@ -17,10 +17,12 @@ from holdfast.compiled.download import DownloadResult, load, read_indices
 from holdfast.compiled.trust import VARIABLE, is_trusted
 from holdfast.compiled.upload import CacheUploader, UploadResult
 from holdfast.errors import HoldfastError
+from holdfast.log import get_logger, reported_if_slow
 from holdfast.process_exit import complete_at_exit
 from holdfast.store import Store
 from holdfast.units import format_bytes, format_duration
 
+_log = get_logger("compiled")
 LOAD_LIMIT_S = 120.0
 """Longest wait for compiled code at the start. Files that are missing then are compiled again."""
 CLOSE_LIMIT_S = 10.0
@@ -192,7 +194,8 @@ class CompiledCode:
             self.upload_soon()
         if self._thread is not None and timeout_s > 0:
             self._orders.put("last")
-            self._thread.join(timeout_s)
+            with reported_if_slow(lambda: _log.info("waiting for the upload of compiled code")):
+                self._thread.join(timeout_s)
         self._is_ended.set()
         self._orders.put("last")
 

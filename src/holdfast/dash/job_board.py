@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import dataclass
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.engine import Job
 from holdfast.jobs.interface import queue
 from holdfast.jobs.records import Records
 from holdfast.jobs.state_folder import state_dir
+from holdfast.report.kept_readings import KeptReadings
 
 _MIN_AGE_S = 1.0
 _REST = 4.0
@@ -38,23 +37,20 @@ class JobBoard:
     """Board of all jobs. The longer reading takes, the less often they are read."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._readings = KeptReadings[JobListing](least_age_s=_MIN_AGE_S, rest=_REST)
         self._listing = JobListing((), ())
         self._by_engine: dict[str, list[Job]] = {}
-        self._next_s = 0.0
 
     def listing(self) -> JobListing:
         """Return all jobs, as they were read a moment ago.
 
-        Blocks: while they are read.
+        Blocks: while they are read, at most 10 s.
         """
-        with self._lock:
-            began_s = time.monotonic()
-            if began_s >= self._next_s:
-                self._listing = self._read()
-                ended_s = time.monotonic()
-                self._next_s = ended_s + max(_MIN_AGE_S, _REST * (ended_s - began_s))
-            return self._listing
+        try:
+            self._listing = self._readings.get("The list of jobs", self._read)
+        except RetryLater as error:
+            return JobListing(self._listing.jobs, (str(error),))
+        return self._listing
 
     def _read(self) -> JobListing:
         problems: list[str] = []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from holdfast.home.listing import list_home
 from holdfast.redaction import redact
 from holdfast.report.figures.curves import curves
 from holdfast.report.headline import headline
+from holdfast.report.kept_readings import KeptReadings
 from holdfast.report.page import make_page
 from holdfast.report.summary import RunSummary, read_summary
 from holdfast.store import open_store
@@ -60,52 +59,35 @@ def find_place(places: Iterable[str], wanted: str) -> RunPlace:
     raise NotFound("This home is not among those of the job or of the command line.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    value: dict[str, Any]
-    next_s: float
-
-
 class RunView:
-    """Reader of runs for all pages. One home is read at a time, to limit memory."""
+    """Reader of runs for all pages."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._curves = KeptReadings[dict[str, Any]](least_age_s=_MIN_AGE_S, rest=_REST, max_kept=_MAX_KEPT)
+        self._summaries = KeptReadings[RunSummary](least_age_s=_MIN_AGE_S, rest=_REST)
 
     def curves(self, place: RunPlace) -> dict[str, Any]:
         """Return the curves of a run as JSON, as they were read a moment ago.
 
         Raises:
-            HoldfastError: the home cannot be read.
+            HoldfastError: the home cannot be read, or has not answered yet.
 
-        Blocks: while homes are read.
+        Blocks: while the home is read, at most 10 s.
         """
-        with self._lock:
-            began_s = time.monotonic()
-            kept = self._kept.get(place.place)
-            if kept is None or began_s >= kept.next_s:
-                value = _curves(_read(place))
-                ended_s = time.monotonic()
-                kept = _Kept(value, ended_s + max(_MIN_AGE_S, _REST * (ended_s - began_s)))
-                self._kept[place.place] = kept
-            self._kept.move_to_end(place.place)
-            while len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-            return kept.value
+        return self._curves.get(place.place, lambda: _curves(_read(place)))
 
     def report(self, place: RunPlace) -> str:
         """Return the report of a run as an HTML page.
 
         Raises:
-            HoldfastError: the home cannot be read, or the chart library is not installed.
+            HoldfastError: the home cannot be read or has not answered yet, or the chart library is not
+                installed.
 
-        Blocks: while homes are read.
+        Blocks: while the home is read, at most 10 s.
         """
-        with self._lock:
-            summary = _read(place)
-            name = redact(place.place).rstrip("/").rpartition("/")[2] or place.place
-            return make_page(summary, name=name, made_unix_s=time.time())
+        summary = self._summaries.get(place.place, lambda: _read(place))
+        name = redact(place.place).rstrip("/").rpartition("/")[2] or place.place
+        return make_page(summary, name=name, made_unix_s=time.time())
 
 
 def _read(place: RunPlace) -> RunSummary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from holdfast.hang.handlers import STACKS_SIGNAL
 from holdfast.hang.py_spy import read_stacks
 from holdfast.hang.stacks import Thread, parse_stacks
+from holdfast.linux.locks import try_flock
 from holdfast.linux.processes import handles_signal, start_time, threads_blocking
 
 MAX_WORKERS = 8
@@ -22,6 +22,8 @@ _LIMIT_S = 3.0
 _QUIET_S = 0.1
 """Time without growth after which the stacks may be complete."""
 _LOOK_S = 0.01
+_OTHERS_S = 45.0
+"""Time to wait for other captures of the same process, which may be stopped themselves."""
 _MAX_BYTES = 1 << 20
 
 _STATES = {
@@ -55,7 +57,7 @@ def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStack
         pid: process id of the trainer.
         stacks_fd: the trainer's descriptor of the file that receives its stacks; -1 without one.
 
-    Blocks: at most 3 s per process, and 15 s for one that py-spy reads.
+    Blocks: at most 3 s per process, 15 s for one that py-spy reads, and 45 s for other captures.
     """
     try:
         file = os.open(f"/proc/{pid}/fd/{stacks_fd}", os.O_RDONLY | os.O_CLOEXEC) if stacks_fd >= 0 else -1
@@ -64,7 +66,8 @@ def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStack
     if file < 0:
         return ProcessStacks(pid, read_state(pid), read_stacks(pid)), ()
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)  # stacks of two captures must not alternate
+        if not _locked_in_time(file):
+            return ProcessStacks(pid, read_state(pid), ()), ()
         own = ProcessStacks(pid, read_state(pid), _dump(pid, file) or read_stacks(pid))
         workers = [
             ProcessStacks(child, read_state(child), _dump(child, file))
@@ -74,6 +77,14 @@ def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStack
         return own, tuple(workers)
     finally:
         os.close(file)
+
+
+def _locked_in_time(file: int) -> bool:
+    """Lock the file of a process's stacks, as those of two captures must not alternate."""
+    deadline_s = time.monotonic() + _OTHERS_S
+    while not (is_locked := try_flock(file)) and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)
+    return is_locked
 
 
 def read_state(pid: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.documents import decode
 from holdfast.errors import Corrupt
 from holdfast.hang.stacks import MAX_FRAMES, MAX_THREADS, Frame, Thread
+from holdfast.linux.program_runs import run_program
 
 _LIMIT_S = 15.0
 _MAX_BYTES = 4 << 20
@@ -36,17 +37,12 @@ def read_stacks(pid: int) -> tuple[Thread, ...]:
         return ()
     command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
-        found = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_LIMIT_S,
-            check=True,
-        )
-        return parse_json(found.stdout)
-    except (OSError, subprocess.SubprocessError, Corrupt):
-        return ()  # it needs rights that containers often lack
+        found = run_program(command, timeout_s=_LIMIT_S)
+        return (
+            parse_json(found.out) if found.status == 0 else ()
+        )  # it needs rights that containers often lack
+    except (OSError, subprocess.TimeoutExpired, Corrupt):
+        return ()
 
 
 def parse_json(text: bytes) -> tuple[Thread, ...]:

@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from holdfast import backoff
 from holdfast.errors import RetryLater
+from holdfast.log import QUIET_S
 from holdfast.units import format_duration
 
 LIMIT_S = 120.0
 """Seconds for which a restore retries, by default."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.1, 5.0, 0.5
-_QUIET_S = 3.0  # a failure that passes sooner is not worth a line
 _T = TypeVar("_T")
 
 
@@ -49,7 +49,7 @@ class Patience:
 
         Blocks: for half of the time spent so far, at most 5 s.
         """
-        if self.spent_s >= _QUIET_S and not self._has_logged:
+        if self.spent_s >= QUIET_S and not self._has_logged:
             self._has_logged = True
             self._log(f"{what} cannot be read; trying again for {format_duration(self._limit_s)}: {reason}")
         pause_s = backoff.proportional(self.spent_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)

@@ -18,7 +18,7 @@ from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.host_processes import NOTIFY_AFTER_S
 from holdfast.keeper.save import Save
 from holdfast.keeper.supervisor import KeeperOwner, Supervisor
-from holdfast.log import get_logger
+from holdfast.log import get_logger, reported_if_slow
 
 _log = get_logger("keeper")
 _NO_VALUES = SaveValues()
@@ -86,6 +86,7 @@ class Keeper(KeeperOwner):
         self._submitted: dict[int, _Submitted] = {}
         self._towards_home: dict[int, Save] = {}  # durable in the local tier, and to be sent home
         self._arenas_in_use: set[int] = set()
+        self._delayed: Save | None = None  # the last one whose delay was reported
         self._complete: messages.MarkComplete | None = None  # the last one sent
         self._best: tuple[messages.DrainBest, ...] = ()  # the last one sent, after the last one that was due
         self._deletions = deque[messages.DeleteStep](maxlen=_MAX_DELETIONS)
@@ -260,7 +261,9 @@ class Keeper(KeeperOwner):
         with self._lock:
             _closing.add(self)
             self._supervisor.close(messages.Close(frees_memory), must_restart=bool(self._submitted))
-        self.wait_ended(timeout_s)
+        waits = f"waiting for the keeper of rank {self.config.rank} (pid {self.pid}) to complete its work"
+        with reported_if_slow(lambda: _log.info(waits)):
+            self.wait_ended(timeout_s)
 
     def wait_ended(self, timeout_s: float | None) -> bool:
         """Wait for the exit of the process after `close`. Return False if the time runs out."""
@@ -364,8 +367,10 @@ class Keeper(KeeperOwner):
     def _note_delay(self, message: messages.SaveDelayed) -> None:
         submitted = self._submitted.get(message.step)
         if submitted is not None:
+            before, self._delayed = self._delayed, submitted.save
             submitted.save.mark_delayed(message.detail)
-            _log.warning("step %d is not durable yet: %s", message.step, message.detail)
+            if before is None or before.done() or before.delay != message.detail:  # not for each of a queue
+                _log.warning("step %d is not durable yet: %s", message.step, message.detail)
 
     def _handle(self, message: messages.Message) -> None:
         match message:

@@ -24,11 +24,9 @@ from holdfast.keeper.lockfile import is_trainer_alive, running_keepers
 from holdfast.keeper.messages import DropSave
 from holdfast.keeper.reports import TRANSIENT_ERRORS, Reports
 from holdfast.keeper.retention_thread import RetentionThread, delete_old
+from holdfast.log import QUIET_S
 from holdfast.retention import Keep
 from holdfast.store import Store
-
-_QUIET_S = 3.0
-"""Time that a commit may wait without a line about it."""
 
 
 @dataclass(slots=True)
@@ -44,7 +42,7 @@ class PendingSave:
 
     def is_worth_a_line(self, kind: str) -> bool:
         """Return True once for each kind of reason, after a few seconds."""
-        if kind == self.reported or time.monotonic() - self.received_s <= _QUIET_S:
+        if kind == self.reported or time.monotonic() - self.received_s <= QUIET_S:
             return False
         self.reported = kind
         return True

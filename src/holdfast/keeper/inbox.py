@@ -68,6 +68,7 @@ class TrainerInbox:
         self._trainer_pid = trainer_pid
         self._saves: deque[StagedSave] = deque()  # thousands, if the store is slow
         self._others: deque[Received] = deque()
+        self._delay = ""  # reason for which all saves wait
         self._changed = threading.Condition()
 
     def start(self) -> None:
@@ -78,6 +79,22 @@ class TrainerInbox:
         """Send a message to the trainer, unless it has exited."""
         with contextlib.suppress(OSError):
             packets.send(self._end, message)
+
+    def set_delay(self, reason: str) -> None:
+        """Report to the trainer why its saves wait, also those that arrive later; "" ends the wait.
+
+        The first reason of a wait is reported.
+        """
+        with self._changed:
+            if reason and self._delay:
+                return
+            self._delay = reason
+            waiting = [save.request.step for save in self._saves] if reason else []
+        for step in waiting:
+            self._report_delay(step, reason)
+
+    def _report_delay(self, step: int, reason: str) -> None:
+        self.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
 
     # -- for the worker --------------------------------------------------------------------------------------
 
@@ -160,6 +177,9 @@ class TrainerInbox:
         with self._changed:
             self._add(message, fds)
             self._changed.notify_all()
+            delay = self._delay
+        if delay and isinstance(message, messages.SubmitSave):
+            self._report_delay(message.step, delay)
         return True
 
     def _add(self, message: messages.Message, fds: list[int]) -> None:

@@ -6,7 +6,10 @@ import threading
 import time
 
 from holdfast.errors import HoldfastError, TimedOut
+from holdfast.log import get_logger, reported_if_slow
 from holdfast.units import Duration, parse_timeout
+
+_log = get_logger("keeper")
 
 
 class Save:
@@ -35,6 +38,7 @@ class Save:
         self._error: HoldfastError | None = None
         self._home_error: HoldfastError | None = None
         self.delay = ""
+        self._is_reported = False
 
     def __repr__(self) -> str:
         return f"Save(step={self.step}, {self.state})"
@@ -150,13 +154,24 @@ class Save:
 
     def _wait(self, event: threading.Event, timeout: Duration | None, stage: str) -> None:
         timeout_s = parse_timeout(timeout, "timeout")
-        if not event.wait(timeout_s):
+        if not (event.is_set() or self._wait_reported(event, timeout_s, stage)):
             reason = f" {self.delay}" if self.delay else ""
             raise TimedOut(
                 f"Step {self.step} is not {stage} after {timeout_s} s.{reason} The save continues in the "
                 "background.",
                 step=self.step,
             )
+
+    def _wait_reported(self, event: threading.Event, timeout_s: float | None, stage: str) -> bool:
+        """Wait for an event, and log one line for this save if that takes long."""
+
+        def report() -> None:
+            if not self._is_reported and not self.delay:  # the delay has a line of its own
+                self._is_reported = True
+                _log.info("waiting until step %d is %s; it is %s now", self.step, stage, self.state)
+
+        with reported_if_slow(report):
+            return event.wait(timeout_s)
 
     # -- set by the stager and the keeper --------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from holdfast import backoff
 from holdfast.errors import Conflict, Corrupt, HoldfastError, RetryLater, Unsupported
@@ -28,6 +29,7 @@ from holdfast.keeper.pace_watch import PaceWatch
 from holdfast.keeper.reports import TRANSIENT_ERRORS, Reports, bugs_as_errors
 from holdfast.keeper.save_files import SaveFiles
 from holdfast.keeper.topologies import Surroundings, make_topology
+from holdfast.log import reported_if_slow
 from holdfast.store import Store, open_store
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0
@@ -275,13 +277,15 @@ def open_patiently(place: str, inbox: TrainerInbox) -> Store:
     Raises:
         Denied, RetryLater: it did not respond before the trainer exited.
     """
-    while True:
-        try:
-            return open_store(place)
-        except TRANSIENT_ERRORS:
-            if inbox.trainer_gone:
-                raise
-            time.sleep(_OPEN_PAUSE_S)
+    with _reported(inbox, f"{place} has not answered since its keeper started."):
+        while True:
+            try:
+                return open_store(place)
+            except TRANSIENT_ERRORS as error:
+                if inbox.trainer_gone:
+                    raise
+                inbox.set_delay(str(error))
+                time.sleep(_OPEN_PAUSE_S)
 
 
 def wait_for_run(store: Store, run: str, inbox: TrainerInbox) -> None:
@@ -293,15 +297,29 @@ def wait_for_run(store: Store, run: str, inbox: TrainerInbox) -> None:
         Conflict: it holds another run, or none until the trainer exited or the time ran out: it was deleted.
     """
     deadline = time.monotonic() + _FIND_RUN_S
-    while True:
-        trainer_gone = inbox.trainer_gone  # before the look
-        with contextlib.suppress(*TRANSIENT_ERRORS, Corrupt, Unsupported):
-            found = read_run(store)
-            if found is not None and found.id == run:
-                return
-            if found is not None or trainer_gone or time.monotonic() > deadline:
-                raise Conflict(
-                    f"{store.url} was deleted since run {run} was claimed there: it holds "
-                    f"{'no run' if found is None else f'run {found.id}'}. Nothing is written."
-                )
-        time.sleep(_OPEN_PAUSE_S)
+    with _reported(inbox, f"{store.url} does not show run {run}, which was claimed there."):
+        while True:
+            trainer_gone = inbox.trainer_gone  # before the look
+            try:
+                found = read_run(store)
+            except (*TRANSIENT_ERRORS, Corrupt, Unsupported) as error:
+                inbox.set_delay(str(error))
+            else:
+                if found is not None and found.id == run:
+                    return
+                if found is not None or trainer_gone or time.monotonic() > deadline:
+                    raise Conflict(
+                        f"{store.url} was deleted since run {run} was claimed there: it holds "
+                        f"{'no run' if found is None else f'run {found.id}'}. Nothing is written."
+                    )
+            time.sleep(_OPEN_PAUSE_S)
+
+
+@contextlib.contextmanager
+def _reported(inbox: TrainerInbox, reason: str) -> Iterator[None]:
+    """Report a wait to the trainer if it takes more than a few seconds, and the body has not done so."""
+    try:
+        with reported_if_slow(lambda: inbox.set_delay(reason)):
+            yield
+    finally:
+        inbox.set_delay("")

@@ -11,6 +11,7 @@ from abc import abstractmethod
 
 from typing_extensions import override
 
+from holdfast.linux.program_runs import run_program
 from holdfast.notice.cloud import Cloud
 from holdfast.notice.metadata import Unreachable
 from holdfast.notice.preemption import Notice
@@ -120,9 +121,7 @@ def _squeue_left(job_id: str) -> str:
     """Return the time left of a job as squeue prints it, or an empty string."""
     words = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=_SQUEUE_S, stdin=subprocess.DEVNULL
-        )
+        done = run_program(words, timeout_s=_SQUEUE_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.text if done.status == 0 else ""

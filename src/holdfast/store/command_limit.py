@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from holdfast.log import QUIET_S, reported_if_slow
 from holdfast.units import format_duration
-
-_QUIET_S = 3.0  # faster answers are not worth a line
 
 
 class CommandLimit:
@@ -49,19 +47,14 @@ class CommandLimit:
         if self._notify is None or place in self._reported:
             yield
             return
-        timer = threading.Timer(_QUIET_S, self._report, (place,))
-        timer.daemon = True
-        timer.start()
-        try:
+        with reported_if_slow(lambda: self._report(place)):
             yield
-        finally:
-            timer.cancel()
 
     def _report(self, place: str) -> None:
         if self._notify is not None and self.limit_s is not None and place not in self._reported:
             self._reported.add(place)
             self._notify(
-                f"{place} has not answered for {format_duration(_QUIET_S)}; retrying for up to "
+                f"{place} has not answered for {format_duration(QUIET_S)}; retrying for up to "
                 f"{format_duration(self.limit_s)} (--patience)"
             )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,18 @@ def test_output_has_no_colours(sky: FakeSky) -> None:
         "bye",
     ]
     assert sky.calls()[-1] == "jobs logs --follow 17"
+
+
+def test_output_ends_with_the_command_whatever_daemon_it_has_started(sky: FakeSky) -> None:
+    """The server of SkyPilot has inherited the command's output."""
+    engine = SkyEngine()
+    number = submit(engine)
+    sky.program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {sky.folder}/daemon\nprintf 'hello\\nbye'\n")
+    try:
+        lines = [line.text for line in engine.lines(number, OutputSelection())]
+    finally:
+        os.kill(int((sky.folder / "daemon").read_text()), signal.SIGKILL)
+    assert lines == ["hello", "bye"]
 
 
 def test_an_unsupported_request_is_reported(sky: FakeSky) -> None:

@@ -15,9 +15,11 @@ from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
 from holdfast.environment import is_dry_run
 from holdfast.errors import InvalidInput, Preempted, SaveWarning
+from holdfast.log import get_logger, reported_if_slow
 from holdfast.stage import PendingScalar, copy_scalar
 from holdfast.units import parse_step
 
+_log = get_logger("adapters")
 MAX_WAITING = 10_000
 """Rows that the library has not taken; older ones are dropped."""
 NUMBERS_PERIOD_S = 30.0
@@ -118,7 +120,8 @@ class Tracker:
             self._is_closed, self._has_failed = True, has_failed
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            with reported_if_slow(lambda: _log.info("waiting for %s to take the last numbers", self._name)):
+                self._thread.join(timeout_s)
             if self._thread.is_alive():
                 self._note_problem(f"it did not end within {timeout_s:g} s")
         elif self._early:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from holdfast.documents import decode_dataclass
 from holdfast.errors import Corrupt, Unsupported
+from holdfast.linux.program_runs import run_program
 
 _LIMIT_S = 60.0
 _MAX_CONFIG_BYTES = 1 << 16
@@ -123,22 +124,14 @@ def read_config(executable: Path) -> dict[str, str]:
 def _ask(found: str, environment: Mapping[str, str], workdir: Path) -> ParentPython:
     command = [found, "-I", "-c", _QUESTION]
     try:
-        done = subprocess.run(
-            command,
-            env=dict(environment),
-            cwd=workdir,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_LIMIT_S,
-            check=False,
-        )
+        done = run_program(command, timeout_s=_LIMIT_S, env=environment, cwd=workdir)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unsupported(f"{found} does not run: {error}") from error
-    if done.returncode:
-        words = done.stderr.decode(errors="replace").split("\n")
+    if done.status:
+        words = done.error.split("\n")
         last = next((line for line in reversed(words) if line.strip()), "no message")
-        raise Unsupported(f"{found} does not run: it exits with {done.returncode}: {last[:200]}")
-    answer = done.stdout.strip().rpartition(b"\n")[2]
+        raise Unsupported(f"{found} does not run: it exits with {done.status}: {last[:200]}")
+    answer = done.out.strip().rpartition(b"\n")[2]
     try:
         parent = decode_dataclass(ParentPython, answer, f"the answer of {found}", any_text=True)
     except Corrupt as error:

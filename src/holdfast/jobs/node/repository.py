@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast.errors import NotFound, RetryLater, Unsupported
 from holdfast.jobs.task.model import Repository
+from holdfast.linux.program_runs import Ended, run_program
 
 _LIMIT_S = 1800.0
 _TAIL = 1000
@@ -53,9 +54,9 @@ def _commit(repository: Repository, to: Path) -> str:
         found = _run(
             "-C", str(to), "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"
         )
-        if found.returncode == 0:
-            return found.stdout.strip()
-    if ref is not None and _run("-C", str(to), "fetch", "--quiet", "origin", "--", ref).returncode == 0:
+        if found.status == 0:
+            return found.text
+    if ref is not None and _run("-C", str(to), "fetch", "--quiet", "origin", "--", ref).status == 0:
         # A commit that is not on any branch, or a ref of another kind, such as a pull request's.
         return _git("-C", str(to), "rev-parse", "FETCH_HEAD^{commit}", about=repository)
     what = "branch, tag or commit " + repr(ref) if ref is not None else "commit"
@@ -66,37 +67,27 @@ def _how(repository: Repository, to: Path, commit: str) -> list[str]:
     """Return arguments that check out the branch by name if possible, else the commit."""
     ref = repository.ref
     if ref is None:
-        return ["HEAD", "--"] if _run("-C", str(to), "symbolic-ref", "-q", "HEAD").returncode else []
-    is_branch = (
-        _run("-C", str(to), "rev-parse", "-q", "--verify", f"refs/remotes/origin/{ref}").returncode == 0
-    )
+        return ["HEAD", "--"] if _run("-C", str(to), "symbolic-ref", "-q", "HEAD").status else []
+    is_branch = _run("-C", str(to), "rev-parse", "-q", "--verify", f"refs/remotes/origin/{ref}").status == 0
     return ["-B", ref, f"origin/{ref}", "--"] if is_branch else ["--detach", commit, "--"]
 
 
 def _git(*words: str, about: Repository) -> str:
     done = _run(*words)
-    if done.returncode:
+    if done.status:
         raise RetryLater(
-            f"Cannot clone {about.url}: git reports: {done.stderr.strip()[-_TAIL:]}. Nothing was "
+            f"Cannot clone {about.url}: git reports: {done.error[-_TAIL:]}. Nothing was "
             "started. git uses its own credentials: a credential helper, or ssh's agent."
         )
-    return done.stdout.strip()
+    return done.text
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
+def _run(*words: str) -> Ended:
     # No user is present to enter a password.
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     environment.setdefault("GIT_SSH_COMMAND", "ssh -o BatchMode=yes")
     try:
-        return subprocess.run(
-            ["git", "-c", "protocol.ext.allow=never", *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            env=environment,
-            timeout=_LIMIT_S,
-        )
+        command = ["git", "-c", "protocol.ext.allow=never", *words]
+        return run_program(command, timeout_s=_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"git did not finish within {_LIMIT_S:.0f} s: git {' '.join(words)}.") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from holdfast.documents import decode_text
 from holdfast.errors import RetryLater
+from holdfast.linux.program_runs import run_program
 
 _SKYIGNORE = ".skyignore"
 _LIMIT_S = 60.0
@@ -83,20 +84,15 @@ def _git(folder: Path, *words: str) -> list[str] | None:
     """Return git's null-separated output, or None if the folder is not in a work tree."""
     environment = {**os.environ, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
     try:
-        done = subprocess.run(
-            ["git", *_NO_PROGRAMS, "-C", str(folder), *words],
-            capture_output=True,
-            check=False,
-            timeout=_LIMIT_S,
-            env=environment,
-        )
+        command = ["git", *_NO_PROGRAMS, "-C", str(folder), *words]
+        done = run_program(command, timeout_s=_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"git did not answer within {_LIMIT_S:.0f} s in {folder}.") from error
-    output = os.fsdecode(done.stderr).strip()
-    if done.returncode and ("not a git repository" in output or "work tree" in output):
+    output = done.error
+    if done.status and ("not a git repository" in output or "work tree" in output):
         return None
-    if done.returncode:
+    if done.status:
         raise RetryLater(
             f"git could not list the ignored files of {folder}: {output}. Add a .skyignore file to avoid git."
         )
-    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    return [os.fsdecode(name) for name in done.out.split(b"\0") if name]

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from holdfast.linux.program_runs import end_program, given_input
+
 _LIMIT_S = 60.0
 
 
@@ -19,21 +21,22 @@ def call(command: str, given: bytes, *, environment: Mapping[str, str], director
         given: its standard input, which it may ignore.
     """
     try:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", command],
-            stdin=subprocess.PIPE,
-            env=dict(environment),
-            cwd=directory if Path(directory).is_dir() else "/",
-            start_new_session=True,
-        )
+        with given_input(given) as stdin:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                stdin=stdin,
+                env=dict(environment),
+                cwd=directory if Path(directory).is_dir() else "/",
+                start_new_session=True,
+            )
     except (OSError, ValueError) as error:
         return f"it could not be started: {error.strerror if isinstance(error, OSError) else 'invalid text'}"
     try:
-        process.communicate(given, timeout=_LIMIT_S)
+        process.wait(_LIMIT_S)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        end_program(process)
         return f"it did not end within {_LIMIT_S:.0f} s, and was killed"
     status = process.returncode
     return "" if status == 0 else f"exit status {status}" if status > 0 else f"killed by signal {-status}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.sky.states import ManagedJob, parse_queue
+from holdfast.linux.program_runs import end_program, output_of, run_program
 
 PROGRAM = "HOLDFAST_SKY"
 """Variable with the path of the program. Default: `sky` on the PATH."""
@@ -91,15 +92,22 @@ def logs(number: str, *, follow: bool) -> Iterator[str]:
         Unsupported: `sky` is not installed.
     """
     words = [program(), "jobs", "logs", "--follow" if follow else "--no-follow", number]
-    with subprocess.Popen(
+    process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=_environment()
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                yield _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip("\r\n")
-        finally:
-            process.terminate()
+    )
+    try:
+        begun = b""
+        for _, data in output_of(process):
+            *lines, begun = (begun + data).split(b"\n")
+            yield from map(_plain, lines)
+        if begun:
+            yield _plain(begun)
+    finally:
+        end_program(process)
+
+
+def _plain(line: bytes) -> str:
+    return _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip("\r")
 
 
 def _run(
@@ -108,21 +116,13 @@ def _run(
     command = [program(), *words]
     command_line = f"sky {' '.join(words)}"
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-            env=_environment(environment),
-        )
+        done = run_program(command, timeout_s=timeout_s, env=_environment(environment))
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"`{command_line}` did not finish within {timeout_s:.0f} s.") from error
-    if done.returncode:
-        output = _COLOURS.sub("", done.stderr.strip() or done.stdout.strip())[-1500:]
-        raise RetryLater(f"`{command_line}` exited with {done.returncode}:\n{output}")
-    return _COLOURS.sub("", done.stdout)
+    if done.status:
+        output = _COLOURS.sub("", done.error or done.text)[-1500:]
+        raise RetryLater(f"`{command_line}` exited with {done.status}:\n{output}")
+    return _COLOURS.sub("", done.text)
 
 
 def _environment(further: Mapping[str, str] | None = None) -> dict[str, str]:

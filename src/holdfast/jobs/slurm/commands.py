@@ -15,6 +15,7 @@ from pathlib import Path
 from holdfast.entry import command
 from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.errors import RetryLater, Unsupported
+from holdfast.linux.program_runs import run_program
 
 _TIMEOUT_S = 60.0
 _NUM_TRIES = 3
@@ -271,15 +272,13 @@ def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_
         RetryLater: it failed, or did not end.
     """
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S, env=environment
-        )
+        done = run_program(words, timeout_s=_TIMEOUT_S, env=environment)
     except FileNotFoundError as error:
         raise Unsupported(f"{words[0]} is not on the PATH of this machine.") from error
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"`{' '.join(words)}` did not answer within {_TIMEOUT_S:.0f} s.") from error
-    if done.returncode < 0 and num_tries > 1:
+    if done.status < 0 and num_tries > 1:
         return _run(words, environment, num_tries=num_tries - 1)
-    if done.returncode:
-        raise RetryLater(f"`{' '.join(words)}` exited with {done.returncode}: {done.stderr.strip()[-500:]}")
-    return done.stdout
+    if done.status:
+        raise RetryLater(f"`{' '.join(words)}` exited with {done.status}: {done.error[-500:]}")
+    return done.out.decode("utf-8", "replace")

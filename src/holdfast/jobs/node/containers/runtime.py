@@ -9,6 +9,7 @@ import subprocess
 from enum import Enum
 
 from holdfast.errors import Unsupported
+from holdfast.linux.program_runs import run_program
 
 _LIMIT_S = 30.0
 _QUESTIONS = {
@@ -54,15 +55,7 @@ def _ask(program: str) -> str | None:
 @functools.cache
 def _answer(*command: str) -> str | None:
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_LIMIT_S,
-            check=False,
-        )
+        done = run_program(command, timeout_s=_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.text if done.status == 0 else None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from holdfast.errors import Conflict
 from holdfast.linux.mounts import mount_points
+from holdfast.linux.program_runs import run_program
 
 _LIMIT_S = 30.0
 _DEVICE = Path("/dev/fuse")
@@ -66,10 +67,11 @@ def _unmount(path: Path) -> None:
     for words in (["fusermount3", "-uz"], ["fusermount", "-uz"], ["umount", "-l"]):
         if shutil.which(words[0]) is None:
             continue
-        done = subprocess.run(
-            [*words, str(path)], capture_output=True, text=True, check=False, timeout=_LIMIT_S
-        )
+        try:
+            error = run_program([*words, str(path)], timeout_s=_LIMIT_S).error
+        except subprocess.TimeoutExpired as late:
+            error = str(late)
         if path not in mounted_below(path):
             return
-        errors.append(done.stderr.strip())
+        errors.append(error)
     raise Conflict(f"Cannot unmount {path}: {'; '.join(errors)}.")

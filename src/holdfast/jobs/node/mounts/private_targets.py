@@ -11,6 +11,9 @@ from pathlib import Path
 from holdfast.entry import command
 from holdfast.jobs.node.mounts.private_links import ROOT, existing_parent
 from holdfast.jobs.task.model import FileMount, Task
+from holdfast.linux.program_runs import run_program
+
+_TRIAL_S = 60.0
 
 
 def private_mounts(task: Task) -> Iterator[FileMount]:
@@ -52,19 +55,13 @@ def is_private_target(target: Path) -> bool:
 def why_unavailable() -> str | None:
     """Return why this user cannot have private links here, or None if they can.
 
-    Blocks: while a process tries it.
+    Blocks: while a process tries it, at most a minute.
     """
-    trial = subprocess.run(
-        command("holdfast.linux.mount_namespace"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if trial.returncode == 0:
-        return None
-    return (trial.stderr.strip().splitlines() or [f"exit status {trial.returncode}"])[-1]
+    try:
+        trial = run_program(command("holdfast.linux.mount_namespace"), timeout_s=_TRIAL_S)
+    except subprocess.TimeoutExpired as error:
+        return str(error)
+    return None if trial.status == 0 else (trial.error.splitlines() or [trial.message])[-1]
 
 
 def is_coverable(target: Path, state: Path) -> bool:

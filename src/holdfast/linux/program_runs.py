@@ -1,0 +1,148 @@
+"""Runs of programs to their end, whatever processes they leave behind."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+_LOOK_S = 0.2
+"""Interval between two calls of `on_look`."""
+_END_S = 5.0
+"""Time for a process to end after SIGTERM, and again after SIGKILL."""
+_BLOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Result of a program."""
+
+    status: int
+    out: bytes
+    err: bytes
+
+    @property
+    def text(self) -> str:
+        """Its output as text."""
+        return self.out.decode("utf-8", "replace").strip()
+
+    @property
+    def error(self) -> str:
+        """Its error output as text."""
+        return self.err.decode("utf-8", "replace").strip()
+
+    @property
+    def message(self) -> str:
+        """Its error message on one line, or its exit status."""
+        return " ".join((self.error or self.text).split()) or f"exit status {self.status}"
+
+
+def run_program(
+    command: Sequence[str],
+    *,
+    timeout_s: float | None,
+    given: bytes = b"",
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    has_own_session: bool = False,
+    on_output: Callable[[bytes], object] = lambda _: None,
+    on_look: Callable[[], object] = lambda: None,
+) -> Ended:
+    """Run a program, and return its result. A process that it leaves behind is not waited for.
+
+    Args:
+        given: its standard input.
+        on_output: called with each piece of its output and its errors.
+        on_look: called all the time. If it raises, the program is ended.
+
+    Raises:
+        OSError: it could not be started.
+        subprocess.TimeoutExpired: it did not end in time, and was ended.
+
+    Blocks: until it has ended, or for `timeout_s`, and then at most 10 s.
+    """
+    with given_input(given) as stdin:
+        process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            cwd=cwd,
+            start_new_session=has_own_session,
+        )
+    try:
+        found = {process.stdout: bytearray(), process.stderr: bytearray()}
+        for pipe, data in output_of(process, timeout_s=timeout_s, on_look=on_look):
+            on_output(data)
+            found[pipe] += data
+        return Ended(process.wait(), bytes(found[process.stdout]), bytes(found[process.stderr]))
+    finally:
+        end_program(process)
+
+
+def given_input(data: bytes) -> IO[bytes]:
+    """Return a file in memory to be the standard input of a program, which need not read it."""
+    file = os.fdopen(os.memfd_create("holdfast-input"), "w+b")
+    file.write(data)
+    file.seek(0)
+    return file
+
+
+def output_of(
+    process: subprocess.Popen[bytes],
+    *,
+    timeout_s: float | None = None,
+    on_look: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[IO[bytes], bytes]]:
+    """Yield what a process writes to its pipes, until it ends.
+
+    Its pipes may stay open: a daemon that it has started, as those of git and SkyPilot, has inherited them.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended in time.
+    """
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    end = os.pidfd_open(process.pid)
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(end, selectors.EVENT_READ)
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    selector.register(pipe, selectors.EVENT_READ, pipe)
+            while True:
+                ready = [key for key, _ in selector.select(_LOOK_S)]
+                for key in ready:
+                    if key.data is not None:
+                        data = os.read(key.fd, _BLOCK_BYTES)
+                        if not data:
+                            selector.unregister(key.fileobj)
+                        yield key.data, data
+                if [key.fd for key in ready] == [end]:  # and no output is left
+                    return
+                on_look()
+                if timeout_s is not None and deadline_s is not None and time.monotonic() > deadline_s:
+                    raise subprocess.TimeoutExpired(process.args, timeout_s)
+    finally:
+        os.close(end)
+
+
+def end_program(process: subprocess.Popen[bytes]) -> None:
+    """End a process that still runs, and close its pipes.
+
+    Blocks: at most 10 s. A process that waits for a disk dies later.
+    """
+    for end in (process.terminate, process.kill):
+        if process.poll() is None:
+            end()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                continue
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()

@@ -1,0 +1,80 @@
+"""Programs run to their end: all output arrives, and what they leave behind delays nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.jobs.notifications import hook_command
+from holdfast.jobs.service import programs
+from holdfast.linux import program_runs
+from holdfast.linux.processes import read_stat
+from holdfast.linux.program_runs import run_program
+
+
+@pytest.fixture
+def pid_file(tmp_path: Path) -> Iterator[Path]:
+    """A file for the process id of a daemon, which is killed at the end."""
+    yield tmp_path / "pid"
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_a_daemon_that_keeps_the_pipes_open_is_not_waited_for(
+    pid_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that git and SkyPilot start. Every command of the system failed at its time limit."""
+    monkeypatch.setattr(programs, "_LIMIT_S", 5.0)
+    done = programs.run_program(
+        "sh", "-c", f"sleep 600 & echo $! > {pid_file}; echo out; echo err >&2; exit 3"
+    )
+    assert (done.status, done.text, done.error, done.message) == (3, "out", "err", "err")
+    assert read_stat(int(pid_file.read_text())) is not None
+
+
+def test_a_hook_whose_daemon_keeps_the_input_ends_at_its_limit(
+    pid_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had been killed, and the rest of its input was still to be sent."""
+    monkeypatch.setattr(hook_command, "_LIMIT_S", 0.5)
+    command = f"setsid sleep 600 <&0 & echo $! > {pid_file}; sleep 600"
+    failure = hook_command.call(command, bytes(1 << 20), environment=os.environ, directory="/")
+    assert failure.endswith("and was killed")
+
+
+def test_a_program_that_ignores_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_runs, "_END_S", 0.1)
+    pids: list[bytes] = []
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_program(
+            ["sh", "-c", "trap '' TERM; echo $$; while :; do sleep 0.05; done"],
+            timeout_s=0.3,
+            on_output=pids.append,
+        )
+    assert read_stat(int(pids[0])) is None
+
+
+def test_a_program_is_ended_by_an_error_of_its_owner() -> None:
+    pids: list[bytes] = []
+
+    def stop() -> None:
+        if pids:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run_program(
+            ["sh", "-c", "echo $$; exec sleep 600"], timeout_s=None, on_output=pids.append, on_look=stop
+        )
+    assert read_stat(int(pids[0])) is None
+
+
+def test_all_input_and_output_passes() -> None:
+    """More than a pipe holds, in both directions."""
+    data = os.urandom(1 << 20)
+    assert run_program(["sh", "-c", "cat; cat /dev/null >&2"], timeout_s=None, given=data).out == data
+    assert run_program(["true"], timeout_s=60.0, given=data).status == 0
+    assert run_program(["cat"], timeout_s=60.0).out == b""

@@ -153,12 +153,14 @@ def every(value: int | str | datetime.timedelta | Every) -> Every:
     raise InvalidInput(f"every must be steps (500), a duration ('10m'), 'auto' or a policy, got {value!r}.")
 
 
-def single_policies(value: int | str | datetime.timedelta | Every) -> tuple[Every, ...]:
-    """Return the single policies of an `every=` argument; a save is due when any of them is.
+def single_policies(value: int | str | datetime.timedelta | Every | None) -> tuple[Every, ...]:
+    """Return the single policies of an `every=` argument: a save is due when any of them is, and None has none.
 
     Raises:
         InvalidInput: see `every`.
     """
+    if value is None:
+        return ()
     policy = every(value)
     if isinstance(policy, AnyOf):
         return tuple(one for inner in policy.policies for one in single_policies(inner))

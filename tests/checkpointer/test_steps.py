@@ -130,3 +130,14 @@ def test_a_loop_without_a_restore_of_the_script_restores(tmp_path: Path) -> None
         assert next(iter(ckpt.steps(9))) == 5
         assert torch.equal(state["model"].weight, saved["model"].weight)
         assert list(ckpt.steps(6)) == [5], "and so does a second loop"
+
+
+def test_a_loop_without_a_policy_saves_what_the_script_saves_and_its_last_step(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}, every=None, keep=None) as ckpt:
+        for step in ckpt.steps(700):
+            if step == 9:
+                ckpt.save(step + 1)
+    assert sorted(path.name for path in (tmp_path / "home").glob("step-*")) == [
+        "step-00000010",
+        "step-00000700",
+    ]

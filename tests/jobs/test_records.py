@@ -1,4 +1,4 @@
-"""Records of jobs: one folder and number each, read whatever else is damaged, and taken over from jobs.db."""
+"""Records of jobs: one folder and number each, read whatever else is damaged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,29 +23,6 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
 
 SPEC = JobSpec(num_nodes=1, num_gpus=0, has_setup=False, user="me", gpus=[])
-VERSION_1 = """
-CREATE TABLE jobs (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, task_id TEXT,
-    is_whole INTEGER NOT NULL DEFAULT 0, spec TEXT NOT NULL, terms TEXT NOT NULL, life TEXT NOT NULL,
-    due TEXT NOT NULL, status TEXT NOT NULL, step_before INTEGER, submitted_unix_s REAL NOT NULL,
-    started_unix_s REAL, ended_unix_s REAL
-);
-CREATE TABLE requests (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL REFERENCES jobs(id), kind TEXT NOT NULL,
-    lead_s REAL, is_done INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX open_requests ON requests(job) WHERE is_done = 0;
-PRAGMA user_version = 1;
-"""
-VERSION_2 = """
-ALTER TABLE jobs ADD COLUMN engine TEXT NOT NULL DEFAULT 'local';
-ALTER TABLE jobs ADD COLUMN outer_id TEXT;
-PRAGMA user_version = 2;
-"""
-LIFE = (
-    '{"status": "%s", "attempt": 3, "is_active": false, "recoveries": 2, "num_errors": 0, "num_barren": 0, '
-    '"num_hurried": 0, "is_noticed": false, "outcomes": {}, "reason": "x"}'
-)
 
 
 def submit(records: Records, *, engine: str = "local", name: str = "n") -> int:
@@ -54,24 +30,6 @@ def submit(records: Records, *, engine: str = "local", name: str = "n") -> int:
     number = records.reserve()
     records.complete(Submission(number, name, f"id-{number}", engine, SPEC, RestartPolicy(), 1.0))
     return number
-
-
-def old_database(state: Path, *, version: int = 2, status: str = "SUCCEEDED", last: int = 1) -> Path:
-    """Write a database of an earlier version with the jobs up to `last`."""
-    path = state / "jobs.db"
-    old = sqlite3.connect(path)
-    old.executescript(VERSION_1 + (VERSION_2 if version > 1 else ""))
-    spec = '{"num_nodes": 1, "num_gpus": 0, "has_setup": false, "user": "me", "gpus": []}'
-    policy = '{"num_nodes": 1, "max_restarts": 4, "free_codes": [33], "max_barren": 5, "grace_s": 30.0}'
-    for _ in range(last):
-        old.execute(
-            "INSERT INTO jobs (name, task_id, is_whole, spec, terms, life, due, status, submitted_unix_s, "
-            "started_unix_s, ended_unix_s) VALUES ('old', 'old-id', 1, ?, ?, ?, '{}', ?, 1.0, 2.0, 3.0)",
-            (spec, policy, LIFE % status, status),
-        )
-    old.commit()
-    old.close()
-    return path
 
 
 def test_records_are_read_back_as_written(tmp_path: Path) -> None:
@@ -263,33 +221,6 @@ def test_records_of_a_newer_version_are_rejected_unchanged(tmp_path: Path) -> No
     with pytest.raises(Conflict, match="newer version"):
         records.get(1)
     assert path.read_text() == before
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_database_of_an_earlier_version_is_taken_over_once(tmp_path: Path, version: int) -> None:
-    old_database(tmp_path, version=version, last=3)
-    for number in (1, 3):  # the folder of 2 was lost
-        job_folder(tmp_path, number).path.mkdir(parents=True)
-    for _ in range(2):
-        found = Records(tmp_path).all()
-        assert [(one.id, one.name, one.engine, one.life.recoveries) for one in found] == [
-            (1, "old", "local", 2),
-            (3, "old", "local", 2),
-        ]
-        assert found[0].policy == RestartPolicy(1, 4, frozenset({33}))
-        assert (found[0].started_unix_s, found[0].ended_unix_s) == (2.0, 3.0)
-    assert [path.name for path in tmp_path.glob("jobs.db*")] == ["jobs.db.old-1"]
-    assert Records(tmp_path).reserve() == 4
-
-
-def test_an_old_copy_of_the_database_changes_no_record(tmp_path: Path) -> None:
-    records = Records(tmp_path)
-    submit(records, name="new")
-    before = {path: path.read_bytes() for path in job_folder(tmp_path, 1).path.iterdir()}
-    old_database(tmp_path, status="RUNNING", last=7)
-    assert [one.name for one in Records(tmp_path).all()] == ["new"]
-    assert {path: path.read_bytes() for path in job_folder(tmp_path, 1).path.iterdir()} == before
-    assert Records(tmp_path).reserve() == 8, "numbers of the old copy are skipped"
 
 
 def test_a_journal_without_its_newest_attempt_is_not_believed(tmp_path: Path) -> None:

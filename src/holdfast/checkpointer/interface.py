@@ -59,7 +59,7 @@ class Checkpointer:
             this mapping. The random number generators of python, numpy and torch are always included.
             Without it each `save` brings its own, and `load` returns it; the loop is yours then.
         every: when to save: steps (500), a duration ("10m"), "auto" (as often as 1 % of the time allows),
-            or a policy.
+            a policy, or None for a script that decides by itself.
         keep: number of newest checkpoints to keep, a `Keep`, or None for all.
         local: folder on each host's fast disk, or a `Local`, for a `home` that is slow or far.
         memory: limit of this rank's staging memory, in bytes or as "8GiB", or a `Memory`.
@@ -96,7 +96,7 @@ class Checkpointer:
         home: str | os.PathLike[str] | Home,
         state: MutableMapping[str, Any] | None = None,
         *,
-        every: int | str | datetime.timedelta | Every = 500,
+        every: int | str | datetime.timedelta | Every | None = 500,
         keep: int | Keep | None = 3,
         local: str | os.PathLike[str] | Local | None = None,
         memory: int | str | Memory = "8GiB",
@@ -113,21 +113,21 @@ class Checkpointer:
         quiet: bool = False,
     ) -> None:
         options = Options(
-            parse_home(home),
-            single_policies(every),
-            parse_keep(keep),
-            parse_local(local),
-            parse_memory(memory),
-            reads,
-            parse_preemption(preemption),
-            parse_compile_cache(compile_cache),
-            limits,
-            parse_hang(on_hang),
-            parse_spike(on_spike),
-            parse_slow(on_slow),
-            parse_audit(audit),
-            take_over,
-            quiet,
+            home=parse_home(home),
+            policies=single_policies(every),
+            keep=parse_keep(keep),
+            local=parse_local(local),
+            memory=parse_memory(memory),
+            reads=reads,
+            preemption=parse_preemption(preemption),
+            compile_cache=parse_compile_cache(compile_cache),
+            limits=limits,
+            hang=parse_hang(on_hang),
+            spike=parse_spike(on_spike),
+            slow=parse_slow(on_slow),
+            audit=parse_audit(audit),
+            take_over=take_over,
+            quiet=quiet,
         )
         if options.spike.action == "rollback" and state is None:
             raise InvalidInput(

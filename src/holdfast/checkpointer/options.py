@@ -425,7 +425,7 @@ class Limits:
         return parse_duration(self.rank_timeout, "Limits(rank_timeout=)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """All options of a Checkpointer but its state and group, parsed."""
 

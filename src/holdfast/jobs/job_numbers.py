@@ -32,12 +32,6 @@ def reserve_number(jobs: Path) -> int:
         return number
 
 
-def skip_numbers(jobs: Path, number: int) -> None:
-    """Never give out the numbers up to `number`."""
-    with _locked(jobs) as fd:
-        _write(fd, max(_last_number(jobs, fd), number))
-
-
 def job_numbers(jobs: Path) -> list[int]:
     """Return the numbers of all folders of jobs, in order."""
     try:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import job_numbers
-from holdfast.jobs.earlier_database import take_over
 from holdfast.jobs.job_clock import ClockReading
 from holdfast.jobs.node.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.rebuilt_state import rebuild_state
@@ -72,16 +71,11 @@ class Records:
 
     Args:
         state: folder of all jobs.
-
-    Raises:
-        RetryLater: the folder cannot be used.
     """
 
     def __init__(self, state: Path) -> None:
         self._state = state
         self._jobs = jobs_folder(state)
-        with self._translate_errors():
-            take_over(state)
 
     # -- jobs ------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +12,6 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.records import Records
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
-from jobs.test_records import VERSION_1, VERSION_2, old_database
 
 WAITS = """
 echo attempt $HOLDFAST_ATTEMPT begins
@@ -151,60 +147,6 @@ def test_a_cancelled_job_is_not_restarted_after_its_journal_was_lost(harness: Jo
     changed.unlink()
     assert harness.wait(job).status is JobStatus.CANCELLED
     assert harness.log(job).count("begins") == 1
-
-
-@pytest.mark.parametrize(
-    "database",
-    [
-        "nonsense",
-        pytest.param("zeros", marks=pytest.mark.slow),
-        pytest.param("empty", marks=pytest.mark.slow),
-        "old copy",
-        pytest.param("old copy, torn", marks=pytest.mark.slow),
-    ],
-)
-def test_whatever_is_found_as_a_database_no_job_is_touched(harness: JobHarness, database: str) -> None:
-    job = start(harness)
-    path = harness.state / "jobs.db"
-    if database.startswith("old copy"):
-        old_database(harness.state, status="RUNNING")
-        if database.endswith("torn"):
-            _truncate(path)
-    else:
-        path.write_bytes({"nonsense": b"no database " * 999, "zeros": b"\0" * 9999, "empty": b""}[database])
-    check_another_launch(harness, job)
-    finish(harness, job)
-    assert not path.exists()
-    assert len(list(harness.state.glob("jobs.db.*"))) == 1, "it is renamed, not removed"
-
-
-def test_a_running_job_of_an_earlier_version_is_taken_over(harness: JobHarness) -> None:
-    """Its controller uses the database, and is replaced. Its commands continue."""
-    job = start(harness)
-    running = commands_of(harness, job)
-    record = harness.record(job)
-    files = harness.files(job)
-    database = sqlite3.connect(harness.state / "jobs.db")
-    database.executescript(VERSION_1 + VERSION_2)
-    parts = (record.spec, record.policy, record.life, record.due)
-    documents = [json.dumps(dataclasses.asdict(one), default=sorted) for one in parts]
-    database.execute(
-        "INSERT INTO jobs (name, task_id, is_whole, spec, terms, life, due, status, submitted_unix_s) "
-        "VALUES (?, ?, 1, ?, ?, ?, ?, 'RUNNING', 1.0)",
-        (job.name, job.task_id, *documents),
-    )
-    database.execute("INSERT INTO requests (job, kind, lead_s, is_done) VALUES (1, 'preempt', 0.0, 1)")
-    database.commit()
-    database.close()
-    for path in (files.states, *files.submissions):
-        path.unlink()
-    old = harness.controller(job)
-    found = harness.engine.job(job.id)
-    assert (found.status, found.attempt, found.task_id) == (JobStatus.RUNNING, 1, job.task_id)
-    assert old not in harness.roles(job, "controller")
-    check_another_launch(harness, job)
-    assert commands_of(harness, job) == running
-    finish(harness, job)
 
 
 def test_a_folder_that_launch_did_not_make_is_never_removed(harness: JobHarness) -> None:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
 
 _log = get_logger("adapters")
-_NEVER = 10**15
-"""Steps between two saves that nobody asks for: the script decides when to save."""
 
 _LOADER_WARNING = "The run will not resume exactly: a (shuffled )?DataLoader"
 """Warning about loaders that are not in the state: the positions of prepared ones are."""
@@ -72,7 +70,7 @@ class Session:
         self._checkpointer = Checkpointer(
             settings.home,
             self._state,
-            every=_NEVER,
+            every=None,
             keep=None,
             quiet=True,
             preemption=Preemption("none", signals=False),

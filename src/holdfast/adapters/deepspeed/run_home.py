@@ -24,8 +24,6 @@ from holdfast.restore.checkpoint import Checkpoint
 
 _log = get_logger("deepspeed")
 _T = TypeVar("_T")
-_NEVER = 10**15
-"""Interval of steps for saves that only the script decides."""
 _homes: dict[tuple[str, int], RunHome] = {}
 
 
@@ -44,7 +42,7 @@ class RunHome:
         self._options = dict(options)
         self._ranks = Ranks(timeout_s=limits.rank_timeout_s)
         given = {"keep": None, "quiet": True, **options}
-        self._checkpointer = Checkpointer(home, every=_NEVER, group=self._ranks, **given)
+        self._checkpointer = Checkpointer(home, every=None, group=self._ranks, **given)
         self.url = self._checkpointer.home
         self._may_save = False  # the home is empty, or the run was continued
         self._last = 0  # step of the newest save or load

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from holdfast.adapters.transformers.trainer import HoldfastTrainer
 
 _log = get_logger("adapters")
-_NEVER = 10**15
-"""Steps between two saves that nobody asks for: the Trainer decides when to save."""
 
 
 _LOADER_WARNING = "The run will not resume exactly: a (shuffled )?DataLoader"
@@ -83,7 +81,7 @@ class Session:
         self._checkpointer = Checkpointer(
             settings.home,
             self._state,
-            every=_NEVER,
+            every=None,
             keep=_best_rule(self._args),
             group=self._ranks,
             quiet=True,

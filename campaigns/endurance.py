@@ -156,13 +156,15 @@ def send_signal(nursery: Nursery, seed: int) -> list[str]:
 
 
 def _stacks(group: int) -> str:
-    """Return where each process of a group stands; the campaign runs as the user who started the processes."""
-    members = subprocess.run(["pgrep", "-g", str(group)], capture_output=True, text=True, check=False).stdout
-    dumps = [
-        subprocess.run(["py-spy", "dump", "--native", "--pid", pid], capture_output=True, text=True, check=False)
-        for pid in members.split()
-    ]
-    return "\n".join(dump.stdout + dump.stderr for dump in dumps)
+    """Return where each process of a group stands."""
+    return "\n".join(
+        _output("py-spy", "dump", "--pid", pid) for pid in _output("pgrep", "-g", str(group)).split()
+    )
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
 
 
 def run_clocks(nursery: Nursery, seed: int, *, num_kills: int = 4) -> list[str]:
@@ -195,7 +197,7 @@ def main() -> int:
     parser.add_argument("--clocks", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    # A shell starts its background jobs with SIGINT ignored, and a training that inherits that ignores it too.
+    # A shell starts its background jobs with SIGINT ignored, which a training inherits and respects.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     began, nursery = time.monotonic(), Nursery()
     try:

@@ -47,7 +47,7 @@ def get_logger(room: str) -> logging.Logger:
 
 @contextlib.contextmanager
 def reported_if_slow(report: Callable[[], object]) -> Iterator[None]:
-    """Call `report` in another thread if the block takes more than `QUIET_S`, and wait for it."""
+    """Call `report` in another thread if the block takes more than `QUIET_S`."""
     timer = threading.Timer(QUIET_S, report)
     timer.daemon = True
     timer.start()

@@ -317,7 +317,7 @@ def wait_for_run(store: Store, run: str, inbox: TrainerInbox) -> None:
 
 @contextlib.contextmanager
 def _reported(inbox: TrainerInbox, reason: str) -> Iterator[None]:
-    """Report a wait to the trainer if it takes more than a few seconds, and the body has not done so."""
+    """Report a long wait to the trainer, unless the body has done so."""
     try:
         with reported_if_slow(lambda: inbox.set_delay(reason)):
             yield

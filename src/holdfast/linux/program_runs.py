@@ -86,7 +86,7 @@ def run_program(
 
 
 def given_input(data: bytes) -> IO[bytes]:
-    """Return a file in memory to be the standard input of a program, which need not read it."""
+    """Return a file in memory with the standard input of a program."""
     file = os.fdopen(os.memfd_create("holdfast-input"), "w+b")
     file.write(data)
     file.seek(0)

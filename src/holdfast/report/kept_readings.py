@@ -1,4 +1,4 @@
-"""Readings of homes and jobs that the requests to a server share, each in a thread of its own."""
+"""Readings of homes and jobs that the requests to a server share."""
 
 from __future__ import annotations
 

@@ -7,7 +7,10 @@ import os
 import sys
 import time
 import weakref
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+if TYPE_CHECKING:
+    from multiprocessing import util
 
 EXIT_LIMIT_S = 60.0
 """Time that all background work together may take before the interpreter ends."""
@@ -26,6 +29,7 @@ _owners: tuple[weakref.WeakSet[BackgroundWork], weakref.WeakSet[BackgroundWork]]
     weakref.WeakSet(),
     weakref.WeakSet(),
 )
+_at_exit: list[util.Finalize] = []  # the call of `_complete_all`
 
 
 def complete_at_exit(owner: BackgroundWork, *, is_receiver: bool = False) -> None:
@@ -38,6 +42,11 @@ def complete_at_exit(owner: BackgroundWork, *, is_receiver: bool = False) -> Non
         is_receiver: other owners hand work over to it, so it ends after them.
     """
     _owners[is_receiver].add(owner)
+    if not _at_exit:
+        from multiprocessing import util  # which processes without such work need not import
+
+        # Children that multiprocessing has forked call no handlers of atexit.
+        _at_exit.append(util.Finalize(None, _complete_all, exitpriority=0))
 
 
 def _complete_all() -> None:
@@ -50,6 +59,7 @@ def _complete_all() -> None:
 def _forget_all() -> None:
     for owners in _owners:
         owners.clear()
+    _at_exit.clear()
 
 
 def hard_exit(status: int = 0) -> NoReturn:

@@ -359,3 +359,37 @@ print("trained on")
     assert (
         "KeyboardInterrupt" in done.stderr if number == signal.SIGINT else done.returncode == -signal.SIGTERM
     )
+
+
+CHILD = """
+import multiprocessing.forkserver, signal, sys
+from multiprocessing import resource_tracker
+def tell(queue):
+    queue.put([str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)])
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    if sys.argv[1:]:
+        context.set_forkserver_preload(["holdfast.notice.fork_server"])
+    resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+    multiprocessing.forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    queue = context.Queue()
+    child = context.Process(target=tell, args=(queue,))
+    child.start()
+    print(queue.get())
+    child.join()
+"""
+
+
+def test_other_children_of_the_fork_server_keep_the_usual_handlers(tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    found = [
+        subprocess.run(
+            [sys.executable, str(script), *words], capture_output=True, text=True, check=True
+        ).stdout
+        for words in ([], ["with"])
+    ]
+    assert found[0] == found[1], found
+    assert "default_int_handler" in found[0]

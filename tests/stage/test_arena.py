@@ -98,6 +98,14 @@ def test_the_error_of_an_arena_over_the_limit_has_both_sizes() -> None:
     assert arenas.numbers() == []
 
 
+def test_an_arena_that_the_system_refuses_is_an_error_of_the_save() -> None:
+    arenas = Arenas(2 << 60)
+    with pytest.raises(RetryLater, match=r"refused an arena of .* Nothing was saved"):
+        arenas.acquire(1 << 60)
+    assert arenas.numbers() == []
+    arenas.close()
+
+
 def test_the_first_acquire_returns_the_prepared_arena() -> None:
     arenas, seen = Arenas(64 * MIB), []
     for _ in range(3):

@@ -208,11 +208,11 @@ class Checkpointer:
 
         Claims the home and restores the newest checkpoint first. After a call of `restore`, `load` or
         `continue_from` it begins where that left off and restores nothing, so what you have set since then
-        stays. Yields the number of steps completed so far; the
-        loop's body completes one more. Saves when due, and calls `finish` at the end. A loop that is left by
-        `break` or `return` is saved too, but not finished. One that is left by an exception is not saved,
-        since its last step may be incomplete. A run that has all its steps already yields nothing. With
-        `on_spike="rollback"` the steps after a rollback come again.
+        stays. Yields the number of steps completed so far; the loop's body completes one more. Saves when
+        due, and calls `finish` at the end. A loop that is left by `break` or `return` is saved too, but not
+        finished. One that is left by an exception is not saved, since its last step may be incomplete. A run
+        that has all its steps already yields nothing. With `on_spike="rollback"` the steps after a rollback
+        come again.
 
         Raises:
             InvalidInput: `total` is not a whole number from 0.

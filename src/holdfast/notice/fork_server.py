@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType
 
 from holdfast.notice.signals import SIGNALS
 
 
-def _leave_to_the_trainer(number: int, frame: FrameType | None) -> None:
-    """Do nothing."""
-
-
 def _reset_in_child() -> None:
-    for number in SIGNALS:
-        if signal.getsignal(number) is _leave_to_the_trainer:
+    for number in _ignored:
+        if number != signal.SIGINT:  # which the server itself sets for its children
             signal.signal(number, signal.SIG_DFL)
 
 
 _blocked = [number for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()) if number in SIGNALS]
-for _number in _blocked:
-    signal.signal(_number, _leave_to_the_trainer)
+_ignored = [number for number in _blocked if signal.getsignal(number) != signal.SIG_IGN]
+for _number in _ignored:
+    signal.signal(_number, signal.SIG_IGN)  # drops one that has arrived meanwhile
 signal.pthread_sigmask(signal.SIG_UNBLOCK, _blocked)
+if signal.SIGINT in _ignored:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(after_in_child=_reset_in_child)

@@ -52,10 +52,15 @@ class Arena:
         self.number = number
         self.num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create(f"holdfast-arena-{number}")
-        os.ftruncate(self.fd, self.num_bytes)
-        # (num_bytes,) uint8, page-aligned. Unlike `mmap.mmap`, this keeps no second descriptor.
-        path = f"/proc/self/fd/{self.fd}"
-        self.bytes = torch.from_file(path, shared=True, size=self.num_bytes, dtype=torch.uint8, device="cpu")
+        try:
+            os.ftruncate(self.fd, self.num_bytes)
+            # (num_bytes,) uint8, page-aligned. Unlike `mmap.mmap`, this keeps no second descriptor.
+            self.bytes = torch.from_file(
+                f"/proc/self/fd/{self.fd}", shared=True, size=self.num_bytes, dtype=torch.uint8, device="cpu"
+            )
+        except BaseException:
+            os.close(self.fd)
+            raise
         self.views: dict[
             int, list[torch.Tensor]
         ] = {}  # filled by SavePlan.views: a plan's tensors in this arena
@@ -194,9 +199,9 @@ class Arenas:
         self._count += 1
         try:
             arena = Arena(self._count, num_bytes)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch raises the latter, with the same text
             raise RetryLater(
-                f"The system refused an arena of {format_bytes(num_bytes)}: {error.strerror}. Nothing was "
+                f"The system refused an arena of {format_bytes(num_bytes)}: {error}. Nothing was "
                 "saved. Lower memory=, or raise the limit that was reached (open files, address space)."
             ) from error
         self._all[arena.number] = arena

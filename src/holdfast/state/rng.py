@@ -58,7 +58,8 @@ def check(values: Any) -> None:
     """
     try:
         set_python_state(random.Random(), values["python"])
-        if "numpy" in values and (numpy := sys.modules.get("numpy")):
+        kind = values["numpy"]["bit_generator"] if "numpy" in values else None
+        if kind in _NUMPY_KINDS and (numpy := sys.modules.get("numpy")):  # a kind of others has no new one
             _set_numpy(numpy.random.RandomState(), values["numpy"])
         tensors = [values["torch"], *([values["cuda"]] if "cuda" in values else [])]
         is_known = type(values["seed"]) is int and all(isinstance(one, TensorRef) for one in tensors)

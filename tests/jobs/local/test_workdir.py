@@ -267,3 +267,10 @@ def test_what_could_not_be_copied_is_named_in_words(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match=r"could not copy .*/source/a: .*No such file"):
         copies.copy_tree(tmp_path / "source", tmp_path / "to" / "copy", vanishing)
+
+
+def test_pipes_and_sockets_are_left_out_of_a_copy(tmp_path: Path) -> None:
+    put(tmp_path / "source", a="text")
+    os.mkfifo(tmp_path / "source" / "pipe")
+    copies.copy_tree(tmp_path / "source", tmp_path / "copy")
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["a"]

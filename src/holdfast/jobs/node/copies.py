@@ -89,7 +89,13 @@ def copy_tree(source: Path, to: Path, ignore: Ignore | None = None) -> None:
 
 
 def copy_file(source: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
-    """Copy a file with its permissions and times. Its blocks are shared if the file system can do that."""
+    """Copy a file with its permissions and times. Its blocks are shared if the file system can do that.
+
+    Sockets, pipes and devices are left out.
+    """
+    if not Path(source).is_file():
+        _log.info("%s is a socket, a pipe or a device, and was not copied.", source)
+        return
     with Path(source).open("rb") as read, Path(to).open("wb") as written:
         try:
             fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())

@@ -326,3 +326,17 @@ def test_going_back_within_a_loop_leaves_no_step_to_save(home: Path) -> None:
                 break
     assert steps_saved(home) == [2, 4, 6]
     assert torch.equal(state["x"], torch.full((3,), 4.0))
+
+
+def test_a_failed_save_of_a_preempted_run_leaves_the_block_closed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RetryLater("the save failed")
+
+    ckpt = make_checkpointer(home, {"x": torch.ones(3)})
+    monkeypatch.setattr(ckpt._training, "end_preempted", fail)
+    with pytest.raises(RetryLater, match="the save failed"), ckpt:
+        ckpt.save(1).wait_durable(WAIT_S)
+        raise ZeroDivisionError
+    assert not ckpt._training.is_open

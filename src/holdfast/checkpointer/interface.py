@@ -702,6 +702,8 @@ class Checkpointer:
         if kind is None:
             self._training.close(None, is_orderly=True)
         else:
-            if self._training.is_open:
-                self._training.end_preempted(error)
-            self._training.abandon(kind.__name__)  # the exception must not wait for the keeper
+            try:
+                if self._training.is_open:
+                    self._training.end_preempted(error)
+            finally:
+                self._training.abandon(kind.__name__)  # the exception must not wait for the keeper

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,15 @@ import pytest
 
 from holdfast.adapters.recipe import load_checkpoint, save_checkpoint
 from holdfast.cli.trials.runs import trial_folder
+from holdfast.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
+from holdfast.keeper.memory_offer import offer_images
 from holdfast.linux.files import write_atomic
 from holdfast.linux.partial_files import partial_file, remove_partial_files, temporary_folder
 from holdfast.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.store.local import LocalStore
+from kills import kill_before_change
 
 Writer = Callable[[Path], None]
-
-CHANGES = ("fcntl.flock", "open", "os.")
-"""Beginnings of the names of Python's audit events of calls that change files or locks."""
-ON_THE_WAY = "os.listdir", "os.scandir", "os.fork", "os.kill", "os.register_at_fork", "os.putenv"
 
 
 def write_output(folder: Path) -> None:
@@ -56,6 +54,27 @@ def put(folder: Path) -> None:
     store.put("a/b", b"whole")
 
 
+def map_weights_of_a_run(folder: Path) -> None:
+    import torch
+
+    import holdfast
+    from holdfast.exchange.mapped_weights import map_weights
+
+    home = folder / "home"
+    if not home.exists():
+        with holdfast.Checkpointer(home, {"model": torch.nn.Linear(2, 2)}, compile_cache=False) as ckpt:
+            ckpt.save(1)
+    map_weights(holdfast.open(home), "model", folder)
+
+
+def keep(folder: Path) -> None:
+    """Start as a keeper does, after others of the home, and offer memory."""
+    assert not list(running_keepers(str(folder)))
+    lockfile = Lockfile.create(str(folder), KeeperInfo(1, 0, os.getpid(), 0, busy=True))
+    offer_images(lockfile, {}, timeout_s=0)
+    lockfile.remove()
+
+
 def save_steps(folder: Path) -> None:
     """Save two steps of which one is kept, and the last of them again."""
     for step, text in ((1, "a"), (2, "b"), (2, "c")):
@@ -86,16 +105,7 @@ def kill_at(number: int, write: Writer, folder: Path) -> bool:
     """Run a writer in another process, killed before a change. Return False if it has fewer changes."""
     child = os.fork()
     if child == 0:
-        seen = 0
-
-        def count(event: str, arguments: tuple[object, ...]) -> None:
-            nonlocal seen
-            if event.startswith(CHANGES) and event not in ON_THE_WAY:
-                seen += 1
-                if seen == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(count)
+        kill_before_change(number)
         try:
             write(folder)
             os._exit(0)
@@ -115,8 +125,10 @@ def names_in(folder: Path) -> list[str]:
     ("write", "resume", "every"),
     [
         *((one, one, 1) for one in (write_output, write_folder, write_document, use_temporary_folder)),
-        *((one, one, 1) for one in (run_trials, put)),
-        (save_steps, resume_steps, 13),
+        *((one, one, 1) for one in (run_trials, put, keep)),
+        (map_weights_of_a_run, map_weights_of_a_run, 4),
+        pytest.param(map_weights_of_a_run, map_weights_of_a_run, 1, marks=pytest.mark.slow),
+        (save_steps, resume_steps, 11),
         pytest.param(save_steps, resume_steps, 1, marks=pytest.mark.slow),
     ],
 )
@@ -124,6 +136,7 @@ def test_the_next_start_removes_what_a_kill_at_any_change_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Writer, resume: Writer, every: int
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path))
     write(tmp_path)
     resume(tmp_path)
     wanted, num_left, number = names_in(tmp_path), 0, 1

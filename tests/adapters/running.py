@@ -90,6 +90,20 @@ def train(script: Path, folder: Path, *, status: int = 0, **plan: Any) -> dict[s
     return train_ranks(script, folder, 1, statuses=[status], **plan)[0]
 
 
+def status_of(script: Path, folder: Path, **plan: Any) -> int:
+    """Train in a process of its own, and return its exit status."""
+    with started_ranks([script, folder, json.dumps(plan)], 1, is_launched=False) as ranks:
+        return ranks.children[0].wait(LIMIT_S)
+
+
+def names_of_states(folder: Path) -> list[str]:
+    """Return the names of all files outside of a home, and of the steps in it."""
+    inside = [path.relative_to(folder) for path in folder.rglob("*")]
+    return sorted(
+        str(path) for path in inside if "holdfast" not in path.parts or path.match("holdfast/step-*")
+    )
+
+
 def train_ranks(
     script: Path, folder: Path, count: int, *, statuses: Sequence[int] | None = None, **plan: Any
 ) -> list[dict[str, Any]]:

@@ -19,6 +19,8 @@ from holdfast.linux.locks import try_flock
 from holdfast.linux.processes import start_time
 
 SUFFIX = ".lock"
+SOCKET_SUFFIX = ".sock"
+"""Suffix of the socket that serves the memory of a keeper, beside its lock file."""
 _SIZE = 512
 
 
@@ -135,7 +137,7 @@ def _read(fd: int) -> KeeperInfo:
 
 
 def running_keepers(home: str) -> Iterator[tuple[Path, KeeperInfo]]:
-    """Yield the lock files of all keepers of a home that run on this host. Deletes those of dead keepers.
+    """Yield the lock files of all keepers of a home that run on this host. Deletes files of dead keepers.
 
     Raises:
         Denied: a lock file cannot be opened.
@@ -155,12 +157,11 @@ def _running_in(folder: Path) -> Iterator[tuple[Path, KeeperInfo]]:
         except FileNotFoundError:
             continue
         try:
-            if not os.fstat(fd).st_size:
-                continue  # it has just been created, and is not written yet
             if try_flock(fd):
+                path.with_suffix(SOCKET_SUFFIX).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
                 continue
-            with contextlib.suppress(Corrupt):  # not written by a keeper, so there is nothing to wait for
+            with contextlib.suppress(Corrupt):  # not written yet, or by another program: nothing to wait for
                 yield path, _read(fd)
         finally:
             os.close(fd)

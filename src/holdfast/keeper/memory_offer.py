@@ -14,7 +14,7 @@ from pathlib import Path
 from holdfast.errors import Corrupt
 from holdfast.keeper import packets
 from holdfast.keeper.host_processes import run_filter
-from holdfast.keeper.lockfile import Lockfile, running_keepers
+from holdfast.keeper.lockfile import SOCKET_SUFFIX, Lockfile, running_keepers
 from holdfast.keeper.messages import ArenaImages, EndOfImages, FreeImages, Image, RequestImages
 
 _REPLY_S = 5.0
@@ -35,7 +35,7 @@ def offer_images(lockfile: Lockfile, arenas: Mapping[int, Sequence[Image]], *, t
 
     Blocks: until a later attempt frees the memory, at most `timeout_s`.
     """
-    path = lockfile.path.with_suffix(".sock")
+    path = lockfile.path.with_suffix(SOCKET_SUFFIX)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, _short_path(path) as address:
         listener.bind(address)
         try:

@@ -49,6 +49,16 @@ def temporary_folder(name: str) -> contextlib.AbstractContextManager[Path]:
     return partial_file(Path(tempfile.gettempdir(), f"holdfast-{name}"), mode=0o700, is_folder=True)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, if it exists. A killed process leaves a partial one, not a part of the folder."""
+    if folder.is_symlink():
+        return  # to something of the user's
+    partial = _new_name(folder)
+    with contextlib.suppress(OSError):
+        folder.rename(partial)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def remove_partial_files(folder: Path) -> None:
     """Remove all partial files and folders that killed processes have left in a folder.
 
@@ -62,7 +72,7 @@ def remove_partial_files(folder: Path) -> None:
 def _make(path: Path, mode: int, *, is_folder: bool) -> tuple[Path, int]:
     """Make a file or folder; return its path and the descriptor that holds its lock."""
     while True:
-        made = path.with_name(f".{path.name[:_NAME_CHARS]}.{secrets.token_hex(8)}.partial")
+        made = _new_name(path)
         if is_folder:
             made.mkdir(mode)
         else:
@@ -72,6 +82,10 @@ def _make(path: Path, mode: int, *, is_folder: bool) -> tuple[Path, int]:
             if _try_lock(fd) is not False and made.exists():
                 return made, fd
             os.close(fd)
+
+
+def _new_name(path: Path) -> Path:
+    return path.with_name(f".{path.name[:_NAME_CHARS]}.{secrets.token_hex(8)}.partial")
 
 
 def _remove_if_abandoned(partial: Path) -> None:

@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 
 import holdfast
 from holdfast.adapters.accelerate import attach, is_preempted
+from holdfast.adapters.accelerate.folders import Folders
 from holdfast.errors import InvalidInput, NotFound, ResumeWarning, Unsupported
 
 MARKER = "holdfast_checkpoint.json"
@@ -175,6 +176,16 @@ def test_folders_agree_with_the_home_at_the_start(make: Make, tmp_path: Path) ->
     (tmp_path / "step_4" / "of a hook").write_text("")
     make(automatic_checkpoint_naming=False)
     assert names(tmp_path) == ["holdfast", "interrupted-step_4", "step_1", "step_2"]
+
+
+def test_the_folder_of_a_deleted_state_is_removed_with_the_files_of_hooks(tmp_path: Path) -> None:
+    """Those of a save that was interrupted are moved aside."""
+    folders = Folders(tmp_path, str(tmp_path / "holdfast"), writes=True)
+    for step in range(3):
+        folders.make(f"checkpoint_{step}", step, complete=[])
+        (tmp_path / f"checkpoint_{step}" / "note").touch()
+    folders.tidy({1: "checkpoint_1"}, [1])
+    assert folders.list() == ["checkpoint_1", "interrupted-checkpoint_2"]
 
 
 def test_an_interrupted_state_is_refused_by_its_path(make: Make, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,35 @@ def test_a_run_of_stock_accelerate_is_continued(tmp_path: Path) -> None:
     ended = train(tmp_path / "out", resume=True)
     assert ended["counter"][:3] == unbroken["counter"][:3]
     assert ended["iteration"] == unbroken["iteration"]
+
+
+@pytest.mark.parametrize("plan", [{}, {**EXPLICIT, "every": 6}], ids=["plain", "end of an epoch"])
+def test_a_run_killed_after_its_last_save_trains_no_further_step(
+    tmp_path: Path, plan: dict[str, Any]
+) -> None:
+    plan = {"steps": 24 if "every" in plan else 20, **plan}
+    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
+    train(tmp_path / "out", status=-9, kill_at=plan["steps"], is_saved=True, **plan)
+    assert train(tmp_path / "out", resume=True, **plan) == unbroken
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_the_start_after_a_kill_before_any_change_leaves_the_files_of_an_unbroken_run(
+    tmp_path: Path, hook: bool
+) -> None:
+    """Folders of deleted states are removed in several steps; a hook may have written to them."""
+    plan: dict[str, Any] = {"limit": 2, "hook": hook}
+    unbroken, begun, out = (tmp_path / name for name in ("unbroken", "begun", "out"))
+    train(unbroken, steps=20, **plan)
+    train(begun, steps=8, **plan)
+    change = every = 6
+    shutil.copytree(begun, out)
+    while running.status_of(SCRIPT, out, steps=16, resume=True, kill_before=change, **plan) == -9:
+        train(out, steps=20, resume=True, **plan)
+        kept = "checkpoints/interrupted-checkpoint_2"  # files of a hook in a save that was not complete
+        names = [name for name in running.names_of_states(out) if not name.startswith(kept)]
+        assert names == running.names_of_states(unbroken), change
+        shutil.rmtree(out)
+        shutil.copytree(begun, out)
+        change += every
+    assert change > 5 * every

@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
 
 import holdfast
 from adapters.deepspeed.running import train
+from holdfast.exchange import export_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -83,3 +84,35 @@ def test_another_number_of_ranks_loads_the_same_state(
     loaded = train(tmp_path / "out", loading, resume=True, **plan)
     assert [one["start"] for one in loaded] == [3] * loading
     assert {one["digest"] for one in loaded} == {saved[0]["digest"]}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2])
+def test_stock_ranks_load_an_export_of_as_many_ranks(
+    tmp_path: Path, count: int, stage: int, dtype: str
+) -> None:
+    """Its files are those that DeepSpeed writes, with the same values."""
+    plan: dict[str, Any] = {"stage": stage, "dtype": dtype, "steps": 3, "every": 3}
+    stock = train(tmp_path / "stock", count, stock=True, **plan)
+    saved = train(tmp_path / "out", count, **plan)
+    exported = tmp_path / "exported"
+    export_checkpoint(holdfast.open(tmp_path / "out" / "holdfast"), exported, kind="deepspeed")
+    tag = Path("global_step3")
+    assert {path.name for path in (exported / tag).iterdir()} == {
+        path.name for path in (tmp_path / "stock" / tag).iterdir()
+    }
+    loaded = train(exported, count, stock=True, resume=True, **plan)
+    assert [one["start"] for one in loaded] == [3] * count
+    assert [one["digest"] for one in loaded] == [one["digest"] for one in saved]
+    assert [one["digest"] for one in loaded] == [one["digest"] for one in stock]
+
+
+def test_a_run_killed_after_its_last_save_trains_no_further_step(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"stage": 1, "steps": 3}
+    unbroken = train(tmp_path / "unbroken", stock=True, every=99, **plan)
+    train(tmp_path / "out", status=-9, kill_at=3, **plan)
+    (resumed,) = train(tmp_path / "out", resume=True, **plan)
+    assert (resumed["start"], resumed["losses"]) == (3, [])
+    assert resumed["digest"] == unbroken[0]["digest"]

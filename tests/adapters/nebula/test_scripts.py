@@ -30,6 +30,13 @@ def test_a_killed_run_resumes_from_its_last_save_bit_for_bit(home: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_killed_after_its_last_save_trains_no_further_step(home: str) -> None:
+    whole = run("train", 3, 0, env={WHERE: home + "-whole"}).split()
+    run("train", 3, 3, status=-signal.SIGKILL, env={WHERE: home})
+    assert run("train", 3, 0, env={WHERE: home}).split() == ["start", "3", *whole[2:]]
+
+
+@pytest.mark.slow
 def test_a_checkpoint_only_in_near_tiers_is_found_after_a_kill(home: str) -> None:
     """With an interval of an hour, home is still empty."""
     run("train", 4, 2, status=-signal.SIGKILL, env={WHERE: home, INTERVAL: "3600"})

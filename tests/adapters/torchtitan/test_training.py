@@ -87,6 +87,13 @@ def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert (again["first"], again["digest"]) == (6, whole["digest"])
 
 
+def test_a_training_killed_after_its_last_save_trains_no_further_step(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 5, interval=2, last_save_model_only=False)
+    start(tmp_path / "killed", 5, 2, interval=2, last_save_model_only=False, kill_after=5)
+    resumed = train(tmp_path / "killed", 5, interval=2, last_save_model_only=False)
+    assert (resumed["first"], resumed["digest"]) == (5, whole["digest"])
+
+
 def test_a_training_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     saved = train(tmp_path / "run", 4, interval=2, last_save_model_only=False)
     for ranks in (3, 1):

@@ -13,6 +13,7 @@ from holdfast.adapters.accelerate.settings import HOME
 from holdfast.adapters.saved_files import read_json
 from holdfast.documents import is_text
 from holdfast.linux.files import write_atomic
+from holdfast.linux.partial_files import partial_file, remove_folder, remove_partial_files
 from holdfast.log import get_logger
 
 _log = get_logger("adapters")
@@ -104,10 +105,10 @@ class Folders:
     def remove(self, name: str) -> None:
         """Remove the folder of a deleted checkpoint, whatever it contains."""
         if self._writes:
-            shutil.rmtree(self.path(name), ignore_errors=True)
+            remove_folder(self.path(name))
 
     def tidy(self, names: Mapping[int, str], complete: Collection[int]) -> None:
-        """Make the folders match the home: create missing ones, and remove those of interrupted saves.
+        """Make the folders match the home: create missing ones, and remove those of no checkpoint.
 
         Args:
             names: name of each complete checkpoint's folder, by step.
@@ -115,6 +116,8 @@ class Folders:
         """
         if not self._writes:
             return
+        if self.root.is_dir():
+            remove_partial_files(self.root)
         for step, name in names.items():
             if read_marker(self.path(name)) is None:
                 _log.warning(
@@ -127,7 +130,11 @@ class Folders:
                 self.make(name, step, complete=complete)
         for folder in self._marked():
             marker = read_marker(folder)
-            if marker is not None and self.is_ours(marker) and not set(marker.steps) & set(complete):
+            if marker is None or not self.is_ours(marker) or set(marker.steps) & set(complete):
+                continue
+            if marker.is_new and max(marker.steps) < min(complete, default=0):  # deleted, as too many
+                self.remove(self.name(folder))
+            else:
                 self.remove_interrupted(self.name(folder))
 
     def _marked(self) -> Iterable[Path]:
@@ -140,7 +147,7 @@ class Folders:
         if not self._writes or marker is None:
             return
         if {one.name for one in folder.iterdir()} == {_MARKER}:
-            shutil.rmtree(folder)
+            remove_folder(folder)
         elif marker.is_new:
             aside = folder.with_name(_MOVED + folder.name)
             shutil.rmtree(aside, ignore_errors=True)
@@ -156,8 +163,7 @@ def _write(folder: Path, content: str) -> None:
     if folder.is_dir():
         write_atomic(folder / _MARKER, content, is_durable=False)
         return
-    beside = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
-    beside.mkdir(parents=True)
-    (beside / _MARKER).write_text(content)
-    beside.rename(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with partial_file(folder, mode=0o777, is_folder=True) as partial:
+        (partial / _MARKER).write_text(content)
+        partial.rename(folder)

@@ -2,7 +2,9 @@
 
 Members of the JSON, all optional: `stock` (without Holdfast), `attach` (its options), `resume`, `naming`
 ("automatic" or "explicit"), `loader` ("plain", "seedable", "stateful" or "global"), `accumulation`,
-`workers`, `fsdp`, `scaler`, `every`, `steps`, `limit`, `asks`, and `kill_at` with `signal` and `rank`.
+`workers`, `fsdp`, `scaler`, `every`, `steps`, `limit`, `asks`,
+`hook` (that writes a file), `kill_before` (the number of a change of files), and `kill_at` with `signal`,
+`rank` and `is_saved` (after the save of that step).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from accelerate.utils import (
 
 from adapters.digest import digest
 from holdfast.train.data import GlobalBatches
+from kills import kill_before_change
 
 warnings.simplefilter("ignore", FutureWarning)
 NUM_ROWS, BATCH = 48, 4
@@ -119,6 +122,10 @@ def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     accelerator.register_for_checkpointing(counter)
     if plan.get("scaler"):
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    if plan.get("hook"):
+        accelerator.register_save_state_pre_hook(add_note)
+    if "kill_before" in plan:
+        kill_before_change(plan["kill_before"])
     if plan.get("resume"):
         resume(accelerator, folder, plan)
     loop(accelerator, net, optimizer, scheduler, loader, counter, folder, plan)
@@ -167,6 +174,11 @@ def loop(
                 break
 
 
+def add_note(models: list[Any], weights: list[Any], folder: str) -> None:
+    """Write a file of the script's own into the folder of a state."""
+    (Path(folder) / "note").write_text("whole")
+
+
 def note_rows(folder: Path, counter: Counter, rows: torch.Tensor) -> None:
     """Write the rows of a batch to a file of this rank."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +189,8 @@ def note_rows(folder: Path, counter: Counter, rows: torch.Tensor) -> None:
 def end_step(accelerator: Any, counter: Counter, folder: Path, plan: dict[str, Any]) -> bool:
     """Count and save a step; return True after the last one."""
     counter.step += 1
-    strike(plan, counter.step)
+    if not plan.get("is_saved"):
+        strike(plan, counter.step)
     is_preempted = False
     if plan.get("asks", not plan.get("stock")):
         from holdfast.adapters import accelerate
@@ -185,6 +198,8 @@ def end_step(accelerator: Any, counter: Counter, folder: Path, plan: dict[str, A
         is_preempted = accelerate.is_preempted(accelerator)
     if counter.step % plan.get("every", 4) == 0 or is_preempted:
         accelerator.save_state(str(folder / f"step_{counter.step}"))
+    if plan.get("is_saved"):
+        strike(plan, counter.step)
     return counter.step >= plan.get("steps", 30)
 
 

@@ -336,7 +336,7 @@ def test_a_failed_save_of_a_preempted_run_leaves_the_block_closed(
 
     ckpt = make_checkpointer(home, {"x": torch.ones(3)})
     monkeypatch.setattr(ckpt._training, "end_preempted", fail)
+    ckpt.save(1).wait_durable(WAIT_S)
     with pytest.raises(RetryLater, match="the save failed"), ckpt:
-        ckpt.save(1).wait_durable(WAIT_S)
         raise ZeroDivisionError
     assert not ckpt._training.is_open

@@ -66,11 +66,7 @@ def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(tmp_path: Path
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(
-    "plan",
-    [{}, {"loader": "seedable"}, pytest.param({"fsdp": True}, marks=pytest.mark.fsdp2_on_cpu)],
-    ids=["ddp", "seedable", "fsdp2"],
-)
+@pytest.mark.parametrize("plan", [{}, {"loader": "seedable"}], ids=["ddp", "seedable"])
 def test_two_ranks_resume_bit_for_bit(tmp_path: Path, plan: dict[str, Any], victim: int) -> None:
     unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True, **plan)
     statuses = [-9 if rank == victim else 0 for rank in range(2)]

@@ -131,6 +131,14 @@ def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path, options: list[str
     check(tmp_path, options, [(5, "start"), (4, "end"), (1, "validation"), (1, "epoch")])
 
 
+@pytest.mark.parametrize("options", [["--every=2", "--max-steps=10"], ["--every=7"]], ids=" ".join)
+def test_a_training_killed_after_its_last_save_trains_no_further_step(
+    tmp_path: Path, options: list[str]
+) -> None:
+    """Within an epoch, and at the end of one."""
+    check(tmp_path, options, [(1, "training")])
+
+
 def add_samples(used: dict[tuple[int, int], list[int]], folder: Path) -> None:
     """Add the samples of a start by epoch and batch. A batch that is trained again replaces the first."""
     found: dict[tuple[int, int], list[int]] = {}

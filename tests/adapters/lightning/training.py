@@ -137,6 +137,9 @@ class KillAt(pl.Callback):
     def on_train_epoch_end(self, *_: Any) -> None:
         self._hit("epoch")
 
+    def on_train_end(self, *_: Any) -> None:
+        self._hit("training")
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
@@ -144,6 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", default="map")
     parser.add_argument("--every", type=int)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--kill-at", type=int, default=0)
     parser.add_argument("--where", default="start")
     parser.add_argument("--signal", type=int, default=int(signal.SIGKILL))
@@ -176,6 +180,7 @@ def main() -> None:
     others = of_epochs[ARGS.begin]() if ARGS.begin else []
     trainer = pl.Trainer(
         max_epochs=ARGS.epochs,
+        max_steps=ARGS.max_steps,
         accelerator="cpu",
         devices=WORLD,
         strategy="ddp" if WORLD > 1 else "auto",

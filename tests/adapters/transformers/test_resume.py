@@ -6,18 +6,22 @@ import functools
 import importlib.util
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs torch-holdfast[transformers]")
 pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
 
 import holdfast
 from adapters import running
+from adapters.digest import digest
+from holdfast.exchange import export_checkpoint
 from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
 from stage.training import wait_until
@@ -25,7 +29,6 @@ from stage.training import wait_until
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 train, train_ranks = functools.partial(running.train, SCRIPT), functools.partial(running.train_ranks, SCRIPT)
-FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}}
 BEST = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "save_total_limit": 1}
 EPOCHS = {
     **{"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch", "max_steps": -1},
@@ -93,14 +96,11 @@ def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(tmp_path: Path
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(
-    "arguments", [{}, pytest.param(FSDP, marks=pytest.mark.fsdp2_on_cpu)], ids=["ddp", "fsdp2"]
-)
-def test_two_ranks_resume_bit_for_bit(tmp_path: Path, arguments: dict[str, Any], victim: int) -> None:
-    unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True, arguments=arguments)
+def test_two_ranks_resume_bit_for_bit(tmp_path: Path, victim: int) -> None:
+    unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True)
     statuses = [-9 if rank == victim else 0 for rank in range(2)]
-    train_ranks(tmp_path / "out", 2, statuses=statuses, kill_at=10, rank=victim, arguments=arguments)
-    assert train_ranks(tmp_path / "out", 2, resume=True, arguments=arguments) == unbroken
+    train_ranks(tmp_path / "out", 2, statuses=statuses, kill_at=10, rank=victim)
+    assert train_ranks(tmp_path / "out", 2, resume=True) == unbroken
 
 
 @pytest.mark.parametrize("step", [9, 12, 16], ids=["plain step", "step with evaluation", "end of an epoch"])
@@ -141,3 +141,34 @@ def test_a_run_goes_from_the_stock_trainer_to_holdfast_and_back(tmp_path: Path) 
     assert exported["step"] == 12
     ended = train(tmp_path / "out", resume=True, stock=True)
     assert {**ended, "log": None} == {**unbroken, "log": None}  # the stock Trainer begins a new log interval
+
+
+@pytest.mark.ranks
+def test_stock_ranks_continue_an_export_of_two_ranks_bit_for_bit(tmp_path: Path) -> None:
+    """Its files have the names and values of the Trainer's own ones, those of each rank included."""
+    unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True)
+    train_ranks(tmp_path / "out", 2, statuses=[-9, 0], kill_at=14)
+    home, folder = tmp_path / "out" / "holdfast", tmp_path / "exported" / "checkpoint-12"
+    wait_until(lambda: (1, 12) in candidates(list_home(open_store(home))))
+    folder.parent.mkdir()
+    export_checkpoint(holdfast.open(home, 12), folder, kind="trainer")
+    stock = tmp_path / "unbroken" / "checkpoint-12"
+    for path in (*stock.glob("*.pt"), *stock.glob("*.pth")):
+        wanted, found = (torch.load(one, weights_only=False) for one in (path, folder / path.name))
+        assert digest(found) == digest(wanted), path.name
+    assert train_ranks(folder.parent, 2, stock=True, resume=True) == unbroken
+
+
+def test_the_start_after_a_kill_before_any_change_leaves_the_files_of_an_unbroken_run(tmp_path: Path) -> None:
+    """Folders of deleted checkpoints are removed in several steps, and files are written in several."""
+    arguments = {"max_steps": 8, "save_steps": 2, "save_total_limit": 2}
+    plan: dict[str, Any] = {"arguments": arguments, "attach": {"folders": "all"}}
+    train(tmp_path / "unbroken", **plan)
+    change = every = 7
+    out = tmp_path / "out"
+    while running.status_of(SCRIPT, out, kill_before=change, **plan) == -9:
+        train(out, resume="auto", **plan)
+        assert running.names_of_states(out) == running.names_of_states(tmp_path / "unbroken"), change
+        shutil.rmtree(out)
+        change += every
+    assert change > 5 * every

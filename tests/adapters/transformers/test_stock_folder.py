@@ -89,13 +89,14 @@ def test_folders_are_listed_by_step(tmp_path: Path) -> None:
     assert [step for step, _ in list_folders(tmp_path)] == [9, 10]
 
 
-def test_only_folders_of_interrupted_saves_are_removed(tmp_path: Path) -> None:
+def test_only_folders_of_interrupted_saves_and_deletions_are_removed(tmp_path: Path) -> None:
     folders = Folders(str(tmp_path), "home", writes=True)
-    for step in (4, 8, 12, 16):
+    for step in (2, 4, 8, 12, 16):
         folders.make(step, "{}", None)
+    folders.make(3, "{}", None, home="another")
     (tmp_path / "checkpoint-12" / "mine.txt").write_text("a callback's")
     folders.remove_interrupted(after=4, complete=[16])
-    assert folders.steps() == [4, 12, 16]
+    assert folders.steps() == [3, 4, 12, 16]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.adapters.saved_files import read_json
 from holdfast.adapters.transformers.stock_folder import TRAINER_STATE, list_folders, step_of
+from holdfast.linux.partial_files import remove_folder, remove_partial_files
 
 HOME_FILE = "holdfast.json"
 """File that names the home of the checkpoint whose folder it is in."""
@@ -73,17 +73,22 @@ class Folders:
     def remove(self, step: int) -> None:
         """Remove the folder of a step, whatever it contains."""
         if self._writes:
-            shutil.rmtree(self.path(step), ignore_errors=True)
+            remove_folder(Path(self.path(step)))
 
     def remove_interrupted(self, after: int, complete: Collection[int]) -> None:
-        """Remove the folders of interrupted saves, so that nothing takes them for the newest checkpoint.
+        """Remove folders of interrupted saves and deletions, which nothing may take for checkpoints.
 
         Args:
             after: step from which training resumes.
             complete: steps of the checkpoints in home.
         """
+        if self._writes:
+            remove_partial_files(Path(self.output_dir))
         for step, folder in list_folders(Path(self.output_dir)):
-            if step > after and step not in complete and {one.name for one in folder.iterdir()} <= _OURS:
+            is_older = step <= after and self.home_of(str(folder)) != self._home
+            if step == after or step in complete or is_older:
+                continue
+            if {one.name for one in folder.iterdir()} <= _OURS:
                 self.remove(step)
 
     def home_of(self, path: str) -> str | None:

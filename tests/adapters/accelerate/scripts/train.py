@@ -2,7 +2,7 @@
 
 Members of the JSON, all optional: `stock` (without Holdfast), `attach` (its options), `resume`, `naming`
 ("automatic" or "explicit"), `loader` ("plain", "seedable", "stateful" or "global"), `accumulation`,
-`workers`, `fsdp`, `scaler`, `every`, `steps`, `limit`, `asks`,
+`workers`, `scaler`, `every`, `steps`, `limit`, `asks`,
 `hook` (that writes a file), `kill_before` (the number of a change of files), and `kill_at` with `signal`,
 `rank` and `is_saved` (after the save of that step).
 """
@@ -24,7 +24,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import (
     DataLoaderConfiguration,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     ProjectConfiguration,
     set_seed,
@@ -67,11 +66,6 @@ class Net(torch.nn.Module):
 def make_accelerator(folder: Path, plan: dict[str, Any]) -> Accelerator:
     loader = plan.get("loader", "plain")
     is_automatic = plan.get("naming", "automatic") == "automatic"
-    options: dict[str, Any] = {}
-    if plan.get("fsdp"):
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
-        )
     return Accelerator(
         cpu=True,
         project_config=ProjectConfiguration(
@@ -84,7 +78,6 @@ def make_accelerator(folder: Path, plan: dict[str, Any]) -> Accelerator:
             use_stateful_dataloader=loader == "stateful",
         ),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=plan.get("accumulation", 1)),
-        **options,
     )
 
 
@@ -111,8 +104,6 @@ def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     columns = torch.randn(NUM_ROWS, 4), torch.randn(NUM_ROWS, 1), torch.arange(NUM_ROWS)
     data = torch.utils.data.TensorDataset(*columns)
     net: Any = Net()
-    if plan.get("fsdp"):
-        net.norm = torch.nn.LayerNorm(16)
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
     loader: Any = torch.utils.data.DataLoader(data, **loader_options(plan))

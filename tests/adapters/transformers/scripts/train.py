@@ -2,8 +2,8 @@
 
 Members of the JSON, all optional: `arguments` of TrainingArguments, `resume`, `stock` (without Holdfast),
 `attach` (its options), `batches` (samples in a step; those used are logged), `kind` ("gpt", "peft" or
-"sft"), `kill_at` with `signal`, `rank` and `is_saved` (after the save of that step), and `stop_early`
-(patience in evaluations).
+"sft"), `kill_at` with `signal`, `rank` and `is_saved` (after the save of that step), `stop_early`
+(patience in evaluations), and `kill_before` (the number of a change of files).
 """
 
 # TRL and datasets are not in every environment.
@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from adapters.digest import digest
+from kills import kill_before_change
 
 warnings.simplefilter("ignore", FutureWarning)
 transformers.logging.set_verbosity_error()
@@ -181,6 +182,8 @@ def main() -> None:
         from holdfast.adapters.transformers import attach
 
         attach(trainer, data=make_batches(plan, trainer), **plan.get("attach", {}))
+    if "kill_before" in plan:
+        kill_before_change(plan["kill_before"])
     trainer.train(resume_from_checkpoint=plan.get("resume"))
     sys.stdout.write(json.dumps(end_of(trainer)) + "\n")
 

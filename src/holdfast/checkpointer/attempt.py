@@ -467,7 +467,7 @@ class Attempt:
 
 
 def _ends_soon(save: Save) -> bool:
-    """Return True if a save is durable or has failed, at the latest after a moment."""
+    """Wait a moment for the end of a save, and return True if it came."""
     try:
         save.exception(_PAUSE_ROUND_S)
     except TimedOut:

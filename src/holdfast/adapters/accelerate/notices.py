@@ -48,7 +48,7 @@ class Notices:
         self._agreed = reason
 
     def measure(self, save_s: float) -> None:
-        """Measure the time between two calls of the script, in which it cannot act on a notice.
+        """Measure the time between two looks at notices.
 
         Args:
             save_s: time of the last save, until it was durable.
@@ -78,9 +78,10 @@ _open: weakref.WeakSet[Notices] = weakref.WeakSet()
 
 
 def end_preempted(error: Exception) -> None:
-    """End the process if a loader has failed after a notice, which its workers may have died of.
+    """End the process if a loader has failed after a notice.
 
-    Nothing is saved: only the script knows where its step ends. The last save becomes durable.
+    Its workers may have died of it. Nothing is saved: only the script knows where its step ends. The last
+    save becomes durable.
 
     Raises:
         Preempted: otherwise nothing is done.

@@ -318,9 +318,10 @@ class HoldfastCheckpoint(ModelCheckpoint):
     # -- preemption and the end ------------------------------------------------------------------------------
 
     def _end_preempted(self, trainer: Any, error: Exception) -> None:
-        """End training if a loader fails after a notice, which its workers may have died of.
+        """End training if a loader fails after a notice.
 
-        The last complete step is saved. On several ranks it is not: others compute with their next batch.
+        Its workers may have died of it. The last complete step is saved. On several ranks it is not: others
+        compute with their next batch.
 
         Raises:
             Preempted: otherwise nothing is done.

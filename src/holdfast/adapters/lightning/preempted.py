@@ -74,7 +74,7 @@ class Preemptions:
         return has_dropped
 
     def have_arrived(self) -> bool:
-        """Return True if this rank has a notice, or knows of another's."""
+        """Return True if this rank has a notice, or has received another's."""
         if self._watcher is not None:
             self.reason = self.reason or self._watcher.reason
         return self.reason is not None

@@ -7,11 +7,13 @@ import os
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +21,16 @@ import torch
 import holdfast
 from holdfast.checkpointer import attempt
 from holdfast.environment import PROGRESS, count_failed_saves
-from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
+from holdfast.errors import Denied, HoldfastError, InvalidInput, Preempted, RetryLater, SaveWarning
 from holdfast.format import names
+from holdfast.home.listing import list_home
 from holdfast.keeper import KeeperConfig
 from holdfast.report.summary import read_summary
 from holdfast.store import open_store
+from holdfast.testing.fault_proxy import FaultProxy
+from servers import Server, ministack
 from small_disk import small_disk
+from stage import ranks
 from stage.training import make_checkpointer
 
 SOON_S = 600.0
@@ -39,7 +45,7 @@ class Trouble:
         end: repairs it.
     """
 
-    home: Path
+    home: Path | str
     error: type[HoldfastError]
     text: str
     begin: Callable[[], object]
@@ -64,9 +70,29 @@ def remount(disk: Path, how: str) -> None:
     until(lambda: subprocess.call(["mount", "-o", f"remount,{how}", str(disk)]) == 0)  # busy during a write
 
 
-@pytest.fixture(params=["away", "full", "denied"])
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with ministack() as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trouble]:
+    """A bucket that refuses writes."""
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    with FaultProxy("127.0.0.1", server.port) as proxy:
+        home = server.home(uuid.uuid4().hex, port=proxy.port)
+        deny = partial(proxy.inject, "403", method="PUT", times=None, code="AccessDenied")
+        yield Trouble(home, Denied, "AccessDenied", deny, proxy.clear)
+
+
+@pytest.fixture(params=["away", "full", "denied", pytest.param("bucket", marks=pytest.mark.slow)])
 def trouble(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trouble]:
-    """A store that is away, a disk that is full, and one that refuses writes; the last two as root only."""
+    """A store that is away, a full disk, one that refuses writes, and a bucket; the disks as root only."""
+    if request.param == "bucket":
+        yield request.getfixturevalue("bucket")
+        return
     if request.param == "away":
         home, away = tmp_path / "home", tmp_path / "away"
         yield Trouble(home, RetryLater, "vanished", lambda: home.rename(away), lambda: away.rename(home))
@@ -79,8 +105,9 @@ def trouble(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trouble]
             yield Trouble(home, Denied, "Read-only", lambda: remount(disk, "ro"), lambda: remount(disk, "rw"))
 
 
-def steps_saved(home: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in home.glob("step-*/manifest-*.json"))
+def steps_saved(home: Path | str) -> list[int]:
+    found = list_home(open_store(home)).saved
+    return sorted(step for (step, _), save in found.items() if save.is_committed)
 
 
 pytestmark = [
@@ -96,12 +123,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt, "_PAUSE_LINE_S", 0.05)
 
 
-def begin(trouble: Trouble, failed_saves: str, patience: str = "1h") -> holdfast.Checkpointer:
+def begin(trouble: Trouble, failed_saves: str, patience: str = "1h", **options: Any) -> holdfast.Checkpointer:
     """Return a Checkpointer after its first save. Its home fails from then on."""
     ckpt = make_checkpointer(
         trouble.home,
         {"x": torch.ones(1)},
         limits=holdfast.Limits(failed_saves=failed_saves, patience=patience),
+        **options,
     )
     ckpt.save(1).wait_durable(SOON_S)
     trouble.begin()
@@ -159,6 +187,61 @@ def test_training_pauses_until_the_save_is_durable(trouble: Trouble, monkeypatch
     assert steps_saved(trouble.home) == [1, 2, 3]
     summary = read_summary(open_store(trouble.home))
     assert [(one.kind, one.step) for one in summary.problems] == [("paused", 2)]
+
+
+def test_a_notice_ends_a_pause_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save that training has come to is begun, and the end waits until it is durable."""
+    home = tmp_path / "home"
+    away = Trouble(home, RetryLater, "vanished", lambda: home.rename(tmp_path / "x"), lambda: None)
+
+    def notify(line: str) -> None:
+        if "training is paused" in line:
+            (tmp_path / "notice").touch()
+
+    monkeypatch.setattr(attempt._log, "warning", notify)
+    preemption = holdfast.Preemption(f"file:{tmp_path / 'notice'}", signals=False)
+    ckpt = begin(away, "pause", "100s", preemption=preemption)
+    save = ckpt.save(2)
+    ckpt.save(3)
+    assert not save.durable
+    ckpt.should_save(3)
+    assert ckpt.preempted
+    (tmp_path / "x").rename(home)
+    with pytest.raises(Preempted):
+        ckpt.stop(3)
+    assert steps_saved(home)[-1] == 3
+
+
+def test_a_failed_save_is_counted_before_another_one_or_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    away = Trouble(home, RetryLater, "vanished", lambda: home.rename(tmp_path / "x"), lambda: None)
+    monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
+    ckpt = begin(away, "warn")
+    ckpt.save(2).exception(SOON_S)
+    ckpt.should_save(3)
+    assert count_failed_saves(tmp_path / "progress") == 1
+    (tmp_path / "x").rename(home)
+    with pytest.warns(SaveWarning, match="vanished"):
+        ckpt.save(3).wait_durable(SOON_S)
+    ckpt.close()
+
+
+@pytest.mark.ranks
+def test_a_notice_to_one_rank_ends_the_pause_of_all(tmp_path: Path) -> None:
+    """The disk of rank 1 fails, and rank 0, whose files are safe, is notified while it waits for it."""
+    found = ranks.run_ranks(2, ranks.pause_for_one, tmp_path, is_local=True, notified=0)
+    assert found == [["durable", 75], ["staged", 75]], found
+    assert steps_saved(tmp_path / "home")[-1] > 3
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_local", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_all_ranks_pause_for_the_disk_of_one(tmp_path: Path, is_local: bool) -> None:
+    found = ranks.run_ranks(2, ranks.pause_for_one, tmp_path, is_local=is_local, notified=None)
+    assert found == [["durable"]] * 2, found
+    assert steps_saved(tmp_path / "home")[-1] == 3
 
 
 def test_a_pause_ends_with_the_error_at_its_limit(tmp_path: Path) -> None:

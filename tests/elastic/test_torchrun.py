@@ -31,7 +31,7 @@ class Torchrun:
     def start(self, *options: str, total: int = TOTAL, loader: str = "") -> Child:
         self._number += 1
         words = [*("-m", "torch.distributed.run"), *options, str(TRAINER), str(self.home), str(total)]
-        words += [loader] if loader else []
+        words += loader.split()
         output = self.folder / f"torchrun-{self._number}.txt"
         env = {
             **os.environ,
@@ -100,7 +100,7 @@ def test_a_group_that_loses_a_node_continues_with_the_other(torchrun: Torchrun, 
     assert torchrun.final() == uninterrupted, "the gradient is that of the same batch"
 
 
-@pytest.mark.parametrize("loader", ["", "before", "after"])
+@pytest.mark.parametrize("loader", ["", "before fork", "before spawn", "before forkserver", "after fork"])
 def test_a_notice_to_torchrun_leaves_a_durable_save(
     torchrun: Torchrun, uninterrupted: str, loader: str
 ) -> None:

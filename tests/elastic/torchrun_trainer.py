@@ -1,8 +1,8 @@
-"""The training of tests under torchrun: `torchrun torchrun_trainer.py HOME TOTAL [before|after]`.
+"""The training of tests under torchrun: `torchrun torchrun_trainer.py HOME TOTAL [before|after METHOD]`.
 
 Its batches depend on the step alone, and each rank computes the gradient of all of it, so the weights do not
-depend on the number of ranks. Each completed step is a line of HOME/../progress.log. With a last word it also
-reads a data loader, whose workers are started before or after the Checkpointer is made.
+depend on the number of ranks. Each completed step is a line of HOME/../progress.log. With two
+last words it also reads a data loader, whose workers start before or after the Checkpointer is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import holdfast
 
 def main() -> None:
     home, total = Path(sys.argv[1]), int(sys.argv[2])
-    start = sys.argv[3] if len(sys.argv) > 3 else ""
+    start, method = sys.argv[3:] or ("", "fork")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -30,7 +30,7 @@ def main() -> None:
     net = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.arange(10**5)), num_workers=2, multiprocessing_context="fork"
+        torch.utils.data.TensorDataset(torch.arange(10**5)), num_workers=2, multiprocessing_context=method
     )
     batches = iter(loader) if start == "before" else None
     with holdfast.Checkpointer(home, {"model": net, "optimizer": optimizer}, every=4) as ckpt:

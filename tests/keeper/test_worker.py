@@ -14,7 +14,7 @@ import pytest
 from holdfast import log
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater
 from holdfast.format import names, run
-from holdfast.home.commit import MAX_REFUSALS, refuse
+from holdfast.home.commit import MAX_REFUSALS, check_not_refused, refuse
 from holdfast.home.retain import Retention
 from holdfast.keeper import commit_tier, packets, worker
 from holdfast.keeper.commit_tier import Committed, PendingSave
@@ -294,3 +294,13 @@ def test_saves_are_told_that_their_keeper_still_waits_for_its_store(
             assert isinstance(save, StagedSave)
             os.close(save.arena_fd)
             os.close(save.draft_fd)
+
+
+def test_a_save_that_one_rank_cannot_write_fails_on_all_at_once(make_worker: MakeWorker) -> None:
+    """The others would wait for its part for ten minutes, or as long as a pause may last."""
+    made, store, inbox = make_worker(rank=1, world_size=2)
+    store.fail("put", RetryLater("No space left on device"), times=None, matching=names.data(5, 1, 1))
+    made._persist(staged(5))
+    assert SaveFailed(5, "RetryLater", "No space left on device") in inbox.replies
+    with pytest.raises(InvalidInput, match="Rank 1 has no copy of it: No space left on device"):
+        check_not_refused(store, make_config("home", 0, 2).writer, 5)

@@ -31,13 +31,13 @@ class Data(torch.utils.data.Dataset):
         return torch.full((4,), float(index))
 
 def signal_all(number, way):
-    '''Have another process signal the process group, or first each worker and then the trainer.'''
+    '''Have another process signal the process group, or each process, or kill the workers.'''
     name = signal.Signals(number).name[3:]
     workers = " ".join(str(one.pid) for one in multiprocessing.active_children())
     if way == "group":
         command = f"trap '' {name}; kill -{name} -{os.getpgid(0)}"
     else:
-        command = f"kill -{name} {workers}; kill -{name} {os.getpid()}"
+        command = f"kill -{name if way == 'each' else 'KILL'} {workers}; kill -{name} {os.getpid()}"
     return subprocess.Popen(["sh", "-c", command])
 
 class Training:
@@ -99,6 +99,7 @@ with t.make() as ckpt:
     ("is_before", "way", "number"),
     [
         (True, "group", signal.SIGTERM),
+        (True, "each", signal.SIGTERM),
         (False, "group", signal.SIGUSR1),
         (False, "each", signal.SIGTERM),
         (False, "group", signal.SIGINT),
@@ -114,28 +115,18 @@ def test_workers_that_fork_survive_a_notice_until_the_save(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("is_persistent", [True, False])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize(("way", "number"), [("group", signal.SIGTERM), ("each", signal.SIGUSR1)])
 def test_workers_that_are_spawned_survive_a_notice_until_the_save(
-    tmp_path: Path, way: str, number: int, method: str, is_persistent: bool
+    tmp_path: Path, way: str, number: int, method: str, is_persistent: bool, is_before: bool
 ) -> None:
     options = f"multiprocessing_context={method!r}, persistent_workers={is_persistent}"
-    done = run(tmp_path, loop(number, way, is_before=False, options=options), is_imported=True)
+    done = run(tmp_path, loop(number, way, is_before=is_before, options=options), is_imported=True)
     assert done.returncode == PREEMPTED_STATUS, done.stderr
     assert (saved_step(tmp_path) or 0) > AT
     assert "has ended the step" not in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_spawned_workers_from_before_the_checkpointer_cost_no_complete_step(
-    tmp_path: Path, method: str
-) -> None:
-    options = f"multiprocessing_context={method!r}"
-    done = run(tmp_path, loop(signal.SIGTERM, "group", is_before=True, options=options), is_imported=True)
-    assert done.returncode == PREEMPTED_STATUS, done.stderr
-    assert (saved_step(tmp_path) or 0) >= AT
 
 
 @pytest.mark.parametrize(
@@ -148,7 +139,7 @@ def test_spawned_workers_from_before_the_checkpointer_cost_no_complete_step(
     ],
 )
 def test_the_last_complete_step_is_saved_if_workers_die_of_the_notice(tmp_path: Path, form: str) -> None:
-    """They were started before the Checkpointer, and each process is signalled."""
+    """Nothing protects them from SIGKILL."""
     done = run(
         tmp_path,
         f"""
@@ -158,7 +149,7 @@ ckpt = t.make()
 def steps():
     for step in ckpt.steps(900):
         if step == {AT}:
-            signal_all(signal.SIGTERM, "each").wait()
+            signal_all(signal.SIGTERM, "killed").wait()
         t.train(next(batches))
 def own():
     ckpt.restore()
@@ -169,7 +160,7 @@ def own():
         if ckpt.preempted:
             ckpt.stop(step)
         if step == {AT}:
-            signal_all(signal.SIGTERM, "each").wait()
+            signal_all(signal.SIGTERM, "killed").wait()
 if {form!r} in ("with", "own loop"):
     with ckpt:
         own() if {form!r} == "own loop" else steps()
@@ -199,7 +190,7 @@ batches = iter(t.loader)
 with t.make() as ckpt:
     for step in ckpt.steps(12):
         if step == AT:
-            signal_all(signal.SIGTERM, "each").wait()
+            signal_all(signal.SIGTERM, "killed").wait()
         t.train(next(batches) * 0 + step)
 tensors = [tensor.tolist() for tensor in t.model.state_dict().values()]
 print(json.dumps([tensors, torch.rand(1).item()]))
@@ -232,7 +223,7 @@ with t.make() as ckpt:
             ckpt.save(2).wait_durable()
         if step == {AT}:
             t.model(next(batches))
-            signal_all(signal.SIGTERM, "each").wait()
+            signal_all(signal.SIGTERM, "killed").wait()
             while True:
                 next(batches)
 """,
@@ -253,7 +244,7 @@ class Interrupted(torch.optim.SGD):
     def step(self, *args):
         workers = multiprocessing.active_children()
         if at == {AT}:
-            signal_all(signal.SIGTERM, "each").wait()
+            signal_all(signal.SIGTERM, "killed").wait()
             for worker in workers:
                 os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
         return super().step(*args)

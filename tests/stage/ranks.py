@@ -8,6 +8,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,20 @@ from torch.optim import AdamW
 
 import holdfast
 from forkserver import forkserver
+from holdfast.checkpointer import attempt
 from holdfast.policy import Every, Pace
 from stage.training import make_checkpointer
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(rank, *args)` returns on each rank; an exception's text where it raises."""
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """What `function(rank, *args, **options)` returns on each rank; an exception's text where it raises."""
     context = forkserver()
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         children = [
-            context.Process(target=_become, args=(rank, world_size, folder, answers, function, args))
+            context.Process(
+                target=_become, args=(rank, world_size, folder, answers, partial(function, **options), args)
+            )
             for rank in range(world_size)
         ]
         for child in children:
@@ -165,3 +169,53 @@ def skip_together(rank: int, home: Path) -> list[str]:
         save = ckpt.save(3)
         save.wait_durable()
         return [*states, save.state]
+
+
+def pause_for_one(rank: int, folder: Path, *, is_local: bool, notified: int | None) -> list[str | int]:
+    """Pause in save(3), as save 2 cannot be written. It can at the first line of rank 1, or after a notice.
+
+    Args:
+        is_local: the ranks have local folders of their own, and that of rank 1 is away; else their home is.
+        notified: rank that receives a notice once rank 1 has paused.
+
+    Returns:
+        The state of save 2 after save(3), and the status of a preempted run.
+    """
+    local = folder / f"local-{rank}" if is_local else None
+    place, paused = local or folder / "home", folder / "paused"
+    notice = f"file:{paused}" if rank == notified else "none"
+    options: dict[str, Any] = {
+        "local": local,
+        "limits": holdfast.Limits(failed_saves="pause", patience="1h"),
+        "preemption": holdfast.Preemption(notice, signals=False),
+    }
+    ckpt = make_checkpointer(folder / "home", {"x": torch.ones(1)}, **options)
+    ckpt.save(1).wait_durable()
+
+    def go_on(line: str) -> None:
+        if line.startswith("training is paused") and not paused.exists():
+            paused.touch()
+            if notified is None:
+                (folder / "away").rename(place)
+
+    dist.barrier()
+    if rank == 1:
+        attempt._PAUSE_LINE_S, attempt._log.warning = 0.0, go_on
+        place.rename(folder / "away")
+    dist.barrier()
+    save = ckpt.save(2)
+    ckpt.save(3)
+    found: list[str | int] = [save.state]
+    if notified is None:
+        ckpt.close()
+        return found
+    if rank == 1:
+        (folder / "away").rename(place)
+    for step in range(4, 10):
+        ckpt.should_save(step)
+        if ckpt.preempted:
+            try:
+                ckpt.stop(step)
+            except SystemExit as end:
+                return [*found, int(str(end.code))]
+    return found

@@ -23,12 +23,14 @@ from holdfast.format import run as runs
 from holdfast.format.part import Ancestors
 from holdfast.keeper import Keeper, KeeperConfig, Save, wait_for_closed, wait_for_orphans
 from holdfast.log import get_logger
+from holdfast.notice import NoticeWatcher
 from holdfast.restore.request import Restored
 from holdfast.units import format_duration, plural
 
 _log = get_logger("checkpointer")
 _MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
 _PAUSE_LINE_S = 60.0
+_PAUSE_ROUND_S = 0.2  # a notice on any rank ends a pause as soon
 
 
 class Attempt:
@@ -210,10 +212,11 @@ class Attempt:
 
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
+    def save(self, step: int, *, must: bool, notices: NoticeWatcher, to_home: bool = False) -> Save:
         """Begin a save of `step`. Return the earlier one if the step was saved already.
 
         Args:
+            notices: preemption notices of this rank, which end a pause.
             must: copy everything at once, and wait for staging memory instead of skipping the save.
             to_home: send it home whether or not that is due.
         """
@@ -221,7 +224,7 @@ class Attempt:
         began, waited_before_s = time.perf_counter(), pipeline.waited_for_memory_s
         pipeline.stager.check_thread()
         if self._limits.pause_s and not must:
-            self._pause()
+            self._pause(notices)
         self.surface()
         last = self.saves.last
         if last is not None and self.saves.has(step):
@@ -250,24 +253,32 @@ class Attempt:
         cadence.save(step, time.monotonic())
         return save
 
-    def _pause(self) -> None:
-        """Wait until the saves before are durable or have failed, with a line each minute."""
-        limit = format_duration(self._limits.pause_s)
-        for save in self.saves.pending:
-            began_s = time.monotonic()
-            while not save.done():
-                try:
-                    with self._components.phase("a pause until a save is durable"):  # new ones are no hang
-                        save.exception(_PAUSE_LINE_S)
-                except TimedOut as error:
-                    _log.warning(
-                        f'training is paused for at most {limit} (Limits(failed_saves="pause")): {error}'
-                    )
+    def _pause(self, notices: NoticeWatcher) -> None:
+        """Wait until the saves before are durable or have failed on all ranks; a notice ends the wait.
+
+        Ranks: collective, as all pause for the one whose save is late.
+        """
+        saves, began_s = self.saves.pending, time.monotonic()
+        said_s = began_s
+        while True:
+            # New phases are no hang, however long the pause is.
+            with self._components.phase("a pause until a save is durable"):
+                late = next((save for save in saves if not _ends_soon(save)), None)
+                rows = self._ranks.gather((late is not None, notices.reason is not None))
+            if not any(is_late for is_late, _ in rows) or any(is_preempted for _, is_preempted in rows):
+                break
+            now_s = time.monotonic()
+            if late is not None and now_s - said_s >= _PAUSE_LINE_S:
+                said_s = now_s
+                _log.warning(
+                    f"training is paused for at most {format_duration(self._limits.pause_s)} "
+                    f'(Limits(failed_saves="pause")): step {late.step} is not durable after '
+                    f"{format_duration(now_s - began_s)}. {late.delay}"
+                )
+        for save in saves:
             if save.delay and self.keeper is not None:
                 paused_s = time.monotonic() - began_s
                 self.keeper.record("paused", step=save.step, seconds=paused_s, detail=save.delay)
-        if self.keeper is not None and self.keeper.config.is_node_local:
-            self._ranks.gather(None)  # each waits for its own disk, and for the slowest here, not in a step
 
     def delete(self, step: int) -> None:
         """Delete the checkpoints of `step` once a newer one is complete."""
@@ -436,6 +447,7 @@ class Attempt:
         """Write into the history how this attempt ends; only the first call counts."""
         if self.keeper is None:
             return
+        self.saves.settle()
         self._components.metrics.flush(self.keeper)
         self._warn_of_unmeasured()
         if not self._has_noted_end:
@@ -452,3 +464,12 @@ class Attempt:
             self.note_end(f"went back ({reason})" if reason else "went back")
             self.keeper.close(frees_memory=True)
         return Attempt(self._components, run=self._run)
+
+
+def _ends_soon(save: Save) -> bool:
+    """Wait a moment for the end of a save, and return True if it came."""
+    try:
+        save.exception(_PAUSE_ROUND_S)
+    except TimedOut:
+        return False
+    return True

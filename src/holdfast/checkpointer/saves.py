@@ -52,6 +52,7 @@ class Saves:
         self._pending: deque[PendingCopy] = deque()
         self._overdue = Overdue(now_s=time.monotonic())
         self._failing_since_s: float | None = None  # call of the first save that failed, of those in a row
+        self._counted: set[int] = set()  # steps whose saves have failed
         self._torn_elsewhere: int | None = None  # newest step that only other ranks have torn
         self._has_warned_of_tear = False
 
@@ -92,8 +93,10 @@ class Saves:
     # -- outcomes --------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Settle the saves that have become durable."""
+        """Settle the saves that have become durable, and count those that have failed."""
         with self.lock:
+            for one in self._pending:
+                self._count_failed(one.save)
             for one in [one for one in self._pending if one.save.durable]:
                 self._pending.remove(one)
                 self._failing_since_s = None
@@ -101,6 +104,11 @@ class Saves:
                 self.newest_durable = one.save.step
                 self.stable.add(one.save.step)
                 self._on_durable(one.save)
+
+    def _count_failed(self, save: Save) -> None:
+        if save.failed is not None and save.step not in self._counted:
+            self._counted.add(save.step)
+            self._on_failed(save)
 
     def surface(self) -> None:
         """Settle all saves that have ended, and warn of the failed ones.
@@ -123,7 +131,7 @@ class Saves:
         if self._failing_since_s is None:
             self._failing_since_s = one.save.began_s
         self._overdue.fail()
-        self._on_failed(one.save)
+        self._count_failed(one.save)
         if time.monotonic() - self._failing_since_s > self._limit_s:
             raise error
         if not (one.is_torn and self._has_warned_of_tear):  # later ones are in the history
@@ -160,7 +168,7 @@ class Saves:
             found = [one for one in self._pending if one.save is save]
             for one in found:
                 self._pending.remove(one)
-                self._on_failed(save)
+                self._count_failed(save)
             return bool(found)
 
 

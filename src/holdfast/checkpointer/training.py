@@ -305,7 +305,7 @@ class Training:
 
     def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
         self._followers.reach(step)
-        save = self.attempt.save(step, must=must, to_home=to_home)
+        save = self.attempt.save(step, must=must, notices=self.notices, to_home=to_home)
         if self.position.step == step:
             warn_of_gradients(self._components)
         if self._ranks.rank == 0:

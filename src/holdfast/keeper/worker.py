@@ -202,6 +202,8 @@ class Worker:
                         self._topology.note_metrics(request.step, metrics.values, is_late=False)
         except HoldfastError as error:
             self._reports.failed(request.step, error)
+            if self._config.world_size > 1 and not isinstance(error, Conflict):
+                self._topology.drop(messages.DropSave(request.step, str(error)))  # the others wait for it
         else:
             # Before the arena is released: a successor of this keeper must not need an arena that is reused.
             seconds, num_bytes = time.monotonic() - began, request.layout.data_bytes

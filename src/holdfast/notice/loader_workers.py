@@ -8,13 +8,14 @@ import gc
 import importlib
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from multiprocessing import resource_tracker, util
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.notice.signals import SIGNALS
 
@@ -31,8 +32,9 @@ _at_exit: list[util.Finalize] = []  # the call of `_end_workers`
 def protect_workers() -> None:
     """Protect the workers of all data loaders, new and existing ones.
 
-    The step that a trainer finishes after a notice still needs its batches. New workers leave the signals to
-    the trainer. Forked ones that exist get a process group of their own, and are not signalled with it.
+    The step that a trainer finishes after a notice still needs its batches, so workers leave the signals to
+    the trainer: new ones from their start, and existing ones once they have loaded what they were asked for
+    before.
 
     Blocks: with child processes, once for a scan of all objects, about 0.1 s for a million.
     """
@@ -43,14 +45,49 @@ def protect_workers() -> None:
             _protect(kind)
             for one in gc.get_referrers(kind) if multiprocessing.active_children() else ():
                 if type(one) is kind:
-                    _separate(one._workers)
+                    _protect_running(one)
 
 
-def _separate(workers: Iterable[Any]) -> None:
-    for worker in workers:
-        with contextlib.suppress(OSError):  # a spawned one has executed another program
-            if worker.is_alive() and os.getpgid(worker.pid) == os.getpgid(0):
-                os.setpgid(worker.pid, worker.pid)
+class _Protection:
+    """Message to a worker that runs, in place of the numbers of samples to load.
+
+    The worker calls `_prepare_running` where it unpickles the message, in its main thread.
+    """
+
+    def __reduce__(self) -> tuple[Callable[[], NoReturn], tuple[()]]:
+        return _prepare_running, ()
+
+
+def _protect_running(iterator: Any) -> None:
+    for worker, indices in zip(iterator._workers, iterator._index_queues, strict=True):
+        is_own = worker._parent_pid == os.getpid()  # not inherited by a fork
+        if is_own and worker.is_alive() and not iterator._shutdown:
+            indices.put(_Protection())
+            _adopt(worker)
+
+
+def _prepare_running() -> NoReturn:
+    """Leave the signals to the trainer, in a worker.
+
+    Raises:
+        queue.Empty: always; the worker then waits for the next message.
+    """
+    _leave_signals()
+    trainer = multiprocessing.parent_process()
+    if trainer is not None and trainer.pid != os.getppid():
+        # The notice ends the fork server, whose end the worker would take for that of the trainer.
+        ManagerWatchdog: Any = importlib.import_module("torch.utils.data._utils.worker").ManagerWatchdog
+        ManagerWatchdog.is_alive = lambda _: trainer.is_alive()
+    raise queue.Empty
+
+
+def _adopt(worker: Any) -> None:
+    """Have a worker ended with SIGKILL, as it leaves SIGTERM to the trainer."""
+    if not _at_exit:
+        # Before multiprocessing sends them SIGTERM and waits.
+        _at_exit.append(util.Finalize(None, _end_workers, exitpriority=100))
+    worker.terminate = worker.kill
+    _workers.add(worker)
 
 
 def _protect(kind: Any) -> None:
@@ -69,12 +106,8 @@ def _protect(kind: Any) -> None:
         finally:
             loader.worker_init_fn = own
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if not _at_exit:
-            # Before multiprocessing sends them SIGTERM and waits.
-            _at_exit.append(util.Finalize(None, _end_workers, exitpriority=100))
         for worker in self._workers:
-            worker.terminate = worker.kill  # it leaves SIGTERM to the trainer
-            _workers.add(worker)
+            _adopt(worker)
 
     kind.__init__ = begin_protected
 
@@ -102,14 +135,19 @@ class _FirstFunction:
         self._own, self._blocked = own, blocked
 
     def __call__(self, worker_id: int) -> None:
-        """Prepare a worker. PyTorch has installed its own handler of SIGTERM before."""
-        for number in SIGNALS:
-            plain = signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
-            if number == signal.SIGTERM or plain:
-                signal.signal(number, _leave_to_the_trainer)
+        """Prepare a worker."""
+        _leave_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._blocked)
         if self._own is not None:
             self._own(worker_id)
+
+
+def _leave_signals() -> None:
+    """Leave the signals to the trainer. PyTorch has installed its own handler of SIGTERM before."""
+    for number in SIGNALS:
+        plain = signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+        if number == signal.SIGTERM or plain:
+            signal.signal(number, _leave_to_the_trainer)
 
 
 def _leave_to_the_trainer(number: int, frame: FrameType | None) -> None:

@@ -391,6 +391,17 @@ def test_arguments_that_cannot_be_used_are_refused(make: Make, tmp_path: Path) -
     assert (tmp_path / "checkpoints" / "checkpoint_0").is_dir()
 
 
+def test_the_notice_of_a_known_end_leaves_time_for_a_save(make: Make) -> None:
+    accelerator = attach(make(is_stock=True).accelerator, preemption="deadline=1h")
+    session = accelerator.holdfast_session
+    (deadline,) = session._notices._watcher._sources.clouds
+    accelerator.save_state()
+    (save,) = session._pending
+    save.wait_durable()
+    is_preempted(accelerator)
+    assert deadline.save_s >= save.durable_s > 0
+
+
 @pytest.mark.parametrize("has_generator", [False, True])
 def test_persistent_workers_that_share_the_generator_of_dropout_are_warned_of(
     make: Make, has_generator: bool

@@ -140,6 +140,19 @@ def test_a_script_that_does_not_ask_is_preempted_at_its_next_save(tmp_path: Path
     assert train(tmp_path / "out", resume=True) == unbroken
 
 
+def test_a_notice_to_the_loader_workers_too_costs_no_step(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {**EXPLICIT, "workers": 2}
+    train(tmp_path / "out", status=75, kill_at=12, signal=15, group=True, **plan)
+    assert holdfast.open(tmp_path / "out" / "holdfast").step == 12
+
+
+def test_a_run_whose_workers_die_after_a_notice_exits_with_75(tmp_path: Path) -> None:
+    """The script has not saved step 6, and only the script can."""
+    plan: dict[str, Any] = {**EXPLICIT, "workers": 1, "asks": False, "slow_from": 28}
+    train(tmp_path / "out", status=75, kill_at=6, signal=15, **plan)
+    assert holdfast.open(tmp_path / "out" / "holdfast").step == 5
+
+
 @pytest.mark.ranks
 def test_two_ranks_agree_on_a_notice_that_one_of_them_gets(tmp_path: Path) -> None:
     unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True)

@@ -72,6 +72,27 @@ def test_reported_paths_are_files_of_torch(tmp_path: Path) -> None:
     assert torch.equal(again.layer.weight, one.layer.weight)
 
 
+def test_the_notice_of_a_known_end_leaves_time_for_a_save(tmp_path: Path) -> None:
+    callback = HoldfastCheckpoint(tmp_path / "ckpt", every_n_train_steps=1, preemption="deadline=1h")
+    found = []
+
+    class Look(importlib.import_module("lightning.pytorch").Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert callback._io is not None
+            callback._io.wait()
+            saved_s = callback._io.save_s
+
+            def expect(save_s: float) -> None:
+                found.append((save_s, saved_s))
+
+            callback._notices._watcher.expect_save = expect
+
+    trainer(tmp_path, 1, Look(), callback).fit(model())
+    assert len(found) == 3
+    assert all(expected_s >= saved_s for expected_s, saved_s in found)
+    assert found[-1][1] > 0
+
+
 def test_the_home_is_beside_the_files_and_is_a_home(tmp_path: Path) -> None:
     trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
     assert holdfast.open(tmp_path / "ckpt.holdfast").verify().is_good

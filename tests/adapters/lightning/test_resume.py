@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import nursery
 from holdfast.errors import PREEMPTED_STATUS
@@ -263,6 +264,33 @@ def test_sigterm_saves_and_exits_with_75(tmp_path: Path, ranks: int) -> None:
     assert "last.ckpt" in os.listdir(tmp_path / "run" / "ckpt")  # noqa: PTH208
     ran = start(tmp_path / "run", *options, ranks=ranks)
     assert [batches(tmp_path / "run", rank) for rank in range(ranks)] == losses
+    assert ran.digests == digests
+
+
+def test_sigterm_to_the_loader_workers_too_costs_no_step(tmp_path: Path) -> None:
+    notice = ["--data=workers", "--every=100", "--kill-at=5", f"--signal={int(signal.SIGTERM)}", "--to=group"]
+    stopped = start(tmp_path / "run", *notice)
+    assert stopped.statuses == [PREEMPTED_STATUS], stopped.output
+    assert saved_step(tmp_path / "run") == 5
+
+
+def saved_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint."""
+    return int(torch.load(folder / "ckpt" / "last.ckpt", weights_only=False)["global_step"])
+
+
+@pytest.mark.parametrize(("data", "step"), [("slow", 3), ("slow-stream", 2)])
+def test_the_last_complete_step_is_saved_if_workers_die_after_a_notice(
+    tmp_path: Path, data: str, step: int
+) -> None:
+    """The stream has one batch fetched ahead, which is not trained."""
+    options = (f"--data={data}", "--every=100")
+    digests, losses = reference(tmp_path / "reference", options, 1)
+    stopped = start(tmp_path / "run", *options, "--slow-from=3")
+    assert stopped.statuses == [PREEMPTED_STATUS], stopped.output
+    assert saved_step(tmp_path / "run") == step
+    ran = start(tmp_path / "run", *options)
+    assert [batches(tmp_path / "run", 0)] == losses
     assert ran.digests == digests
 
 

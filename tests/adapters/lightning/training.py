@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import multiprocessing
 import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,25 @@ class Stream(IterableDataset[torch.Tensor]):
         yield from (inner[int(i)] for i in torch.randperm(len(inner)))
 
 
+class Slow(Dataset[torch.Tensor]):
+    """Samples without random numbers. From a batch on, this start waits for them for ever."""
+
+    def __len__(self) -> int:
+        return BATCH * NUM_BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if 0 < ARGS.slow_from <= index // BATCH:
+            time.sleep(10**6)
+        return torch.full((6,), float(index)) / len(self)
+
+
+class SlowStream(IterableDataset[torch.Tensor]):
+    """The same samples without a length."""
+
+    def __iter__(self) -> Any:
+        yield from (Slow()[index] for index in range(len(Slow())))
+
+
 class Model(pl.LightningModule):
     """Small model with dropout and batch normalization, whose loss is printed after each batch."""
 
@@ -78,6 +99,13 @@ class Model(pl.LightningModule):
             out.write(f"{facts} {loss.item().hex()}\n")
         return loss
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        """After all callbacks: nothing asks for notices before the next batch is read."""
+        if ARGS.slow_from and self.global_step == ARGS.slow_from - (ARGS.data == "slow-stream"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid or 0, signal.SIGKILL)
+
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.log("val", (self.net(batch) - batch.sum(1, keepdim=True)).square().mean(), sync_dist=True)
 
@@ -87,6 +115,8 @@ class Model(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         kind = ARGS.data
+        if kind.startswith("slow"):
+            return DataLoader(Slow() if kind == "slow" else SlowStream(), batch_size=BATCH, num_workers=1)
         if kind == "stream":
             return DataLoader(Stream(), batch_size=BATCH)
         if ARGS.data == "in-order":
@@ -114,7 +144,7 @@ class Model(pl.LightningModule):
 
 
 class KillAt(pl.Callback):
-    """Kills this process after some batches of this start, or sends itself a signal."""
+    """Kills this process after some batches of this start, or sends itself or all processes a signal."""
 
     def __init__(self, count: int, number: int, where: str) -> None:
         self._left, self._number, self._where = count, number, where
@@ -123,7 +153,7 @@ class KillAt(pl.Callback):
         if where == self._where:
             self._left -= 1
             if not self._left:
-                os.kill(os.getpid(), self._number)
+                os.kill(0 if ARGS.to == "group" else os.getpid(), self._number)
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._hit("start")
@@ -151,6 +181,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kill-at", type=int, default=0)
     parser.add_argument("--where", default="start")
     parser.add_argument("--signal", type=int, default=int(signal.SIGKILL))
+    parser.add_argument("--to", choices=["process", "group"], default="process")
+    parser.add_argument("--slow-from", type=int, default=0)
     parser.add_argument("--top-k", type=int, default=1)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--val-interval", type=float, default=1.0)

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.adapters.accelerate.batch_position import BatchPosition, batches_of
 from holdfast.adapters.accelerate.data_position import DataPosition, UnpreparedGenerators
+from holdfast.adapters.accelerate.notices import end_preempted
 from holdfast.adapters.attached_class import insert_class
 from holdfast.adapters.persistent_workers import warn_of_persistent_workers
 
@@ -42,6 +43,9 @@ class PositionedLoader:
                     yield batch
         except GeneratorExit:
             position.leave()  # by `break`
+            raise
+        except Exception as error:
+            end_preempted(error)
             raise
         if num_batches == 0:
             position.set_back(now)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
+import weakref
 
 from holdfast.checkpointer.options import Preemption
+from holdfast.errors import Preempted
 from holdfast.notice import NoticeWatcher
 from holdfast.ranks import Ranks
 
@@ -16,18 +19,24 @@ class Notices:
     Args:
         preemption: their sources.
         ranks: ranks that agree.
+
+    Attributes:
+        saved_step: step of the newest durable save.
     """
 
     def __init__(self, preemption: Preemption, ranks: Ranks) -> None:
         self._ranks = ranks
+        self.saved_step = 0
         self._num_exchanges = 0
         self._agreed: str | None = None
+        self._measured_s = time.monotonic()
         self._watcher = NoticeWatcher(preemption.sources)
         if preemption.signals and threading.current_thread() is threading.main_thread():
             interrupt = signal.getsignal(signal.SIGINT)
             self._watcher.watch_signals()
             signal.signal(signal.SIGINT, interrupt)
         self._watcher.poll_clouds()
+        _open.add(self)
 
     @property
     def reason(self) -> str | None:
@@ -37,6 +46,16 @@ class Notices:
     def note(self, reason: str) -> None:
         """Note the reason that all ranks agree on."""
         self._agreed = reason
+
+    def measure(self, save_s: float) -> None:
+        """Measure the time between two looks at notices.
+
+        Args:
+            save_s: time of the last save, until it was durable.
+        """
+        now_s = time.monotonic()
+        self._watcher.expect_save(now_s - self._measured_s + save_s)
+        self._measured_s = now_s
 
     def have_arrived(self) -> bool:
         """Return True if any rank has a notice. With several ranks, it is one call late.
@@ -52,3 +71,22 @@ class Notices:
     def close(self) -> None:
         """Stop watching."""
         self._watcher.close()
+        _open.discard(self)
+
+
+_open: weakref.WeakSet[Notices] = weakref.WeakSet()
+
+
+def end_preempted(error: Exception) -> None:
+    """End the process if a loader has failed after a notice.
+
+    Its workers may have died of it. Nothing is saved: only the script knows where its step ends. The last
+    save becomes durable.
+
+    Raises:
+        Preempted: otherwise nothing is done.
+    """
+    for one in list(_open):
+        if one.reason is not None:
+            reason = f"{one.reason}; {type(error).__name__} has ended the next batch: {error}"
+            raise Preempted(one.saved_step, reason) from error

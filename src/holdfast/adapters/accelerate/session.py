@@ -88,6 +88,7 @@ class Session:
         self._pending: list[Save] = []
         self._doomed: dict[int, str] = {}  # folders to remove, by step, once a newer checkpoint is durable
         self._copies_at_once = False
+        self._save_s = 0.0  # time of the last durable save
         self._chosen: Candidate | None = None
         self._open()
         _sessions.add(self)
@@ -110,12 +111,14 @@ class Session:
     def is_preempted(self) -> bool:
         """Return True if a rank has a preemption notice."""
         self._settle()
+        self._notices.measure(self._save_s)
         return self._notices.have_arrived()
 
     def save(self, output_dir: str | os.PathLike[str] | None) -> Path:
         """Save the state under a folder's name, and return the folder. See `Accelerator.save_state`."""
         accelerator, config = self._accelerator, self._accelerator.project_configuration
         self._wait_for_limit()
+        self._notices.measure(self._save_s)
         name = self._name_of(output_dir)
         reason, step, gone = self._agree_on_save(name)
         folder = self._folders.path(name)
@@ -240,6 +243,7 @@ class Session:
             self._pending.remove(save)
             if save.durable:
                 self._complete.add(save.step)
+                self._notices.saved_step, self._save_s = save.step, save.durable_s or 0.0
             elif self._names.get(save.step) is not None:
                 self._copies_at_once = True  # something but the optimizer has written to the state
                 self._folders.remove_interrupted(self._names.pop(save.step))

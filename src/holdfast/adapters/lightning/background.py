@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class BackgroundSaver:
         self._checkpointer: Checkpointer | None = None
         self._base: int | None = None  # step that the next saves continue
         self._last = 0  # step of the newest save
+        self.save_s = 0.0
+        """Time of the last save, until its file was written."""
         self._shared: tuple[object, tuple[object, ...], Save] | None = None
         self._jobs: list[_Job] = []  # of the present Checkpointer
         self._earlier: list[HomeContent] = []  # checkpoints of the home when it was opened, the newest first
@@ -197,6 +200,8 @@ class BackgroundSaver:
             if not job.is_removed:
                 content = HomeContent.open(self.place.home, job.step)
                 self.place.write(job.path, lambda path: write_ckpt(content, path, job.pickled))
+                if job.save is not None:
+                    self.save_s = time.monotonic() - job.save.began_s
             job.error = None
         except (HoldfastError, OSError) as error:
             job.error = error

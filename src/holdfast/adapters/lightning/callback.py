@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
@@ -23,6 +24,7 @@ from holdfast.adapters.lightning.resume_point import (
     check_batches,
     complete_batch,
     finish_batch,
+    has_begun,
     reach_batch,
     restore_point,
     watch_position,
@@ -193,6 +195,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         """Check GlobalBatches again: a callback may have changed the accumulation of gradients."""
         super().on_train_epoch_start(trainer, pl_module)
         check_batches(trainer)
+        trainer.fit_loop._combined_loader.on_error = partial(self._end_preempted, trainer)
 
     # -- saves -----------------------------------------------------------------------------------------------
 
@@ -208,7 +211,11 @@ class HoldfastCheckpoint(ModelCheckpoint):
         """Save if it is due, or if a preemption notice has arrived."""
         reach_batch(trainer)
         notices = self._notices
-        if notices is not None and notices.exchange(trainer, is_dropped=bool(self._dropped(trainer))):
+        if notices is not None and notices.exchange(
+            trainer,
+            is_dropped=bool(self._dropped(trainer)),
+            save_s=0.0 if self._io is None else self._io.save_s,
+        ):
             self._replace_dropped(trainer)
         with self._moment(private=lambda: private_memory(trainer)):
             super().on_train_batch_end(trainer, *args, **kwargs)
@@ -309,6 +316,23 @@ class HoldfastCheckpoint(ModelCheckpoint):
         return bool(super().file_exists(filepath, trainer))
 
     # -- preemption and the end ------------------------------------------------------------------------------
+
+    def _end_preempted(self, trainer: Any, error: Exception) -> None:
+        """End training if a loader fails after a notice.
+
+        Its workers may have died of it. The last complete step is saved. On several ranks it is not: others
+        compute with their next batch.
+
+        Raises:
+            Preempted: otherwise nothing is done.
+        """
+        notices = self._notices
+        if notices is None or not notices.have_arrived() or not trainer.training:
+            return
+        if trainer.world_size == 1 and not has_begun(trainer) and notices.may_stop(trainer):
+            self._save_notice(trainer)
+        reason = f"{notices.reason}; {type(error).__name__} has ended the next batch: {error}"
+        raise Preempted(self._last_global_step_saved, reason) from error
 
     def _save_and_stop(self, trainer: Any, notices: Preemptions) -> None:
         self._save_notice(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,10 @@ class DataPosition:
     loaders: tuple[dict[str, Any], ...] = ()
 
 
+def _ignore(error: Exception) -> None:
+    pass
+
+
 class PositionedLoader(CombinedLoader):
     """CombinedLoader that records its position, and can begin at a recorded one.
 
@@ -50,6 +55,8 @@ class PositionedLoader(CombinedLoader):
         self._num_reached = 0  # batches that training has used
         self._begin_at: DataPosition | None = None
         self._fetched: list[Any] = []
+        self.on_error: Callable[[Exception], object] = _ignore
+        """Called with an error of the loaders, before it is raised."""
 
     @classmethod
     def around(cls, loader: Any) -> PositionedLoader:
@@ -157,9 +164,17 @@ class PositionedLoader(CombinedLoader):
         return self._fetched.pop() if self._fetched else self._fetch()
 
     def _fetch(self) -> Any:
+        before = self._before
         if not self.has_length:
             self._before = self.capture(), self._loader_states()
-        batch = super().__next__()
+        try:
+            batch = super().__next__()
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._before = before  # of the batch that was fetched ahead
+            self.on_error(error)
+            raise
         self._num_fetched += 1
         return batch
 

@@ -42,6 +42,7 @@ EPOCH_CALLBACKS: Any = tuple(
     _find("callbacks", name) for name in ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 )
 """Classes of callbacks that act when an epoch begins, which Lightning skips at a resume within it."""
+DataLoaderIterDataFetcher: Any = _find("loops.fetchers", "_DataLoaderIterDataFetcher")
 ModelCheckpoint: Any = _find("callbacks", "ModelCheckpoint")
 TorchCheckpointIO: Any = _find("plugins.io", "TorchCheckpointIO")
 CombinedLoader: Any = _find("utilities", "CombinedLoader")

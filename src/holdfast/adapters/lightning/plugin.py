@@ -151,6 +151,11 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         """Return True if a file will be written at this path."""
         return self._saver is not None and self._saver.is_pending(absolute(path))
 
+    @property
+    def save_s(self) -> float:
+        """Time of the last save, until its file was written."""
+        return 0.0 if self._saver is None else self._saver.save_s
+
     def wait(self, path: str | os.PathLike[str] | None = None) -> None:
         """Wait until a file, or all files, are written.
 

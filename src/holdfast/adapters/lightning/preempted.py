@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from typing import Any
 
 from holdfast.notice import NoticeWatcher
@@ -26,6 +27,7 @@ class Preemptions:
         self._sources = sources
         self._watcher: NoticeWatcher | None = None
         self._ranks: Ranks | None = None
+        self._exchanged_s = 0.0
 
     def watch(self, trainer: Any) -> None:
         """Start watching, when training begins.
@@ -44,13 +46,15 @@ class Preemptions:
             signal.signal(signal.SIGINT, interrupt)  # Ctrl-C does what Lightning's users know
         self._watcher.poll_clouds()
         self._ranks = Ranks(timeout_s=_RANKS_S)
+        self._exchanged_s = time.monotonic()
 
-    def exchange(self, trainer: Any, *, is_dropped: bool) -> bool:
+    def exchange(self, trainer: Any, *, is_dropped: bool, save_s: float) -> bool:
         """Exchange notices with the other ranks.
 
         Args:
             trainer: the trainer.
             is_dropped: a save of this rank was dropped.
+            save_s: time of the last save, for notices of an end that is known beforehand.
 
         Returns:
             True if a save of any rank was dropped. All ranks return the same.
@@ -59,12 +63,21 @@ class Preemptions:
         """
         if self._watcher is None or self._ranks is None:
             return False
+        now_s = time.monotonic()
+        self._watcher.expect_save(now_s - self._exchanged_s + save_s)
+        self._exchanged_s = now_s
         (has_notice, has_dropped), _ = self._ranks.exchange_flags(
             trainer.fit_loop.total_batch_idx, (self._watcher.reason is not None, is_dropped), ()
         )
         if has_notice and self.reason is None:
             self.reason = self._watcher.reason or "another rank's notice"
         return has_dropped
+
+    def have_arrived(self) -> bool:
+        """Return True if this rank has a notice, or has received another's."""
+        if self._watcher is not None:
+            self.reason = self.reason or self._watcher.reason
+        return self.reason is not None
 
     def may_stop(self, trainer: Any) -> bool:
         """Return True if a rank has a notice, and training may stop here."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from holdfast.adapters.lightning.data_position import DataPosition, PositionedLoader
 from holdfast.adapters.lightning.generators import capture_generators, set_generators
-from holdfast.adapters.lightning.packages import EPOCH_CALLBACKS
+from holdfast.adapters.lightning.packages import EPOCH_CALLBACKS, DataLoaderIterDataFetcher
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.train.data import Batches
 
@@ -41,6 +41,14 @@ def reach_batch(trainer: Any) -> None:
 def num_used(trainer: Any) -> int:
     """Return the number of batches that training has used in this epoch."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def has_begun(trainer: Any) -> bool:
+    """Return True if a batch may have begun while it is read: `training_step(dataloader_iter)` reads it."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return progress.ready != progress.completed or isinstance(
+        trainer.fit_loop._data_fetcher, DataLoaderIterDataFetcher
+    )
 
 
 def _position(trainer: Any, loader: PositionedLoader) -> dict[str, Any]:

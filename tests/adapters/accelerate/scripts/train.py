@@ -2,19 +2,21 @@
 
 Members of the JSON, all optional: `stock` (without Holdfast), `attach` (its options), `resume`, `naming`
 ("automatic" or "explicit"), `loader` ("plain", "seedable", "stateful" or "global"), `accumulation`,
-`workers`, `scaler`, `every`, `steps`, `limit`, `asks`,
+`workers`, `scaler`, `every`, `steps`, `limit`, `asks`, `slow_from` (a row that workers wait for),
 `hook` (that writes a file), `kill_before` (the number of a change of files), and `kill_at` with `signal`,
-`rank` and `is_saved` (after the save of that step).
+`rank`, `group` (all processes) and `is_saved` (after the save of that step).
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import re
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,17 @@ class Net(torch.nn.Module):
         return self.last(torch.nn.functional.dropout(self.norm(self.first(x)).relu(), 0.3, self.training))
 
 
+class Rows(torch.utils.data.TensorDataset):
+    """Rows of a table. From one on, workers wait for ever."""
+
+    slow_from = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if 0 < self.slow_from <= index:
+            time.sleep(10**6)
+        return super().__getitem__(index)
+
+
 def make_accelerator(folder: Path, plan: dict[str, Any]) -> Accelerator:
     loader = plan.get("loader", "plain")
     is_automatic = plan.get("naming", "automatic") == "automatic"
@@ -90,7 +103,10 @@ def newest(folder: Path) -> str | None:
 def strike(plan: dict[str, Any], step: int) -> None:
     """Send this process its signal, if it is due."""
     if plan.get("kill_at") == step and plan.get("rank", 0) == int(os.environ.get("RANK", 0)):
-        os.kill(os.getpid(), plan.get("signal", signal.SIGKILL))
+        os.kill(0 if plan.get("group") else os.getpid(), plan.get("signal", signal.SIGKILL))
+        if plan.get("slow_from"):  # the workers die too
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid or 0, signal.SIGKILL)
 
 
 def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +118,8 @@ def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
         attach(accelerator, **plan.get("attach", {}))
     torch.manual_seed(0)
     columns = torch.randn(NUM_ROWS, 4), torch.randn(NUM_ROWS, 1), torch.arange(NUM_ROWS)
-    data = torch.utils.data.TensorDataset(*columns)
+    data = Rows(*columns)
+    data.slow_from = plan.get("slow_from", 0)
     net: Any = Net()
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
@@ -128,7 +145,11 @@ def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
 
 def loader_options(plan: dict[str, Any]) -> dict[str, Any]:
     if plan.get("loader") != "global":
-        return {"batch_size": BATCH, "shuffle": True, "num_workers": plan.get("workers", 0)}
+        return {
+            "batch_size": BATCH,
+            "shuffle": not plan.get("slow_from"),
+            "num_workers": plan.get("workers", 0),
+        }
     parts = plan.get("accumulation", 1)
     batches = GlobalBatches(NUM_ROWS, 2 * BATCH * parts, accumulation_steps=parts)
     return {"batch_sampler": batches, "num_workers": plan.get("workers", 0)}

@@ -165,7 +165,7 @@ def phase_restore(kind: str, world_size: int, home: Path, rank: int) -> dict[str
         for name, tensor in manifest.tensors.items():
             region: Region | None = Sharding(tensor.shape, wanted).region_of(mine)
             if name.startswith(stage) and region is not None and region.num_items:
-                targets[name] = FillTarget(torch.empty(region.sizes, dtype=torch.bfloat16), region)
+                targets[name] = [FillTarget(torch.empty(region.sizes, dtype=torch.bfloat16), region)]
         jobs = plan_fill(manifest, targets, mine, Parts(store, manifest))
         return len(jobs), sum(len(job.wanted) for job in jobs)
 

@@ -245,7 +245,7 @@ def test_only_the_region_of_this_rank_is_requested() -> None:
     }
     load = saved.plan(State(dict(live)))
     assert set(load.targets) == {"x", "rng.torch"}
-    target = load.targets["x"]
+    (target,) = load.targets["x"]
     assert target.region == Region((2, 0), (2, 4))
     assert target.tensor.data_ptr() == local_of(live["x"]).data_ptr()
     saved.restore(State(dict(live)))
@@ -283,7 +283,7 @@ def test_load_state_dict_receives_dtensors() -> None:
     state = State({"w": wrapper})
     assert state.capture().shardings["w.nested.tensor"].copies == ((6, 5),)
     load = saved.plan(state)
-    assert load.targets["w.nested.tensor"].region == Region((2, 0), (2, 4))
+    assert load.targets["w.nested.tensor"][0].region == Region((2, 0), (2, 4))
     saved.fill(load)
     assert not wrapper.tensor.to_local().any()
     load.finish()
@@ -307,7 +307,8 @@ class _Plain:
 @pytest.mark.parametrize(
     ("offsets", "inside", "sizes", "why"),
     [
-        (((0,), (6,)), ((0,), (2,)), ((2,), (2,)), "it holds 2 shards of a global tensor on one rank"),
+        (((0,), (0,)), ((0,), (2,)), ((2,), (2,)), "do not lie in the global tensor.*each once"),
+        (((0,), (6,)), ((0,), (2,)), ((2,), (3,)), "do not lie in the global tensor"),
         (((6,),), ((0,),), ((4,),), "do not lie in the global tensor"),
         (((0,),), ((2,),), ((4,),), "do not lie in the global tensor"),
         (((0,),), ((0, 0),), ((4,),), "do not lie in the global tensor"),

@@ -150,16 +150,16 @@ def _of_dtensor(tensor: Any) -> Composite:
     layout = layout_of(tensor)
     assert layout is not None
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    region = layout.region_of(rank, tuple(tensor.shape))
-    if region is None:
+    regions = layout.regions_of(rank, tuple(tensor.shape))
+    if not regions:
         raise Unsupported(
             "it is a DTensor on a mesh without this rank, over a tensor of another class. Leave it out of "
             "the state on this rank."
         )
     facts = {
         "shape": list(tensor.shape),
-        "offsets": list(region.offsets),
-        "sizes": list(region.sizes),
+        "offsets": list(regions[0].offsets),
+        "sizes": list(regions[0].sizes),
     }
     return Composite(DTENSOR, {"local": local}, facts)
 

@@ -326,3 +326,14 @@ def test_shard_attributes_of_a_plain_tensor_are_checked(
     with pytest.raises(Unsupported, match=f"w cannot be saved: .*{why}.*Nothing was written"):
         State({"w": tensor}).capture()
     assert State({"w": per_rank({"x": tensor})}).capture().tensors["w.x"].shape == (4,)
+
+
+@pytest.mark.parametrize("kind", ["complex128", "sparse"])
+def test_shards_in_a_tensor_that_is_saved_as_others_are_refused(kind: str) -> None:
+    """Each rank's would have been taken for a copy of the same tensor."""
+    tensor: Any = torch.arange(4.0)
+    tensor = tensor.to_sparse() if kind == "sparse" else tensor.to(torch.complex128)
+    tensor.global_shape, tensor.global_offsets = (8,), ((4,),)
+    tensor.local_offsets, tensor.local_sizes = ((0,),), ((4,),)
+    with pytest.raises(Unsupported, match="w cannot be saved: its global_shape shows shards of a global"):
+        State({"w": tensor}).capture()

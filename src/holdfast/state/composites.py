@@ -21,7 +21,7 @@ from holdfast.state.sharding import (
     reshaped_like,
     shard_like,
 )
-from holdfast.state.tensors import PLAIN
+from holdfast.state.tensors import PLAIN, SHARD_ATTRIBUTES
 from holdfast.torch_dtypes import NAMES, torch_dtype
 
 RAW: dict[torch.dtype, str] = {getattr(torch, name): name for name in RAW_DTYPES if hasattr(torch, name)}
@@ -68,6 +68,12 @@ def take_apart(tensor: torch.Tensor) -> Composite:
     """
     if is_dtensor(tensor):
         return _of_dtensor(tensor)
+    if all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES):
+        raise Unsupported(
+            "its global_shape shows shards of a global tensor, but they are read only from plain tensors of "
+            "safetensors' dtypes. Save a view() of it with such a dtype and these attributes, or remove them "
+            "and mark it with per_rank() to restore it on the same number of ranks."
+        )
     if type(tensor) not in PLAIN:
         return _of_class(tensor)
     if tensor.layout in _LAYOUTS:

@@ -67,8 +67,7 @@ def _assert_regions_are_torchs(ranks: torch.Tensor, placements: Any, shape: tupl
     assert sharding.holders == set(ranks.flatten().tolist())
     for coordinate in itertools.product(*map(range, ranks.shape)):
         sizes, offsets = _shape_and_offset(shape, tuple(ranks.shape), list(coordinate), placements)
-        region = sharding.region_of(int(ranks[coordinate]))
-        assert region is not None
+        (region,) = sharding.regions_of(int(ranks[coordinate]))
         assert region.sizes == sizes
         assert region.offsets == offsets or not region.num_items
     for copy in range(len(sharding.copies)):
@@ -112,8 +111,8 @@ def test_fsdp_over_tensor_parallel_equals_the_example_of_torch() -> None:
     assert sharding is not None
     assert sharding.splits == ((0, 2), (0, 2))
     assert sharding.copies == ((4, 6, 5, 7),)
-    assert sharding.region_of(5) == Region((4, 0), (2, 8))
-    assert sharding.region_of(0) is None
+    assert sharding.regions_of(5) == (Region((4, 0), (2, 8)),)
+    assert sharding.regions_of(0) == ()
 
 
 def test_replicated_mesh_dimensions_are_copies() -> None:

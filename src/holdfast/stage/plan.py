@@ -47,9 +47,7 @@ class SavePlan:
     calm_witnesses: frozenset[int] = frozenset()  # indices of those that only an optimizer changes
     witness_sizes: tuple[int, ...] = ()  # bytes of each witness
     witness_bytes: int = 0  # for the witnesses of one save
-    places: Mapping[int, Region] = field(
-        default_factory=dict
-    )  # by index: the region of a live tensor to copy
+    places: Mapping[int, Region] = field(default_factory=dict)  # of live tensors, by index: what is copied
     number: int = field(default_factory=lambda: next(_numbers))
 
     @classmethod

@@ -23,7 +23,6 @@ from holdfast.state.read_only_memory import refuse_read_only
 from holdfast.state.sharding import (
     is_divided,
     is_sharded_tensor,
-    layout_of,
     local_of,
     local_shards_like,
     shape_of,
@@ -310,15 +309,14 @@ class LoadPlan:
         if is_whole:
             return [(live, None)]
         try:
-            local, layout, shards = local_of(live), layout_of(live), shards_of(live, self._rank)
+            local, shards = local_of(live), shards_of(live, self._rank)
         except Unsupported as error:
             raise unfillable(live, label, str(error)) from error
         if type(local) not in PLAIN or local.layout is not torch.strided:
             raise unfillable(local, label)
-        if layout is not None and not layout.is_own and not shards:
-            num_dims = len(shape_of(live))
-            return [(local, Region((0,) * num_dims, (0,) * num_dims))]
         whole = Region.whole(shape_of(live))
+        if not shards and not is_local_shard(live):  # its sharding has other ranks only
+            return [(local, Region(whole.offsets, whole.offsets))]
         return [(shard, None if region == whole else region) for shard, region in shards]
 
     def _new_target(self, saved: str, device: torch.device | str, region: Region | None) -> FillTarget:

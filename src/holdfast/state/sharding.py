@@ -111,9 +111,9 @@ class Sharding:
         """Return the partitioning for writing one of `copies`."""
         return self.layout.partitioning(copy)
 
-    def region_of(self, rank: int) -> Region | None:
-        """Return the first region that a rank holds, perhaps empty, or None if it holds none."""
-        return next(iter(self.layout.regions_of(rank, self.shape)), None)
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        """Return the regions that a rank holds, perhaps empty ones."""
+        return self.layout.regions_of(rank, self.shape)
 
 
 @functools.lru_cache(maxsize=64)
@@ -188,15 +188,14 @@ def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Regio
     Raises:
         Unsupported: as `local_of` and `layout_of`.
     """
-    local, layout, shape = local_of(tensor), layout_of(tensor), shape_of(tensor)
-    if layout is None:
-        return [(local, Region.whole(shape))]
-    regions = layout.regions_of(rank, shape)
+    local, sharding = local_of(tensor), sharding_of(tensor)
+    if sharding is None:
+        return [(local, Region.whole(tuple(local.shape)))]
+    regions, layout = sharding.regions_of(rank), sharding.layout
     if not layout.is_own:
         return [(local, region) for region in regions]
-    return [
-        (local.detach()[place.slices], region) for place, region in zip(layout.places, regions, strict=True)
-    ]
+    shards = [local.detach()[place.slices] for place in layout.places]
+    return list(zip(shards, regions, strict=True))
 
 
 def may_be_sharded() -> bool:

@@ -61,7 +61,7 @@ class ShardLayout:
         return tuple(self.regions[index] for index in indices)
 
     def region_number(self, rank: int) -> int | None:
-        """Return the number of the region that a rank holds, or None if it holds none or several."""
+        """Return the number of the only region that a rank holds, or None."""
         indices = self._indices_of().get(rank, ())
         return indices[0] if len(indices) == 1 else None
 
@@ -239,7 +239,7 @@ def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 def local_shards_like(
     parts: Sequence[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """Return a plain tensor with the shard attributes of `model`, its shards, and zeros around them."""
+    """Return a plain tensor with the shard attributes of `model`, and zeros as padding."""
     new = torch.zeros_like(model, dtype=dtype, device=device, requires_grad=False)
     vars(new).update({name: vars(model)[name] for name in SHARD_ATTRIBUTES})
     for place, part in zip(_own_layout(new).places, parts, strict=True):

@@ -26,7 +26,6 @@ from holdfast.format import values as value_format
 from holdfast.format.catalog import Catalog
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
 from holdfast.format.layout import lay_out
-from holdfast.format.partitioning import Region
 from holdfast.home.commit import commit
 from holdfast.home.documents import read_manifest
 from holdfast.home.writer import WriterId
@@ -72,8 +71,7 @@ def captured(kind: str, world_size: int, rank: int) -> CapturedState:
     }
     tensors: dict[str, torch.Tensor] = {}
     for name, sharding in shardings.items():
-        region = sharding.region_of(rank)
-        assert region is not None
+        (region,) = sharding.regions_of(rank)
         tensors[name] = torch.empty(region.sizes, dtype=torch.bfloat16, device="meta")
     none: frozenset[str] = frozenset()
     structure: Any = object.__new__(StateStructure)
@@ -163,9 +161,9 @@ def phase_restore(kind: str, world_size: int, home: Path, rank: int) -> dict[str
         manifest = read_manifest(store, 1, ATTEMPT, RUN)
         targets = {}
         for name, tensor in manifest.tensors.items():
-            region: Region | None = Sharding(tensor.shape, wanted).region_of(mine)
-            if name.startswith(stage) and region is not None and region.num_items:
-                targets[name] = FillTarget(torch.empty(region.sizes, dtype=torch.bfloat16), region)
+            regions = Sharding(tensor.shape, wanted).regions_of(mine) if name.startswith(stage) else ()
+            for region in (one for one in regions if one.num_items):
+                targets[name] = [FillTarget(torch.empty(region.sizes, dtype=torch.bfloat16), region)]
         jobs = plan_fill(manifest, targets, mine, Parts(store, manifest))
         return len(jobs), sum(len(job.wanted) for job in jobs)
 

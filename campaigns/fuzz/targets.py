@@ -391,7 +391,7 @@ def _restore(folder: Path, _: Any) -> None:
 
     class Loading:
         def __init__(self) -> None:
-            self.targets = {"model.w": FillTarget(torch.zeros(16)), "only0": FillTarget(torch.zeros(3))}
+            self.targets = {"model.w": [FillTarget(torch.zeros(16))], "only0": [FillTarget(torch.zeros(3))]}
 
         def finish(self) -> None:
             return

@@ -201,7 +201,7 @@ def test_a_restore_reads_good_chunks_from_memory_and_the_others_from_home(
         holder.map[5000:6000] = bytes(1000)
     target = torch.zeros(5_000_000)
     manifest = read_manifest(home, 7, 1, None)
-    stats = fill(TieredStore([MemoryTierStore(HOME), home]), manifest, {"w": FillTarget(target)}, 0)
+    stats = fill(TieredStore([MemoryTierStore(HOME), home]), manifest, {"w": [FillTarget(target)]}, 0)
     assert torch.equal(target, saved)
     assert set(stats.sources) == ({"memory", "memory://home"} if is_overwritten else {"memory"})
     assert len(stats.recovered_from) == is_overwritten

@@ -41,7 +41,7 @@ class Recorder(MemoryStore):
 
 def fill(store: Store, manifest: Manifest, tensors: dict[str, Any], rank: int, **options: Any) -> ReadStats:
     """Fill whole tensors, or `FillTarget`s where they are regions."""
-    targets = {n: one if isinstance(one, FillTarget) else FillTarget(one) for n, one in tensors.items()}
+    targets = {n: [one if isinstance(one, FillTarget) else FillTarget(one)] for n, one in tensors.items()}
     return filling.fill(store, manifest, targets, rank, **options)
 
 

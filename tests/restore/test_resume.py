@@ -111,7 +111,7 @@ class Live:
             raise InvalidInput(f"the model has {sorted(self.tensors)}, the checkpoint {sorted(saved)}")
         self.values.append(values)
         wanted = sorted(saved & self.tensors.keys())
-        return Plan(self, manifest.step, {name: FillTarget(self.tensors[name]) for name in wanted})
+        return Plan(self, manifest.step, {name: [FillTarget(self.tensors[name])] for name in wanted})
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Plan:
 
     live: Live
     step: int
-    targets: Mapping[str, FillTarget]
+    targets: Mapping[str, Sequence[FillTarget]]
 
     def finish(self) -> None:
         self.live.finished.append(self.step)

@@ -60,8 +60,8 @@ def test_regions_without_a_rule_are_listed() -> None:
     sharding = Sharding((4,), ShardLayout((), ((5, 7),), regions))
     partitioning = assign({"t": 16}, {"t": sharding})["t"]
     assert list(partitioning.regions((4,))) == [(5, regions[0]), (7, regions[1])]
-    assert sharding.region_of(7) == regions[1]
-    assert sharding.region_of(6) is None
+    assert sharding.regions_of(7) == (regions[1],)
+    assert sharding.regions_of(6) == ()
     assert sharding.holders == {5, 7}
 
 

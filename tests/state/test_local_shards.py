@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import holdfast
-from holdfast.adapters.dcp import HoldfastReader
+from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
+from holdfast.format.partitioning import Region
 from stage.ranks import run_ranks
 from stage.training import make_checkpointer
 
@@ -48,16 +51,15 @@ def with_attributes_of(tensor: Any, other: Any) -> Any:
 class Net(nn.Module):
     """A parameter that is a shard, and one that is whole on every rank."""
 
-    def __init__(self, whole: torch.Tensor, dim: int) -> None:
+    def __init__(self, local: torch.Tensor, bias: float) -> None:
         super().__init__()
-        local = shard(whole, dim)
         self.weight = with_attributes_of(nn.Parameter(local.detach().clone()), local)
-        self.bias = nn.Parameter(torch.full((3,), float(whole[0, 0])))
+        self.bias = nn.Parameter(torch.full((3,), bias))
 
 
 def training(whole: torch.Tensor, dim: int, *, has_stepped: bool) -> dict[str, Any]:
     """Tensors by themselves, in a container and in a module with its optimizer; `c` is held in copies."""
-    net = Net(whole, dim)
+    net = Net(shard(whole, dim), float(whole[0, 0]))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
     if has_stepped:
         for parameter in net.parameters():
@@ -137,7 +139,7 @@ def try_to_save(rank: int, home: Path, *, case: str) -> str:
     if case == "mixed" and rank == 1:
         state["w"] = WHOLE.clone()
     if case == "optimizer":
-        state["net"] = Net(WHOLE, 0)
+        state["net"] = Net(tensor, 0.0)
         state["opt"] = torch.optim.SGD(state["net"].parameters(), lr=0.0, momentum=0.9)
         state["net"].weight.grad = torch.ones_like(state["net"].weight)
         state["opt"].step()
@@ -172,3 +174,151 @@ def test_shards_that_do_not_fit_together_are_refused(tmp_path: Path, case: str, 
 def test_shards_may_change_places_between_two_saves(tmp_path: Path) -> None:
     assert run_ranks(2, functools.partial(try_to_save, case="exchanged"), tmp_path / "home") == ["saved"] * 2
     assert torch.equal(holdfast.open(tmp_path / "home")["w"], torch.cat([WHOLE[3:], WHOLE[:3]]))
+
+
+def cut(region: Region, rng: random.Random, num_cuts: int) -> list[Region]:
+    """Cut a region into smaller ones, each time across the longest side."""
+    found = [region]
+    for _ in range(num_cuts):
+        one = max(found, key=lambda each: max(each.sizes))
+        if max(one.sizes) < 2:
+            break
+        dim, (at, sizes) = one.sizes.index(max(one.sizes)), one
+        first = rng.randrange(1, sizes[dim])
+        found.remove(one)
+        found.append(Region(at, (*sizes[:dim], first, *sizes[dim + 1 :])))
+        at = (*at[:dim], at[dim] + first, *at[dim + 1 :])
+        found.append(Region(at, (*sizes[:dim], sizes[dim] - first, *sizes[dim + 1 :])))
+    return found
+
+
+def hold(whole: torch.Tensor, regions: list[Region], rng: random.Random) -> Any:
+    """A tensor with some regions of a whole one, one below the other, with padding around them."""
+    gaps = [rng.randrange(3) for _ in range(len(regions) + 1)]
+    inner = [max((region.sizes[dim] for region in regions), default=0) + 1 for dim in range(1, whole.ndim)]
+    places, row = [], gaps[0]
+    for region, gap in zip(regions, gaps[1:], strict=True):
+        spare = [rng.randrange(a - b + 1) for a, b in zip(inner, region.sizes[1:], strict=True)]
+        places.append(Region((row, *spare), region.sizes))
+        row += region.sizes[0] + gap
+    tensor: Any = torch.full((row, *inner), PADDING).to(whole.dtype)
+    for region, place in zip(regions, places, strict=True):
+        tensor[place.slices] = whole[region.slices]
+    tensor.global_shape, tensor.local_sizes = tuple(whole.shape), tuple(one.sizes for one in regions)
+    tensor.global_offsets = tuple(one.offsets for one in regions)
+    tensor.local_offsets = tuple(one.offsets for one in places)
+    return tensor
+
+
+def wholes() -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of several shapes and dtypes, with a different number in each place."""
+    for number, shape in enumerate([(7,), (6, 4), (3, 5, 4), (1, 9), (11, 2), (2, 2, 2, 3)]):
+        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+            count = torch.Size(shape).numel()
+            yield f"t{number}{dtype}", (torch.arange(count) + number).reshape(shape).to(dtype)
+
+
+def divided(seed: int, rank: int, world_size: int, *, blank: bool) -> dict[str, Any]:
+    """This rank's shards of all of `wholes`, by chance: none or several, some of them held by two ranks."""
+    state: dict[str, Any] = {}
+    for name, whole in wholes():
+        rng = random.Random(f"{seed} {name}")
+        owners = [
+            (region, {rng.randrange(world_size), rng.randrange(world_size)})
+            for region in cut(Region.whole(tuple(whole.shape)), rng, rng.randrange(9))
+        ]
+        mine = [region for region, ranks in owners if rank in ranks]
+        rng.shuffle(mine)
+        state[name] = hold(torch.zeros_like(whole) if blank else whole, mine, rng)
+    return state
+
+
+def wrong(seed: int, rank: int, world_size: int, state: dict[str, Any]) -> list[str]:
+    """Names whose shards or padding differ from those of the whole tensors."""
+    expected = divided(seed, rank, world_size, blank=False)
+    return [name for name, tensor in expected.items() if not torch.equal(state[name].detach(), tensor)]
+
+
+def trained(seed: int, *, blank: bool, device: str = "cpu") -> tuple[Net, torch.optim.Optimizer]:
+    """A module whose parameter is several shards, and its optimizer, with a step unless it is blank."""
+    local = divided(seed, dist.get_rank(), dist.get_world_size(), blank=blank)["t1torch.float32"]
+    with torch.device(device):
+        net = Net(with_attributes_of(local.to(device), local), 0.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
+    if not blank:
+        net.weight.grad = net.weight.detach() * 2
+        optimizer.step()
+        state = optimizer.state[net.weight]
+        state["momentum_buffer"] = with_attributes_of(state["momentum_buffer"], net.weight)
+    return net, optimizer
+
+
+def save_divided(rank: int, home: Path, seed: int) -> None:
+    state: dict[str, Any] = divided(seed, rank, dist.get_world_size(), blank=False)
+    state["net"], state["opt"] = trained(seed, blank=False)
+    with make_checkpointer(home, state) as ckpt:
+        ckpt.save(1)
+
+
+def restore_divided(rank: int, home: Path, seed: int) -> list[str]:
+    """Restore into another division; the module is on the meta device, and the optimizer has no state."""
+    state: dict[str, Any] = divided(seed, rank, dist.get_world_size(), blank=True)
+    net, optimizer = trained(seed, blank=True, device="meta")
+    with make_checkpointer(home, {**state, "net": net, "opt": optimizer}) as ckpt:
+        assert ckpt.restore() == 1
+    found = wrong(seed, rank, dist.get_world_size(), state)
+    expected = state["t1torch.float32"]
+    momentum = optimizer.state[net.weight]["momentum_buffer"]
+    for name, tensor, factor in (("weight", net.weight, 1), ("momentum", momentum, 2)):
+        padding = torch.zeros_like(expected).copy_(expected)
+        padding[expected == PADDING] = 0
+        if not torch.equal(tensor.detach(), padding * factor):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saving", "restoring", "seed"),
+    [
+        (2, 2, 1),
+        *(pytest.param(*n, marks=pytest.mark.slow) for n in ((4, 1, 2), (1, 4, 3), (4, 2, 4), (2, 4, 5))),
+    ],
+)
+def test_several_shards_of_a_tensor_on_a_rank_are_restored_in_any_other_division(
+    tmp_path: Path, saving: int, restoring: int, seed: int
+) -> None:
+    home = tmp_path / "home"
+    assert run_ranks(saving, save_divided, home, seed) == [None] * saving
+    found = holdfast.open(home)
+    assert found.verify().is_good
+    assert [name for name, whole in wholes() if not torch.equal(found[name], whole)] == []
+    assert run_ranks(restoring, restore_divided, home, seed + 100) == [[]] * restoring
+
+
+def through_dcp(rank: int, home: Path, saves: bool) -> list[str]:
+    """Save shards with DCP, or take a home of the Checkpointer; load others with DCP."""
+    size = dist.get_world_size()
+    if saves:
+        dcp.save(divided(1, rank, size, blank=False), storage_writer=HoldfastWriter(home))  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        save_divided(rank, home, 1)
+    state = divided(2, rank, size, blank=True)
+    dcp.load(state, storage_reader=HoldfastReader(home))  # pyright: ignore[reportPrivateImportUsage]
+    return wrong(2, rank, size, state)
+
+
+@pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="DCP of torch 2.14 was the first")
+@pytest.mark.parametrize("saves", [True, False])
+def test_dcp_saves_and_loads_several_shards_of_a_tensor_on_a_rank(tmp_path: Path, saves: bool) -> None:
+    home = tmp_path / "home"
+    assert run_ranks(2, through_dcp, home, saves) == [[], []]
+    found = holdfast.open(home)
+    assert [name for name, whole in wholes() if not torch.equal(found[name], whole)] == []
+    assert run_ranks(1, restore_divided if not saves else load_all, home, 3) == [[]]
+
+
+def load_all(rank: int, home: Path, seed: int) -> list[str]:
+    state: dict[str, Any] = divided(seed, rank, dist.get_world_size(), blank=True)
+    with make_checkpointer(home, state) as ckpt:
+        ckpt.restore(strict=False)
+    return wrong(seed, rank, dist.get_world_size(), state)

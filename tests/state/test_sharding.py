@@ -67,8 +67,7 @@ def _assert_regions_are_torchs(ranks: torch.Tensor, placements: Any, shape: tupl
     assert sharding.holders == set(ranks.flatten().tolist())
     for coordinate in itertools.product(*map(range, ranks.shape)):
         sizes, offsets = _shape_and_offset(shape, tuple(ranks.shape), list(coordinate), placements)
-        region = sharding.region_of(int(ranks[coordinate]))
-        assert region is not None
+        (region,) = sharding.regions_of(int(ranks[coordinate]))
         assert region.sizes == sizes
         assert region.offsets == offsets or not region.num_items
     for copy in range(len(sharding.copies)):
@@ -112,8 +111,8 @@ def test_fsdp_over_tensor_parallel_equals_the_example_of_torch() -> None:
     assert sharding is not None
     assert sharding.splits == ((0, 2), (0, 2))
     assert sharding.copies == ((4, 6, 5, 7),)
-    assert sharding.region_of(5) == Region((4, 0), (2, 8))
-    assert sharding.region_of(0) is None
+    assert sharding.regions_of(5) == (Region((4, 0), (2, 8)),)
+    assert sharding.regions_of(0) == ()
 
 
 def test_replicated_mesh_dimensions_are_copies() -> None:
@@ -245,7 +244,7 @@ def test_only_the_region_of_this_rank_is_requested() -> None:
     }
     load = saved.plan(State(dict(live)))
     assert set(load.targets) == {"x", "rng.torch"}
-    target = load.targets["x"]
+    (target,) = load.targets["x"]
     assert target.region == Region((2, 0), (2, 4))
     assert target.tensor.data_ptr() == local_of(live["x"]).data_ptr()
     saved.restore(State(dict(live)))
@@ -283,7 +282,7 @@ def test_load_state_dict_receives_dtensors() -> None:
     state = State({"w": wrapper})
     assert state.capture().shardings["w.nested.tensor"].copies == ((6, 5),)
     load = saved.plan(state)
-    assert load.targets["w.nested.tensor"].region == Region((2, 0), (2, 4))
+    assert load.targets["w.nested.tensor"][0].region == Region((2, 0), (2, 4))
     saved.fill(load)
     assert not wrapper.tensor.to_local().any()
     load.finish()
@@ -307,7 +306,8 @@ class _Plain:
 @pytest.mark.parametrize(
     ("offsets", "inside", "sizes", "why"),
     [
-        (((0,), (6,)), ((0,), (2,)), ((2,), (2,)), "it holds 2 shards of a global tensor on one rank"),
+        (((0,), (0,)), ((0,), (2,)), ((2,), (2,)), "do not lie in the global tensor.*each once"),
+        (((0,), (6,)), ((0,), (2,)), ((2,), (3,)), "do not lie in the global tensor"),
         (((6,),), ((0,),), ((4,),), "do not lie in the global tensor"),
         (((0,),), ((2,),), ((4,),), "do not lie in the global tensor"),
         (((0,),), ((0, 0),), ((4,),), "do not lie in the global tensor"),
@@ -325,3 +325,14 @@ def test_shard_attributes_of_a_plain_tensor_are_checked(
     with pytest.raises(Unsupported, match=f"w cannot be saved: .*{why}.*Nothing was written"):
         State({"w": tensor}).capture()
     assert State({"w": per_rank({"x": tensor})}).capture().tensors["w.x"].shape == (4,)
+
+
+@pytest.mark.parametrize("kind", ["complex128", "sparse"])
+def test_shards_in_a_tensor_that_is_saved_as_others_are_refused(kind: str) -> None:
+    """Each rank's would have been taken for a copy of the same tensor."""
+    tensor: Any = torch.arange(4.0)
+    tensor = tensor.to_sparse() if kind == "sparse" else tensor.to(torch.complex128)
+    tensor.global_shape, tensor.global_offsets = (8,), ((4,),)
+    tensor.local_offsets, tensor.local_sizes = ((0,),), ((4,),)
+    with pytest.raises(Unsupported, match="w cannot be saved: its global_shape shows shards of a global"):
+        State({"w": tensor}).capture()

@@ -51,7 +51,7 @@ def test_a_different_dtype_is_converted_with_a_note() -> None:
     saved = kept({"m": nn.Linear(2, 2)})
     other = nn.Linear(2, 2).bfloat16()
     load = saved.restore(State({"m": other}))
-    assert load.targets["m.weight"].tensor.dtype is torch.float32
+    assert load.targets["m.weight"][0].tensor.dtype is torch.float32
     assert same(other.weight, saved.tensors["m.weight"].bfloat16())
     assert any("m.weight: saved as torch.float32, cast to torch.bfloat16" in note for note in load.notes)
 

@@ -13,7 +13,6 @@ from holdfast.format.manifest import Tensor
 from holdfast.format.sealed import dumps
 from holdfast.format.values import decode
 from holdfast.state import CapturedState, Load, State
-from holdfast.state.load import view_of
 from holdfast.torch_dtypes import dtype_name
 
 
@@ -52,10 +51,8 @@ class Kept:
         return state.load(self.specs, self.tied, self.values, **options)
 
     def fill(self, load: Load) -> Load:
-        for name, target in load.targets.items():
-            saved = (
-                self.tensors[name] if target.region is None else view_of(self.tensors[name], target.region)
-            )
+        for name, target in ((name, one) for name, found in load.targets.items() for one in found):
+            saved = self.tensors[name] if target.region is None else self.tensors[name][target.region.slices]
             assert target.tensor.is_contiguous()
             assert target.tensor.dtype is saved.dtype
             assert target.tensor.shape == saved.shape

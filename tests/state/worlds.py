@@ -20,7 +20,6 @@ from torch.multiprocessing.spawn import start_processes
 from forkserver import forkserver
 from holdfast.format.manifest import Tensor
 from holdfast.state import CapturedState, Load, State, assign
-from holdfast.state.load import view_of
 from holdfast.torch_dtypes import dtype_name
 from layouts import LAYOUTS, WORDS, Net, gather, mesh_of, tensor_parallel, whole
 
@@ -110,8 +109,8 @@ class Checkpoint:
                 whole = self.tensors.setdefault(name, torch.zeros(shape, dtype=local.dtype))
                 assert whole.shape == shape
                 region = partitioning.region_of(rank, shape)
-                view_of(whole, region).copy_(local)
-                view_of(covered.setdefault(name, torch.zeros(shape, dtype=torch.int)), region).add_(1)
+                whole[region.slices].copy_(local)
+                covered.setdefault(name, torch.zeros(shape, dtype=torch.int))[region.slices].add_(1)
         for name, times in covered.items():
             assert bool((times == 1).all()), f"{name} is not written once: {times}"
         self.specs = {n: Tensor(dtype_name(t.dtype), tuple(t.shape), None) for n, t in self.tensors.items()}
@@ -124,9 +123,9 @@ class Checkpoint:
         mine = min(rank, len(self.values) - 1)
         others = [self.values[i] for i in range(len(self.values)) if i != mine]
         load = state.load(self.specs, self.tied, self.values[mine], others=others, **options)
-        for name, target in load.targets.items():
+        for name, target in ((name, one) for name, found in load.targets.items() for one in found):
             saved = self.tensors[name]
-            part = saved if target.region is None else view_of(saved, target.region)
+            part = saved if target.region is None else saved[target.region.slices]
             assert target.tensor.is_contiguous()
             assert target.tensor.dtype is saved.dtype
             assert target.tensor.shape == part.shape
@@ -150,8 +149,8 @@ def told(captured: CapturedState, rank: int) -> dict[str, Any]:
         if rank in partitioning.ranks
     }
     for name, (local, partitioning, shape) in written.items():
-        assert captured.shardings[name].region_of(rank) == (region := partitioning.region_of(rank, shape))
-        assert region is not None
+        (region,) = captured.shardings[name].regions_of(rank)
+        assert region == partitioning.region_of(rank, shape)
         assert region.num_items == local.numel()
     return {
         "written": written,

@@ -145,6 +145,7 @@ class Pipeline:
                 per_rank=captured.per_rank,
                 owned=captured.owned,
                 temporary=captured.structure.temporary,
+                places=captured.structure.places,
                 rank=rank,
             )
             plan = make(witnesses=self._audit.witnesses, witness_bytes=self._audit.witness_bytes)

@@ -24,6 +24,11 @@ class Region(NamedTuple):
         """Number of elements; 1 in a tensor without dimensions."""
         return math.prod(self.sizes)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of a tensor that returns the region of it."""
+        return tuple(slice(start, start + length) for start, length in zip(*self, strict=True))
+
     def overlap(self, other: Region) -> Region | None:
         """Return the intersection of two regions of one tensor, or None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))

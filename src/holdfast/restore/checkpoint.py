@@ -414,7 +414,7 @@ class Checkpoint:
             saved = self._parts.shape_of(name, rank)
             if saved is not None:
                 found[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]), device="cpu")
-        targets = {name: FillTarget(tensor) for name, tensor in found.items()}
+        targets = {name: [FillTarget(tensor)] for name, tensor in found.items()}
         fill(self._store, self.manifest, targets, rank, num_threads=num_threads, parts=self._parts)
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -117,13 +117,13 @@ def _narrowed(tensor: torch.Tensor, outer: Region, inner: Region) -> torch.Tenso
 
 
 def plan_fill(
-    manifest: Manifest, targets: Mapping[str, FillTarget], rank: int, parts: Parts
+    manifest: Manifest, targets: Mapping[str, Sequence[FillTarget]], rank: int, parts: Parts
 ) -> list[FileRead]:
     """Return the reads that fill tensors. Changes nothing.
 
     Args:
-        targets: contiguous tensor of the saved dtype by name or alias of the saved one, with its region of
-            the saved tensor.
+        targets: contiguous tensors of the saved dtype by name or alias of the saved one, each with its region
+            of the saved tensor.
         rank: rank whose per-rank tensors are read, modulo the saved world size.
 
     Raises:
@@ -137,7 +137,7 @@ def plan_fill(
         shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
         raise MissingKey(f"Step {manifest.step} holds no tensor {shown}.", step=manifest.step, key=missing[0])
     wanted: dict[tuple[int, bool], list[Want]] = {}
-    for name, target in targets.items():
+    for name, target in ((name, one) for name, found in targets.items() for one in found):
         place = _place(parts, name, target, rank)
         if not place.num_items:
             continue
@@ -149,7 +149,7 @@ def plan_fill(
 def fill(
     store: Store,
     manifest: Manifest,
-    targets: Mapping[str, FillTarget],
+    targets: Mapping[str, Sequence[FillTarget]],
     rank: int,
     *,
     num_threads: int = 4,

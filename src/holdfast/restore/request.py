@@ -22,7 +22,7 @@ class Loading(Protocol):
     """Plan that fills live objects from one checkpoint. Making it changes nothing live."""
 
     @property
-    def targets(self) -> Mapping[str, FillTarget]:
+    def targets(self) -> Mapping[str, Sequence[FillTarget]]:
         """Contiguous tensors of the saved dtypes, with their regions, by saved name."""
         ...
 

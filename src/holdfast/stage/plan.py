@@ -6,12 +6,14 @@ import itertools
 import mmap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
 from holdfast.format.catalog import Catalog, catalog_text
 from holdfast.format.dtypes import TORCH_NAMES
 from holdfast.format.layout import FileLayout, Shard, lay_out
+from holdfast.format.partitioning import Region
 from holdfast.stage.arena import Arena
 from holdfast.stage.extents import LARGE_BYTES
 
@@ -45,6 +47,7 @@ class SavePlan:
     calm_witnesses: frozenset[int] = frozenset()  # indices of those that only an optimizer changes
     witness_sizes: tuple[int, ...] = ()  # bytes of each witness
     witness_bytes: int = 0  # for the witnesses of one save
+    places: Mapping[int, Region] = field(default_factory=dict)  # of live tensors, by index: what is copied
     number: int = field(default_factory=lambda: next(_numbers))
 
     @classmethod
@@ -59,6 +62,7 @@ class SavePlan:
         temporary: Collection[str] = (),
         witnesses: Collection[str] = (),
         witness_bytes: int = 0,
+        places: Mapping[str, Mapping[Region, Region]] = MappingProxyType({}),
     ) -> SavePlan:
         """Make the plan of `rank`.
 
@@ -70,11 +74,9 @@ class SavePlan:
             temporary: names of tensors in memory that their object may release.
             witnesses: names of tensors that are not written, but copied at some saves to be hashed.
             witness_bytes: most bytes of the witnesses of one save, each from `WITNESS_ALIGNMENT` on.
+            places: by name, for tensors that hold more than the saved regions: where each region is in them.
         """
-        shards = [
-            Shard(name, tensor.dtype, tensor.shape, region.offsets, region.sizes, frozen=tensor.frozen)
-            for name, tensor, region in catalog.written_by(rank)
-        ]
+        shards = list(catalog.shards_of(rank))
         shards += [
             Shard.whole(name, _NAMES[tensor.dtype], tuple(tensor.shape), per_rank=True)
             for name, tensor in tensors.items()
@@ -88,8 +90,16 @@ class SavePlan:
         if frozen_file is not None:
             starts |= zip(frozen, frozen_file.starts, strict=True)
         others = {len(shards) + i: name for i, name in enumerate(witnesses)}
+        placed = {
+            i: places[s.name][Region(s.offsets, s.sizes)] for i, s in enumerate(shards) if s.name in places
+        }
+        placed |= {i: next(iter(places[name].values())) for i, name in others.items() if name in places}
+        sizes = {
+            i: placed[i].num_items * tensors[name].itemsize if i in placed else tensors[name].nbytes
+            for i, name in others.items()
+        }
         large = {i for i, shard in enumerate(shards) if shard.num_bytes >= LARGE_BYTES}
-        large |= {i for i, name in others.items() if tensors[name].nbytes >= LARGE_BYTES}
+        large |= {i for i, num_bytes in sizes.items() if num_bytes >= LARGE_BYTES}
         return cls(
             names=tuple(shard.name for shard in shards),
             lasting=tuple(i for i in changing if shards[i].name not in {*owned, *temporary}),
@@ -106,14 +116,22 @@ class SavePlan:
             is_cuda=any(tensors[name].is_cuda for name in (*(s.name for s in shards), *witnesses)),
             witnesses=tuple(witnesses),
             calm_witnesses=frozenset(i for i, name in others.items() if name in owned),
-            witness_sizes=tuple(tensors[name].nbytes for name in witnesses),
+            witness_sizes=tuple(sizes.values()),
             witness_bytes=witness_bytes,
+            places=placed,
         )
 
     @property
     def live_names(self) -> tuple[str, ...]:
         """Names of all tensors that may be copied, by index."""
         return self.names + self.witnesses
+
+    def live(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that may be copied, by index: views of those that hold more than that."""
+        found = [tensors[name] for name in self.live_names]
+        for index, place in self.places.items():
+            found[index] = found[index][place.slices]
+        return found
 
     @property
     def frozen_at(self) -> int:

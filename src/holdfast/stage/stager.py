@@ -270,7 +270,7 @@ class Stager:
         witnesses: Mapping[int, int],
     ) -> None:
         """Start as `stage` does. `free` are tensors without an owner that may be calm."""
-        live = [tensors[name] for name in plan.live_names]
+        live = plan.live(tensors)
         self._frozen_names = frozenset(plan.names[i] for i in plan.frozen)
         if plan.is_cuda:
             staging.arena.pin()
@@ -288,8 +288,10 @@ class Stager:
         try:
             background = frozenset(later)
             blocking = tuple(i for i in (*range(len(plan.names)), *witnesses) if i not in background)
-            staging.addresses = frozenset(live[i].data_ptr() for i in later)
-            staging.counters = VersionCounters({i: live[i] for i in later})
+            # An optimizer knows a tensor, and PyTorch counts its writes, as a whole.
+            whole = {i: tensors[plan.live_names[i]] for i in later}
+            staging.addresses = frozenset(tensor.data_ptr() for tensor in whole.values())
+            staging.counters = VersionCounters(whole)
             changed: set[int] = set()
             if plan.is_cuda:
                 _start_cuda(staging, blocking, later, live, views)
@@ -420,7 +422,7 @@ class Stager:
 
         Blocks: 0.2 to 2 s per GB, the first time; ends early when a save begins.
         """
-        live, current = [tensors[name] for name in plan.live_names], self._current
+        live, current = plan.live(tensors), self._current
         if not plan.is_cuda:
             self.watcher.locate(live, plan.large)
             self._settle(plan, live, plan.lasting, current)
@@ -432,7 +434,7 @@ class Stager:
         """
         if plan.is_cuda or self._settling is not None or self._current is not None:
             return
-        live = [tensors[name] for name in plan.live_names]
+        live = plan.live(tensors)
         self.watcher.locate(live, plan.large)  # not in the thread: a concurrent save reads the result
         self._settling = threading.Thread(
             target=self._settle, args=(plan, live, plan.lasting, None), name="holdfast-settle", daemon=True

@@ -21,7 +21,7 @@ from holdfast.state.sharding import (
     reshaped_like,
     shard_like,
 )
-from holdfast.state.tensors import PLAIN
+from holdfast.state.tensors import PLAIN, SHARD_ATTRIBUTES
 from holdfast.torch_dtypes import NAMES, torch_dtype
 
 RAW: dict[torch.dtype, str] = {getattr(torch, name): name for name in RAW_DTYPES if hasattr(torch, name)}
@@ -68,6 +68,12 @@ def take_apart(tensor: torch.Tensor) -> Composite:
     """
     if is_dtensor(tensor):
         return _of_dtensor(tensor)
+    if all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES):
+        raise Unsupported(
+            "its global_shape shows shards of a global tensor, but they are read only from plain tensors of "
+            "safetensors' dtypes. Save a view() of it with such a dtype and these attributes, or remove them "
+            "and mark it with per_rank() to restore it on the same number of ranks."
+        )
     if type(tensor) not in PLAIN:
         return _of_class(tensor)
     if tensor.layout in _LAYOUTS:
@@ -150,16 +156,16 @@ def _of_dtensor(tensor: Any) -> Composite:
     layout = layout_of(tensor)
     assert layout is not None
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    region = layout.region_of(rank, tuple(tensor.shape))
-    if region is None:
+    regions = layout.regions_of(rank, tuple(tensor.shape))
+    if not regions:
         raise Unsupported(
             "it is a DTensor on a mesh without this rank, over a tensor of another class. Leave it out of "
             "the state on this rank."
         )
     facts = {
         "shape": list(tensor.shape),
-        "offsets": list(region.offsets),
-        "sizes": list(region.sizes),
+        "offsets": list(regions[0].offsets),
+        "sizes": list(regions[0].sizes),
     }
     return Composite(DTENSOR, {"local": local}, facts)
 

@@ -182,8 +182,9 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
             if merge.fact != fact:
                 raise _disagreement(name, merge, ranks[0], fact)
             if is_own:
-                for one in copies[0]:
-                    merge.holders.setdefault((regions or [Region.whole(tuple(shape))])[0], []).append(one)
+                listed = [Region.whole(tuple(shape))] if regions is None else regions
+                for region, one in zip(listed, copies[0], strict=True):
+                    merge.holders.setdefault(region, []).append(one)
             else:
                 merge.copies.update(copies)
     for name, merge in merges.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,24 @@ from holdfast.state.composites import RAW, is_composite, take_apart
 from holdfast.state.filled_memory import FilledMemory, Range, holds, range_of
 from holdfast.state.fitting import Fitting, Misfit, fit
 from holdfast.state.read_only_memory import refuse_read_only
-from holdfast.state.sharding import is_divided, is_sharded_tensor, local_of, shape_of, shard_like, sharding_of
-from holdfast.state.tensors import PLAIN, copy, is_plain_memory, is_same_view, laid_out_like, unfillable
+from holdfast.state.sharding import (
+    is_divided,
+    is_sharded_tensor,
+    local_of,
+    local_shards_like,
+    shape_of,
+    shard_like,
+    shards_of,
+)
+from holdfast.state.tensors import (
+    PLAIN,
+    copy,
+    is_local_shard,
+    is_plain_memory,
+    is_same_view,
+    laid_out_like,
+    unfillable,
+)
 from holdfast.state.tree import references
 from holdfast.state.updates import Updates
 from holdfast.torch_dtypes import torch_dtype
@@ -57,8 +74,8 @@ class Load:
     """
 
     def __init__(self, plan: LoadPlan, unexpected: list[str]) -> None:
-        self.targets: dict[str, FillTarget] = plan.targets()
-        """Saved name -> this rank's target. Parts without elements are not included."""
+        self.targets: dict[str, list[FillTarget]] = plan.targets()
+        """Saved name -> this rank's targets. Parts without elements are not included."""
         self.missing: list[str] = plan.missing
         """Names in the live state but not in the checkpoint; they stay unchanged."""
         self.unexpected: list[str] = unexpected
@@ -124,7 +141,7 @@ class LoadPlan:
         self.saved_names = _renamed([*tensors, *tied], rename)
         self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
         self._rank = rank
-        self._parts: dict[str, FillTarget] = {}  # by saved name, also those without elements
+        self._parts: dict[str, list[FillTarget]] = {}  # by saved name, also those without elements
         self._claimed: set[str] = set()  # saved names that are in a live tensor or become one
         self.updates = Updates()
         self._memory = FilledMemory()  # of all live tensors
@@ -181,13 +198,13 @@ class LoadPlan:
         """Plan to read a whole saved tensor into new memory, unless that is planned already; see `tensor`."""
         saved = self._use(name)
         if saved not in self._parts:
-            self._parts[saved] = FillTarget(self._empty(saved, device), None)
+            self._parts[saved] = [self._new_target(saved, device, None)]
         else:
             self._widen(saved)
 
     def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the filled tensor of a saved name. Names that were tied when saved share one object."""
-        target = self._parts[self.tied.get(name, name)]
+        (target,) = self._parts[self.tied.get(name, name)]
         assert target.region is None, name
         return target.tensor if device is None else target.tensor.to(device)
 
@@ -203,15 +220,17 @@ class LoadPlan:
             A function that makes the sharded tensor after all targets are filled.
         """
         saved, device = self._use(name), self.device_of(model)
-        _, region = self._part_of(model, label)
-        if saved not in self._parts:
-            self._parts[saved] = FillTarget(self._empty(saved, device, region), region)
-        source = self._source(saved, region)
-        return lambda: shard_like(source().to(device), model)
+        regions = [region for _, region in self._parts_of(model, label)]
+        sources = self._new_sources(saved, device, regions)
+        return lambda: _like([source().to(device) for source in sources], model, self.dtype(name), device)
 
-    def targets(self) -> dict[str, FillTarget]:
+    def targets(self) -> dict[str, list[FillTarget]]:
         """Return the targets to fill; parts of sharded tensors only if they have an element."""
-        return {n: t for n, t in self._parts.items() if t.region is None or t.region.num_items}
+        return {
+            name: found
+            for name, parts in self._parts.items()
+            if (found := [one for one in parts if one.region is None or one.region.num_items])
+        }
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a saved tensor."""
@@ -234,17 +253,19 @@ class LoadPlan:
         """
         self._check(name, live, label)
         saved = self._use(name)
-        local, region = self._part_of(live, label, is_whole=self._is_own(name, live))
-        self.written[label] = local
+        parts = self._parts_of(live, label, is_whole=self._is_own(name, live))
+        self.written[label] = local_of(live)
         if live.device.type == "meta":
-            self._make_real(saved, live, region, label)
+            self._make_real(saved, live, [region for _, region in parts], label)
         elif saved not in self._parts:
-            self._fill_first(saved, local, region, label)
+            self._parts[saved] = [self._fill_first(saved, part, region, label) for part, region in parts]
         else:
-            target, source = self._parts[saved].tensor, self._source(saved, region)
-            if local.data_ptr() != target.data_ptr() or not is_same_view(local, target):
-                self._add_memory(local)
-                self.add_step(LoadPhase.COPY, lambda: copy(source(), local))
+            filled = [target.tensor for target in self._parts[saved]]
+            for part, region in parts:
+                source = self._source(saved, region)
+                if not any(_is_same_memory(part, one) for one in filled):
+                    self._add_memory(part)
+                    self.add_step(LoadPhase.COPY, partial(_copy_from, source, part))
         self._claimed.add(saved)
 
     def device_of(self, live: torch.Tensor) -> torch.device:
@@ -281,41 +302,54 @@ class LoadPlan:
         own = type(live) in PLAIN and self._spec(name).partitioning is None
         return own and tuple(live.shape) == self.shape(name)
 
-    def _part_of(
+    def _parts_of(
         self, live: torch.Tensor, label: str, *, is_whole: bool = False
-    ) -> tuple[torch.Tensor, Region | None]:
-        """Return this rank's part of a live tensor and its region. None is the whole tensor."""
+    ) -> list[tuple[torch.Tensor, Region | None]]:
+        """Return this rank's parts of a live tensor and their regions. None is the whole tensor."""
         if is_whole:
-            return live, None
+            return [(live, None)]
         try:
-            local, sharding = local_of(live), sharding_of(live)
+            local, shards = local_of(live), shards_of(live, self._rank)
         except Unsupported as error:
             raise unfillable(live, label, str(error)) from error
         if type(local) not in PLAIN or local.layout is not torch.strided:
             raise unfillable(local, label)
-        if sharding is None:
-            return local, None
-        shape = sharding.shape
-        region = sharding.region_of(self._rank) or Region((0,) * len(shape), (0,) * len(shape))
-        return local, None if region == Region.whole(shape) else region
+        whole = Region.whole(shape_of(live))
+        if not shards and not is_local_shard(live):  # its sharding has other ranks only
+            return [(local, Region(whole.offsets, whole.offsets))]
+        return [(shard, None if region == whole else region) for shard, region in shards]
+
+    def _new_target(self, saved: str, device: torch.device | str, region: Region | None) -> FillTarget:
+        return FillTarget(self._empty(saved, device, region), region)
+
+    def _new_sources(
+        self, saved: str, device: torch.device | str, regions: list[Region | None]
+    ) -> list[Callable[[], torch.Tensor]]:
+        """Plan to read regions into new memory, unless they are read already; return their sources."""
+        if saved not in self._parts:
+            self._parts[saved] = [self._new_target(saved, device, region) for region in regions]
+        return [self._source(saved, region) for region in regions]
 
     def _source(self, saved: str, region: Region | None) -> Callable[[], torch.Tensor]:
         """Return a function that returns a region of a saved tensor after filling."""
-        target = self._parts[saved]
-        if target.region == region:
-            return lambda: target.tensor
+        for target in self._parts[saved]:
+            if target.region == region:
+                return lambda: target.tensor
         self._widen(saved)
-        whole = self._parts[saved].tensor
-        return lambda: whole if region is None else view_of(whole, region).contiguous()
+        (target,) = self._parts[saved]
+        whole = target.tensor
+        return lambda: whole if region is None else whole[region.slices].contiguous()
 
     def _widen(self, saved: str) -> None:
-        """Plan to read all of a saved tensor instead of a part."""
-        part = self._parts[saved]
-        if part.region is None:
+        """Plan to read all of a saved tensor instead of parts."""
+        parts = self._parts[saved]
+        if any(part.region is None for part in parts):
             return
-        region, whole = part.region, self._empty(saved, "cpu")
-        self._parts[saved] = FillTarget(whole, None)
-        self.add_step(LoadPhase.CARVE, lambda: copy(view_of(whole, region), part.tensor))
+        whole = self._empty(saved, "cpu")
+        self._parts[saved] = [FillTarget(whole, None)]
+        for part in parts:
+            assert part.region is not None
+            self.add_step(LoadPhase.CARVE, partial(copy, whole[part.region.slices], part.tensor))
 
     def read_apart(self, name: str, live: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """Plan to read a tensor into new memory if its live one shares memory.
@@ -361,13 +395,11 @@ class LoadPlan:
         self._memory.add(*place)
         return shared
 
-    def _fill_first(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> None:
+    def _fill_first(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> FillTarget:
         shared = self._add_memory(live)
         if not shared and is_plain_memory(live) and live.dtype is self.dtype(saved):
-            self._parts[saved] = FillTarget(live.detach(), region)
-            return
+            return FillTarget(live.detach(), region)
         target = self._empty(saved, "cpu", region)
-        self._parts[saved] = FillTarget(target, region)
 
         def copy_over() -> None:
             if shared and not holds(live, target, shared):
@@ -375,20 +407,23 @@ class LoadPlan:
             copy(target, live)
 
         self.add_step(LoadPhase.COPY, copy_over)
+        return FillTarget(target, region)
 
-    def _make_real(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> None:
+    def _make_real(self, saved: str, live: torch.Tensor, regions: list[Region | None], label: str) -> None:
         device = self._real.setdefault(id(live), torch.device("cpu"))
         is_second = id(live) in self._swapped
         self._swapped.add(id(live))
         is_shared = saved in self._claimed
-        if saved not in self._parts:
-            self._parts[saved] = FillTarget(self._empty(saved, device, region), region)
-        source = self._source(saved, region)
+        sources = self._new_sources(saved, device, regions)
         if not is_second:
-            self.add_step(LoadPhase.SWAP, lambda: _swap(live, source(), device, label, is_shared=is_shared))
+            self.add_step(LoadPhase.SWAP, lambda: _swap(live, sources, device, label, is_shared=is_shared))
         elif not is_shared:
             self.notes.append(f"{label}: {_UNTIED}")
-            self.add_step(LoadPhase.COPY, lambda: copy(source(), local_of(live)))
+            self.add_step(LoadPhase.COPY, lambda: self._copy_again(sources, live, label))
+
+    def _copy_again(self, sources: list[Callable[[], torch.Tensor]], live: torch.Tensor, label: str) -> None:
+        for source, (part, _) in zip(sources, self._parts_of(live, label), strict=True):
+            copy(source(), part)
 
     def _empty(self, saved: str, device: torch.device | str, region: Region | None = None) -> torch.Tensor:
         spec = self._spec(saved)
@@ -406,13 +441,36 @@ class LoadPlan:
         return self.tensors[saved]
 
 
+def _copy_from(source: Callable[[], torch.Tensor], live: torch.Tensor) -> None:
+    copy(source(), live)
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and is_same_view(a, b)
+
+
+def _like(
+    parts: list[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Return a tensor with the sharding of `model` and this rank's parts."""
+    if is_local_shard(model):
+        return local_shards_like(parts, model, dtype, device)
+    (part,) = parts
+    return shard_like(part, model)
+
+
 def _swap(
-    live: torch.Tensor, target: torch.Tensor, device: torch.device, label: str, *, is_shared: bool
+    live: torch.Tensor,
+    sources: list[Callable[[], torch.Tensor]],
+    device: torch.device,
+    label: str,
+    *,
+    is_shared: bool,
 ) -> None:
     """Make a meta tensor real in place. Modules and optimizers keep the same object."""
-    real = target.detach().to(device=device, dtype=live.dtype, copy=is_shared)
-    is_part = is_divided(live) and not (type(live) in PLAIN and real.shape == live.shape)
-    real = shard_like(real, live) if is_part else laid_out_like(real, live)
+    parts = [source().detach().to(device=device, dtype=live.dtype, copy=is_shared) for source in sources]
+    is_part = is_divided(live) and not (type(live) in PLAIN and [one.shape for one in parts] == [live.shape])
+    real = _like(parts, live, live.dtype, device) if is_part else laid_out_like(parts[0], live)
     if isinstance(live, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
     vars(real).update(vars(live))
@@ -424,13 +482,6 @@ def _swap(
             "Call to_empty(device=...) on the module before you restore.",
             key=label,
         ) from error
-
-
-def view_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return the view of a tensor that is a region of it."""
-    for dim, (start, length) in enumerate(zip(*region, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
 
 
 def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:

@@ -26,18 +26,21 @@ class ShardLayout:
     Args:
         splits: (dim, parts) in the order in which they are made, as in `EvenPartitioning`. Parts are never 1.
         copies: the full sets of global ranks that together hold a tensor, each in the order of its regions.
+            A rank with several regions is listed for each.
         regions: of a tensor split by no rule, in the order of each copy's ranks; `splits` is empty then.
         is_own: only what this rank holds is listed, because a tensor with shard attributes shows no more.
+        places: of such a tensor, the region of it that is each of its shards.
     """
 
     splits: tuple[tuple[int, int], ...]
     copies: tuple[tuple[int, ...], ...]
     regions: tuple[Region, ...] | None = None
     is_own: bool = False
+    places: tuple[Region, ...] = field(default=(), compare=False)
     _partitionings: dict[int, Partitioning] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _indices: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _indices: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def partitioning(self, copy: int) -> Partitioning:
         """Return the partitioning for writing one of `copies`, the same object at every call."""
@@ -50,25 +53,30 @@ class ShardLayout:
             )
         return self._partitionings[copy]
 
-    def region_of(self, rank: int, shape: tuple[int, ...]) -> Region | None:
-        """Return the region that a rank holds, perhaps empty, or None if it holds none."""
-        index = self._index_of().get(rank)
-        if index is None:
-            return None
-        return self.partitioning(0).region_at(index, shape) if self.regions is None else self.regions[index]  # pyright: ignore[reportAttributeAccessIssue]
+    def regions_of(self, rank: int, shape: tuple[int, ...]) -> tuple[Region, ...]:
+        """Return the regions that a rank holds, perhaps empty ones."""
+        indices = self._indices_of().get(rank, ())
+        if self.regions is None:
+            return tuple(self.partitioning(0).region_at(index, shape) for index in indices)
+        return tuple(self.regions[index] for index in indices)
 
     def region_number(self, rank: int) -> int | None:
-        """Return the number of the region that a rank holds, or None without one."""
-        return self._index_of().get(rank)
+        """Return the number of the only region that a rank holds, or None."""
+        indices = self._indices_of().get(rank, ())
+        return indices[0] if len(indices) == 1 else None
 
     @property
     def holders(self) -> frozenset[int]:
         """All ranks that hold a region."""
-        return frozenset(self._index_of())
+        return frozenset(self._indices_of())
 
-    def _index_of(self) -> dict[int, int]:
+    def _indices_of(self) -> dict[int, tuple[int, ...]]:
         if not self._indices:
-            self._indices.update({rank: i for copy in self.copies for i, rank in enumerate(copy)})
+            found: dict[int, set[int]] = {}
+            for copy in self.copies:
+                for index, rank in enumerate(copy):
+                    found.setdefault(rank, set()).add(index)
+            self._indices.update({rank: tuple(sorted(indices)) for rank, indices in found.items()})
         return self._indices
 
 
@@ -103,9 +111,9 @@ class Sharding:
         """Return the partitioning for writing one of `copies`."""
         return self.layout.partitioning(copy)
 
-    def region_of(self, rank: int) -> Region | None:
-        """Return the region that a rank holds, perhaps empty, or None if it holds none."""
-        return self.layout.region_of(rank, self.shape)
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        """Return the regions that a rank holds, perhaps empty ones."""
+        return self.layout.regions_of(rank, self.shape)
 
 
 @functools.lru_cache(maxsize=64)
@@ -159,19 +167,35 @@ def note_copies(group: Any, copies: Sequence[Sequence[int]]) -> None:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a sharded tensor, or a plain tensor itself.
 
-    It shares the tensor's memory.
+    It shares the tensor's memory. That of a tensor with shard attributes is all of it, see `shards_of`.
 
     Raises:
-        Unsupported: it has several parts on this rank, or its attributes contradict each other.
+        Unsupported: it has several parts on this rank.
 
     Blocks: until a pending collective has filled the part.
     """
-    if type(tensor) in PLAIN:
-        return _own_part(tensor) if is_local_shard(tensor) else tensor
     if not is_dtensor(tensor):
         return _only_shard(tensor) if is_sharded_tensor(tensor) else tensor
     local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
     return local if type(local) is torch.Tensor or type(local).__name__ != _PENDING else local.wait()
+
+
+def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Region]]:
+    """Return this rank's shards of a tensor and their regions of the whole one; all of it if it is plain.
+
+    They share the tensor's memory.
+
+    Raises:
+        Unsupported: as `local_of` and `layout_of`.
+    """
+    local, sharding = local_of(tensor), sharding_of(tensor)
+    if sharding is None:
+        return [(local, Region.whole(tuple(local.shape)))]
+    regions, layout = sharding.regions_of(rank), sharding.layout
+    if not layout.is_own:
+        return [(local, region) for region in regions]
+    shards = [local.detach()[place.slices] for place in layout.places]
+    return list(zip(shards, regions, strict=True))
 
 
 def may_be_sharded() -> bool:
@@ -205,16 +229,22 @@ def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ..
 
 def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the layout of `model` and the given local part."""
-    if is_local_shard(model):
-        new = torch.zeros_like(model, dtype=local.dtype, device=local.device, requires_grad=False)
-        vars(new).update({name: vars(model)[name] for name in SHARD_ATTRIBUTES})
-        local_of(new).copy_(local)
-        return new
     if is_sharded_tensor(model):
         return _listed_like(local, model)
     spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
     local = laid_out_like(local, local_of(model))
     return _wrap(local, spec, spec.placements, tuple(model.shape), spec.tensor_meta.stride)
+
+
+def local_shards_like(
+    parts: Sequence[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Return a plain tensor with the shard attributes of `model`, and zeros as padding."""
+    new = torch.zeros_like(model, dtype=dtype, device=device, requires_grad=False)
+    vars(new).update({name: vars(model)[name] for name in SHARD_ATTRIBUTES})
+    for place, part in zip(_own_layout(new).places, parts, strict=True):
+        new[place.slices].copy_(part)
+    return new
 
 
 def replicated_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
@@ -298,55 +328,34 @@ def is_divided(tensor: torch.Tensor) -> bool:
     return is_dtensor(tensor) or is_local_shard(tensor)
 
 
-def _own_layout(tensor: torch.Tensor) -> ShardLayout:
+def _own_layout(tensor: Any) -> ShardLayout:
     """Return the layout of a tensor with shard attributes; it lists this rank alone."""
-    region, _ = _own_regions(tensor)
-    if region is None:
-        return ShardLayout((), ((),), (), is_own=True)
-    rank = torch.distributed.get_rank() if may_be_sharded() else 0
-    is_whole = region == Region.whole(shape_of(tensor))
-    return ShardLayout((), ((rank,),), None if is_whole else (region,), is_own=True)
-
-
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the view of a tensor with shard attributes that is its shard, without padding."""
-    _, inside = _own_regions(tensor)
-    view = tensor.detach()
-    for dim, (start, length) in enumerate(zip(*inside, strict=True)):
-        view = view.narrow(dim, start, length)
-    return view
-
-
-def _ints(numbers: Any) -> tuple[int, ...]:
-    return tuple(map(int, numbers))
-
-
-def _own_regions(tensor: Any) -> tuple[Region | None, Region]:
-    """Return this rank's region of the global tensor, or None, and of the local one."""
     try:
-        shape = shape_of(tensor)
+        shape, own_shape = shape_of(tensor), tuple(tensor.shape)
         rows = [
             (Region(_ints(at), _ints(sizes)), Region(_ints(inside), _ints(sizes)))
             for at, inside, sizes in zip(
                 tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True
             )
         ]
-        is_sound = all(a.is_inside(shape) and b.is_inside(tuple(tensor.shape)) for a, b in rows)
+        is_sound = all(a.is_inside(shape) and b.is_inside(own_shape) for a, b in rows)
+        rows = [row for row in rows if row[0].num_items or 0 in shape]
+        regions, places = tuple(row[0] for row in rows), tuple(row[1] for row in rows)
     except (TypeError, ValueError):
-        is_sound, rows, shape = False, [], ()
-    if not is_sound:
+        is_sound, regions, places, shape = False, (), (), ()
+    if not is_sound or len(set(regions)) < len(regions):
         shown = ", ".join(f"{name}={getattr(tensor, name)}" for name in sorted(SHARD_ATTRIBUTES))
         raise Unsupported(
             f"its shards ({shown}) do not lie in the global tensor and in its own shape "
-            f"{list(tensor.shape)}. Give one offset and one size for each dimension of each shard."
+            f"{list(tensor.shape)}, each once. Give one offset and one size for each dimension of each shard."
         )
-    rows = [row for row in rows if row[0].num_items or 0 in shape]
-    if len(rows) > 1:
-        raise Unsupported(
-            f"it holds {len(rows)} shards of a global tensor on one rank. Only one is supported. Save each "
-            "in a tensor of its own, or save with torch.distributed.checkpoint and HoldfastWriter."
-        )
-    return rows[0] if rows else (None, Region((0,) * tensor.ndim, (0,) * tensor.ndim))
+    rank = torch.distributed.get_rank() if may_be_sharded() else 0
+    is_whole = regions == (Region.whole(shape),)
+    return ShardLayout((), ((rank,) * len(regions),), None if is_whole else regions, True, places)
+
+
+def _ints(numbers: Any) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
 
 
 def _only_shard(tensor: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.format.layout import check_name
+from holdfast.format.partitioning import Region
 from holdfast.state.holders import HolderAgreement
 from holdfast.state.replication import Replication
 from holdfast.state.sharding import Sharding, ShardLayout, layout_of, local_of, shape_of
@@ -61,6 +62,7 @@ class StateStructure:
     frozen: frozenset[str]
     tied: dict[str, str]
     lowest: dict[str, ShardLayout]  # the layouts of all holders, where only the lowest has the true bytes
+    places: dict[str, dict[Region, Region]]  # of tensors with shard attributes: where each region is in it
 
     def has_same_facts(self, other: StateStructure) -> bool:
         """Return True if all facts are equal, including the order of names."""
@@ -210,6 +212,7 @@ class TensorTable:
             frozen=self._frozen() if is_frozen_known and self.owners else frozenset(),
             tied=dict(self.tied),
             lowest=self._lowest(agreement),
+            places=self._places(),
         )
 
     def _inspect(
@@ -231,7 +234,8 @@ class TensorTable:
             raise unsavable(local, name)
         if role.replication is Replication.PER_RANK or layout is None:
             return local, None
-        region = layout.region_of(self.rank, shape_of(tensor))
+        regions = () if layout.is_own else layout.regions_of(self.rank, shape_of(tensor))
+        region = next(iter(regions), None)
         if region is not None and not (region.sizes == local.shape or region.num_items == local.numel() == 0):
             kind, found = type(tensor).__name__, list(local.shape)
             why = (
@@ -299,7 +303,8 @@ class TensorTable:
             return known
         shape = self._shapes[row]
         # Shards that have changed since the ranks met: a commit checks that all ranks' shards fit together.
-        return known if known.region_of(self.rank, shape) == raw.region_of(self.rank, shape) else raw
+        mine = set(raw.regions_of(self.rank, shape))
+        return known if set(known.regions_of(self.rank, shape)) == mine else raw
 
     def _lowest(self, agreement: HolderAgreement) -> dict[str, ShardLayout]:
         """Return the layouts of all holders, for tensors that only the lowest of them writes."""
@@ -309,6 +314,17 @@ class TensorTable:
             role, raw = self.roles[row], self._layouts[row]
             if role.replication is Replication.LOWEST and raw is None:
                 found[name] = agreement.layout(name, raw, is_lowest=False, in_module=role.in_module)
+        return found
+
+    def _places(self) -> dict[str, dict[Region, Region]]:
+        """Return where the regions of this rank are in its tensors with shard attributes."""
+        found: dict[str, dict[Region, Region]] = {}
+        for name in self.tensors:
+            row = self._row_of[name]
+            layout = self._layouts[row]
+            if layout is not None and layout.is_own:
+                regions = layout.regions_of(self.rank, self._shapes[row])
+                found[name] = dict(zip(regions, layout.places, strict=True))
         return found
 
     def _frozen(self) -> frozenset[str]:
@@ -386,7 +402,9 @@ class TensorTable:
             return self.roles[row].replication is Replication.PER_RANK or not is_local_shard(tensor)
         if spec is not None and spec is _spec(tensor):
             return True
-        return layout_of(tensor) == layout and shape_of(tensor) == self._shapes[row]
+        new = layout_of(tensor)
+        is_same = new is not None and (new, new.places) == (layout, layout.places)
+        return is_same and shape_of(tensor) == self._shapes[row]
 
     def can_replace(self, row: int, tensor: torch.Tensor) -> bool:
         """Return True if a tensor can replace a row's without affecting any other row."""

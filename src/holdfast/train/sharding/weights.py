@@ -17,7 +17,7 @@ from holdfast.errors import HoldfastError, InvalidInput, NotFound
 from holdfast.rawbytes import view_bytes
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.state.sharding import local_of, sharding_of
+from holdfast.state.sharding import shards_of
 from holdfast.train.sharding.units import plain_name
 from holdfast.units import plural
 
@@ -288,14 +288,8 @@ def _read_on_rank_0(
 
 def _copy_shard(live: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy this rank's shard of a full tensor."""
-    sharding = sharding_of(live)
-    if sharding is None:
-        live.copy_(whole)
-        return
-    region = sharding.region_of(dist.get_rank())
-    if region is not None:
-        slices = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))
-        local_of(live).copy_(whole[slices])
+    for shard, region in shards_of(live, dist.get_rank()):
+        shard.copy_(whole[region.slices])
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

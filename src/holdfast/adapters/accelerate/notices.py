@@ -27,7 +27,7 @@ class Notices:
             interrupt = signal.getsignal(signal.SIGINT)
             self._watcher.watch_signals()
             signal.signal(signal.SIGINT, interrupt)
-        self._watcher.poll_clouds()
+        self._watcher.poll_clouds(is_first_here=ranks.is_first_here())
 
     @property
     def reason(self) -> str | None:

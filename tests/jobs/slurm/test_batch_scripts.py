@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -68,6 +69,7 @@ def submit(
     kind: str,
     *,
     nodes: int = 1,
+    tasks: int = 1,
     training: str = TRAIN,
     signal: str | None = None,
     time_limit: str = "10",
@@ -79,6 +81,7 @@ def submit(
         folder: that of the training and its home.
         kind: launcher that the script uses.
         nodes: number of nodes.
+        tasks: number of tasks on each.
         training: the training. By default its loader has a worker.
         signal: replaces the seconds of the page's `--signal`; empty: without that option; None: as it is.
         time_limit: time limit of the job, in minutes.
@@ -94,11 +97,11 @@ def submit(
         text = re.sub(r"--signal=(\S+)@\d+", rf"--signal=\1@{signal}" if signal else "", text)
     (folder / "job.sh").write_text(text)
     words = ["sbatch", "--parsable", f"--nodes={nodes}", f"--time={time_limit}"]
-    words += [f"--output={folder}/job.out", str(folder / "job.sh")]
+    words += [f"--ntasks-per-node={tasks}", f"--output={folder}/job.out", str(folder / "job.sh")]
     environment = {
         **os.environ,
         "HOLDFAST_PREEMPTION": sources,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     return done.stdout.strip()
@@ -171,6 +174,26 @@ def test_a_time_limit_alone_requeues_without_a_lost_step(slurm: SlurmHarness, ki
     wait_for(slurm.folder, job, lambda: "Restarts=1 " in shown(job) or has_ended(job))
     command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     check_requeued(slurm.folder, job)
+
+
+def test_one_task_of_a_host_asks_slurm_for_the_time_limit(slurm: SlurmHarness) -> None:
+    """The others receive its notice."""
+    folder = slurm.folder
+    program = folder / "bin" / "squeue"
+    program.parent.mkdir()
+    real = shutil.which("squeue")
+    program.write_text(
+        f'#!/bin/sh\necho "$SLURM_STEP_ID:$SLURM_PROCID" >> {folder}/calls\nexec {real} "$@"\n'
+    )
+    program.chmod(0o755)
+    head = "import os\nos.environ.update(RANK=os.environ['SLURM_PROCID'], WORLD_SIZE='2')\n"
+    head += f"os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='{reserve_port()}')\n"
+    job = submit(folder, "srun", tasks=2, training=head + TRAIN, signal="", time_limit="2")
+    wait_for(folder, job, lambda: "Restarts=1 " in shown(job) or has_ended(job))
+    command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    check_requeued(folder, job)
+    callers = set((folder / "calls").read_text().split())
+    assert {one for one in callers if one.startswith("0:")} == {"0:0"}, callers
 
 
 @every_script

@@ -379,7 +379,8 @@ def test_a_checkpoint_that_the_keeper_commits_after_a_crash_is_shown(
     assert slurm.wait(job).status is JobStatus.FAILED, slurm.describe(job)
     assert open_run(slurm.folder / "home").step == 2
     assert [row["step"] for row in holdfast("queue", "--json").json] == [2]
-    assert holdfast("describe", job.id, "--json").json["step"] == 2
+    described = holdfast("describe", job.id, "--json").json
+    assert (described["job"]["step"], list(described["checkpoints"].values())) == (2, [2])
 
 
 def test_random_kills_do_not_change_the_result(

@@ -169,6 +169,14 @@ class RankGroup(ABC):
         """
         return len(set(self.gather(_this_host()))) == 1
 
+    def is_first_here(self) -> bool:
+        """Return True on the lowest rank of each host.
+
+        Ranks: collective.
+        """
+        here = _this_host()
+        return self.gather(here).index(here) == self.rank
+
     def ranks_sharing(self, folder: str) -> tuple[int, ...]:
         """Return the ranks that share `folder` with this one, itself among them: those of this host.
 

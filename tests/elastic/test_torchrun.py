@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +21,7 @@ from servers import reserve_port
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 TRAINER = Path(__file__).parent / "torchrun_trainer.py"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "run-under-torchrun.md"
 TOTAL = 40
 
 
@@ -125,3 +129,21 @@ def kill_tree(child: Child) -> None:
     tree = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
     for process in tree:
         process.kill()
+
+
+def test_the_loop_of_the_page_repeats_preempted_starts_only(tmp_path: Path) -> None:
+    """A start that fails before its Checkpointer exists is not taken for the preemption before it."""
+    found = re.search(r"```sh\n(preemptions.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    (tmp_path / "train.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nprint('START', flush=True)\n"
+        "assert not Path('runs').exists()\nimport holdfast\n"
+        "with holdfast.Checkpointer('runs/gpt', {'x': 0}) as ckpt:\n"
+        "    for step in ckpt.steps(3):\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    loop = found[1].replace("--nproc-per-node 4", "--nproc-per-node 1")
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", loop], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=END_TIMEOUT_S
+    )
+    assert done.stdout.count("START") == 2, done.stdout + done.stderr

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import holdfast
-from holdfast.errors import InvalidInput
+from holdfast.errors import PREEMPTED_STATUS, InvalidInput
 from holdfast.notice.allocation import Deadline, Slurm
 from holdfast.notice.metadata import Unreachable
 from holdfast.notice.sources import parse_sources
+from stage import ranks
 
 
 @pytest.fixture
@@ -20,12 +24,49 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the file whose contents squeue prints as the time left of job 7."""
     answer, program = tmp_path / "left", tmp_path / "bin" / "squeue"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\n[ "$2" = --jobs=7 ] && exec cat {answer}\nexit 1\n')
+    program.write_text(
+        f'#!/bin/sh\necho "$SLURM_LOCALID" >> {tmp_path}/calls\n'
+        f'[ "$2" = --jobs=7 ] && exec cat {answer}\nexit 1\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     return answer
+
+
+def train_until_notice(rank: int, home: Path, environment: dict[str, str], *, is_alone: bool) -> list[Any]:
+    """Train as a task of srun does, and return the status and the step of the end."""
+    os.environ |= {**environment, "SLURM_LOCALID": str(rank)}
+    os.environ.pop("LOCAL_RANK", None)
+    if is_alone:
+        torch.distributed.destroy_process_group()
+        home = home.with_name(f"home-{rank}")
+    try:
+        with holdfast.Checkpointer(
+            home, {"x": torch.zeros(1)}, every=10**9, quiet=True, preemption="slurm"
+        ) as ckpt:
+            for _ in ckpt.steps(10**9):
+                time.sleep(0.01)
+    except holdfast.Preempted as end:
+        return [end.code, end.step]
+    return []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_one_task_of_a_host_asks_slurm_for_all_that_train_together(
+    squeue: Path, tmp_path: Path, *, is_alone: bool
+) -> None:
+    """Its srun sets no LOCAL_RANK. Tasks that train alone would not receive the notice of another."""
+    squeue.write_text("0:00\n")
+    train = functools.partial(train_until_notice, is_alone=is_alone)
+    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
+    ended = ranks.run_ranks(3, train, tmp_path / "home", environment)
+    assert [one[0] for one in ended] == [PREEMPTED_STATUS] * 3, ended
+    assert is_alone or len({one[1] for one in ended}) == 1, ended
+    callers = set((tmp_path / "calls").read_text().split())
+    assert callers == ({"0", "1", "2"} if is_alone else {"0"})
 
 
 def test_a_limit_that_slurm_changes_later_is_followed(squeue: Path) -> None:

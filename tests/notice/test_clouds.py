@@ -166,7 +166,7 @@ def test_polling_a_service_that_does_not_exist_raises_unreachable() -> None:
 def test_the_watcher_returns_a_cloud_s_notice(aws: AwsService) -> None:
     notices = NoticeWatcher(f"aws={aws.url}")
     aws.documents["spot/instance-action"] = '{"action": "terminate", "time": "2026-06-23T02:30:00Z"}'
-    notices.poll_clouds()
+    notices.poll_clouds(is_first_here=True)
     for thread in [one for one in threading.enumerate() if one.name == "holdfast-notice-aws"]:
         thread.join(600)  # the thread ends with the notice
     assert notices.notice == Notice("aws", "spot terminate", WHEN)
@@ -174,10 +174,9 @@ def test_the_watcher_returns_a_cloud_s_notice(aws: AwsService) -> None:
     notices.close()
 
 
-def test_only_the_first_rank_of_a_host_polls_clouds(monkeypatch: pytest.MonkeyPatch, aws: AwsService) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
+def test_only_the_first_rank_of_a_host_polls_clouds(aws: AwsService) -> None:
     before = set(threading.enumerate())
-    NoticeWatcher(f"aws={aws.url}").poll_clouds()
+    NoticeWatcher(f"aws={aws.url}").poll_clouds(is_first_here=False)
     assert not [one for one in {*threading.enumerate()} - before if one.name == "holdfast-notice-aws"]
 
 

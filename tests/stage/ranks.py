@@ -200,7 +200,8 @@ def pause_for_one(rank: int, folder: Path, *, is_local: bool, notified: int | No
 
     dist.barrier()
     if rank == 1:
-        attempt._PAUSE_LINE_S, attempt._log.warning = 0.0, go_on
+        attempt._PAUSE_LINE_S = 0.0
+        attempt._log.warning = go_on  # pyright: ignore[reportAttributeAccessIssue] - it is called with a line
         place.rename(folder / "away")
     dist.barrier()
     save = ckpt.save(2)

@@ -77,7 +77,7 @@ def wait_until(is_true: Callable[[], object], limit_s: float = 600.0) -> None:
 
 
 def make_checkpointer(
-    home: Path | holdfast.Home, state: dict[str, Any] | None, **options: Any
+    home: Path | str | holdfast.Home, state: dict[str, Any] | None, **options: Any
 ) -> holdfast.Checkpointer:
     """A Checkpointer that leaves the test's signals and output alone."""
     return holdfast.Checkpointer(

@@ -63,7 +63,7 @@ class CallGuard:
                 f"{name} was called while {self._running[thread]} was running in the same thread, and would "
                 "wait for it for ever. This call did nothing. Call it neither in a signal handler nor in a "
                 "state_dict(): let the handler set a flag that the loop checks after each step, or rely on "
-                "should_save(), which is true after SIGTERM, SIGUSR1 and Ctrl-C."
+                "should_save(), which is true after SIGTERM, SIGUSR1, SIGHUP and Ctrl-C."
             )
         try:
             self._running[thread] = name

@@ -176,11 +176,11 @@ class Preemption:
     """Sources of preemption notices.
 
     Args:
-        sources: "aws", "gcp", "azure", "ray", "file:PATH", several with commas, "none", or "auto" for Ray
-            Train in its workers, else the cloud of this machine. By default the value of HOLDFAST_PREEMPTION,
-            else "auto".
-        signals: take SIGTERM, SIGUSR1 and SIGINT as notices (in the main thread only), from the first call of
-            `steps`, `step_done` or `should_save` on.
+        sources: "aws", "gcp", "azure", "ray", "slurm", "deadline=11h", "file:PATH", several with commas,
+            "none", or "auto" for Ray Train in its workers, else the cloud of this machine, and the time limit
+            of a Slurm job. By default the value of HOLDFAST_PREEMPTION, else "auto".
+        signals: take SIGTERM, SIGUSR1, SIGHUP and SIGINT as notices (in the main thread only), from the first
+            call of `steps`, `step_done` or `should_save` on.
     """
 
     sources: str | None = None

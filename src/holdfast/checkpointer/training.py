@@ -99,7 +99,7 @@ class Training:
         atexit.register(self._end_at_exit)
         if preemption.signals:
             self.notices.protect_workers()  # before a loop begins: it may read from iterators made earlier
-        self.notices.poll_clouds()
+        self.notices.poll_clouds(is_first_here=self._ranks.is_first_here())
 
     def _mark(self) -> object:
         """Return a value that changes with the state."""

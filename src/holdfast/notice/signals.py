@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import Any
 from holdfast.callsite import warn
 from holdfast.linux.processes import handles_signal
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _LOADERS = ("torch/utils/data/", "torchdata/stateful_dataloader/")
 """Folders of the code of data loaders."""
 _NOTICE_S = 1.0
@@ -25,12 +26,12 @@ _INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again
 
 
 class SignalRecorder:
-    """Recorder of SIGTERM, SIGUSR1 and the first SIGINT.
+    """Recorder of SIGTERM, SIGUSR1, SIGHUP (a closed terminal) and the first SIGINT.
 
     All recorders in a process share one handler per signal. It also calls the Python handler that was
-    installed before. A second SIGINT raises KeyboardInterrupt at once. An ignored signal stays ignored, and a
-    handler that code other than Python installed is left alone. A forked child behaves as if nothing had been
-    installed. Signals can only be recorded in the main thread.
+    installed before. A second SIGINT raises KeyboardInterrupt at once. An ignored signal stays ignored, as
+    under nohup. A handler that code other than Python installed is left alone, and so is each of SIGHUP. A
+    forked child behaves as if nothing had been installed. Signals can only be recorded in the main thread.
     """
 
     def __init__(self) -> None:
@@ -96,6 +97,7 @@ class _Handler:
             return
         if _is_python_handler(self.before):
             self.before(number, frame)
+        _discard_output_without_reader()
         if number == signal.SIGINT:
             self._num_interrupts += 1
             if self._num_interrupts > 1:
@@ -110,6 +112,18 @@ class _Handler:
         elif self.before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _discard_output_without_reader() -> None:
+    """Discard output to a closed terminal: a `print` in the step that is still saved would raise an error."""
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)  # errors only
+    for number, event in poll.poll(0):
+        if event & select.POLLERR:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
 
 
 class _FailureHandler:
@@ -175,7 +189,7 @@ def _install(number: int) -> None:
             "that was not installed by Python stays in place.",
             RuntimeWarning,
         )
-    elif before != signal.SIG_IGN:
+    elif before != signal.SIG_IGN and not (number == signal.SIGHUP and _is_python_handler(before)):
         signal.signal(number, _Handler(number, before))
 
 

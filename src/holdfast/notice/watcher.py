@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable
 
@@ -50,13 +49,14 @@ class NoticeWatcher:
         """Protect the workers of data loaders from signals that all processes of the training receive."""
         protect_workers()
 
-    def poll_clouds(self) -> None:
+    def poll_clouds(self, *, is_first_here: bool) -> None:
         """Start polling the clouds, each in its own thread.
 
-        On each host only the process with LOCAL_RANK 0 polls. Other ranks receive its notice with the next
-        step.
+        Args:
+            is_first_here: this is the lowest rank of its host. Others do not poll: they receive its notice
+                with the next step.
         """
-        if os.environ.get("LOCAL_RANK", "0") != "0" or self._threads:
+        if not is_first_here or self._threads:
             return
         for cloud in self._sources.clouds:
             name = f"holdfast-notice-{cloud.name}"

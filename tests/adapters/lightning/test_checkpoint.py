@@ -79,6 +79,7 @@ def test_the_notice_of_a_known_end_leaves_time_for_a_save(tmp_path: Path) -> Non
     class Look(importlib.import_module("lightning.pytorch").Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             assert callback._io is not None
+            assert callback._notices is not None
             callback._io.wait()
             saved_s = callback._io.save_s
 

@@ -115,6 +115,17 @@ class OneBox:
             self._run(words)
         self._wait_for(self.is_idle, "idle nodes")
 
+    @contextlib.contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """Stop slurmctld, and start it again at the end."""
+        process = psutil.Process(int((self.room / "slurmctld.pid").read_text()))
+        process.terminate()
+        process.wait(_LIMIT_S)
+        try:
+            yield
+        finally:
+            self._run(["slurmctld"])
+
     def stop(self) -> None:
         """Cancel all jobs, and stop the daemons."""
         with contextlib.suppress(subprocess.CalledProcessError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,13 +14,45 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import open as open_run
 from jobs.slurm.harness import LIMIT_S, SlurmHarness, command
+from servers import reserve_port
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "handle-preemption.md"
-TRAINING = Path(__file__).parent.parent / "training.py"
-TOTAL = 60
-PORT = 29431
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+import torch, holdfast
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        return torch.ones(4) * index
+
+def main(folder, total):
+    torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group("gloo")
+    rank, progress = int(os.environ.get("RANK", "0")), folder / "progress.log"
+    if "SLURM_RESTART_COUNT" in os.environ:  # some more steps show where it continues
+        total = len(progress.read_text().splitlines()) + 20
+    state = {"model": torch.nn.Linear(4, 2)}
+    with holdfast.Checkpointer(folder / "home", state, every=10**9) as ckpt:
+        batches = iter(torch.utils.data.DataLoader(Data(), 4, num_workers=1))
+        for step in ckpt.steps(total):
+            state["model"](next(batches))
+            time.sleep(0.1)
+            state["model"](next(batches))
+            if rank == 0:
+                with progress.open("a") as log:
+                    print(step + 1, file=log)
+    holdfast.hard_exit()
+
+if __name__ == "__main__":
+    main(Path({folder!r}), 10**6)
+"""
 
 
 def page_scripts() -> dict[str, str]:
@@ -30,25 +64,44 @@ def page_scripts() -> dict[str, str]:
     return {"python": python, "srun": srun, "torchrun": torchrun}
 
 
-def submit(folder: Path, kind: str, *, nodes: int = 1, training: str = "", options: str = "") -> str:
-    """Submit a script of the page, with a training and a home in `folder`. Return Slurm's id of the job."""
+def submit(
+    folder: Path,
+    kind: str,
+    *,
+    nodes: int = 1,
+    tasks: int = 1,
+    training: str = TRAIN,
+    signal: str | None = None,
+    time_limit: str = "10",
+    sources: str = "auto",
+) -> str:
+    """Submit a script of the page, and return Slurm's id of the job.
+
+    Args:
+        folder: that of the training and its home.
+        kind: launcher that the script uses.
+        nodes: number of nodes.
+        tasks: number of tasks on each.
+        training: the training. By default its loader has a worker.
+        signal: replaces the seconds of the page's `--signal`; empty: without that option; None: as it is.
+        time_limit: time limit of the job, in minutes.
+        sources: sources of notices other than signals.
+    """
     script = folder / "train.py"
-    script.write_text(
-        training
-        or f"import runpy, sys\nsys.argv = ['x', {str(folder / 'home')!r}, '{TOTAL}', '--every', '1000', "
-        f"'--step-s', '0.1']\nrunpy.run_path({str(TRAINING)!r}, run_name='__main__')\n"
-    )
+    script.write_text(training.replace("{folder!r}", repr(str(folder))))
     text = page_scripts()[kind].replace("train.py", str(script)).replace("runs/gpt", str(folder / "home"))
     text = text.replace("--nproc-per-node 4", "--nproc-per-node 1").replace(
-        "$head:29400", f"127.0.0.1:{PORT}"
+        "$head:29400", f"127.0.0.1:{reserve_port()}"
     )
-    text = re.sub(r"--signal=\S+", options, text) if options else text
+    if signal is not None:
+        text = re.sub(r"--signal=(\S+)@\d+", rf"--signal=\1@{signal}" if signal else "", text)
     (folder / "job.sh").write_text(text)
-    words = ["sbatch", "--parsable", f"--nodes={nodes}", f"--output={folder}/job.out", str(folder / "job.sh")]
+    words = ["sbatch", "--parsable", f"--nodes={nodes}", f"--time={time_limit}"]
+    words += [f"--ntasks-per-node={tasks}", f"--output={folder}/job.out", str(folder / "job.sh")]
     environment = {
         **os.environ,
-        "HOLDFAST_PREEMPTION": "auto",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOLDFAST_PREEMPTION": sources,
+        "PATH": f"{folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     return done.stdout.strip()
@@ -78,58 +131,106 @@ def steps(folder: Path) -> list[int]:
     return [int(line.split()[-1]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize(
-    ("kind", "nodes", "words"),
-    [
-        ("python", 1, ["scancel", "--batch", "--signal=USR1"]),
-        ("python", 1, ["scontrol", "requeue"]),
-        ("srun", 1, ["scancel", "--signal=USR1"]),
-        ("torchrun", 1, ["scancel", "--signal=TERM"]),
-        ("torchrun", 2, ["scancel", "--signal=TERM"]),
-    ],
+def check_requeued(folder: Path, job: str) -> None:
+    """Wait for the end of a job, and check that it was requeued once and did each step once."""
+    wait_for(folder, job, lambda: has_ended(job))
+    told = f"{shown(job)}\n{(folder / 'job.out').read_text()}"
+    assert "JobState=COMPLETED" in told, told
+    assert "Restarts=1 " in told, told
+    assert steps(folder) == list(range(1, len(steps(folder)) + 1)), told
+
+
+every_script = pytest.mark.parametrize(
+    ("kind", "nodes"), [("python", 1), ("srun", 1), ("torchrun", 1), ("torchrun", 2)]
 )
-def test_a_signal_costs_no_step_and_requeues(
-    slurm: SlurmHarness, kind: str, nodes: int, words: list[str]
+
+
+@every_script
+def test_a_requeued_job_loses_no_step(slurm: SlurmHarness, kind: str, nodes: int) -> None:
+    job = submit(slurm.folder, kind, nodes=nodes)
+    wait_for(slurm.folder, job, lambda: len(steps(slurm.folder)) >= 7)
+    command("scontrol", "requeue", job)
+    check_requeued(slurm.folder, job)
+
+
+@every_script
+def test_the_signal_of_the_script_requeues_it_without_a_lost_step(
+    slurm: SlurmHarness, kind: str, nodes: int
 ) -> None:
-    folder = slurm.folder
-    job = submit(folder, kind, nodes=nodes)
-    wait_for(folder, job, lambda: len(steps(folder)) >= 7)
-    command(*words, job)
-    wait_for(folder, job, lambda: has_ended(job))
-    told = f"{shown(job)}\n{(folder / 'job.out').read_text()}"
-    assert "JobState=COMPLETED" in told, told
-    assert "Restarts=1 " in told, told
-    assert steps(folder) == list(range(1, TOTAL + 1)), told
+    """Slurm sends it at most 30 s before the time that the script names."""
+    job = submit(slurm.folder, kind, nodes=nodes, signal="20", sources="none")
+    wait_for(slurm.folder, job, lambda: len(steps(slurm.folder)) >= 7)
+    end = datetime.datetime.now() + datetime.timedelta(seconds=55)
+    command("scontrol", "update", f"JobId={job}", f"EndTime={end:%Y-%m-%dT%H:%M:%S}")
+    wait_for(slurm.folder, job, lambda: "Restarts=1 " in shown(job) or has_ended(job))
+    command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    check_requeued(slurm.folder, job)
 
 
-def test_a_time_limit_alone_is_a_notice(slurm: SlurmHarness) -> None:
+@every_script
+def test_a_time_limit_alone_requeues_without_a_lost_step(slurm: SlurmHarness, kind: str, nodes: int) -> None:
     """The script asks Slurm for no signal: the training reads its time limit itself."""
+    job = submit(slurm.folder, kind, nodes=nodes, signal="", time_limit="2")
+    wait_for(slurm.folder, job, lambda: "Restarts=1 " in shown(job) or has_ended(job))
+    command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    check_requeued(slurm.folder, job)
+
+
+def test_one_task_of_a_host_asks_slurm_for_the_time_limit(slurm: SlurmHarness) -> None:
+    """The others receive its notice."""
     folder = slurm.folder
-    options = "--time=1"
-    training = (
-        "import os, time, torch, holdfast\nstate = {'x': torch.zeros(1)}\n"
-        f"with holdfast.Checkpointer({str(folder / 'home')!r}, state, every=10**9) as ckpt:\n"
-        "    for step in ckpt.steps(10**9):\n        time.sleep(0.05)\n"
-        "        if 'SLURM_RESTART_COUNT' in os.environ:\n            print('resumed at', step)\n"
-        "            break\n"
+    program = folder / "bin" / "squeue"
+    program.parent.mkdir()
+    real = shutil.which("squeue")
+    program.write_text(
+        f'#!/bin/sh\necho "$SLURM_STEP_ID:$SLURM_PROCID" >> {folder}/calls\nexec {real} "$@"\n'
     )
-    job = submit(folder, "srun", training=training, options=options)
-    wait_for(folder, job, lambda: has_ended(job))
-    told = f"{shown(job)}\n{(folder / 'job.out').read_text()}"
-    assert "JobState=COMPLETED" in told, told
-    assert "Restarts=1 " in told, told
-    resumed = re.search(r"resumed at (\d+)", told)
-    assert resumed is not None, told
-    assert int(resumed[1]) > 0, told
+    program.chmod(0o755)
+    head = "import os\nos.environ.update(RANK=os.environ['SLURM_PROCID'], WORLD_SIZE='2')\n"
+    head += f"os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='{reserve_port()}')\n"
+    job = submit(folder, "srun", tasks=2, training=head + TRAIN, signal="", time_limit="2")
+    wait_for(folder, job, lambda: "Restarts=1 " in shown(job) or has_ended(job))
+    command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    check_requeued(folder, job)
+    callers = set((folder / "calls").read_text().split())
+    assert {one for one in callers if one.startswith("0:")} == {"0:0"}, callers
+
+
+@every_script
+def test_a_cancelled_job_keeps_its_last_step_and_does_not_return(
+    slurm: SlurmHarness, kind: str, nodes: int
+) -> None:
+    job = submit(slurm.folder, kind, nodes=nodes)
+    wait_for(slurm.folder, job, lambda: len(steps(slurm.folder)) >= 7)
+    command("scancel", job)
+    wait_for(slurm.folder, job, lambda: has_ended(job) or "JobState=PENDING" in shown(job))
+    told = f"{shown(job)}\n{(slurm.folder / 'job.out').read_text()}"
+    assert "JobState=CANCELLED" in told, told
+    assert "Restarts=0 " in told, told
+    assert open_run(slurm.folder / "home").step == steps(slurm.folder)[-1], told
 
 
 @pytest.mark.parametrize("kind", ["python", "srun", "torchrun"])
 def test_a_failed_training_is_a_failed_job(slurm: SlurmHarness, kind: str) -> None:
-    """Jobs that wait for it with `afterok` do not start."""
-    job = submit(slurm.folder, kind, training="raise SystemExit(1)")
-    wait_for(slurm.folder, job, lambda: has_ended(job))
-    assert "JobState=FAILED" in shown(job)
-    assert "ExitCode=1:0" in shown(job)
+    """Jobs that wait for it with `afterok` do not start. An earlier preemption makes no difference."""
+    folder = slurm.folder
+    job = submit(
+        folder,
+        kind,
+        training="import os, signal, holdfast\nassert 'SLURM_RESTART_COUNT' not in os.environ\n"
+        "with holdfast.Checkpointer({folder!r} + '/home', {'x': 0}) as ckpt:\n"
+        "    for step in ckpt.steps(2):\n        os.kill(os.getpid(), signal.SIGTERM)\n",
+    )
+    words = ["sbatch", "--parsable", f"--dependency=afterok:{job}", f"--output={folder}/next.out"]
+    later = command(*words, "--wrap", "echo began")
+    wait_for(folder, job, lambda: has_ended(job))
+    told = f"{shown(job)}\n{(folder / 'job.out').read_text()}"
+    assert "JobState=FAILED" in told, told
+    assert "Restarts=1 " in told, told
+    assert "ExitCode=1:0" in told, told
+    wait_for(folder, later, lambda: "Reason=DependencyNeverSatisfied" in shown(later) or has_ended(later))
+    command("scancel", later)
+    assert not (folder / "next.out").exists()
 
 
 @pytest.mark.parametrize(

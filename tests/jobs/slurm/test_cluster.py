@@ -20,6 +20,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from jobs.harness import needs_namespaces
 from jobs.slurm.harness import SlurmHarness, command
+from jobs.slurm.onebox import OneBox
 from jobs.test_training import TOTAL, steps, uninterrupted
 from jobs.wheels import contents, make_parent, write_wheel
 
@@ -343,6 +344,43 @@ def test_commands_find_a_job_by_its_id_alone(slurm: SlurmHarness, holdfast: Comm
     assert holdfast("forget", 2, "--yes").status == 0
     assert [row["id"] for row in holdfast("queue", "--json").json] == [1]
     assert not slurm.files(job).job.path.exists()
+
+
+def test_the_queue_while_slurm_is_away_has_one_short_message(
+    slurm: SlurmHarness, cluster: OneBox, holdfast: Command
+) -> None:
+    """The jobs continue, and can be cancelled once it is back."""
+    jobs = [slurm.submit(f"trap 'exit 75' TERM\n{READY}", head=ONE) for _ in range(2)]
+    for job in jobs:
+        slurm.wait_for_output(job, "ready")
+    with cluster.without_controller():
+        shown = holdfast("queue")
+        rows = shown.out.splitlines()[1:]
+        assert [row.rstrip().endswith("Slurm does not answer") for row in rows] == [True] * 2, shown
+        assert len(shown.err.splitlines()) == 1, shown
+        assert "Unable to contact slurm controller" in shown.err
+    for job in jobs:
+        slurm.wait(job, JobStatus.RUNNING)
+        slurm.engine.cancel(job.id)
+    for job in jobs:
+        assert slurm.wait(job).status is JobStatus.CANCELLED, slurm.describe(job)
+
+
+def test_a_checkpoint_that_the_keeper_commits_after_a_crash_is_shown(
+    slurm: SlurmHarness, holdfast: Command
+) -> None:
+    script = slurm.folder / "train.py"
+    script.write_text(
+        "import os, signal, torch, holdfast\n"
+        f"ckpt = holdfast.Checkpointer({str(slurm.folder / 'home')!r}, {{'x': torch.zeros(8)}})\n"
+        "ckpt.save(1).wait_durable()\nckpt.save(2).wait_staged()\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    job = slurm.submit(f"{sys.executable} {script}", head=ONE)
+    assert slurm.wait(job).status is JobStatus.FAILED, slurm.describe(job)
+    assert open_run(slurm.folder / "home").step == 2
+    assert [row["step"] for row in holdfast("queue", "--json").json] == [2]
+    described = holdfast("describe", job.id, "--json").json
+    assert (described["job"]["step"], list(described["checkpoints"].values())) == (2, [2])
 
 
 def test_random_kills_do_not_change_the_result(

@@ -35,7 +35,7 @@ class Notices:
             interrupt = signal.getsignal(signal.SIGINT)
             self._watcher.watch_signals()
             signal.signal(signal.SIGINT, interrupt)
-        self._watcher.poll_clouds()
+        self._watcher.poll_clouds(is_first_here=ranks.is_first_here())
         _open.add(self)
 
     @property

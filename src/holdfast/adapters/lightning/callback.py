@@ -51,8 +51,8 @@ class HoldfastCheckpoint(ModelCheckpoint):
         memory: limit of the staging memory.
         preemption: sources of preemption notices: "aws", "gcp", "azure", "file:PATH", several with commas,
             "none", or "auto" for the cloud of this machine. By default the value of HOLDFAST_PREEMPTION, else
-            "auto". SIGTERM and SIGUSR1 are always notices. Training then saves after the running step, and
-            exits with 75.
+            "auto". SIGTERM, SIGUSR1 and SIGHUP are always notices. Training then saves after the running
+            step, and exits with 75.
 
     Raises:
         InvalidInput: the trainer has another CheckpointIO.

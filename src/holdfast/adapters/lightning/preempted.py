@@ -44,8 +44,8 @@ class Preemptions:
             interrupt = signal.getsignal(signal.SIGINT)
             self._watcher.watch_signals()
             signal.signal(signal.SIGINT, interrupt)  # Ctrl-C does what Lightning's users know
-        self._watcher.poll_clouds()
         self._ranks = Ranks(timeout_s=_RANKS_S)
+        self._watcher.poll_clouds(is_first_here=self._ranks.is_first_here())
         self._exchanged_s = time.monotonic()
 
     def exchange(self, trainer: Any, *, is_dropped: bool, save_s: float) -> bool:

@@ -88,7 +88,7 @@ class TagWriter:
             memory=self._memory_bytes,
             group=ranks,
             quiet=True,
-            preemption=Preemption(signals=False),
+            preemption=Preemption("none", signals=False),
             limits=Limits(rank_timeout=RANKS_S),
         )
         made.continue_from(plan.base)

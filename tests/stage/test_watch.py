@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import torch
 
 from holdfast.stage.extents import LARGE_BYTES
 from holdfast.stage.watch import Watcher
+from holdfast.stage.write_tracker import WriteTracker
 
 SIZE = 1_000_000
 PAGE = mmap.PAGESIZE
+COMPACT = Path("/proc/sys/vm/compact_memory")
 _libc = ctypes.CDLL(None)
 
 
@@ -201,3 +204,35 @@ def test_bytes_on_shared_pages_have_their_positions_in_another_order(
     changed, (copy,) = written(watcher, [tensor], lambda: [part.logical_not_() for part in ends])
     assert changed == []
     assert torch.equal(copy, before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access(COMPACT, os.W_OK), reason="only root may have the kernel move pages")
+@pytest.mark.usefixtures("watcher")
+def test_pages_that_the_kernel_moves_while_a_watch_starts_do_not_count_as_written() -> None:
+    """Under memory pressure, saves were dropped that nothing had written to."""
+    tracker, num_bytes, cluster = WriteTracker(), 1 << 30, 16 * PAGE
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    has_ended = threading.Event()
+
+    def move_pages() -> None:
+        while not has_ended.is_set():
+            COMPACT.write_text("1")
+
+    mover = threading.Thread(target=move_pages)
+    mover.start()
+    try:
+        for byte in range(1, 17):
+            ctypes.memset(start, byte, num_bytes)
+            for offset in range(0, num_bytes, cluster):  # holes, which the kernel fills with other pages
+                memory.madvise(mmap.MADV_DONTNEED, offset, cluster * 3 // 4)
+            for _ in range(30):
+                tracker.start([(start, start + num_bytes)])
+                found = tracker.find_written([(start, start + num_bytes)])
+                tracker.stop([(start, start + num_bytes)])
+                assert not found
+    finally:
+        has_ended.set()
+        mover.join()
+        tracker.close()

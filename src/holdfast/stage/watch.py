@@ -102,7 +102,7 @@ class Watcher:
         These are tensors on devices, in memory that other processes may share, or with gaps between their
         elements, and memory that another part of the process has registered with the kernel.
 
-        Blocks: 8 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
+        Blocks: 10 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
         """
         if self._tracker is None:
             return Watch(None, _NOTHING, {}, None)

@@ -26,6 +26,7 @@ from holdfast.format import values as value_format
 from holdfast.format.catalog import Catalog
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
 from holdfast.format.layout import lay_out
+from holdfast.format.names import CheckpointId
 from holdfast.home.commit import commit
 from holdfast.home.documents import read_manifest
 from holdfast.home.writer import WriterId
@@ -158,7 +159,7 @@ def phase_restore(kind: str, world_size: int, home: Path, rank: int) -> dict[str
     stage = f"model.stage{mine // (smaller // 16)}." if kind == "pipeline" else "model."
 
     def plan() -> tuple[int, int]:
-        manifest = read_manifest(store, 1, ATTEMPT, RUN)
+        manifest = read_manifest(store, CheckpointId(attempt=ATTEMPT, step=1), RUN)
         targets = {}
         for name, tensor in manifest.tensors.items():
             regions = Sharding(tensor.shape, wanted).regions_of(mine) if name.startswith(stage) else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from holdfast.format.hashes import chunk_bytes_for, digest, hash_chunks
 from holdfast.format.health import UNKNOWN, Health
 from holdfast.format.layout import Shard, lay_out
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.store.contract import Store
@@ -48,7 +49,7 @@ def make_checkpoint(
     tied: Mapping[str, str] | None = None,
     values: Sequence[Mapping[str, Any]] | None = None,
     base: tuple[int, int] | None = None,
-    ancestors: part.Ancestors = (),
+    ancestors: Iterable[tuple[int, int]] = (),
     partitionings: Mapping[str, EvenPartitioning] | None = None,
     frozen: Collection[str] = (),
     run_id: str = RUN_ID,
@@ -111,7 +112,7 @@ def make_checkpoint(
             attempt=attempt,
             rank=rank,
             world_size=len(tensors),
-            ancestors=(base,) if base else ancestors,
+            ancestors=tuple(CheckpointId(*one) for one in ((base,) if base else ancestors)),
             values=_encoded(values[rank] if values else {}),
             own=[(shard.name, shard.dtype, shard.shape, starts[shard.name]) for shard in own],
             starts=[starts[shard.name] for shard in shared],

@@ -27,8 +27,8 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A new folder or top-level file must be placed here, by hand, in review.
 LAYERS = """
     backoff callsite dtensor entry failpoint host_memory linux log process_exit rawbytes redaction | errors
-    | documents save_interval units privacy | policy retention format environment hang
-    | fill_target health pace store torch_dtypes
+    | documents save_interval units privacy | policy format environment hang
+    | fill_target health pace retention store torch_dtypes
     | home state stage notice ranks
     | keeper restore | writeback compiled
     | checkpointer exchange jobs train | report | dash

@@ -26,6 +26,7 @@ from campaigns.fuzz.mutation import (
     mutate_text,
 )
 from holdfast.errors import Corrupt, InvalidInput
+from holdfast.format.names import CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def _run_manifest(data: bytes) -> None:
 
     store = MemoryStore("fuzz")
     store.put(names.manifest(30, 2), data)
-    manifest = read_manifest(store, 30, 2, None)
+    manifest = read_manifest(store, CheckpointId(attempt=2, step=30), None)
     with contextlib.suppress(Corrupt):
         check_files([list_home(store)], manifest)
     tensor = manifest.tensors.get("model.w")

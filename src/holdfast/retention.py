@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from holdfast.errors import InvalidInput
+from holdfast.format.names import CheckpointId
 
-_NO_VALUES: Mapping[tuple[int, int], float] = MappingProxyType({})
+_NO_VALUES: Mapping[CheckpointId, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,19 @@ class Keep:
         check_mode(self.mode)
 
     def kept(
-        self, line: Sequence[tuple[int, int]], values: Mapping[tuple[int, int], float] = _NO_VALUES
-    ) -> set[tuple[int, int]]:
+        self, line: Sequence[CheckpointId], values: Mapping[CheckpointId, float] = _NO_VALUES
+    ) -> set[CheckpointId]:
         """Return the checkpoints to keep.
 
         Args:
-            line: (attempt, step) of complete checkpoints, newest first, none of them superseded.
+            line: complete checkpoints, newest first, none of them superseded.
             values: value of the metric, by checkpoint.
         """
         if self.last is None:
             return set(line)
         newest = set(line[: self.last])
         best = set(best_first(line, values, self.mode)[: self.best or 0])
-        return newest | best | {found for found in line if self.every and found[1] % self.every == 0}
+        return newest | best | {found for found in line if self.every and found.step % self.every == 0}
 
 
 def check_mode(mode: str) -> None:
@@ -83,12 +84,12 @@ def check_mode(mode: str) -> None:
 
 
 def best_first(
-    found: Iterable[tuple[int, int]], values: Mapping[tuple[int, int], float], mode: str
-) -> list[tuple[int, int]]:
+    found: Iterable[CheckpointId], values: Mapping[CheckpointId, float], mode: str
+) -> list[CheckpointId]:
     """Return the checkpoints that have a finite value, best first; of equal ones the newer first.
 
     Args:
-        found: (attempt, step) of checkpoints.
+        found: checkpoints.
         values: value of the metric, by checkpoint.
         mode: "min" or "max".
     """
@@ -97,30 +98,27 @@ def best_first(
     return sorted(finite, key=lambda one: sign * values[one])
 
 
-Ancestors = Iterable[tuple[int, int]]
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointLine:
-    """Complete checkpoints of a home as (attempt, step), newest first."""
+    """Complete checkpoints of a home, newest first."""
 
-    current: tuple[tuple[int, int], ...]  # the newest, and what it continues
-    superseded: tuple[tuple[int, int], ...]  # left behind when a newer attempt began from an earlier step
+    current: tuple[CheckpointId, ...]  # the newest, and what it continues
+    superseded: tuple[CheckpointId, ...]  # left behind when a newer attempt began from an earlier step
 
 
 def line_of(
-    found: Iterable[tuple[int, int]], newest: tuple[int, int], ancestors: Ancestors
+    found: Iterable[CheckpointId], newest: CheckpointId, ancestors: Iterable[CheckpointId]
 ) -> CheckpointLine:
     """Return the line of the newest checkpoint, apart from what newer attempts left behind.
 
     Args:
-        found: (attempt, step) of complete checkpoints.
+        found: complete checkpoints.
         newest: one of them.
-        ancestors: of the newest: (attempt, step) of each checkpoint that an attempt was restored from.
+        ancestors: of the newest: each checkpoint that an attempt was restored from.
     """
-    last = dict(ancestors) | {newest[0]: newest[1]}
+    last = {one.attempt: one.step for one in (*ancestors, newest)}
     ordered = sorted(found, reverse=True)
     return CheckpointLine(
-        tuple(one for one in ordered if one[1] <= last.get(one[0], -1)),
-        tuple(one for one in ordered if one[1] > last.get(one[0], -1)),
+        tuple(one for one in ordered if one.step <= last.get(one.attempt, -1)),
+        tuple(one for one in ordered if one.step > last.get(one.attempt, -1)),
     )

@@ -34,6 +34,7 @@ from holdfast import cli
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.dcp.target import Target
 from holdfast.errors import ResumeWarning, SaveWarning
+from holdfast.format.names import CheckpointId
 from holdfast.format.value_index import ValueIndex
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import candidates, list_home
@@ -324,9 +325,7 @@ def test_going_back_twice_continues_the_line_of_the_newest(tmp_path: Path) -> No
         save({"x": torch.full((2,), 10.0 * step)}, tmp_path, step)
     save({"x": torch.full((2,), 300.0)}, tmp_path, 3)
     store = open_store(tmp_path)
-    found = {
-        key: read_manifest(store, key[1], key[0], None).ancestors for key in candidates(list_home(store))
-    }
+    found = {key: read_manifest(store, key, None).ancestors for key in candidates(list_home(store))}
     assert found == {
         (1, 1): (),
         (1, 2): (),
@@ -344,7 +343,7 @@ def test_a_new_trainer_continues_the_newest_line(tmp_path: Path) -> None:
     save({"x": torch.ones(2)}, tmp_path, 4)
     store = open_store(tmp_path)
     for step in (3, 4):
-        assert read_manifest(store, step, 3, None).ancestors == ((1, 1), (2, 2))
+        assert read_manifest(store, CheckpointId(attempt=3, step=step), None).ancestors == ((1, 1), (2, 2))
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

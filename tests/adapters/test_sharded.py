@@ -20,6 +20,7 @@ from forkserver import forkserver
 from holdfast.adapters.dcp import HoldfastReader
 from holdfast.exchange.exporter import export_checkpoint
 from holdfast.format.layout import parse_header
+from holdfast.format.names import CheckpointId
 from holdfast.format.partitioning import EvenPartitioning
 from holdfast.home.documents import read_manifest
 from holdfast.store import open_store
@@ -71,7 +72,7 @@ def test_all_ranks_share_one_catalog_of_rules(tmp_path: Path, layout: str) -> No
     """The manifest does not grow with tensors times ranks; empty shards are omitted."""
     assert isinstance(run_ranks(4, sharded.save, tmp_path, layout)[0], dict)
     store = open_store(tmp_path)
-    manifest = read_manifest(store, 5, 1, None)
+    manifest = read_manifest(store, CheckpointId(attempt=1, step=5), None)
     assert len(manifest.catalogs) == 1
     partitionings = {name: tensor.partitioning for name, tensor in manifest.tensors.items()}
     assert {name for name, one in partitionings.items() if not isinstance(one, EvenPartitioning)} == set()
@@ -85,7 +86,11 @@ def test_only_parts_with_wanted_tensors_are_read(
 ) -> None:
     """The other parts may be damaged."""
     kept = run_ranks(4, sharded.save, tmp_path, "fsdp")[0]
-    partitioning = read_manifest(open_store(tmp_path), 5, 1, None).tensors["model.2.bias"].partitioning
+    partitioning = (
+        read_manifest(open_store(tmp_path), CheckpointId(attempt=1, step=5), None)
+        .tensors["model.2.bias"]
+        .partitioning
+    )
     assert partitioning is not None
     needed = {0, *partitioning.ranks}
     spoilt = [rank for rank in range(4) if rank not in needed]

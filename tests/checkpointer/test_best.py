@@ -16,6 +16,7 @@ import nursery
 from holdfast import Home, Keep, Local, Preemption
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.home.listing import candidates, list_home
 from holdfast.home.metrics import read_document, read_metrics
 from holdfast.store import open_store
@@ -46,7 +47,7 @@ def kept(place: Path) -> list[tuple[int, int]]:
 
 
 def metrics(home: Path, step: int, attempt: int = 1) -> dict[str, float]:
-    return read_metrics(open_store(home), step, attempt)
+    return read_metrics(open_store(home), CheckpointId(attempt=attempt, step=step))
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", [2, 4, 5]), ("max", [1, 5])])
@@ -111,7 +112,7 @@ def test_a_late_value_with_its_step_counts_as_long_as_the_checkpoint_exists(tmp_
         wait_until(lambda: (1, 1) not in kept(tmp_path))
         ckpt.record(1, loss=0.1)  # it is deleted
     assert kept(tmp_path) == [(1, 2), (1, 3), (1, 4)]
-    assert list_home(open_store(tmp_path)).saved.keys() == {(2, 1), (3, 1), (4, 1)}
+    assert list_home(open_store(tmp_path)).saved.keys() == {(1, 2), (1, 3), (1, 4)}
 
 
 def test_a_best_checkpoint_of_a_killed_process_survives_the_next_attempts(tmp_path: Path) -> None:
@@ -300,9 +301,9 @@ def test_a_value_measured_on_weights_that_were_not_saved_is_marked(tmp_path: Pat
         ckpt.save(save)
     with pytest.warns(holdfast.SaveWarning, match=r"step 96, which was not saved.*ckpt\.save\(step \+ 1\)"):
         ckpt.close()
-    found = read_document(open_store(tmp_path), 100, 1)
+    found = read_document(open_store(tmp_path), CheckpointId(attempt=1, step=100))
     assert (found.values, found.of_steps, found.modes) == ({"loss": 1 / 96}, {"loss": 96}, {"loss": "min"})
-    assert read_document(open_store(tmp_path), 80, 1).of_steps == {}
+    assert read_document(open_store(tmp_path), CheckpointId(attempt=1, step=80)).of_steps == {}
 
 
 def test_a_save_at_the_evaluation_keeps_the_weights_that_were_measured(tmp_path: Path) -> None:

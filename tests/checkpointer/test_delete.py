@@ -15,6 +15,7 @@ import holdfast
 import nursery
 from holdfast import Home, Local, Preemption
 from holdfast.errors import InvalidInput
+from holdfast.format.names import CheckpointId
 from holdfast.home.listing import candidates, list_home
 from holdfast.home.retain import Unwanted
 from holdfast.store import open_store
@@ -167,8 +168,9 @@ def test_in_any_order_just_the_unwanted_older_ones_are_found(orders: list[tuple[
         elif step > newest:
             newest = step
             saved.add(step)
-            found = unwanted.find({(1, one) for one in saved}, (1, newest))
+            commit = CheckpointId(1, newest)
+            found = unwanted.find({CheckpointId(1, one) for one in saved}, commit)
             assert found == {(1, one) for one in saved if one in added and one < newest}
-            saved -= {one for _, one in found}
-            unwanted.drop(before=(1, newest), except_for=())
+            saved -= {one.step for one in found}
+            unwanted.drop(before=commit, except_for=())
             added -= {one for one in added if one < newest}

@@ -16,6 +16,7 @@ from holdfast import Preemption
 from holdfast.cli import main
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.format.health import Health
+from holdfast.format.names import CheckpointId
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
@@ -44,7 +45,7 @@ def save(ckpt: holdfast.Checkpointer, step: int, loss: float = math.nan, *, nan:
 
 
 def health(home: Path, step: int, attempt: int = 1) -> Health:
-    return read_manifest(open_store(home), step, attempt, None).health
+    return read_manifest(open_store(home), CheckpointId(attempt=attempt, step=step), None).health
 
 
 def steps(home: Path) -> list[int]:

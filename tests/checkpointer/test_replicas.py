@@ -12,6 +12,7 @@ from checkpointer import drifting
 from checkpointer.drifting import KINDS, Flip
 from holdfast.cli import main
 from holdfast.format.health import Health
+from holdfast.format.names import CheckpointId
 from holdfast.home.documents import read_manifest
 from holdfast.home.history_lines import read_lines
 from holdfast.store import open_store
@@ -26,7 +27,7 @@ TENSORS = {
 
 
 def health(home: Path, step: int) -> Health:
-    return read_manifest(open_store(home), step, 1, None).health
+    return read_manifest(open_store(home), CheckpointId(attempt=1, step=step), None).health
 
 
 def differences(home: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.format.layout import Shard, lay_out
+from holdfast.format.names import CheckpointId
 from holdfast.format.partitioning import EvenPartitioning, whole
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
@@ -28,7 +29,7 @@ CATALOG = Catalog(
     },
     {"model.copy": "model.bias"},
 )
-ANCESTORS = ((1, 2),)
+ANCESTORS = (CheckpointId(attempt=1, step=2),)
 
 
 def data_file(shards: list[Shard], rank: int, *tensors: bytes) -> tuple[tuple[int, ...], bytes]:

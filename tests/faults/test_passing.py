@@ -12,6 +12,7 @@ import holdfast
 from holdfast.cli import main
 from holdfast.errors import RetryLater
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.home.listing import candidates, list_home
 from holdfast.store import open_store
 from holdfast.store.local import LocalStore
@@ -34,7 +35,7 @@ def train(home: Path, steps: list[int], *, keep: int = 2) -> None:
             ckpt.save(step).wait_durable()
 
 
-def complete(home: Path) -> list[tuple[int, int]]:
+def complete(home: Path) -> list[CheckpointId]:
     return candidates(list_home(open_store(home)))
 
 

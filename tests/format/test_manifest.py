@@ -18,6 +18,7 @@ from holdfast.format.hashes import digest
 from holdfast.format.health import MAX_BEFORE, MAX_REASONS, UNKNOWN, Health, Squares
 from holdfast.format.limits import MAX_ATTEMPT, MAX_STEP
 from holdfast.format.manifest import EACH, SPLIT, Manifest, PartFile, Tensor
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import DataFile, Part
 from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.format.sealed import dumps, seal
@@ -36,7 +37,7 @@ def parts_of(by_rank: Sequence[Catalog], own: Sequence[Sequence[Own]] = ()) -> l
             attempt=2,
             rank=rank,
             world_size=len(by_rank),
-            ancestors=((1, 400),),
+            ancestors=(CheckpointId(1, 400),),
             values={},
             own=tuple(own[rank]) if own else (),
             file=DataFile(1000 + rank, 65536, digest(b"")),

@@ -17,6 +17,7 @@ from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
 from holdfast.format.health import TensorHealth, Trend
 from holdfast.format.layout import Shard, lay_out
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import DataFile, Part
 from holdfast.format.partitioning import EvenPartitioning, Region, whole
 from holdfast.format.sealed import dumps, seal
@@ -49,7 +50,9 @@ def parts(draw: st.DrawFn) -> Part:
         attempt=draw(st.integers(1, 99)),
         rank=rank,
         world_size=len(RANKS),
-        ancestors=tuple(draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 99)), max_size=3))),
+        ancestors=tuple(
+            draw(st.lists(st.builds(CheckpointId, st.integers(1, 9), st.integers(0, 99)), max_size=3))
+        ),
         values=draw(st.dictionaries(text, st.none() | st.integers(-(2**53), 2**53) | text, max_size=3)),
         own=tuple((p.name, p.dtype, p.shape, next(places[False])) for p in own_shards),
         file=data_file(file.file_bytes),
@@ -170,7 +173,7 @@ def example() -> Part:
         attempt=1,
         rank=0,
         world_size=2,
-        ancestors=((1, 3),),
+        ancestors=(CheckpointId(1, 3),),
         values={"a": {"$tuple": [1]}},
         own=(("rng", "U8", (16,), 4112),),
         file=DataFile(100_000, 65536, digest(b"a") + digest(b"b")),

@@ -8,6 +8,7 @@ import torch
 
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
 from holdfast.format import names, run
+from holdfast.format.names import CheckpointId
 from holdfast.format.sealed import dumps
 from holdfast.home.documents import check_files, read_manifest, read_part, read_run
 from holdfast.home.listing import Listing, candidates, list_home
@@ -25,8 +26,8 @@ def make_store() -> MemoryStore:
     return store
 
 
-def recover_commits(store: Store, listing: Listing, run_id: str | None) -> list[tuple[int, int]]:
-    """Commit every save of a listing that lacks only its manifest, and return (step, attempt) of each."""
+def recover_commits(store: Store, listing: Listing, run_id: str | None) -> list[CheckpointId]:
+    """Commit every save of a listing that lacks only its manifest, and return these."""
     return [key for key, saved in sorted(listing.saved.items()) if recover_commit(store, saved, run_id)]
 
 
@@ -40,14 +41,14 @@ def test_a_listing_tells_what_is_there() -> None:
     home = list_home(store)
     assert home.attempts == (1, 2)
     assert home.foreign == ("step-00000005/notes.txt",)
-    assert set(home.saved) == {(5, 1), (7, 2)}
-    assert home.saved[5, 1].is_committed
-    assert not home.saved[7, 2].is_committed
-    assert set(home.saved[7, 2].parts) == {0}
-    assert set(home.saved[7, 2].data) == {0, 1}
-    assert home.saved[7, 2].data[1] == store.size(names.data(7, 2, 1))
+    assert set(home.saved) == {(1, 5), (2, 7)}
+    assert home.saved[CheckpointId(attempt=1, step=5)].is_committed
+    assert not home.saved[CheckpointId(attempt=2, step=7)].is_committed
+    assert set(home.saved[CheckpointId(attempt=2, step=7)].parts) == {0}
+    assert set(home.saved[CheckpointId(attempt=2, step=7)].data) == {0, 1}
+    assert home.saved[CheckpointId(attempt=2, step=7)].data[1] == store.size(names.data(7, 2, 1))
     in_step_5 = [entry.num_bytes for entry in store.list("step-00000005/") if "notes" not in entry.name]
-    assert home.saved[5, 1].num_bytes == sum(in_step_5)
+    assert home.saved[CheckpointId(attempt=1, step=5)].num_bytes == sum(in_step_5)
 
 
 def test_one_step_can_be_listed_alone() -> None:
@@ -55,7 +56,7 @@ def test_one_step_can_be_listed_alone() -> None:
     make_checkpoint(store, 5, 1, TWO_RANKS)
     make_checkpoint(store, 6, 1, TWO_RANKS)
     home = list_home(store, step=5)
-    assert set(home.saved) == {(5, 1)}
+    assert set(home.saved) == {(1, 5)}
 
 
 def test_a_newer_attempt_comes_before_a_greater_step() -> None:
@@ -99,8 +100,8 @@ def test_a_lost_or_damaged_run_document_makes_no_checkpoint_a_strangers() -> Non
 def test_a_manifest_is_read_back_as_it_was_merged() -> None:
     store = make_store()
     made = make_checkpoint(store, 5, 1, TWO_RANKS)
-    assert read_manifest(store, 5, 1, RUN_ID) == made
-    assert read_manifest(store, 5, 1, None) == made
+    assert read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID) == made
+    assert read_manifest(store, CheckpointId(attempt=1, step=5), None) == made
 
 
 def test_every_flipped_bit_of_a_manifest_is_found() -> None:
@@ -113,7 +114,7 @@ def test_every_flipped_bit_of_a_manifest_is_found() -> None:
         bad[position] ^= 1 << position % 8
         store.put(name, bad)
         with pytest.raises(Corrupt):
-            read_manifest(store, 5, 1, RUN_ID)
+            read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
 
 
 @pytest.mark.parametrize("length", [0, 1, 40, 200])
@@ -122,14 +123,14 @@ def test_a_truncated_manifest_is_found(length: int) -> None:
     make_checkpoint(store, 5, 1, TWO_RANKS)
     store.put(names.manifest(5, 1), store.get(names.manifest(5, 1))[:length])
     with pytest.raises(Corrupt):
-        read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
 
 
 def test_the_manifest_of_another_run_is_refused() -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS, run_id="run-two")
     with pytest.raises(Corrupt, match="belongs to another run"):
-        read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
 
 
 def test_a_manifest_under_another_name_is_refused() -> None:
@@ -137,7 +138,7 @@ def test_a_manifest_under_another_name_is_refused() -> None:
     make_checkpoint(store, 5, 1, TWO_RANKS)
     store.put(names.manifest(6, 1), store.get(names.manifest(5, 1)))
     with pytest.raises(Corrupt, match="step 5"):
-        read_manifest(store, 6, 1, RUN_ID)
+        read_manifest(store, CheckpointId(attempt=1, step=6), RUN_ID)
 
 
 def test_a_manifest_of_a_future_version_says_upgrade() -> None:
@@ -145,7 +146,7 @@ def test_a_manifest_of_a_future_version_says_upgrade() -> None:
     make_checkpoint(store, 5, 1, TWO_RANKS)
     reseal(store, names.manifest(5, 1), version=1000)
     with pytest.raises(Unsupported, match="Upgrade"):
-        read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_a_sealed_manifest_that_cannot_be_is_refused(facts: dict[str, Any]) -> N
     make_checkpoint(store, 5, 1, TWO_RANKS)
     reseal(store, names.manifest(5, 1), **facts)
     with pytest.raises(Corrupt):
-        read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_a_sealed_manifest_with_a_catalog_that_cannot_be_is_refused(row: list[ob
     body["tensors"]["a"] = row
     reseal(store, names.manifest(5, 1), catalog=dumps(body))
     with pytest.raises(Corrupt):
-        read_manifest(store, 5, 1, RUN_ID)
+        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
 
 
 def test_missing_and_truncated_files_are_named() -> None:
@@ -275,7 +276,7 @@ def test_a_file_of_frozen_tensors_belongs_to_its_checkpoint() -> None:
     made = make_checkpoint(store, 5, 1, TWO_RANKS, frozen=["b"], commit=False)
     name = names.frozen(5, 1, 1)
     image = store.get(name)
-    saved = list_home(store).saved[5, 1]
+    saved = list_home(store).saved[CheckpointId(attempt=1, step=5)]
     assert saved.frozen == {1: len(image)}
     assert saved.num_bytes == sum(entry.num_bytes for entry in store.list("step-"))
     for harm, says in ((None, "missing"), (image[:-1], "truncated"), (image + b"!", "too long")):
@@ -288,7 +289,7 @@ def test_a_file_of_frozen_tensors_belongs_to_its_checkpoint() -> None:
         assert recover_commits(store, list_home(store), RUN_ID) == []
     store.put(name, image)
     check_files([list_home(store)], made)
-    assert recover_commits(store, list_home(store), RUN_ID) == [(5, 1)]
+    assert recover_commits(store, list_home(store), RUN_ID) == [(1, 5)]
 
 
 def test_a_part_with_boundless_chunks_is_not_committed() -> None:
@@ -301,8 +302,8 @@ def test_a_save_without_only_its_manifest_is_committed() -> None:
     store = make_store()
     make_checkpoint(store, 4, 1, TWO_RANKS)
     expected = make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
-    assert recover_commits(store, list_home(store), RUN_ID) == [(5, 1)]
-    found = read_manifest(store, 5, 1, RUN_ID)
+    assert recover_commits(store, list_home(store), RUN_ID) == [(1, 5)]
+    found = read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
     assert (found.parts, found.tensors) == (expected.parts, expected.tensors)
     assert len(found.id) == 32
     assert recover_commits(store, list_home(store), RUN_ID) == []
@@ -341,8 +342,8 @@ def test_a_commit_that_somebody_else_finished_counts_as_finished() -> None:
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
     home = list_home(store)
     make_checkpoint(store, 5, 1, TWO_RANKS, id="the keeper's")
-    assert recover_commits(store, home, RUN_ID) == [(5, 1)]
-    assert read_manifest(store, 5, 1, RUN_ID).id == "the keeper's"
+    assert recover_commits(store, home, RUN_ID) == [(1, 5)]
+    assert read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID).id == "the keeper's"
 
 
 def test_a_full_disk_while_finishing_is_told() -> None:

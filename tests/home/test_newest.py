@@ -360,11 +360,11 @@ def test_nebula_lists_again_if_its_newest_is_deleted_meanwhile(
     (home / f"step-{NEWEST:08d}").rename(away)
     real = tag_index.read_manifest
 
-    def read_manifest(store: Any, step: int, *rest: Any) -> Any:
+    def read_manifest(store: Any, *rest: Any) -> Any:
         if away.exists():  # a run completes a checkpoint and deletes the one before
             away.rename(home / f"step-{NEWEST:08d}")
             shutil.rmtree(home / f"step-{OLDER:08d}")
-        return real(store, step, *rest)
+        return real(store, *rest)
 
     monkeypatch.setattr(tag_index, "read_manifest", read_manifest)
     assert newest_of_nebula(home) == NEWEST

@@ -18,6 +18,7 @@ from holdfast.format import part as parts
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.layout import Shard, lay_out
 from holdfast.format.manifest import parse
+from holdfast.format.names import CheckpointId
 from holdfast.format.partitioning import whole
 from holdfast.home.commit import commit, is_committed
 from holdfast.home.history import EVENTS, History
@@ -117,7 +118,7 @@ def test_a_concurrent_commit_of_the_same_save_is_accepted() -> None:
 def test_parts_that_disagree_are_not_committed() -> None:
     store = MemoryStore()
     put_part(store, 0)
-    put_part(store, 1, ancestors=((1, 3),))
+    put_part(store, 1, ancestors=(CheckpointId(1, 3),))
     with pytest.raises(InvalidInput, match="ancestors"):
         commit(store, make_config("").writer, 5)
     assert not is_committed(store, make_config("").writer, 5)

@@ -13,6 +13,7 @@ import torch
 import holdfast
 from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.home.documents import read_manifest, read_part
 from holdfast.home.history import History
 from holdfast.home.listing import candidates, list_home
@@ -58,7 +59,7 @@ class Bench:
     def next_told(self) -> Drained:
         return self.told.get(timeout=WAIT_S)
 
-    def in_home(self) -> list[tuple[int, int]]:
+    def in_home(self) -> list[CheckpointId]:
         return candidates(list_home(self.home))
 
 
@@ -70,7 +71,7 @@ def same_objects(near: FaultyStore, home: FaultyStore, step: int) -> bool:
 
 def test_a_checkpoint_is_drained_byte_for_byte() -> None:
     bench = Bench((10,))
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     told = bench.next_told()
     assert told.error is None
     assert told.num_bytes > 16_000
@@ -80,7 +81,7 @@ def test_a_checkpoint_is_drained_byte_for_byte() -> None:
 
 def test_the_manifest_is_drained_last() -> None:
     bench = Bench((10,))
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     bench.next_told()
     puts = [call.name for call in bench.home.calls("put") if call.name.startswith("step-")]
     assert puts[-1] == names.manifest(10, 1)
@@ -89,19 +90,19 @@ def test_the_manifest_is_drained_last() -> None:
 
 def test_files_in_home_are_not_sent_again() -> None:
     bench = Bench((10,))
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     bench.next_told()
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     assert bench.next_told().num_bytes == 0
 
 
 def test_the_newest_is_drained_first_and_older_ones_are_forgotten() -> None:
     bench = Bench((10, 20, 30))
     gate = bench.near.hold("get")
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     assert gate.reached.wait(WAIT_S)
-    bench.drain.submit(1, 20)
-    bench.drain.submit(1, 30)
+    bench.drain.submit(CheckpointId(1, 20))
+    bench.drain.submit(CheckpointId(1, 30))
     gate.opened.set()
     assert [bench.next_told().step, bench.next_told().step] == [10, 30]
     bench.drain.close()
@@ -133,7 +134,7 @@ def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() ->
 
 def test_close_waits_for_due_checkpoints() -> None:
     bench = Bench((10,))
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     bench.drain.close()
     assert bench.in_home() == [(1, 10)]
 
@@ -141,7 +142,7 @@ def test_close_waits_for_due_checkpoints() -> None:
 def test_a_drain_is_retried_until_home_works() -> None:
     bench = Bench((10,))
     bench.home.fail("put", RetryLater("503"), times=3, matching="step-")
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     told = [bench.next_told() for _ in range(4)]
     assert [(one.error is None, one.is_over) for one in told] == [(False, False)] * 3 + [(True, True)]
     assert same_objects(bench.near, bench.home, 10)
@@ -150,7 +151,7 @@ def test_a_drain_is_retried_until_home_works() -> None:
 def test_a_drain_is_given_up_if_home_fails_for_too_long_and_local_checkpoints_stay() -> None:
     bench = Bench((10,), patience_s=0.0)
     bench.home.fail("put", RetryLater("503"), times=None, matching="step-")
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     told = bench.next_told()
     assert isinstance(told.error, RetryLater)
     assert told.is_over
@@ -164,7 +165,7 @@ def test_a_damaged_copy_is_not_drained() -> None:
     content = bytearray(bench.near.get(name))
     content[-5] ^= 1
     bench.near.put(name, content)
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     told = bench.next_told()
     assert isinstance(told.error, Corrupt)
     assert "damaged in chunk" in str(told.error)
@@ -177,11 +178,11 @@ def test_every_failure_of_a_drain_is_reported(error: Exception) -> None:
     """A wait for the checkpoint in home raises the reason, and the next one is drained."""
     bench = Bench((10, 20))
     bench.home.fail("put", error, matching="step-")
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     told = bench.next_told()
     assert told.is_over
     assert isinstance(told.error, InvalidInput if isinstance(error, InvalidInput) else Internal)
-    bench.drain.submit(1, 20)
+    bench.drain.submit(CheckpointId(1, 20))
     assert bench.next_told().error is None
     assert bench.in_home() == [(1, 20)]
 
@@ -189,7 +190,7 @@ def test_every_failure_of_a_drain_is_reported(error: Exception) -> None:
 def test_a_fenced_attempt_drains_nothing() -> None:
     bench = Bench((10,))
     make_home(bench.home, attempts=(1, 2))
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     assert isinstance(bench.next_told().error, Conflict)
     assert bench.in_home() == []
     bench.drain.close()
@@ -199,7 +200,7 @@ def test_the_next_attempt_drains_checkpoints_of_an_older_one(tmp_path: Path) -> 
     bench = Bench((10,))
     make_home(bench.home, attempts=(1, 2))
     config = KeeperConfig("home", "run-one", 2, 0, 1, True, 3, None, 5.0, 5.0, local="near")
-    bench.make(config).submit(1, 10)
+    bench.make(config).submit(CheckpointId(1, 10))
     assert bench.next_told().error is None
     assert bench.in_home() == [(1, 10)]
 
@@ -211,7 +212,7 @@ def test_histories_are_drained_including_those_of_killed_keepers_and_the_last_ev
     bench.home.put(names.history(1, 0), b"one\n")
     drain = bench.make(dataclasses.replace(bench.config, attempt=2))
     bench.near.append(names.history(2, 0), b"three\n")
-    drain.submit(1, 10)
+    drain.submit(CheckpointId(1, 10))
     assert bench.next_told().error is None
     bench.near.append(names.history(2, 0), b"four\n")
     drain.close()
@@ -223,7 +224,7 @@ def test_histories_are_drained_including_those_of_killed_keepers_and_the_last_ev
 def test_rank_0_waits_for_the_files_of_the_others() -> None:
     bench = Bench((10,), world_size=2)
     gate = bench.home.hold("list", nth=3)
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     assert gate.reached.wait(WAIT_S)
     assert bench.in_home() == []
     for name in (names.data(10, 1, 1), names.part(10, 1, 1)):
@@ -237,7 +238,7 @@ def test_blocks_are_checked_and_in_order(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     make_home(store)
     manifest = make_checkpoint(store, 5, 1, [{"w": torch.arange(3 << 20, dtype=torch.float32)}])
-    file = read_part(store, read_manifest(store, 5, 1, None), 0).file
+    file = read_part(store, read_manifest(store, CheckpointId(1, 5), None), 0).file
     assert file.num_bytes > BLOCK_BYTES
     blocks = [bytes(block) for block in verified_blocks(store, names.data(5, 1, 0), file)]
     assert b"".join(blocks) == store.get(names.data(5, 1, 0))
@@ -274,11 +275,11 @@ class Apart:
         """Drain a checkpoint on both hosts, and return their drains when it is in home."""
         drains = [self.drain(rank) for rank in (0, 1)]
         for drain in drains:
-            drain.submit(1, step)
+            drain.submit(CheckpointId(1, step))
         assert [told.get(timeout=WAIT_S).step for told in self.told] == [step, step]
         return drains
 
-    def in_home(self) -> list[tuple[int, int]]:
+    def in_home(self) -> list[CheckpointId]:
         return candidates(list_home(self.home))
 
 
@@ -286,7 +287,7 @@ def test_two_hosts_drain_their_files_and_rank_0_commits() -> None:
     """No folder has all files; home's manifest is made of the parts that arrived."""
     apart = Apart((10,))
     for rank in (1, 0):
-        apart.drain(rank).submit(1, 10)
+        apart.drain(rank).submit(CheckpointId(1, 10))
     for told in apart.told:
         assert told.get(timeout=WAIT_S).error is None
     assert apart.in_home() == [(1, 10)]
@@ -300,13 +301,13 @@ def test_a_rank_waits_for_the_others_until_one_of_them_has_begun_a_newer_checkpo
     apart = Apart((10, 20))
     first, second = apart.drain(0), apart.drain(1)
     gate = apart.home.hold("list", nth=3)  # after the look for newer attempts, and that for what is there
-    first.submit(1, 10)
+    first.submit(CheckpointId(1, 10))
     assert gate.reached.wait(WAIT_S)
-    first.submit(1, 20)
+    first.submit(CheckpointId(1, 20))
     gate.opened.set()
-    second.submit(1, 10)
+    second.submit(CheckpointId(1, 10))
     assert apart.told[0].get(timeout=WAIT_S).step == 10
-    second.submit(1, 20)
+    second.submit(CheckpointId(1, 20))
     assert apart.told[0].get(timeout=WAIT_S).step == 20
     assert apart.in_home() == [(1, 20), (1, 10)]
 
@@ -315,9 +316,9 @@ def test_a_rank_follows_another_that_has_begun_a_newer_checkpoint() -> None:
     """The other host does not have step 10."""
     apart = Apart((10, 20))
     first = apart.drain(0)
-    first.submit(1, 10)
-    first.submit(1, 20)
-    apart.drain(1).submit(1, 20)
+    first.submit(CheckpointId(1, 10))
+    first.submit(CheckpointId(1, 20))
+    apart.drain(1).submit(CheckpointId(1, 20))
     assert apart.told[1].get(timeout=WAIT_S).step == 20
     assert apart.in_home() == [(1, 20)]
 
@@ -326,7 +327,7 @@ def test_a_checkpoint_that_becomes_due_after_a_newer_one_is_not_drained() -> Non
     """The other rank has drained the newer one first too, and would never send its files of the older one."""
     apart = Apart((10, 20))
     _, second = apart.drain_on_both(20)
-    second.submit_due(1, 10)
+    second.submit_due(CheckpointId(1, 10))
     second.close()
     assert apart.told[1].empty()
     assert apart.in_home() == [(1, 20)]
@@ -334,9 +335,9 @@ def test_a_checkpoint_that_becomes_due_after_a_newer_one_is_not_drained() -> Non
 
 def test_a_requested_checkpoint_is_drained_after_a_newer_one() -> None:
     bench = Bench((10, 20))
-    bench.drain.submit(1, 20)
+    bench.drain.submit(CheckpointId(1, 20))
     assert bench.next_told().step == 20
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     assert bench.next_told().step == 10
 
 
@@ -345,7 +346,7 @@ def test_a_rank_abandons_a_checkpoint_when_a_newer_one_is_complete_in_home() -> 
     apart = Apart((10, 20))
     apart.drain_on_both(20)
     replacement = apart.drain(1)
-    replacement.submit_due(1, 10)
+    replacement.submit_due(CheckpointId(1, 10))
     replacement.close()
     assert apart.told[1].empty()
     assert apart.in_home() == [(1, 20)]
@@ -354,9 +355,9 @@ def test_a_rank_abandons_a_checkpoint_when_a_newer_one_is_complete_in_home() -> 
 def test_a_rank_follows_another_that_has_begun_one_of_the_best() -> None:
     apart = Apart((10, 20))
     first = apart.drain(0)
-    first.submit_due(1, 10)
-    first.set_best({(1, 20)})
-    apart.drain(1).set_best({(1, 20)})
+    first.submit_due(CheckpointId(1, 10))
+    first.set_best({CheckpointId(1, 20)})
+    apart.drain(1).set_best({CheckpointId(1, 20)})
     assert apart.told[1].get(timeout=WAIT_S).step == 20
     assert apart.in_home() == [(1, 20)]
 
@@ -368,7 +369,7 @@ def test_one_of_the_best_whose_other_files_never_arrive_is_given_up(monkeypatch:
     apart.drain_on_both(20)
     apart.commit_timeout_s = 0.3
     replacement = apart.drain(0)
-    replacement.set_best({(1, 10)})
+    replacement.set_best({CheckpointId(1, 10)})
     told = apart.told[0].get(timeout=WAIT_S)
     assert told.is_over
     assert isinstance(told.error, NotFound)
@@ -379,14 +380,14 @@ def test_files_that_never_arrive_are_given_up_and_the_next_checkpoint_is_drained
     """The other host has failed to save it: home has not failed, and training may continue."""
     apart = Apart((10, 20), commit_timeout_s=0.05)
     drain = apart.drain(0)
-    drain.submit(1, 10)
+    drain.submit(CheckpointId(1, 10))
     told = apart.told[0].get(timeout=WAIT_S)
     assert told.is_over
     assert isinstance(told.error, NotFound)
     assert "rank-00001-a0001.json did not arrive" in str(told.error)
     for name in (names.data(20, 1, 1), names.part(20, 1, 1)):
         apart.home.put(name, apart.whole.get(name))
-    drain.submit(1, 20)
+    drain.submit(CheckpointId(1, 20))
     assert apart.told[0].get(timeout=WAIT_S).error is None
     assert apart.in_home() == [(1, 20)]
 
@@ -395,7 +396,7 @@ def test_a_part_without_its_whole_data_file_commits_nothing() -> None:
     apart = Apart((10,), commit_timeout_s=0.05)
     apart.home.put(names.part(10, 1, 1), apart.whole.get(names.part(10, 1, 1)))
     apart.home.put(names.data(10, 1, 1), b"half of it")
-    apart.drain(0).submit(1, 10)
+    apart.drain(0).submit(CheckpointId(1, 10))
     assert isinstance(apart.told[0].get(timeout=WAIT_S).error, NotFound)
     assert apart.in_home() == []
 
@@ -407,7 +408,7 @@ def test_parts_that_do_not_fit_are_refused_and_both_hosts_raise_the_reason() -> 
     for name in (names.data(10, 1, 1), names.part(10, 1, 1)):
         apart.near[1].put(name, other.get(name))
     for rank in (0, 1):
-        apart.drain(rank).submit(1, 10)
+        apart.drain(rank).submit(CheckpointId(1, 10))
     for told in apart.told:
         one = told.get(timeout=WAIT_S)
         assert isinstance(one.error, InvalidInput)
@@ -419,7 +420,7 @@ def test_the_next_attempt_drains_the_files_of_both_hosts() -> None:
     apart = Apart((10,))
     make_home(apart.home, attempts=(1, 2))
     for rank in (0, 1):
-        apart.drain(rank, attempt=2).submit(1, 10)
+        apart.drain(rank, attempt=2).submit(CheckpointId(1, 10))
     for told in apart.told:
         assert told.get(timeout=WAIT_S).error is None
     assert apart.in_home() == [(1, 10)]
@@ -448,7 +449,7 @@ def test_a_part_of_another_writer_in_home_is_not_replaced() -> None:
         put(asked, data, if_absent=if_absent)
 
     bench.home.inner.put = put_first  # pyright: ignore[reportAttributeAccessIssue]
-    bench.drain.submit(1, 5)
+    bench.drain.submit(CheckpointId(1, 5))
     told = bench.next_told()
     assert isinstance(told.error, Corrupt)
     assert bench.home.get(name) == b"another writer's"
@@ -461,33 +462,33 @@ def put_metrics(store: FaultyStore, step: int, loss: float) -> None:
 def test_metrics_are_drained_before_the_manifest_and_again_when_they_change() -> None:
     bench = Bench((10, 20))
     put_metrics(bench.near, 10, 2.0)
-    bench.drain.update_metrics(1, 10)  # it is not in home: they come with it
-    bench.drain.submit(1, 10)
+    bench.drain.update_metrics(CheckpointId(1, 10))  # it is not in home: they come with it
+    bench.drain.submit(CheckpointId(1, 10))
     bench.next_told()
     puts = [call.name for call in bench.home.calls("put") if call.name.startswith("step-")]
     assert puts[0] == names.metrics(10, 1)
     assert puts[-1] == names.manifest(10, 1)
     put_metrics(bench.near, 10, 1.0)
     put_metrics(bench.near, 20, 0.5)
-    bench.drain.update_metrics(1, 10)
-    bench.drain.update_metrics(1, 20)
+    bench.drain.update_metrics(CheckpointId(1, 10))
+    bench.drain.update_metrics(CheckpointId(1, 20))
     bench.drain.close()
-    assert read_metrics(bench.home, 10, 1) == {"loss": 1.0}
+    assert read_metrics(bench.home, CheckpointId(1, 10)) == {"loss": 1.0}
     assert bench.home.size(names.metrics(20, 1)) is None
 
 
 def test_the_best_checkpoints_are_not_forgotten_for_newer_ones() -> None:
     bench = Bench((10, 20, 30, 40))
     gate = bench.near.hold("get")
-    bench.drain.submit(1, 10)
+    bench.drain.submit(CheckpointId(1, 10))
     assert gate.reached.wait(WAIT_S)
-    bench.drain.set_best({(1, 20)})
-    bench.drain.submit(1, 30)
-    bench.drain.submit(1, 40)
+    bench.drain.set_best({CheckpointId(1, 20)})
+    bench.drain.submit(CheckpointId(1, 30))
+    bench.drain.submit(CheckpointId(1, 40))
     assert bench.drain.needed() == {(1, 10), (1, 20), (1, 30), (1, 40)}
     gate.opened.set()
     assert [bench.next_told().step for _ in range(3)] == [10, 40, 20]
-    bench.drain.set_best({(1, 20), (1, 40)})  # both are there
+    bench.drain.set_best({CheckpointId(1, 20), CheckpointId(1, 40)})  # both are there
     bench.drain.close()
     assert bench.in_home() == [(1, 40), (1, 20), (1, 10)]
     assert bench.told.empty()
@@ -501,8 +502,8 @@ def test_files_of_other_ranks_are_not_deleted_in_home_while_their_checkpoint_is_
     inbox = TrainerInbox(theirs, os.getpid())
     reports = Reports(History(bench.near, bench.config.writer), inbox, "local", bench.config.home)
     tier = HomeTier(bench.near, bench.home, bench.config, reports=reports, is_complete=lambda _: True)
-    tier.set_best({(1, 10)}, is_due=False)
-    tier.request((1, 20))
+    tier.set_best({CheckpointId(1, 10)}, is_due=False)
+    tier.request(CheckpointId(1, 20))
     tier.close()
     assert bench.in_home() == [(1, 20)]
     assert bench.home.get(names.part(10, 1, 1)) == b"of another rank"
@@ -512,7 +513,7 @@ def test_files_of_other_ranks_are_not_deleted_in_home_while_their_checkpoint_is_
 
 def test_a_missing_best_checkpoint_is_given_up() -> None:
     bench = Bench((10,))
-    bench.drain.set_best({(1, 99)})
+    bench.drain.set_best({CheckpointId(1, 99)})
     assert isinstance(bench.next_told().error, NotFound)
     assert bench.drain.needed() == set()
     bench.drain.close()

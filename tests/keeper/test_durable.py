@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.home.commit import commit
 from holdfast.home.history import History
 from holdfast.home.listing import list_home
@@ -148,8 +149,10 @@ def test_a_save_that_is_committed_at_the_next_start_is_durable(
     put_part(store, 0, world_size=1)
     stopped(lambda: commit(LocalStore(home), make_config(str(home), 0, 1).writer, 5))
     home_listing = list_home(store)
-    home_listing.saved[5, 1].manifest_bytes = None  # the listing was a moment older
-    assert recover_commit(store, home_listing.saved[5, 1], None)
+    home_listing.saved[
+        CheckpointId(attempt=1, step=5)
+    ].manifest_bytes = None  # the listing was a moment older
+    assert recover_commit(store, home_listing.saved[CheckpointId(attempt=1, step=5)], None)
     assert disk.lacks(home, 5) == []
 
 

@@ -15,6 +15,7 @@ from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.layout import Shard, lay_out
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import DataFile
 from holdfast.format.partitioning import whole
 from holdfast.home.commit import commit
@@ -260,7 +261,7 @@ def test_deleting_an_older_checkpoint_leaves_the_newer_one_whole(tmp_path: Path)
     frozen = FrozenFile(store, make_config())
     for step in (1, 2, 3):
         save(store, frozen, step)
-    assert [one.step for one in Retention(store, Keep(1)).apply((1, 3), (), ())] == [1, 2]
+    assert [one.step for one in Retention(store, Keep(1)).apply(CheckpointId(1, 3), (), ())] == [1, 2]
     assert not list(store.list(names.step_dir(1)))
     assert not list(store.list(names.step_dir(2)))
     check(store, 3)

@@ -19,6 +19,7 @@ import holdfast
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.fill_target import FillTarget
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.home.documents import read_manifest
 from holdfast.keeper import MemoryTierStore, free_memory_tier, memory_offer, wait_for_orphans
 from holdfast.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
@@ -200,7 +201,7 @@ def test_a_restore_reads_good_chunks_from_memory_and_the_others_from_home(
     if is_overwritten:
         holder.map[5000:6000] = bytes(1000)
     target = torch.zeros(5_000_000)
-    manifest = read_manifest(home, 7, 1, None)
+    manifest = read_manifest(home, CheckpointId(attempt=1, step=7), None)
     stats = fill(TieredStore([MemoryTierStore(HOME), home]), manifest, {"w": [FillTarget(target)]}, 0)
     assert torch.equal(target, saved)
     assert set(stats.sources) == ({"memory", "memory://home"} if is_overwritten else {"memory"})

@@ -14,10 +14,12 @@ import holdfast
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.format import names
 from holdfast.format.health import Health
+from holdfast.format.names import CheckpointId
+from holdfast.format.part import Ancestors
 from holdfast.home import retain
 from holdfast.home.commit import refuse
 from holdfast.home.history import History
-from holdfast.home.listing import CheckpointId, candidates, list_home
+from holdfast.home.listing import candidates, list_home
 from holdfast.home.retain import Retention, ShareRetention
 from holdfast.home.skipped import Skipped, drop_note, note_skipped
 from holdfast.home.writer import WriterId
@@ -31,8 +33,7 @@ from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home
 
-Ancestors = tuple[tuple[int, int], ...]
-FROM_10: Ancestors = ((1, 10),)
+FROM_10: Ancestors = (CheckpointId(1, 10),)
 
 
 def make_store(*saved: tuple[int, int, Ancestors]) -> FaultyStore:
@@ -67,7 +68,7 @@ def check_all_verify(store: FaultyStore) -> int:
 
 def test_the_newest_checkpoints_and_the_multiples_stay() -> None:
     store = make_store(*[(1, step, ()) for step in (100, 150, 200, 250, 300, 350)])
-    deleted = list(Retention(store, Keep(2, every=100)).apply((1, 350), (), ()))
+    deleted = list(Retention(store, Keep(2, every=100)).apply(CheckpointId(1, 350), (), ()))
     assert [(one.step, one.was_complete) for one in deleted] == [(150, True), (250, True)]
     assert listed(store) == [(1, 100), (1, 200), (1, 300), (1, 350)]
     assert check_all_verify(store) == 4
@@ -86,7 +87,7 @@ def test_the_newest_healthy_checkpoint_always_stays(
         make_checkpoint(store, step, tensors=[{"w": torch.ones(1)}], health=Health(one, ("reason",)))
         if data.draw(st.booleans()):
             retention = Retention(store, Keep(last))
-        list(retention.apply((1, step), (), ()))
+        list(retention.apply(CheckpointId(1, step), (), ()))
         good = [number for number, found in enumerate(healthy[:step], 1) if found]
         kept = {*range(max(1, step - last + 1), step + 1), *good[-1:]}
         assert listed(store) == [(1, number) for number in sorted(kept)]
@@ -102,7 +103,7 @@ def test_skipped_checkpoints_stay_and_do_not_count() -> None:
     store = make_store((1, 10, ()), (1, 20, ()), (1, 30, ()), *later)
     note(store, 1, 20)
     note(store, 1, 30)
-    list(Retention(store, Keep(2)).apply((2, 50), FROM_10, ()))
+    list(Retention(store, Keep(2)).apply(CheckpointId(2, 50), FROM_10, ()))
     assert listed(store) == [(1, 20), (1, 30), (2, 40), (2, 50)]
     assert check_all_verify(store) == 4
 
@@ -110,8 +111,8 @@ def test_skipped_checkpoints_stay_and_do_not_count() -> None:
 def test_a_skipped_checkpoint_without_its_note_is_deleted_like_others() -> None:
     store = make_store((1, 10, ()), (1, 20, ()), (1, 30, ()), (1, 40, ()))
     note(store, 1, 20)
-    drop_note(store, 20, 1)
-    list(Retention(store, Keep(2)).apply((1, 40), (), ()))
+    drop_note(store, CheckpointId(attempt=1, step=20))
+    list(Retention(store, Keep(2)).apply(CheckpointId(1, 40), (), ()))
     assert listed(store) == [(1, 30), (1, 40)]
     note(store, 1, 20)  # there is nothing any more that it could be about
     assert not has_files(store, 1, 20)
@@ -123,7 +124,7 @@ def test_skipped_checkpoints_of_the_three_newest_attempts_stay() -> None:
     store = make_store((1, 10, ()), *saved, (7, 30, FROM_10))
     for attempt, step, _ in saved:
         note(store, attempt, step)
-    list(Retention(store, Keep(1)).apply((7, 30), FROM_10, ()))
+    list(Retention(store, Keep(1)).apply(CheckpointId(7, 30), FROM_10, ()))
     assert listed(store) == [(4, 20), (5, 20), (6, 20), (7, 30)]
 
 
@@ -133,7 +134,7 @@ def test_skipped_node_local_checkpoints_stay() -> None:
     config = KeeperConfig(
         "home", "run-one", 1, 0, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0,)
     )
-    list(ShareRetention(store, Keep(1), config.is_responsible_for).apply((1, 40), ()))
+    list(ShareRetention(store, Keep(1), config.is_responsible_for).apply(CheckpointId(1, 40), ()))
     assert {step for step in (10, 20, 30, 40) if has_files(store, 1, step)} == {20, 40}
 
 
@@ -141,7 +142,7 @@ def test_incomplete_saves_are_deleted_unless_they_are_in_work() -> None:
     store = make_store((1, 10, ()), (1, 50, ()))
     for step in (20, 30, 60):
         store.put(names.data(step, 1, 0), b"half")
-    deleted = list(Retention(store, Keep(3)).apply((1, 50), (), in_work=[(1, 30)]))
+    deleted = list(Retention(store, Keep(3)).apply(CheckpointId(1, 50), (), in_work=[CheckpointId(1, 30)]))
     assert [(one.step, one.was_complete) for one in deleted] == [(20, False)]
     assert has_files(store, 1, 30)
     assert has_files(store, 1, 60), "newer than the newest: on its way"
@@ -155,7 +156,7 @@ def test_incomplete_saves_of_earlier_attempts_are_deleted_once_if_everything_is_
     store.clear_calls()
     retention = Retention(store, Keep(None))
     assert retention.is_due
-    deleted = list(retention.apply((2, 40), FROM_10, ()))
+    deleted = list(retention.apply(CheckpointId(2, 40), FROM_10, ()))
     assert [(one.attempt, one.step) for one in deleted] == [(1, 30)]
     assert listed(store) == [(1, 10), (1, 20), (2, 40)], "not even an abandoned one goes"
     assert has_files(store, 2, 15)
@@ -170,9 +171,9 @@ def test_a_cleanup_that_fails_is_repeated_if_everything_is_kept() -> None:
     retention = Retention(store, Keep(None))
     store.fail("delete", RetryLater("gone for a moment"))
     with pytest.raises(RetryLater):
-        list(retention.apply((2, 20), FROM_10, ()))
+        list(retention.apply(CheckpointId(2, 20), FROM_10, ()))
     assert retention.is_due
-    assert [one.step for one in retention.apply((2, 20), FROM_10, ())] == [15]
+    assert [one.step for one in retention.apply(CheckpointId(2, 20), FROM_10, ())] == [15]
 
 
 def refuse_save(store: FaultyStore, attempt: int, step: int) -> None:
@@ -191,11 +192,13 @@ def test_a_refusal_stays_until_the_next_attempt() -> None:
     store = make_store((1, 10, ()), (1, 30, ()))
     refuse_save(store, 1, 20)
     retention = Retention(store, Keep(3))
-    assert [one.step for one in retention.apply((1, 30), (), ())] == [20]
+    assert [one.step for one in retention.apply(CheckpointId(1, 30), (), ())] == [20]
     assert left(store, 20) == ["refusal"]
-    assert list(retention.apply((1, 30), (), ())) == []
-    make_checkpoint(store, 40, 2, [{"w": torch.zeros(4)}], ancestors=((1, 30),))
-    assert [one.step for one in Retention(store, Keep(3)).apply((2, 40), ((1, 30),), ())] == [20]
+    assert list(retention.apply(CheckpointId(1, 30), (), ())) == []
+    make_checkpoint(store, 40, 2, [{"w": torch.zeros(4)}], ancestors=(CheckpointId(1, 30),))
+    assert [
+        one.step for one in Retention(store, Keep(3)).apply(CheckpointId(2, 40), (CheckpointId(1, 30),), ())
+    ] == [20]
     assert left(store, 20) == []
 
 
@@ -204,7 +207,7 @@ def test_refusals_that_stay_are_limited(monkeypatch: pytest.MonkeyPatch) -> None
     store = make_store((1, 10, ()), (1, 60, ()))
     for step in (20, 30, 40, 50):
         refuse_save(store, 1, step)
-    list(Retention(store, Keep(3)).apply((1, 60), (), ()))
+    list(Retention(store, Keep(3)).apply(CheckpointId(1, 60), (), ()))
     assert [left(store, step) for step in (20, 30, 40, 50)] == [[], [], ["refusal"], ["refusal"]]
 
 
@@ -221,10 +224,10 @@ def test_an_incomplete_save_is_refused_before_its_files_are_deleted() -> None:
         raise RetryLater("gone for a moment")
 
     with pytest.raises(RetryLater):
-        list(Retention(store, Keep(1), refuse=refuse_first).apply((1, 30), (), ()))
+        list(Retention(store, Keep(1), refuse=refuse_first).apply(CheckpointId(1, 30), (), ()))
     assert refused == [20]
     assert left(store, 20) == ["data", "part"]
-    list(Retention(store, Keep(1), refuse=refused.append).apply((1, 30), (), ()))
+    list(Retention(store, Keep(1), refuse=refused.append).apply(CheckpointId(1, 30), (), ()))
     assert refused == [20, 20], "the complete step 10 is deleted without a refusal"
     assert left(store, 20) == []
 
@@ -235,19 +238,21 @@ def test_a_committed_save_whose_deletion_is_interrupted_is_not_refused() -> None
     retention = Retention(store, Keep(1), refuse=refused.append)
     store.fail("delete", RetryLater("gone for a moment"), matching=names.part(10, 1, 0), after=True)
     with pytest.raises(RetryLater):
-        list(retention.apply((1, 30), (), ()))
+        list(retention.apply(CheckpointId(1, 30), (), ()))
     assert listed(store) == [(1, 30)]
-    assert [(one.step, one.was_complete) for one in retention.apply((1, 30), (), ())] == [(10, True)]
+    assert [(one.step, one.was_complete) for one in retention.apply(CheckpointId(1, 30), (), ())] == [
+        (10, True)
+    ]
     assert refused == []
 
 
 def test_abandoned_checkpoints_are_deleted_once_training_is_past_them_and_do_not_count() -> None:
     saved = [(1, 10, ()), (1, 20, ()), (1, 30, ()), (2, 15, FROM_10)]
     store = make_store(*saved)
-    assert list(Retention(store, Keep(2)).apply((2, 15), FROM_10, ())) == []
+    assert list(Retention(store, Keep(2)).apply(CheckpointId(2, 15), FROM_10, ())) == []
     assert listed(store) == [(1, 10), (1, 20), (1, 30), (2, 15)], "not passed yet"
     make_checkpoint(store, 25, 2, [{"w": torch.zeros(4)}], ancestors=FROM_10)
-    deleted = list(Retention(store, Keep(2)).apply((2, 25), FROM_10, ()))
+    deleted = list(Retention(store, Keep(2)).apply(CheckpointId(2, 25), FROM_10, ()))
     assert sorted((one.attempt, one.step) for one in deleted) == [(1, 10), (1, 20)]
     assert listed(store) == [(1, 30), (2, 15), (2, 25)]
 
@@ -256,7 +261,7 @@ def test_a_checkpoint_with_an_unreadable_manifest_is_not_deleted() -> None:
     store = make_store(*[(1, step, ()) for step in (10, 20, 30)])
     name = names.manifest(10, 1)
     store.put(name, store.get(name)[:-20])
-    deleted = list(Retention(store, Keep(1)).apply((1, 30), (), ()))
+    deleted = list(Retention(store, Keep(1)).apply(CheckpointId(1, 30), (), ()))
     assert [one.step for one in deleted] == [20]
     assert has_files(store, 1, 10)
 
@@ -264,7 +269,7 @@ def test_a_checkpoint_with_an_unreadable_manifest_is_not_deleted() -> None:
 def test_the_newest_stays_even_when_the_policy_sees_others_before_it() -> None:
     """A fenced older attempt that commits late keeps the checkpoint that it has just reported as durable."""
     store = make_store((1, 10, ()), (2, 20, ()), (2, 30, ()))
-    list(Retention(store, Keep(1)).apply((1, 10), (), ()))
+    list(Retention(store, Keep(1)).apply(CheckpointId(1, 10), (), ()))
     assert (1, 10) in listed(store)
     assert (2, 30) in listed(store)
 
@@ -279,13 +284,13 @@ def test_after_any_failure_of_the_store_all_checkpoints_verify() -> None:
             store.fail(method, RetryLater("gone for a moment"), nth=nth)
             retention = Retention(store, Keep(2))
             try:
-                list(retention.apply((1, 40), (), ()))
+                list(retention.apply(CheckpointId(1, 40), (), ()))
             except RetryLater:
                 num_calls += 1
             else:
                 break
             assert check_all_verify(store) >= 2
-            list(retention.apply((1, 40), (), ()))
+            list(retention.apply(CheckpointId(1, 40), (), ()))
             assert listed(store) == [(1, 30), (1, 40)]
             assert not has_files(store, 1, 10)
             assert check_all_verify(store) == 2
@@ -295,7 +300,7 @@ def test_after_any_failure_of_the_store_all_checkpoints_verify() -> None:
 def test_deleting_begins_with_the_manifest() -> None:
     store = make_store((1, 10, ()), (1, 20, ()))
     store.clear_calls()
-    list(Retention(store, Keep(1)).apply((1, 20), (), ()))
+    list(Retention(store, Keep(1)).apply(CheckpointId(1, 20), (), ()))
     deleted = [call.name for call in store.calls("delete")]
     assert deleted[0] == names.manifest(10, 1)
     assert sorted(deleted[1:]) == sorted([names.data(10, 1, 0), names.part(10, 1, 0)])
@@ -305,9 +310,9 @@ def test_deleting_begins_with_the_manifest() -> None:
 
 def test_going_back_by_hand_keeps_the_checkpoints_that_training_continues() -> None:
     """Attempt 2 resumed before 30 of attempt 1. Attempt 3 resumed from 30, and abandons attempt 2."""
-    back = ((1, 30),)
+    back = (CheckpointId(1, 30),)
     store = make_store((1, 10, ()), (1, 30, ()), (2, 15, FROM_10), (2, 25, FROM_10), (3, 35, back))
-    deleted = list(Retention(store, Keep(2)).apply((3, 35), back, ()))
+    deleted = list(Retention(store, Keep(2)).apply(CheckpointId(3, 35), back, ()))
     assert sorted((one.attempt, one.step) for one in deleted) == [(1, 10), (2, 15), (2, 25)]
     assert listed(store) == [(1, 30), (3, 35)]
     assert check_all_verify(store) == 2
@@ -318,7 +323,7 @@ def test_files_of_frozen_tensors_are_deleted_with_their_checkpoint() -> None:
     make_home(store)
     for step in (10, 20):
         make_checkpoint(store, step, 1, [{"w": torch.ones(4), "base": torch.ones(9)}], frozen=["base"])
-    assert [one.step for one in Retention(store, Keep(1)).apply((1, 20), (), ())] == [10]
+    assert [one.step for one in Retention(store, Keep(1)).apply(CheckpointId(1, 20), (), ())] == [10]
     assert not list(store.list(names.step_dir(10)))
     assert check_all_verify(store) == 1
 
@@ -362,32 +367,32 @@ def retain_share(
     )
     list(ShareRetention(store, Keep(keep), config.is_responsible_for).apply(complete, needed or set()))
     found = (names.parse(entry.name) for entry in store.list("step-"))
-    return sorted((f.attempt, f.step) for f in found if f and f.kind == "data")
+    return sorted(f.checkpoint_id for f in found if f and f.kind == "data")
 
 
 def test_checkpoints_that_may_become_complete_stay() -> None:
     """The other host is behind: 10 is the newest that both have reported."""
     store = share(*[(1, step, ()) for step in (5, 10, 20, 30, 40)])
-    assert retain_share(store, 1, (1, 10)) == [(1, 10), (1, 20), (1, 30), (1, 40)]
-    assert retain_share(store, 2, (1, 30)) == [(1, 20), (1, 30), (1, 40)]
+    assert retain_share(store, 1, CheckpointId(1, 10)) == [(1, 10), (1, 20), (1, 30), (1, 40)]
+    assert retain_share(store, 2, CheckpointId(1, 30)) == [(1, 20), (1, 30), (1, 40)]
 
 
 def test_needed_checkpoints_stay() -> None:
     store = share(*[(1, step, ()) for step in (5, 10, 20)])
-    assert retain_share(store, 1, (1, 20), {(1, 5)}) == [(1, 5), (1, 20)]
+    assert retain_share(store, 1, CheckpointId(1, 20), {CheckpointId(1, 5)}) == [(1, 5), (1, 20)]
 
 
 def test_abandoned_node_local_checkpoints_are_deleted_first() -> None:
     """Attempt 2 resumed from 10: step 20 of attempt 1 does not count."""
     store = share((1, 10, ()), (1, 20, ()), (2, 30, FROM_10))
-    assert retain_share(store, 2, (2, 30)) == [(1, 10), (2, 30)]
+    assert retain_share(store, 2, CheckpointId(2, 30)) == [(1, 10), (2, 30)]
 
 
 def test_incomplete_saves_before_the_complete_one_are_deleted() -> None:
     store = share((1, 10, ()), (1, 20, ()), (1, 30, ()))
     store.delete(names.part(10, 1, 1))
     store.delete(names.part(30, 1, 1))
-    assert retain_share(store, 3, (1, 20)) == [(1, 20), (1, 30)]
+    assert retain_share(store, 3, CheckpointId(1, 20)) == [(1, 20), (1, 30)]
 
 
 def both_ranks() -> FaultyStore:
@@ -405,7 +410,8 @@ def test_files_of_other_ranks_of_the_host_stay() -> None:
         "home", "run-one", 1, 0, 3, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0, 1)
     )
     assert [
-        one.step for one in ShareRetention(store, Keep(1), config.is_responsible_for).apply((1, 20), ())
+        one.step
+        for one in ShareRetention(store, Keep(1), config.is_responsible_for).apply(CheckpointId(1, 20), ())
     ] == [10]
     left = [f.rank for e in store.list(names.step_dir(10)) if (f := names.parse(e.name))]
     assert left == [1, 1]
@@ -413,7 +419,7 @@ def test_files_of_other_ranks_of_the_host_stay() -> None:
 
 def test_files_of_ranks_that_do_not_exist_any_more_are_deleted() -> None:
     """Two ranks of this host saved; in the new world it has rank 1 alone."""
-    assert retain_share(both_ranks(), 1, (1, 20)) == [(1, 20), (1, 20)]
+    assert retain_share(both_ranks(), 1, CheckpointId(1, 20)) == [(1, 20), (1, 20)]
 
 
 def test_a_part_is_deleted_before_the_file_that_it_describes() -> None:
@@ -421,7 +427,7 @@ def test_a_part_is_deleted_before_the_file_that_it_describes() -> None:
     store = share((1, 10, ()), (1, 20, ()))
     store.fail("delete", RetryLater("gone"), nth=2)
     with pytest.raises(RetryLater):
-        retain_share(store, 1, (1, 20))
+        retain_share(store, 1, CheckpointId(1, 20))
     left = [f.kind for e in store.list(names.step_dir(10)) if (f := names.parse(e.name))]
     assert left == ["data"]
-    assert retain_share(store, 1, (1, 20)) == [(1, 20)]
+    assert retain_share(store, 1, CheckpointId(1, 20)) == [(1, 20)]

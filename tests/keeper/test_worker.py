@@ -14,6 +14,7 @@ import pytest
 from holdfast import log
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater
 from holdfast.format import names, run
+from holdfast.format.names import CheckpointId
 from holdfast.home.commit import MAX_REFUSALS, check_not_refused, refuse
 from holdfast.home.retain import Retention
 from holdfast.keeper import commit_tier, packets, worker
@@ -159,7 +160,7 @@ def test_a_refused_save_that_was_deleted_behind_a_newer_one_fails(make_worker: M
         put_part(store, rank)
     refuse(store, make_config("home").writer, 5, InvalidInput("Ranks disagree about w", step=5, rank=0))
     store.put(names.manifest(9, 1), b"newer")
-    assert [one.step for one in Retention(store, Keep(3)).apply((1, 9), (), ())] == [5]
+    assert [one.step for one in Retention(store, Keep(3)).apply(CheckpointId(1, 9), (), ())] == [5]
     assert store.size(names.part(5, 1, 1)) is None
     check_commit(made, PendingSave(5, received_s=time.monotonic()))
     assert inbox.replies == [SaveFailed(5, "InvalidInput", "Ranks disagree about w")]

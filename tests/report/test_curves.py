@@ -7,6 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.format.names import CheckpointId
 from holdfast.report.curves import Curve, Point, collect_curves
 from holdfast.report.events import HistoryEvent, parse_events
 
@@ -50,7 +51,7 @@ def test_each_step_that_counts_has_exactly_one_value(
 ) -> None:
     """Compare with a simulation that records the attempt of each step."""
     events: list[HistoryEvent] = []
-    saved: dict[tuple[int, int], list[int]] = {}  # by attempt and step: who made each step up to it
+    saved: dict[CheckpointId, list[int]] = {}  # who made each step up to it
     line: list[int] = []
     at_s = 0.0
     for attempt, (num_steps, num_passed, says_whose, batch, loses) in enumerate(fates, start=1):
@@ -75,7 +76,7 @@ def test_each_step_that_counts_has_exactly_one_value(
                 )
                 waiting = []
             if is_due:
-                saved[attempt, len(line)] = list(line)
+                saved[CheckpointId(attempt=attempt, step=len(line))] = list(line)
         line = line[: len(line) - len(waiting)]
     found = collect_curves(events, saved)
     made = dict(enumerate(line, start=1))

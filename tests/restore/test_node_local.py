@@ -12,6 +12,7 @@ import torch
 
 from holdfast.errors import Corrupt, NotFound
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.restore.node_local import Holding, find_holdings, put_together
 from holdfast.restore.request import Request, Restored
 from holdfast.restore.resume import restore_newest
@@ -159,7 +160,7 @@ def test_a_save_that_is_all_in_home_but_for_its_manifest_is_committed_there() ->
     hosts = Hosts()
     hosts.save(10, to_home=(0, 1))
     found = hosts.check_restores(10)
-    assert [one.finished for one in found] == [((10, 1, "memory://home"),)] * 2
+    assert [one.finished for one in found] == [(((1, 10), "memory://home"),)] * 2
     assert hosts.home.size(names.manifest(10, 1)) is not None
 
 
@@ -225,7 +226,7 @@ def test_a_folder_holds_the_files_that_its_parts_describe() -> None:
     (found,) = find_holdings(hosts.local[0], RUN_ID)
     assert (found.step, found.rank, found.world_size) == (10, 0, 2)
     assert find_holdings(hosts.local[0], "another run") == []
-    assert find_holdings(hosts.local[0], None, besides={(1, 10)}) == []
+    assert find_holdings(hosts.local[0], None, besides={CheckpointId(1, 10)}) == []
 
 
 def holding(step: int, rank: int, *, seal: str = "same") -> Holding:
@@ -234,7 +235,7 @@ def holding(step: int, rank: int, *, seal: str = "same") -> Holding:
 
 def test_every_rank_can_read_what_home_has() -> None:
     complete, lacking = put_together([[holding(5, 0)], [holding(7, 1)]], [holding(5, 1)])
-    assert [(one.step, one.holders) for one in complete] == [(5, {0: (0,), 1: (0, 1)})]
+    assert [(one.checkpoint, one.holders) for one in complete] == [((1, 5), {0: (0,), 1: (0, 1)})]
     assert lacking == {(1, 7): [0]}
     assert [file.rank for file in complete[0].sent_by(0)] == [0, 1]
     assert complete[0].sent_by(1) == []

@@ -19,6 +19,7 @@ from holdfast.format import names
 from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.manifest import Manifest
 from holdfast.format.messages import pack, unpack
+from holdfast.format.names import CheckpointId
 from holdfast.format.partitioning import whole
 from holdfast.home.listing import list_home
 from holdfast.home.recovery import recover_commit
@@ -616,7 +617,7 @@ def test_a_rank_gets_its_own_values_first_and_those_of_each_other_structure() ->
     for r in range(4):
         starts = [] if r % 2 else [4096]
         reseal(store, names.part(100, 1, r), catalog=catalog_text(stages[r // 2]), starts=starts)
-    assert recover_commit(store, list_home(store).saved[100, 1], None)
+    assert recover_commit(store, list_home(store).saved[CheckpointId(attempt=1, step=100)], None)
     lives = [Live({"w0": torch.zeros(4), "w1": torch.zeros(4)}) for _ in range(6)]
     assert [one.step for one in on_ranks(store, lives)] == [100] * 6
     for rank, live in enumerate(lives):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import holdfast
+from holdfast.format.names import CheckpointId
 from holdfast.home.recovery import merge_in_memory
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.store import open_store
@@ -19,5 +20,7 @@ def open_loaded(home: str, step: int, attempt: int | None) -> Checkpoint:
         HoldfastError: as `holdfast.open`.
     """
     store = open_store(home)
-    made = None if attempt is None else merge_in_memory(store, step, attempt, None)
+    made = None
+    if attempt is not None:
+        made = merge_in_memory(store, CheckpointId(attempt=attempt, step=step), None)
     return holdfast.open(store if made is None else TieredStore([made, *store.copies()]), step, attempt)

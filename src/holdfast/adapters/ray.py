@@ -56,14 +56,14 @@ def report(checkpointer: Checkpointer, metrics: Mapping[str, Any], **options: An
         ray.train.report(dict(metrics), **options)
         return
     home = checkpointer.home
-    _, step = max(candidates(list_home(open_store(home))), default=(0, None))
-    if step is None or _reported.get(home) == step:
+    newest = max(candidates(list_home(open_store(home))), default=None)
+    if newest is None or _reported.get(home) == newest.step:
         ray.train.report(dict(metrics), **options)
         return
     with temporary_folder("ray") as folder:
-        Path(folder, _NAME).write_text(json.dumps({"home": home, "step": step}) + "\n")
+        Path(folder, _NAME).write_text(json.dumps({"home": home, "step": newest.step}) + "\n")
         ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder), **options)
-    _reported[home] = step
+    _reported[home] = newest.step
 
 
 def open(checkpoint: ray.train.Checkpoint) -> Checkpoint:

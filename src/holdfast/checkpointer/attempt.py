@@ -71,7 +71,7 @@ class Attempt:
     @property
     def base_step(self) -> int | None:
         """Step that this attempt was restored from; None if it started from scratch."""
-        return self.ancestors[-1][1] if self.ancestors else None
+        return self.ancestors[-1].step if self.ancestors else None
 
     @property
     def differences(self) -> Differences:
@@ -81,7 +81,7 @@ class Attempt:
     @property
     def base_attempt(self) -> int | None:
         """Attempt that saved the checkpoint of `base_step`."""
-        return self.ancestors[-1][0] if self.ancestors else None
+        return self.ancestors[-1].attempt if self.ancestors else None
 
     def prepare(self) -> None:
         """Prepare the first save: the claim and the keeper too, if `restore` has chosen what it follows.
@@ -206,7 +206,7 @@ class Attempt:
             self._components.metrics.flush(self.keeper)  # before its history goes back
         found = self._restoration.run(selection, self.keeper, run=self._run, local_ranks=local_ranks)
         if found is not None:
-            self.ancestors = (*found.ancestors, (found.attempt, found.step))
+            self.ancestors = (*found.ancestors, found.checkpoint_id)
             self._pipeline.forget_plan()
         return found
 

@@ -40,6 +40,7 @@ from holdfast.checkpointer.options import (
 from holdfast.checkpointer.restoration import Selection
 from holdfast.checkpointer.training import Training
 from holdfast.errors import InvalidInput
+from holdfast.format.names import CheckpointId
 from holdfast.keeper import Save
 from holdfast.policy import Every, single_policies
 from holdfast.ranks import RankGroup
@@ -432,7 +433,7 @@ class Checkpointer:
         """
         step, keeper = parse_step(step, "send_home()"), self._training.attempt.keeper
         if keeper is not None and keeper.config.local is not None:
-            keeper.drain_checkpoint(keeper.config.attempt, step)
+            keeper.drain_checkpoint(CheckpointId(attempt=keeper.config.attempt, step=step))
 
     def wait(self, timeout: Duration | None = None) -> None:
         """Wait until everything saved so far is durable, and the newest save is in home.
@@ -462,7 +463,8 @@ class Checkpointer:
         Ranks: not collective.
         Blocks: for a listing of home, and of the local folder.
         """
-        return max(self._components.tiers.complete_checkpoints(), default=(0, None))[1]
+        newest = max(self._components.tiers.complete_checkpoints(), default=None)
+        return None if newest is None else newest.step
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints of the run, in ascending order.
@@ -474,7 +476,7 @@ class Checkpointer:
         Ranks: not collective.
         Blocks: for a listing of home, and of the local folder.
         """
-        return sorted({step for _, step in self._components.tiers.complete_checkpoints()})
+        return sorted({one.step for one in self._components.tiers.complete_checkpoints()})
 
     # -- restoring -------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.restore_differences import Differences
 from holdfast.checkpointer.tiers import Base
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.home.skipped import Skipped
 from holdfast.keeper import Keeper
 from holdfast.restore.request import Request, Restored
@@ -30,7 +31,7 @@ class Selection:
     is_new: bool = False  # into new tensors and values
     with_rng: bool = True  # with the random number generators of the process
     verify: bool = False  # everything, also what is not loaded
-    choices: tuple[tuple[int, int], ...] | None = None  # (attempt, step): the newest of these and no other
+    choices: tuple[CheckpointId, ...] | None = None  # the newest of these and no other
     kept: Collection[str] = ()  # key paths of objects that stay as they are
 
 
@@ -50,13 +51,13 @@ class Restoration:
         self._components = components
         self._tiers, self._ranks = components.tiers, components.ranks
         # Skipped and restored checkpoints that are to be marked in home after the claim.
-        self._marks: list[tuple[Sequence[Skipped], tuple[int, int] | None]] = []
+        self._marks: list[tuple[Sequence[Skipped], CheckpointId | None]] = []
 
     @property
     def base(self) -> Base:
         """Basis of the attempt's claim."""
         found = self._found
-        return Base(None) if found is None else Base((found.attempt, found.step), frozenset(found.seen))
+        return Base(None) if found is None else Base(found.checkpoint_id, frozenset(found.seen))
 
     def run(
         self, selection: Selection, keeper: Keeper | None, *, run: str | None, local_ranks: tuple[int, ...]
@@ -75,7 +76,7 @@ class Restoration:
             self._ranks.first_of(range(self._ranks.world_size), self._tiers.check_one_run)
         is_node_local = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
 
-        def mark(skipped: Sequence[Skipped], restored: tuple[int, int] | None) -> None:
+        def mark(skipped: Sequence[Skipped], restored: CheckpointId | None) -> None:
             if restored is None or keeper is not None:
                 # Also without a claim if nothing was restored: the next start may be another process.
                 self._mark(skipped, restored, run=run, is_node_local=is_node_local)
@@ -160,7 +161,7 @@ class Restoration:
     def _mark(
         self,
         skipped: Sequence[Skipped],
-        restored: tuple[int, int] | None,
+        restored: CheckpointId | None,
         *,
         run: str | None,
         is_node_local: bool,
@@ -175,16 +176,16 @@ class Restoration:
         if found is None:
             return
         if self._ranks.rank == 0:
-            for step, attempt, url in (
+            for one, url in (
                 *found.finished,
                 *self._tiers.finish_commits(keeper.config.run, found.whole),
             ):
-                detail = f"attempt {attempt}, which ended before it could write the manifest"
-                keeper.record("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
+                detail = f"attempt {one.attempt}, which ended before it could write the manifest"
+                keeper.record("committed", step=one.step, detail=detail, tier=self._tiers.name_of({url: 1}))
         if self._tiers.local is not None:
-            keeper.drain_checkpoint(found.attempt, found.step)  # its own attempt may not have drained it
+            keeper.drain_checkpoint(found.checkpoint_id)  # its own attempt may not have drained it
         if keeper.config.is_node_local:
-            keeper.mark_complete(found.attempt, found.step)
+            keeper.mark_complete(found.checkpoint_id)
         keeper.record_restored(
             step=found.step,
             num_bytes=found.num_bytes,

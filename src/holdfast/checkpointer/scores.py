@@ -6,6 +6,7 @@ import math
 import struct
 from collections import deque
 
+from holdfast.format.names import CheckpointId
 from holdfast.retention import Keep, best_first
 
 _NO_SCORE = (1 << 63) - 1  # the greatest number that is exchanged; as a float it is NaN
@@ -23,7 +24,7 @@ class Scores:
 
     def __init__(self, keep: Keep, *, is_alone: bool) -> None:
         self._keep = keep
-        self._values: dict[tuple[int, int], float] = {}  # by (0, step)
+        self._values: dict[CheckpointId, float] = {}  # of attempt 0, as all are of one
         self._best: list[int] = []
         self._sent: deque[int | None] = deque() if is_alone else deque([None])
 
@@ -50,7 +51,7 @@ class Scores:
         value = struct.unpack("<d", struct.pack("<q", number))[0]
         if step is None or self._keep.best is None or not math.isfinite(value):
             return None
-        self._values[0, step] = value
+        self._values[CheckpointId(attempt=0, step=step)] = value
         ordered = best_first(self._values, self._values, self._keep.mode)
-        before, self._best = self._best, [found for _, found in ordered[: self._keep.best]]
+        before, self._best = self._best, [one.step for one in ordered[: self._keep.best]]
         return self._best if set(self._best) != set(before) else None

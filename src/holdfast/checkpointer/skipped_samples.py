@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holdfast.errors import InvalidInput
+from holdfast.format.names import CheckpointId
 from holdfast.format.run import Rollback
 from holdfast.home.rollbacks import Rollbacks
 from holdfast.state import Skippable
@@ -84,15 +85,15 @@ def leave_out(
     return unknown
 
 
-def rewound_streams(rollbacks: Rollbacks, restored: tuple[int, int]) -> tuple[Rollback, list[str]] | None:
+def rewound_streams(rollbacks: Rollbacks, restored: CheckpointId) -> tuple[Rollback, list[str]] | None:
     """Return a rollback whose samples come again after a restore, with their readers.
 
     Args:
         rollbacks: those of the run.
-        restored: (attempt, step) of the checkpoint.
+        restored: the checkpoint.
     """
     for rollback in rollbacks.found:
-        if rollback.kept and restored <= (rollback.base_attempt, rollback.base_step):
+        if rollback.kept and restored <= rollback.base:
             return rollback, list(rollback.kept)
     return None
 

@@ -11,6 +11,7 @@ from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.metrics import ObservedSpike
 from holdfast.environment import report_divergence
 from holdfast.errors import Diverged, HoldfastError, InvalidInput
+from holdfast.format.names import CheckpointId
 from holdfast.format.run import Rollback
 from holdfast.home.patience import Patience
 from holdfast.home.rollbacks import Rollbacks, find_healthy
@@ -28,14 +29,14 @@ class PlannedRollback:
         first_step: first step of the spike.
         last_step: newest step of the training.
         reason: the value that is high.
-        choices: (attempt, step) of the checkpoints to go back to, the newest first.
+        choices: checkpoints to go back to, the newest first.
         in_a_row: rollbacks without progress, with this one.
     """
 
     first_step: int
     last_step: int
     reason: str
-    choices: tuple[tuple[int, int], ...]
+    choices: tuple[CheckpointId, ...]
     in_a_row: int
 
 
@@ -101,7 +102,8 @@ class SpikeResponse:
         facts = self._components.ranks.of_rank_0(lambda: self._plan(step, attempt))
         if facts is None:
             return
-        self.planned = plan = PlannedRollback(**facts)
+        choices = tuple(CheckpointId(*row) for row in facts["choices"])
+        self.planned = plan = PlannedRollback(**{**facts, "choices": choices})
         if plan.in_a_row > self._option.max_rollbacks:
             self.planned = None
             self._diverge(plan)
@@ -113,7 +115,7 @@ class SpikeResponse:
         if spike is None or keeper is None:
             return None  # it ended before the ranks could agree
         tiers, upto = self._components.tiers, self._newest_choice(spike)
-        stores, newest = tiers.durable_stores(), (keeper.config.attempt, step)
+        stores, newest = tiers.durable_stores(), CheckpointId(attempt=keeper.config.attempt, step=step)
         choices = Patience(tiers.restore_patience_s, self._components.show).spend(
             tiers.home,
             lambda: find_healthy(stores, newest, attempt.ancestors, run_id=keeper.config.run, upto_step=upto),
@@ -130,8 +132,8 @@ class SpikeResponse:
             "first_step": spike.first_step,
             "last_step": step,
             "reason": spike.detail,
-            "choices": choices,
-            "in_a_row": self._count(choices[0][1]),
+            "choices": [tuple(one) for one in choices],  # a message has no named tuples
+            "in_a_row": self._count(choices[0].step),
         }
 
     def _newest_choice(self, spike: ObservedSpike) -> int:
@@ -157,17 +159,17 @@ class SpikeResponse:
         return 1 if last is None or step > last.last_step else last.in_a_row + 1
 
     def _diverge(self, plan: PlannedRollback) -> None:
-        attempt, step = plan.choices[0]
+        newest = plan.choices[0]
         allowed = plural(self._option.max_rollbacks, "rollback")
         reason = f"{plan.reason}, again after {allowed} in a row"
         if self._components.ranks.rank == 0:
             report_divergence(plan.last_step, reason)
         raise Diverged(
-            f"{reason}. Nothing was restored: the newest healthy checkpoint before the spike is step {step} "
-            f"of attempt {attempt} in {self._components.tiers.home}. Look at the samples of these steps, or "
-            "lower the learning rate, and start again: a restart resumes from the newest checkpoint, and "
-            "restore(healthy=True) from a healthy one. Spike(max_rollbacks=) allows more rollbacks, and "
-            "Spike(skip=) leaves out more samples in each.",
+            f"{reason}. Nothing was restored: the newest healthy checkpoint before the spike is step "
+            f"{newest.step} of attempt {newest.attempt} in {self._components.tiers.home}. Look at the "
+            "samples of these steps, or lower the learning rate, and start again: a restart resumes from the "
+            "newest checkpoint, and restore(healthy=True) from a healthy one. Spike(max_rollbacks=) allows "
+            "more rollbacks, and Spike(skip=) leaves out more samples in each.",
             step=plan.last_step,
         )
 

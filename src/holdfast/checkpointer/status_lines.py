@@ -76,7 +76,7 @@ def warn_of_samples(found: Restored, unknown: Sequence[str], *, has_kept: bool) 
             "object of that name that can skip, so these samples come again. Use the same key, or rename=.",
             ResumeWarning,
         )
-    rewound = None if has_kept else rewound_streams(found.rollbacks, (found.attempt, found.step))
+    rewound = None if has_kept else rewound_streams(found.rollbacks, found.checkpoint_id)
     if rewound is not None:
         rollback, keys = rewound
         warn(

@@ -9,6 +9,7 @@ from holdfast.checkpointer.cadence import Flags
 from holdfast.checkpointer.components import Components
 from holdfast.checkpointer.saves import Saves
 from holdfast.checkpointer.scores import Scores
+from holdfast.format.names import CheckpointId
 from holdfast.keeper import Keeper
 from holdfast.notice import NoticeWatcher
 
@@ -84,7 +85,7 @@ class StepSync:
         """Process the exchange about the newest step that all ranks have; see `StableStep`."""
         step = self._saves.stable.receive(lowest, is_lacked=is_lacked)
         if step is not None and keeper is not None and keeper.config.is_node_local:
-            keeper.mark_complete(keeper.config.attempt, step)
+            keeper.mark_complete(CheckpointId(attempt=keeper.config.attempt, step=step))
 
     def _score_of_last(self) -> int:
         """Return the value of the last save's metric as it is exchanged; see `Scores`."""

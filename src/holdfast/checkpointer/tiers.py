@@ -10,6 +10,7 @@ from typing import TypedDict
 from holdfast.checkpointer.options import Home, Local
 from holdfast.environment import sandboxed
 from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
+from holdfast.format.names import CheckpointId
 from holdfast.format.run import AttemptClaim
 from holdfast.home.attempts import newest_number
 from holdfast.home.claim import (
@@ -20,7 +21,7 @@ from holdfast.home.claim import (
     claim_run,
     copy_claim,
 )
-from holdfast.home.listing import CheckpointId, candidates, list_home
+from holdfast.home.listing import candidates, list_home
 from holdfast.home.losses import check_no_losses, find_losses
 from holdfast.home.recovery import recover_commit
 from holdfast.home.skipped import Skipped, drop_note, note_skipped
@@ -49,11 +50,11 @@ class TierConfig(TypedDict):
 class Base:
     """Checkpoints that a trainer found, and the one it restored: the basis of its claim.
 
-    Each is (attempt, step). `restored` is None for a trainer that found nothing.
+    `restored` is None for a trainer that found nothing.
     """
 
-    restored: tuple[int, int] | None
-    seen: frozenset[tuple[int, int]] = frozenset()  # everything that could have been restored
+    restored: CheckpointId | None
+    seen: frozenset[CheckpointId] = frozenset()  # everything that could have been restored
 
 
 class Tiers:
@@ -116,8 +117,8 @@ class Tiers:
         """Return all tiers but memory, nearest first."""
         return [self.home_store] if self._local_store is None else [self._local_store, self.home_store]
 
-    def complete_checkpoints(self) -> set[tuple[int, int]]:
-        """Return (attempt, step) of every complete checkpoint in the local folder and home.
+    def complete_checkpoints(self) -> set[CheckpointId]:
+        """Return every complete checkpoint in the local folder and home.
 
         Raises:
             RetryLater: a store failed.
@@ -179,13 +180,14 @@ class Tiers:
         newer = [one for one in found - base.seen if base.restored is None or one > base.restored]
         if not newer:
             return
-        attempt, step = max(newer)
-        restored = "nothing" if base.restored is None else f"step {base.restored[1]}"
+        newest = max(newer)
+        restored = "nothing" if base.restored is None else f"step {base.restored.step}"
         raise Conflict(
-            f"Attempt {attempt} has committed step {step} to {self.home} since this process looked there and "
-            f"restored {restored}. Nothing was saved: it would replace what the other one has saved. Is "
-            "another training at work there? Stop one of the two, and call restore() again here.",
-            step=step,
+            f"Attempt {newest.attempt} has committed step {newest.step} to {self.home} since this process "
+            f"looked there and restored {restored}. Nothing was saved: it would replace what the other one "
+            "has saved. Is another training at work there? Stop one of the two, and call restore() again "
+            "here.",
+            step=newest.step,
         )
 
     def _check_base(self, base: Base) -> None:
@@ -203,28 +205,30 @@ class Tiers:
         found = self.complete_checkpoints()
         if found:
             raise InvalidInput(
-                f"{self.home} holds checkpoints, the newest of step {max(found)[1]}, and restore() was not "
+                f"{self.home} holds checkpoints, the newest of step {max(found).step}, and restore() was not "
                 "called: a save now would start from scratch beside them, and retention would delete them in "
                 "time. Nothing was saved. Call restore() first, or start from scratch in another home."
             )
 
-    def finish_commits(self, run: str, whole: Collection[tuple[int, int]]) -> list[tuple[int, int, str]]:
+    def finish_commits(self, run: str, whole: Collection[CheckpointId]) -> list[tuple[CheckpointId, str]]:
         """Write the missing manifests of complete saves of ended attempts. Rank 0 only, with a claim.
 
         Args:
-            whole: (attempt, step) of these saves.
+            whole: these saves.
 
         Returns:
-            (step, attempt, URL) of each manifest written.
+            Each of them whose manifest was written, with the URL of the store.
 
         Raises:
             RetryLater: a store failed.
         """
-        finished: list[tuple[int, int, str]] = []
+        finished: list[tuple[CheckpointId, str]] = []
         for tier in self.durable_stores() if whole else ():
-            for (step, attempt), saved in sorted(list_home(tier).saved.items()):
-                if (attempt, step) in whole and recover_commit(tier, saved, run):
-                    finished.append((step, attempt, tier.url))
+            finished += [
+                (saved.checkpoint_id, tier.url)
+                for saved in list_home(tier).by_step()
+                if saved.checkpoint_id in whole and recover_commit(tier, saved, run)
+            ]
         return finished
 
     def join(self, claim: AttemptClaim, *, fresh: bool) -> None:
@@ -281,7 +285,7 @@ class Tiers:
 
         Args:
             skipped: checkpoints that did not verify, or could not be read.
-            restored: (attempt, step) of the verified checkpoint; a note about it is deleted.
+            restored: the verified checkpoint; a note about it is deleted.
             is_node_local: hosts have local folders of their own; else rank 0 does it for all.
 
         Raises:
@@ -292,8 +296,7 @@ class Tiers:
             with contextlib.suppress(Denied):  # it takes no saves either, so nothing is deleted there
                 note_skipped(store, skipped, run)
                 if restored is not None:
-                    attempt, step = restored
-                    drop_note(store, step, attempt)
+                    drop_note(store, restored)
 
     def name_of(self, sources: Mapping[str, int]) -> str:
         """Return the tier that most bytes came from: "memory", "local" or "home"."""

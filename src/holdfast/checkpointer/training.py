@@ -377,7 +377,7 @@ class Training:
         """Return the values recorded before a restored checkpoint, which later ones are compared with."""
         if self._components.options.spike.action == "off" or self._ranks.rank != 0:
             return {}
-        line = (*found.ancestors, (found.attempt, found.step))
+        line = (*found.ancestors, found.checkpoint_id)
         return read_recent_values(self._components.tiers.durable_stores(), line, WINDOW + NUM_RECENT)
 
     def _continue_from(self, found: Restored, selection: Selection) -> None:

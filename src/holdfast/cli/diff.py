@@ -120,7 +120,7 @@ def _open(place: str) -> Side:
 
 
 def _deletion_named(side: Side) -> contextlib.AbstractContextManager[None]:
-    return deletion_named(side.store, side.checkpoint.step, side.checkpoint.attempt)
+    return deletion_named(side.store, side.checkpoint.manifest.checkpoint_id)
 
 
 def _facts(side: Side) -> dict[str, Any]:

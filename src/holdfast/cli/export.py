@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"holdfast: exporting step {checkpoint.step}, the newest", file=sys.stderr)
     from holdfast.exchange.exporter import export_checkpoint  # slow, and needed only here
 
-    with deletion_named(store, checkpoint.step, checkpoint.attempt), byte_bar("export") as bar:
+    with deletion_named(store, checkpoint.manifest.checkpoint_id), byte_bar("export") as bar:
         done = export_checkpoint(
             checkpoint,
             args.dest,

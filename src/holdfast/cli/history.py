@@ -261,7 +261,7 @@ def _print_checkpoints(rows: Iterable[Event]) -> None:
 def _metrics(lines: list[Event], *, with_lost: bool) -> list[Event]:
     events = parse_events(lines)
     rows: list[Event] = []
-    for curve in collect_curves(events, [(save.attempt, save.step) for save in collect_saves(events)]):
+    for curve in collect_curves(events, [save.checkpoint_id for save in collect_saves(events)]):
         rows += [_number_row(curve.name, point, counts=True) for point in curve.counted]
         lost = (point for stretch in curve.lost for point in stretch)
         rows += [_number_row(curve.name, point, counts=False) for point in lost if with_lost]

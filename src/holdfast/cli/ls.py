@@ -97,7 +97,7 @@ def _sorted_by_metric(rows: list[Row], metric: str, url: str, *, reverse: bool) 
         )
     values = {id(row): row.metrics.get(metric, math.nan) for row in rows}
     with_value = [row for row in rows if not math.isnan(values[id(row)])]
-    modes = {(row.attempt, row.step): row.metric_modes[metric] for row in rows if metric in row.metric_modes}
+    modes = {row.checkpoint_id: row.metric_modes[metric] for row in rows if metric in row.metric_modes}
     reverse ^= bool(modes) and modes[max(modes)] == "max"
     without = [row for row in rows if math.isnan(values[id(row)])]
     return [*sorted(with_value, key=lambda row: values[id(row)], reverse=reverse), *without]

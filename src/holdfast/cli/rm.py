@@ -152,7 +152,7 @@ def _is_kept(inventory: Inventory, row: Row) -> bool:
 
 
 def _delete_all(store: Store, inventory: Inventory, rows: list[Row], *, is_done: bool) -> None:
-    chosen = {(row.step, row.attempt) for row in rows}
+    chosen = {row.checkpoint_id for row in rows}
     complete = {key for key, saved in inventory.home.saved.items() if saved.is_committed}
     is_emptied = bool(complete) and complete <= chosen and inventory.run_id is not None
     for row in rows:
@@ -193,13 +193,12 @@ def delete(store: Store, inventory: Inventory, row: Row, *, must_refuse: bool = 
 
     Blocks: until the removal is durable.
     """
-    key = row.step, row.attempt
     found = {
-        *inventory.home.saved[key].names,
-        *(of(*key) for of in (names.refusal, names.metrics, names.skipped)),
+        *inventory.home.saved[row.checkpoint_id].names,
+        *(of(row.step, row.attempt) for of in (names.refusal, names.metrics, names.skipped)),
     }
     if must_refuse:
-        found.discard(names.refusal(*key))
+        found.discard(names.refusal(row.step, row.attempt))
         _refuse(store, inventory, row)
     delete_files(store, found)
     store.sweep(f"{names.step_dir(row.step)}/")  # unfinished files of killed writers are not in the listing

@@ -15,6 +15,7 @@ from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.home.documents import read_manifest
 from holdfast.home.listing import candidates
 from holdfast.home.newest import from_listing, was_deleted
@@ -28,7 +29,7 @@ holdfast verify runs/gpt --step 500
 holdfast verify runs/gpt --all && echo all good
 """
 
-_Found = dict[tuple[int, int], "Manifest | HoldfastError"]  # by (attempt, step)
+_Found = dict[CheckpointId, "Manifest | HoldfastError"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +93,18 @@ def _verify_chosen(args: argparse.Namespace) -> tuple[Store, list[_Line]]:
     """
     store, manifests = _choose(args)
     if args.step is None and not args.all:
-        print(f"holdfast: verifying step {next(iter(manifests))[1]}, the newest", file=sys.stderr)
+        print(f"holdfast: verifying step {next(iter(manifests)).step}, the newest", file=sys.stderr)
     lines: list[_Line] = []
     with byte_bar("verify") as bar:
         if bar.on_total is not None:
             bar.on_total(sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest)))
-        for (attempt, step), found in manifests.items():
-            line = _verify(store, step, attempt, found, args.threads, bar.on_bytes)
-            if not line.is_good and was_deleted(store, step, attempt):
+        for one, found in manifests.items():
+            line = _verify(store, one, found, args.threads, bar.on_bytes)
+            if not line.is_good and was_deleted(store, one):
                 if not args.all:
                     raise NotFound(
-                        f"Step {step} of attempt {attempt} was deleted while it was verified.", step=step
+                        f"Step {one.step} of attempt {one.attempt} was deleted while it was verified.",
+                        step=one.step,
                     )
                 continue
             lines.append(line)
@@ -116,20 +118,20 @@ def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
     store, home = open_home(args.home)
     run_id = read_run_id(store)
     every = candidates(home)
-    chosen = [(a, s) for a, s in every if args.step in (None, s) and args.attempt in (None, a)]
+    chosen = [one for one in every if args.step in (None, one.step) and args.attempt in (None, one.attempt)]
     if not chosen:
-        known = ", ".join(f"{step} (attempt {attempt})" for attempt, step in every[:20]) or "none"
+        known = ", ".join(f"{one.step} (attempt {one.attempt})" for one in every[:20]) or "none"
         raise NotFound(
             f"{store.url} has no such complete checkpoint. Complete steps, newest first: {known}.",
             step=args.step,
         )
     found: _Found = {}
-    for attempt, step in chosen if args.all else chosen[:1]:
+    for one in chosen if args.all else chosen[:1]:
         try:
-            found[attempt, step] = read_manifest(store, step, attempt, run_id)
+            found[one] = read_manifest(store, one, run_id)
         except (Corrupt, NotFound, Unsupported) as error:
-            if not was_deleted(store, step, attempt):
-                found[attempt, step] = error
+            if not was_deleted(store, one):
+                found[one] = error
             elif not args.all:
                 raise
     return store, found
@@ -137,16 +139,16 @@ def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
 
 def _verify(
     store: Store,
-    step: int,
-    attempt: int,
+    checkpoint: CheckpointId,
     found: Manifest | HoldfastError,
     num_threads: int,
     on_bytes: Callable[[int], None] | None,
 ) -> _Line:
-    if isinstance(found, HoldfastError):
-        return _Line(step, attempt, (str(found),), None)
-    report = verify(store, found, num_threads=num_threads, on_bytes=on_bytes)
-    return _Line(step, attempt, tuple(problem.message for problem in report.problems), report)
+    problems, report = (str(found),), None
+    if not isinstance(found, HoldfastError):
+        report = verify(store, found, num_threads=num_threads, on_bytes=on_bytes)
+        problems = tuple(problem.message for problem in report.problems)
+    return _Line(step=checkpoint.step, attempt=checkpoint.attempt, problems=problems, report=report)
 
 
 def _print_line(line: _Line) -> None:

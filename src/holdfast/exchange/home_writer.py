@@ -16,6 +16,7 @@ from holdfast.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import chunk_bytes_for
 from holdfast.format.layout import FileLayout, Shard, check_name, lay_out
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import DataFile
 from holdfast.home.attempts import newest_attempt, note_saved
 from holdfast.home.claim import claim_attempt, new_run
@@ -127,7 +128,7 @@ def write_home(
     except BaseException:
         _remove(store, step, attempt)
         raise
-    note_saved(store, this_run.id, attempt, step)
+    note_saved(store, this_run.id, CheckpointId(attempt=attempt, step=step))
     with suppress(HoldfastError):  # the checkpoint is complete; the next start of the run writes it too
         store.put(names.RUN, run.document(this_run), if_absent=True)
     _remove_older(store, attempt)

@@ -22,6 +22,7 @@ from holdfast.format.limits import (
     MAX_STEP,
     RUN_ID,
 )
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Ancestors, Part, read_ancestors
 from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.format.versions import Versions
@@ -59,6 +60,11 @@ class Manifest:
     health: Health = UNKNOWN
 
     @property
+    def checkpoint_id(self) -> CheckpointId:
+        """Its attempt and step."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
+
+    @property
     def data_bytes(self) -> int:
         """Bytes of all data files."""
         return sum(part.data_bytes + (part.frozen_bytes or 0) for part in self.parts)
@@ -66,7 +72,7 @@ class Manifest:
     @property
     def base_step(self) -> int | None:
         """Step that the writing attempt was restored from; None if it started from scratch."""
-        return self.ancestors[-1][1] if self.ancestors else None
+        return self.ancestors[-1].step if self.ancestors else None
 
 
 def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
@@ -174,10 +180,13 @@ class _Merging:
 
 def _check_same_checkpoint(part: Part, first: Part) -> None:
     for fact in ("run", "step", "attempt", "world_size", "ancestors"):
-        if getattr(part, fact) != getattr(first, fact):
+        ours, theirs = getattr(part, fact), getattr(first, fact)
+        if ours != theirs:
+            if fact == "ancestors":
+                ours, theirs = (tuple(map(tuple, ancestors)) for ancestors in (ours, theirs))
             raise InvalidInput(
-                f"rank {part.rank} has {fact}={getattr(part, fact)!r}, rank {first.rank} has "
-                f"{getattr(first, fact)!r}: their parts do not belong to one checkpoint.",
+                f"rank {part.rank} has {fact}={ours!r}, rank {first.rank} has {theirs!r}: their parts do not "
+                "belong to one checkpoint.",
                 rank=part.rank,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.errors import Corrupt
 from holdfast.format.limits import MAX_DOCUMENT_BYTES, MAX_LOG_BYTES, MAX_SMALL_BYTES
@@ -42,6 +43,16 @@ _LIMITS = {
     "part": MAX_DOCUMENT_BYTES,
 }
 _KINDS = {".json": "part", ".safetensors": "data", "-frozen.safetensors": "frozen"}
+
+
+class CheckpointId(NamedTuple):
+    """Attempt and step of a checkpoint; the newest of a run is the greatest.
+
+    Give both by name, since the functions below take them in the other order.
+    """
+
+    attempt: int
+    step: int
 
 
 def step_dir(step: int) -> str:
@@ -170,6 +181,11 @@ class Parsed:
     step: int = -1
     attempt: int = -1
     rank: int = -1
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """The checkpoint that the object belongs to."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 def parse(name: str) -> Parsed | None:

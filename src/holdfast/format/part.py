@@ -39,11 +39,12 @@ from holdfast.format.limits import (
     MAX_STEP,
     RUN_ID,
 )
+from holdfast.format.names import CheckpointId
 from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.format.versions import Versions
 
-Ancestors = tuple[tuple[int, int], ...]
-"""(attempt, step) of each checkpoint that led to this one by restores, oldest first."""
+Ancestors = tuple[CheckpointId, ...]
+"""Checkpoints that led to one by restores, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,11 +321,11 @@ def read_ancestors(body: Fields) -> Ancestors:
     return tuple(_ancestor(row) for row in body.array("ancestors"))
 
 
-def _ancestor(row: Any) -> tuple[int, int]:
+def _ancestor(row: Any) -> CheckpointId:
     attempt, step = columns(row, 2, "an ancestor")
     (attempt,) = read_integers([attempt], at_most=MAX_ATTEMPT)
     (step,) = read_integers([step], at_most=MAX_STEP)
-    return attempt, step
+    return CheckpointId(attempt=attempt, step=step)
 
 
 def _own(row: Any) -> tuple[str, str, tuple[int, ...], int]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from holdfast.documents import MAX_NUMBER, Fields, refuse
 from holdfast.format.health import MAX_REASON_CHARS
 from holdfast.format.limits import MAX_ATTEMPT, MAX_NAME_CHARS, MAX_RANKS, MAX_SMALL_BYTES, MAX_STEP, RUN_ID
+from holdfast.format.names import CheckpointId
 from holdfast.format.sealed import dumps, seal, unseal
 from holdfast.format.versions import Versions
 
@@ -87,9 +88,14 @@ class Rollback:
     kept: tuple[str, ...]
     noted_unix_s: float
 
-    def supersedes(self, attempt: int, step: int) -> bool:
+    @property
+    def base(self) -> CheckpointId:
+        """Checkpoint that training went back to."""
+        return CheckpointId(attempt=self.base_attempt, step=self.base_step)
+
+    def supersedes(self, checkpoint: CheckpointId) -> bool:
         """Return True for a checkpoint of the stretch that training went back behind."""
-        return attempt <= self.attempt and (attempt, step) > (self.base_attempt, self.base_step)
+        return checkpoint.attempt <= self.attempt and checkpoint > self.base
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import time
 
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater, Unsupported
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.format.run import AttemptClaim, Emptied, Saved, document, parse
 from holdfast.home.listing import scan
 from holdfast.store import Store
@@ -54,15 +55,15 @@ def read_claim(store: Store, attempt: int) -> AttemptClaim:
     return parse(AttemptClaim, store.get(name), name)
 
 
-def note_saved(store: Store, run: str, attempt: int, step: int) -> None:
+def note_saved(store: Store, run: str, checkpoint: CheckpointId) -> None:
     """Write the proof that an attempt has had a complete checkpoint, next to its claim.
 
     Without it a home whose step folders are all lost looks like one whose first save never became complete,
     and training would start from zero.
     """
-    text = document(Saved(run, attempt, step))
+    text = document(Saved(run, attempt=checkpoint.attempt, step=checkpoint.step))
     with contextlib.suppress(Conflict, RetryLater):  # it exists already; or the next commit tries again
-        store.put(names.first_saved(attempt), text, if_absent=True)
+        store.put(names.first_saved(checkpoint.attempt), text, if_absent=True)
 
 
 def note_emptied(store: Store, run: str, attempt: int) -> None:

@@ -14,6 +14,7 @@ from holdfast.format import names
 from holdfast.format.hashes import digest
 from holdfast.format.health import Squares, TensorHealth, Trend
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Ancestors, Part
 from holdfast.format.part import parse as parse_part
 from holdfast.format.run import Refusal, document, parse
@@ -132,7 +133,12 @@ def commit(
     check_not_fenced(store, writer.attempt)
     check_claim(store, writer.attempt, claim)
     manifest = merge_parts(
-        store, writer, writer.attempt, step, writer.world_size, before=before, replicas=replicas
+        store,
+        writer,
+        CheckpointId(attempt=writer.attempt, step=step),
+        writer.world_size,
+        before=before,
+        replicas=replicas,
     )
     publish(store, writer, step, name, manifests.document(manifest))
     return manifest
@@ -141,8 +147,7 @@ def commit(
 def merge_parts(
     store: Store,
     writer: WriterId,
-    attempt: int,
-    step: int,
+    checkpoint: CheckpointId,
     world_size: int,
     *,
     before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
@@ -163,13 +168,13 @@ def merge_parts(
         Corrupt: a part is damaged.
         RetryLater: the store failed.
     """
-    part_names = [names.part(step, attempt, rank) for rank in range(world_size)]
+    part_names = [names.part(checkpoint.step, checkpoint.attempt, rank) for rank in range(world_size)]
     try:
         found = parse_parts((part_name, store.get(part_name)) for part_name in part_names)
         return make_manifest(found, before=before, replicas=replicas)
     except InvalidInput as error:
-        if attempt == writer.attempt and world_size > 1:
-            refuse(store, writer, step, error)
+        if checkpoint.attempt == writer.attempt and world_size > 1:
+            refuse(store, writer, checkpoint.step, error)
         raise
 
 
@@ -201,7 +206,7 @@ def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -
         raise
     facts = names.parse(name)
     assert facts is not None
-    note_saved(store, writer.run, facts.attempt, step)
+    note_saved(store, writer.run, facts.checkpoint_id)
 
 
 def put_manifest(store: Store, step: int, name: str, text: bytes) -> bool:

@@ -16,6 +16,7 @@ from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.hashes import MAX_CHUNK_BYTES, digest
 from holdfast.format.layout import BLOCK_BYTES, Shard
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Part
 from holdfast.home.attempts import read_claim
 from holdfast.home.listing import ListedSave, Listing, candidates, list_home
@@ -64,49 +65,49 @@ def _runs_named_elsewhere(store: Store) -> Iterator[run.Run]:
         with contextlib.suppress(Corrupt, NotFound, Unsupported):
             claim = first_good(store, lambda copy, number=number: read_claim(copy, number))
             yield run.Run(claim.run, claim.started_unix_s)
-    for attempt, step in candidates(home):
+    for one in candidates(home):
         with contextlib.suppress(Corrupt, NotFound, Unsupported):
-            manifest = read_manifest(store, step, attempt, None)
+            manifest = read_manifest(store, one, None)
             yield run.Run(manifest.run, manifest.created_unix_s)
-    for (step, attempt), saved in sorted(home.saved.items(), reverse=True):
+    for saved in reversed(home.by_step()):
         for rank in saved.parts:
             with contextlib.suppress(Corrupt, NotFound, Unsupported):
-                name = names.part(step, attempt, rank)
+                name = names.part(saved.step, saved.attempt, rank)
                 part = first_good(store, lambda copy, name=name: part_format.parse(copy.get(name), name))
                 yield run.Run(part.run, time.time())
 
 
-def read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> Manifest:
-    """Return the manifest of a step of an attempt, checked against its name.
+def read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) -> Manifest:
+    """Return the manifest of a checkpoint, checked against its name.
 
     Args:
         run_id: id of the run that the home holds; None skips that check (a home without `holdfast.json`).
 
     Raises:
         NotFound: the manifest does not exist.
-        Corrupt: damaged, or the manifest of another step, attempt or run.
+        Corrupt: damaged, or the manifest of another checkpoint or run.
         Unsupported: written by a newer format.
         RetryLater: the store failed.
     """
-    return first_good(store, lambda copy: _read_manifest(copy, step, attempt, run_id))
+    return first_good(store, lambda copy: _read_manifest(copy, checkpoint, run_id))
 
 
-def _read_manifest(store: Store, step: int, attempt: int, run_id: str | None) -> Manifest:
-    name = names.manifest(step, attempt)
+def _read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) -> Manifest:
+    name = names.manifest(checkpoint.step, checkpoint.attempt)
     found = manifest_format.parse(store.get(name), name)
-    if (found.step, found.attempt) != (step, attempt):
+    if found.checkpoint_id != checkpoint:
         message = f"{name} is the manifest of step {found.step}, attempt {found.attempt}, under a wrong name."
-        raise Corrupt(message, step=step, key=name)
+        raise Corrupt(message, step=checkpoint.step, key=name)
     if run_id is not None and found.run != run_id:
         message = f"{name} belongs to another run: expected run {run_id}, found {found.run}."
-        raise Corrupt(message, step=step, key=name)
+        raise Corrupt(message, step=checkpoint.step, key=name)
     left = found.data_bytes
     for key, tensor in found.tensors.items():
         if tensor.partitioning is not None:
             left -= math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
         if left < 0:
             message = f"{name} names tensors that need more than the {found.data_bytes} bytes of its files."
-            raise Corrupt(message, step=step, key=key)
+            raise Corrupt(message, step=checkpoint.step, key=key)
     return found
 
 
@@ -120,17 +121,18 @@ def check_files(listings: Sequence[Listing], manifest: Manifest) -> None:
         NotFound: a file is missing.
         Corrupt: a file has another size.
     """
-    key = manifest.step, manifest.attempt
-    copies = [listing.saved.get(key, ListedSave(*key)) for listing in listings]
+    step, attempt = manifest.step, manifest.attempt
+    unlisted = ListedSave(step=step, attempt=attempt)
+    copies = [listing.saved.get(manifest.checkpoint_id, unlisted) for listing in listings]
     for file in manifest.parts:
         rank = file.rank
         sizes = [(file.part_bytes, one.parts.get(rank)) for one in copies]
-        _check_sizes(names.part(*key, rank), sizes, manifest.step, rank)
+        _check_sizes(names.part(step, attempt, rank), sizes, step, rank)
         sizes = [(file.data_bytes, one.data.get(rank)) for one in copies]
-        _check_sizes(names.data(*key, rank), sizes, manifest.step, rank)
+        _check_sizes(names.data(step, attempt, rank), sizes, step, rank)
         if file.frozen_bytes is not None:
             sizes = [(file.frozen_bytes, one.frozen.get(rank)) for one in copies]
-            _check_sizes(names.frozen(*key, rank), sizes, manifest.step, rank)
+            _check_sizes(names.frozen(step, attempt, rank), sizes, step, rank)
 
 
 def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Listing] = ()) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.health import UNKNOWN, Health
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.format.run import encode_metric
 from holdfast.home.documents import check_files, read_manifest
 from holdfast.home.listing import ListedSave, Listing
@@ -45,6 +46,11 @@ class Row:
     metric_steps: Mapping[str, int] = field(default_factory=dict[str, int])  # of those recorded for another
     metric_modes: Mapping[str, str] = field(default_factory=dict[str, str])  # "min" or "max", of its best
     health: Health = UNKNOWN
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """Its attempt and step."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
 
     def as_json(self) -> dict[str, Any]:
         """Return its members for JSON; `tiers` only if several places were listed."""
@@ -84,39 +90,39 @@ def take_inventory(
     Raises:
         RetryLater: the store failed.
     """
-    manifests: dict[tuple[int, int], Manifest] = {}
-    wrong: dict[tuple[int, int], HoldfastError] = {}
-    gone: set[tuple[int, int]] = set()
+    manifests: dict[CheckpointId, Manifest] = {}
+    wrong: dict[CheckpointId, HoldfastError] = {}
+    gone: set[CheckpointId] = set()
     for key, saved in home.saved.items():
         if not saved.is_committed:
             continue
         try:
-            manifests[key] = read_manifest(store, *key, run_id)
+            manifests[key] = read_manifest(store, key, run_id)
             check_files(list(tiers.values()) if tiers else [home], manifests[key])
         except (Corrupt, NotFound, Unsupported) as error:
-            if was_deleted(store, *key):
+            if was_deleted(store, key):
                 gone.add(key)
                 manifests.pop(key, None)
             else:
                 wrong[key] = error
     skipped = {
-        key: f"skipped by a restore: {read_reason(store, *key)}"
+        key: f"skipped by a restore: {read_reason(store, key)}"
         for key, saved in home.saved.items()
         if saved.was_skipped
     }
-    found = {(a, s): one.ancestors for (s, a), one in manifests.items() if (s, a) not in skipped}
+    found = {key: one.ancestors for key, one in manifests.items() if key not in skipped}
     line = line_of(found, max(found), found[max(found)]) if found else CheckpointLine((), ())
-    superseded = {(step, attempt) for attempt, step in line.superseded}
+    superseded = set(line.superseded)
     whole = (key for key in manifests if key not in wrong and key not in superseded and key not in skipped)
-    newest = max(whole, key=lambda key: (key[1], key[0]), default=None)
-    order = sorted(home.saved.keys() - gone, key=lambda key: (key[1], key[0]), reverse=True)
+    newest = max(whole, default=None)
+    order = sorted(home.saved.keys() - gone, reverse=True)
     rows = (
         _row(home.saved[key], manifests.get(key), wrong.get(key), key in superseded, key == newest)
         for key in order
     )
     rows = (
-        replace(row, state=SKIPPED, reason=skipped[row.step, row.attempt])
-        if (row.step, row.attempt) in skipped
+        replace(row, state=SKIPPED, reason=skipped[row.checkpoint_id])
+        if row.checkpoint_id in skipped
         else row
         for row in rows
     )
@@ -126,10 +132,10 @@ def take_inventory(
 
 def _with_metrics(store: Store, home: Listing, row: Row) -> Row:
     """Return the row of a checkpoint with its metrics; without them where they are damaged."""
-    if not home.saved[row.step, row.attempt].has_metrics:
+    if not home.saved[row.checkpoint_id].has_metrics:
         return row
     try:
-        found = read_document(store, row.step, row.attempt)
+        found = read_document(store, row.checkpoint_id)
     except (Corrupt, Unsupported):
         return row
     return replace(row, metrics=found.values, metric_steps=found.of_steps, metric_modes=found.modes)
@@ -139,7 +145,7 @@ def _tiers_of(row: Row, tiers: Mapping[str, Listing]) -> tuple[str, ...]:
     """Return the tiers that have files of a checkpoint, and which ranks' if not all."""
     found: list[str] = []
     for tier, listing in tiers.items():
-        saved = listing.saved.get((row.step, row.attempt))
+        saved = listing.saved.get(row.checkpoint_id)
         if saved is None:
             continue
         ranks = sorted(saved.parts.keys() & saved.data.keys())

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.home.writer import WriterId
 from holdfast.store.contract import ObjectInfo, Store
-
-CheckpointId = tuple[int, int]
-"""(attempt, step) of a checkpoint; the newest is the greatest."""
 
 
 @dataclass(slots=True)
@@ -25,6 +23,11 @@ class ListedSave:
     frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
     was_skipped: bool = False  # a restore has skipped it, see `holdfast.home.skipped`
     has_metrics: bool = False  # see `holdfast.home.metrics`
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """Its attempt and step."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
 
     @property
     def is_committed(self) -> bool:
@@ -53,11 +56,15 @@ class ListedSave:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One listing of a home. `saved` is keyed by (step, attempt)."""
+    """One listing of a home."""
 
     attempts: tuple[int, ...]  # claimed, ascending
-    saved: dict[tuple[int, int], ListedSave]
+    saved: dict[CheckpointId, ListedSave]
     foreign: tuple[str, ...]  # objects in step directories that Holdfast did not write
+
+    def by_step(self) -> list[ListedSave]:
+        """Return its saves by step, those of one step by attempt."""
+        return sorted(self.saved.values(), key=lambda saved: (saved.step, saved.attempt))
 
 
 def scan(store: Store, prefix: str = "") -> Iterator[tuple[ObjectInfo, names.Parsed]]:
@@ -92,7 +99,7 @@ def list_home(store: Store, *, step: int | None = None) -> Listing:
     """
     attempts: list[int] = []
     foreign: list[str] = []
-    saved: dict[tuple[int, int], ListedSave] = {}
+    saved: dict[CheckpointId, ListedSave] = {}
     notes: list[names.Parsed] = []
     for entry, facts in scan(store) if step is None else scan_step(store, step):
         if facts.kind == "attempt":
@@ -106,24 +113,22 @@ def list_home(store: Store, *, step: int | None = None) -> Listing:
         if facts.kind == "step-other":
             foreign.append(entry.name)
             continue
-        one = saved.setdefault((facts.step, facts.attempt), ListedSave(facts.step, facts.attempt))
+        one = saved.setdefault(facts.checkpoint_id, ListedSave(step=facts.step, attempt=facts.attempt))
         if facts.kind == "manifest":
             one.manifest_bytes = entry.num_bytes
         else:
             files = {"part": one.parts, "data": one.data, "frozen": one.frozen}[facts.kind]
             files[facts.rank] = entry.num_bytes
     for facts in notes:
-        if noted := saved.get((facts.step, facts.attempt)):  # else only the note about it is left
+        if noted := saved.get(facts.checkpoint_id):  # else only the note about it is left
             noted.was_skipped |= facts.kind == "skipped"
             noted.has_metrics |= facts.kind == "metrics"
     return Listing(tuple(sorted(attempts)), saved, tuple(sorted(foreign)))
 
 
 def candidates(listing: Listing) -> list[CheckpointId]:
-    """Return (attempt, step) of everything that has a manifest, newest first."""
-    return sorted(
-        ((one.attempt, one.step) for one in listing.saved.values() if one.is_committed), reverse=True
-    )
+    """Return everything that has a manifest, newest first."""
+    return sorted((one for one, saved in listing.saved.items() if saved.is_committed), reverse=True)
 
 
 def missing_ranks(store: Store, writer: WriterId, step: int) -> list[int]:
@@ -143,7 +148,7 @@ def missing_ranks(store: Store, writer: WriterId, step: int) -> list[int]:
 def files_of(
     store: Store, is_chosen: Callable[[names.Parsed], bool] = lambda _: True
 ) -> dict[CheckpointId, list[str]]:
-    """Return the names of all files of checkpoints, complete or not, by (attempt, step).
+    """Return the names of all files of checkpoints, by checkpoint, complete or not.
 
     Args:
         is_chosen: returns True for the facts of a name that counts.
@@ -154,5 +159,5 @@ def files_of(
     files: dict[CheckpointId, list[str]] = {}
     for entry, facts in scan(store, "step-"):
         if facts.kind not in ("attempt", "step-other") and is_chosen(facts):
-            files.setdefault((facts.attempt, facts.step), []).append(entry.name)
+            files.setdefault(facts.checkpoint_id, []).append(entry.name)
     return files

@@ -63,10 +63,9 @@ def _signs(store: Store, emptied: int) -> Iterator[str]:
         number = names.attempt_in(entry.name)
         if number is not None and number > emptied and entry.name == names.first_saved(number):
             yield f"{entry.name}: attempt {number} has had a complete checkpoint, and its files are gone"
-    for (step, attempt), saved in sorted(home.saved.items(), reverse=True):
-        if attempt <= emptied:
-            continue
-        yield from _damage(store, saved, f"step {step} of attempt {attempt}")
+    for saved in reversed(home.by_step()):
+        if saved.attempt > emptied:
+            yield from _damage(store, saved, f"step {saved.step} of attempt {saved.attempt}")
     yield from _without_parts(home, emptied)
     yield from _recorded(store, emptied)
 
@@ -96,10 +95,10 @@ def _damage(store: Store, saved: ListedSave, which: str) -> Iterator[str]:
 
 def _without_parts(home: Listing, emptied: int) -> Iterator[str]:
     """Yield the ranks that lost several parts. A kill leaves only a rank's last data file without one."""
-    steps: dict[tuple[int, int], list[int]] = {}
-    for (step, attempt), saved in sorted(home.saved.items()):
-        for rank in saved.data.keys() - saved.parts if attempt > emptied else ():
-            steps.setdefault((attempt, rank), []).append(step)
+    steps: dict[tuple[int, int], list[int]] = {}  # by attempt and rank
+    for saved in home.by_step():
+        for rank in saved.data.keys() - saved.parts if saved.attempt > emptied else ():
+            steps.setdefault((saved.attempt, rank), []).append(saved.step)
     for (attempt, rank), missing in steps.items():
         if len(missing) > 1:
             yield (

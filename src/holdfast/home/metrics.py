@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.format import names, run
-from holdfast.home.listing import CheckpointId
+from holdfast.format.names import CheckpointId
 from holdfast.home.writer import WriterId
 from holdfast.store.contract import Store
 
@@ -77,7 +77,7 @@ def write_metrics(
     store.put(names.metrics(step, writer.attempt), run.document(metrics))
 
 
-def read_document(store: Store, step: int, attempt: int) -> run.Metrics:
+def read_document(store: Store, checkpoint: CheckpointId) -> run.Metrics:
     """Return the metrics of a checkpoint; without values if none were recorded.
 
     Raises:
@@ -85,19 +85,19 @@ def read_document(store: Store, step: int, attempt: int) -> run.Metrics:
         Unsupported: it was written by a newer format.
         RetryLater: the store failed.
     """
-    name = names.metrics(step, attempt)
+    name = names.metrics(checkpoint.step, checkpoint.attempt)
     try:
         return run.parse(run.Metrics, store.get(name), name)
     except NotFound:
-        return run.Metrics("", attempt, step, {})
+        return run.Metrics("", attempt=checkpoint.attempt, step=checkpoint.step, values={})
 
 
-def read_metrics(store: Store, step: int, attempt: int) -> dict[str, float]:
+def read_metrics(store: Store, checkpoint: CheckpointId) -> dict[str, float]:
     """Return the values of a checkpoint by name; see `read_document`."""
-    return dict(read_document(store, step, attempt).values)
+    return dict(read_document(store, checkpoint).values)
 
 
-def copy_metrics(source: Store, target: Store, step: int, attempt: int) -> None:
+def copy_metrics(source: Store, target: Store, checkpoint: CheckpointId) -> None:
     """Copy the metrics of a checkpoint, if it has any, to another tier.
 
     Raises:
@@ -105,7 +105,7 @@ def copy_metrics(source: Store, target: Store, step: int, attempt: int) -> None:
 
     Blocks: until they are durable.
     """
-    name = names.metrics(step, attempt)
+    name = names.metrics(checkpoint.step, checkpoint.attempt)
     try:
         document = source.get(name)
     except NotFound:
@@ -123,13 +123,13 @@ def read_values(store: Store, metric: str, found: Iterable[CheckpointId]) -> Met
     """
     values: dict[CheckpointId, float] = {}
     modes: dict[CheckpointId, str] = {}
-    for attempt, step in found:
+    for one in found:
         try:
-            metrics = read_document(store, step, attempt)
+            metrics = read_document(store, one)
         except (Corrupt, Unsupported):
             continue
         if metric in metrics.values:
-            values[attempt, step] = metrics.values[metric]
+            values[one] = metrics.values[metric]
         if metric in metrics.modes:
-            modes[attempt, step] = metrics.modes[metric]
+            modes[one] = metrics.modes[metric]
     return MetricByCheckpoint(values, modes[max(modes)] if modes else None)

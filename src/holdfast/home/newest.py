@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.home.listing import Listing, list_home
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Skipped
@@ -20,8 +21,8 @@ _T = TypeVar("_T")
 
 
 def usable(
-    found: Sequence[tuple[int, int]],
-    load: Callable[[int, int], _T | None],
+    found: Sequence[CheckpointId],
+    load: Callable[[CheckpointId], _T | None],
     *,
     url: str,
     patience: Patience,
@@ -33,8 +34,8 @@ def usable(
     rule for several ranks (docs/design/015).
 
     Args:
-        found: (attempt, step) of checkpoints, newest first.
-        load: called with attempt and step; None leaves a checkpoint out.
+        found: checkpoints, newest first.
+        load: called with each; None leaves it out.
         patience: for what cannot be read.
         on_skipped: called for each checkpoint that was skipped.
 
@@ -42,11 +43,11 @@ def usable(
         RetryLater: a checkpoint could not be read until the patience ended; it may be whole.
         Denied: the store refuses access to it.
     """
-    for index, (attempt, step) in enumerate(found):
+    for index, one in enumerate(found):
         try:
-            loaded = _load(load, attempt, step, patience)
+            loaded = _load(load, one, patience)
         except _PASSABLE as error:
-            on_skipped(Skipped(step, attempt, str(error)), error)
+            on_skipped(Skipped(step=one.step, attempt=one.attempt, reason=str(error)), error)
             continue
         except (RetryLater, Denied) as error:
             raise _unread(url, found[index:], error, patience.spent_s) from error
@@ -54,26 +55,28 @@ def usable(
             yield loaded
 
 
-def _load(load: Callable[[int, int], _T | None], attempt: int, step: int, patience: Patience) -> _T | None:
+def _load(
+    load: Callable[[CheckpointId], _T | None], checkpoint: CheckpointId, patience: Patience
+) -> _T | None:
     patience.reset()
     while True:
         try:
-            return load(attempt, step)
+            return load(checkpoint)
         except RetryLater as error:
             if not patience.lasts():
                 raise
-            patience.pause(f"step {step} of attempt {attempt}", str(error))
+            patience.pause(f"step {checkpoint.step} of attempt {checkpoint.attempt}", str(error))
 
 
-def _unread(url: str, left: Sequence[tuple[int, int]], error: HoldfastError, seconds: float) -> HoldfastError:
-    (attempt, step), *older = left
+def _unread(url: str, left: Sequence[CheckpointId], error: HoldfastError, seconds: float) -> HoldfastError:
+    one, *older = left
     tried = f" for {format_duration(seconds)}" if isinstance(error, RetryLater) else ""
-    choice = f", or ask for an older one by its number (step {older[0][1]})" if older else ""
+    choice = f", or ask for an older one by its number (step {older[0].step})" if older else ""
     message = (
-        f"Step {step} of attempt {attempt} in {url} could not be read{tried}: {error} It may be whole, so no "
-        f"older one was loaded in its place. Try again when the store answers{choice}."
+        f"Step {one.step} of attempt {one.attempt} in {url} could not be read{tried}: {error} It may be "
+        f"whole, so no older one was loaded in its place. Try again when the store answers{choice}."
     )
-    return type(error)(message, step=step, key=error.key)
+    return type(error)(message, step=one.step, key=error.key)
 
 
 def from_listing(read: Callable[[], _T]) -> _T:
@@ -90,13 +93,13 @@ def from_listing(read: Callable[[], _T]) -> _T:
     return read()
 
 
-def was_deleted(store: Store, step: int, attempt: int) -> bool:
+def was_deleted(store: Store, checkpoint: CheckpointId) -> bool:
     """Return True if a listed checkpoint has no manifest any more: a run has deleted it since."""
-    return store.size(names.manifest(step, attempt)) is None
+    return store.size(names.manifest(checkpoint.step, checkpoint.attempt)) is None
 
 
 @contextlib.contextmanager
-def deletion_named(store: Store, step: int, attempt: int) -> Iterator[None]:
+def deletion_named(store: Store, checkpoint: CheckpointId) -> Iterator[None]:
     """Name the cause if a run deletes a checkpoint while the block reads it.
 
     Raises:
@@ -105,12 +108,13 @@ def deletion_named(store: Store, step: int, attempt: int) -> Iterator[None]:
     try:
         yield
     except (Corrupt, NotFound) as error:
-        if not was_deleted(store, step, attempt):
+        if not was_deleted(store, checkpoint):
             raise
         raise NotFound(
-            f"Step {step} of attempt {attempt} in {store.url} was deleted by its run while it was read. Run "
-            "this again for a newer one, or let the run keep more checkpoints, see Checkpointer(keep=...).",
-            step=step,
+            f"Step {checkpoint.step} of attempt {checkpoint.attempt} in {store.url} was deleted by its run "
+            "while it was read. Run this again for a newer one, or let the run keep more checkpoints, see "
+            "Checkpointer(keep=...).",
+            step=checkpoint.step,
         ) from error
 
 

@@ -9,7 +9,7 @@ from holdfast.documents import decode
 from holdfast.errors import Corrupt, Denied, NotFound, RetryLater
 from holdfast.format import names
 from holdfast.format.limits import MAX_LINE_BYTES
-from holdfast.home.listing import CheckpointId
+from holdfast.format.names import CheckpointId
 from holdfast.store.contract import Store
 
 _MAX_LOG_BYTES = 64 << 20
@@ -27,15 +27,15 @@ def read_recent_values(stores: Sequence[Store], line: Sequence[CheckpointId], nu
 
     Args:
         stores: the tiers, nearest first.
-        line: (attempt, step) of the checkpoints that it continues, oldest first, and of itself.
+        line: the checkpoints that it continues, oldest first, and itself.
         num_steps: number of steps.
     """
     found: Values = {}
-    bases = [-1, *(step for _, step in line)]
-    for (attempt, step), base in list(zip(line, bases, strict=False))[: -_MAX_ATTEMPTS - 1 : -1]:
-        for line_of_log in reversed(_read_log(stores, attempt).splitlines()):
+    bases = [-1, *(one.step for one in line)]
+    for one, base in list(zip(line, bases, strict=False))[: -_MAX_ATTEMPTS - 1 : -1]:
+        for line_of_log in reversed(_read_log(stores, one.attempt).splitlines()):
             for at, name, value in _values_of(line_of_log):
-                if base < at <= step:
+                if base < at <= one.step:
                     found.setdefault(at, {}).setdefault(name, value)  # the last one of a step counts
             if len(found) > num_steps:
                 break

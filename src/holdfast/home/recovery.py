@@ -6,10 +6,11 @@ from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.home.attempts import note_saved
 from holdfast.home.commit import make_manifest, put_manifest
 from holdfast.home.documents import read_draft
-from holdfast.home.listing import CheckpointId, ListedSave, candidates, list_home
+from holdfast.home.listing import ListedSave, candidates, list_home
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 
@@ -31,7 +32,7 @@ def recover_commit(store: Store, saved: ListedSave, run_id: str | None) -> bool:
         return False
     # If a manifest exists by now, its own keeper, or another rank's restore, was first.
     put_manifest(store, saved.step, names.manifest(saved.step, saved.attempt), manifests.document(merged))
-    note_saved(store, merged.run, saved.attempt, saved.step)
+    note_saved(store, merged.run, saved.checkpoint_id)
     return True
 
 
@@ -58,13 +59,13 @@ def find_loadable(store: Store, run_id: str | None) -> list[CheckpointId]:
     """
     listing = list_home(store)
     found = set(candidates(listing))
-    for saved in listing.saved.values():
+    for one, saved in listing.saved.items():
         if merge_saved(store, saved, run_id) is not None:
-            found.add((saved.attempt, saved.step))
+            found.add(one)
     return sorted(found, reverse=True)
 
 
-def merge_in_memory(store: Store, step: int, attempt: int, run_id: str | None) -> Store | None:
+def merge_in_memory(store: Store, checkpoint: CheckpointId, run_id: str | None) -> Store | None:
     """Return a store with the manifest that a save lacks; None if it has one by now.
 
     For readers, which must not commit what a living writer may be about to commit or refuse.
@@ -73,10 +74,10 @@ def merge_in_memory(store: Store, step: int, attempt: int, run_id: str | None) -
         RetryLater: the store failed.
     """
     for copy in store.copies():
-        saved = list_home(copy, step=step).saved.get((step, attempt))
+        saved = list_home(copy, step=checkpoint.step).saved.get(checkpoint)
         merged = None if saved is None else merge_saved(copy, saved, run_id)
         if merged is not None:
             made = MemoryStore("manifest")
-            made.put(names.manifest(step, attempt), manifests.document(merged))
+            made.put(names.manifest(checkpoint.step, checkpoint.attempt), manifests.document(merged))
             return made
     return None

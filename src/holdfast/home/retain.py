@@ -13,10 +13,11 @@ from holdfast.failpoint import failpoint
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Ancestors
 from holdfast.home.commit import MAX_REFUSALS
 from holdfast.home.deletion import delete_files
-from holdfast.home.listing import CheckpointId, files_of
+from holdfast.home.listing import files_of
 from holdfast.home.metrics import read_metrics
 from holdfast.retention import Keep, line_of
 from holdfast.store import Store
@@ -53,12 +54,12 @@ class Unwanted:
         """Return the checkpoints of these steps that are older than the newest one."""
         while self._added:
             self._steps.add(self._added.popleft())
-        return {one for one in saved if one[1] in self._steps and one < newest}
+        return {one for one in saved if one.step in self._steps and one < newest}
 
     def drop(self, *, before: CheckpointId, except_for: Collection[CheckpointId]) -> None:
         """Drop the steps that were found before a checkpoint, and are deleted now."""
-        left = {before[1], *(step for _, step in except_for)}
-        self._steps = {step for step in self._steps if step in left or step > before[1]}
+        left = {before.step, *(one.step for one in except_for)}
+        self._steps = {step for step in self._steps if step in left or step > before.step}
 
 
 class Retention:
@@ -123,15 +124,17 @@ class Retention:
         """
         files = files_of(self.store)
         complete = {
-            found for found, its_names in files.items() if names.manifest(found[1], found[0]) in its_names
+            found
+            for found, its_names in files.items()
+            if names.manifest(found.step, found.attempt) in its_names
         }
         skipped = skipped_in(files)
         spared = skipped | {newest} | set(in_work)
         doomed = self._superfluous(complete - skipped, newest, ancestors, files)
-        oldest_kept = newest if self.keep.last is not None else (newest[0], -1)
+        oldest_kept = newest if self.keep.last is not None else CheckpointId(attempt=newest.attempt, step=-1)
         doomed |= {found for found in files if found not in complete and found < oldest_kept}
         doomed |= self._unwanted.find(files, newest)
-        refusals = _newest_refusals(files, newest[0])
+        refusals = _newest_refusals(files, newest.attempt)
         for found in sorted(doomed - spared):
             its_names = files[found]
             if found in complete:
@@ -139,19 +142,21 @@ class Retention:
             else:
                 its_names = [name for name in its_names if name not in refusals]
             if its_names:
-                if found[0] == newest[0]:
+                if found.attempt == newest.attempt:
                     self._refuse_incomplete(found, files[found])
                 delete_files(self.store, its_names, on_deleted=_pass_manifest)
                 self._healthy.pop(found, None)
                 self._metrics.pop(found, None)
-                yield Deleted(*found, was_complete=found in self._was_complete)
+                yield Deleted(
+                    attempt=found.attempt, step=found.step, was_complete=found in self._was_complete
+                )
             self._was_complete.discard(found)
         self._unwanted.drop(before=newest, except_for=in_work)
         self._has_cleaned_up = True
 
     def _refuse_incomplete(self, found: CheckpointId, its_names: Sequence[str]) -> None:
-        if found not in self._was_complete and names.refusal(found[1], found[0]) not in its_names:
-            self._refuse(found[1])
+        if found not in self._was_complete and names.refusal(found.step, found.attempt) not in its_names:
+            self._refuse(found.step)
 
     def _superfluous(
         self,
@@ -174,14 +179,14 @@ class Retention:
         if len(kept) < len(line.current):
             kept.update(itertools.islice(filter(self._is_healthy, line.current), 1))
         if len(kept) < len(line.current) and self._healthy_back is not None:
-            kept |= self._healthy_before(line.current, newest[1] - self._healthy_back)
-        abandoned = {found for found in line.superseded if found[1] <= newest[1]}
+            kept |= self._healthy_before(line.current, newest.step - self._healthy_back)
+        abandoned = {found for found in line.superseded if found.step <= newest.step}
         return set(line.current) - kept | abandoned
 
     def _healthy_before(self, line: Sequence[CheckpointId], upto: int) -> set[CheckpointId]:
         """Return the newest healthy checkpoint up to a step, and its successor."""
         healthy = [found for found in line if self._is_healthy(found)]
-        before = [found for found in healthy if found[1] <= upto]
+        before = [found for found in healthy if found.step <= upto]
         return {*before[:1], *healthy[: len(healthy) - len(before)][-1:]}
 
     def _values(
@@ -192,9 +197,9 @@ class Retention:
         if self.keep.best is None or metric is None:
             return {}, set()
         for found in line:
-            if found not in self._metrics and names.metrics(found[1], found[0]) in files[found]:
+            if found not in self._metrics and names.metrics(found.step, found.attempt) in files[found]:
                 try:
-                    self._metrics[found] = read_metrics(self.store, found[1], found[0])
+                    self._metrics[found] = read_metrics(self.store, found)
                 except (Corrupt, Unsupported):
                     self._metrics[found] = None
         known = {found: self._metrics[found] for found in line if found in self._metrics}
@@ -204,7 +209,7 @@ class Retention:
     def _is_readable(self, found: CheckpointId) -> bool:
         """Return True if the manifest can be read. Others are neither counted nor deleted."""
         if found not in self._healthy:
-            name = names.manifest(found[1], found[0])
+            name = names.manifest(found.step, found.attempt)
             try:
                 manifest = manifests.parse(self.store.get(name), name)
             except (Corrupt, NotFound, Unsupported):
@@ -254,12 +259,12 @@ class ShareRetention:
         older = [one for one in saved - skipped if one <= complete]
         line = line_of(older, complete, self._ancestors(files.get(complete, [])))
         kept = self.keep.kept(line.current) | {complete} | set(needed) | skipped
-        doomed = set(line.current) | {one for one in line.superseded if one[1] <= complete[1]}
+        doomed = set(line.current) | {one for one in line.superseded if one.step <= complete.step}
         half_done = {one for one in files if one not in saved and one < complete}
         unwanted = self._unwanted.find(saved, complete) - skipped - set(needed)
         for one in sorted((doomed | half_done) - kept | unwanted):
             delete_files(self.store, files[one], on_deleted=lambda _: failpoint("keeper.retain"))
-            yield Deleted(*one, was_complete=one in saved)
+            yield Deleted(attempt=one.attempt, step=one.step, was_complete=one in saved)
         self._unwanted.drop(before=complete, except_for=needed)
 
     def _is_chosen(self, facts: names.Parsed) -> bool:
@@ -291,10 +296,10 @@ def skipped_in(files: Mapping[CheckpointId, Sequence[str]]) -> set[CheckpointId]
     found = {
         one
         for one, its_names in files.items()
-        if names.skipped(one[1], one[0]) in its_names and its_names[1:]
+        if names.skipped(one.step, one.attempt) in its_names and its_names[1:]
     }
-    attempts = sorted({attempt for attempt, _ in found}, reverse=True)[:_MAX_SKIPPED_ATTEMPTS]
-    return {one for one in found if one[0] in attempts}
+    attempts = sorted({one.attempt for one in found}, reverse=True)[:_MAX_SKIPPED_ATTEMPTS]
+    return {one for one in found if one.attempt in attempts}
 
 
 def _is_described(name: str) -> bool:
@@ -306,9 +311,9 @@ def _is_described(name: str) -> bool:
 def _newest_refusals(files: Mapping[CheckpointId, Sequence[str]], attempt: int) -> set[str]:
     """Return the names of the newest refusals of an attempt, at most `MAX_REFUSALS`."""
     refused = sorted(
-        step
-        for (number, step), its_names in files.items()
-        if number == attempt and names.refusal(step, attempt) in its_names
+        one.step
+        for one, its_names in files.items()
+        if one.attempt == attempt and names.refusal(one.step, attempt) in its_names
     )
     return {names.refusal(step, attempt) for step in refused[-MAX_REFUSALS:]}
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from holdfast.errors import Conflict, Corrupt, Denied, NotFound, RetryLater, Unsupported
 from holdfast.format import names, run
+from holdfast.format.names import CheckpointId
+from holdfast.format.part import Ancestors
 from holdfast.home.documents import read_manifest
-from holdfast.home.listing import CheckpointId, candidates, list_home
-from holdfast.retention import Ancestors, line_of
+from holdfast.home.listing import candidates, list_home
+from holdfast.retention import line_of
 from holdfast.store.contract import Store
 
 _MAX_RECORDS = 10_000
@@ -29,7 +31,7 @@ class Rollbacks:
 
     def superseding(self, one: CheckpointId) -> run.Rollback | None:
         """Return the rollback that a checkpoint was left behind in; None without one."""
-        return next((rollback for rollback in self.found if rollback.supersedes(*one)), None)
+        return next((rollback for rollback in self.found if rollback.supersedes(one)), None)
 
     def skipped(self) -> dict[str, list[tuple[int, int]]]:
         """Return the ranges of samples to leave out, by the key of an object."""
@@ -109,7 +111,7 @@ def find_healthy(
     """
     found: set[CheckpointId] = set()
     for store in stores:
-        complete = [one for one in candidates(list_home(store)) if one[1] <= upto_step]
+        complete = [one for one in candidates(list_home(store)) if one.step <= upto_step]
         line = line_of(complete, newest, ancestors).current
         healthy = (one for one in line if _is_healthy(store, one, run_id))
         found.update(itertools.islice(healthy, _MAX_CHOICES))
@@ -117,8 +119,7 @@ def find_healthy(
 
 
 def _is_healthy(store: Store, one: CheckpointId, run_id: str) -> bool:
-    attempt, step = one
     try:
-        return read_manifest(store, step, attempt, run_id).health.healthy is True
+        return read_manifest(store, one, run_id).health.healthy is True
     except (Conflict, Corrupt, NotFound, Unsupported):
         return False

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
+from holdfast.format.names import CheckpointId
 from holdfast.home.documents import read_run
 from holdfast.home.listing import list_home
 from holdfast.store.contract import Store
@@ -26,6 +27,11 @@ class Skipped:
     attempt: int
     reason: str
     is_superseded: bool = False  # a newer attempt resumed from an older one; its bytes are good
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """Its attempt and step."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -> None:
@@ -44,32 +50,32 @@ def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -
             found = read_run(store)
             run_id = found.id if found else None
     for one in skipped:
-        saved = list_home(store, step=one.step).saved.get((one.step, one.attempt))
+        saved = list_home(store, step=one.step).saved.get(one.checkpoint_id)
         if one.is_superseded or saved is None or saved.was_skipped:
             continue
         note = run.SkippedNote(run_id or "", one.attempt, one.step, one.reason, noted_unix_s=time.time())
         store.put(names.skipped(one.step, one.attempt), run.document(note))
 
 
-def drop_note(store: Store, step: int, attempt: int) -> None:
+def drop_note(store: Store, checkpoint: CheckpointId) -> None:
     """Delete the note about a checkpoint that was restored and verified whole.
 
     Raises:
         Denied: the store cannot be written to.
         RetryLater: the store failed.
     """
-    name = names.skipped(step, attempt)
+    name = names.skipped(checkpoint.step, checkpoint.attempt)
     if store.size(name) is not None:
         store.delete(name)
 
 
-def read_reason(store: Store, step: int, attempt: int) -> str:
+def read_reason(store: Store, checkpoint: CheckpointId) -> str:
     """Return the reason why a restore has skipped a checkpoint, from its note.
 
     Raises:
         RetryLater: the store failed.
     """
-    name = names.skipped(step, attempt)
+    name = names.skipped(checkpoint.step, checkpoint.attempt)
     try:
         return run.parse(run.SkippedNote, store.get(name), name).reason
     except (Corrupt, NotFound, Unsupported) as error:

@@ -58,7 +58,6 @@ def measure_space(home: str) -> SaveSpace | None:
     newest = next(iter(candidates(listing)), None)
     if newest is None:
         return None
-    attempt, step = newest
-    saved = listing.saved[step, attempt]
+    saved = listing.saved[newest]
     needed = sum(saved.data.values()) + sum(saved.parts.values()) + (saved.manifest_bytes or 0)
     return SaveSpace(home, needed, free_bytes(home))

@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from holdfast.errors import ERRORS, Denied, HoldfastError, InvalidInput, RetryLater
+from holdfast.format.names import CheckpointId
 from holdfast.home.metrics import SaveValues
 from holdfast.keeper import messages
 from holdfast.keeper.config import KeeperConfig
@@ -178,11 +179,11 @@ class Keeper(KeeperOwner):
             if save.failed is not None or save.is_settled_in_home:
                 return
             self._towards_home[save.step] = save
-            self.drain_checkpoint(self.config.attempt, save.step)
+            self.drain_checkpoint(CheckpointId(attempt=self.config.attempt, step=save.step))
 
-    def drain_checkpoint(self, attempt: int, step: int) -> None:
+    def drain_checkpoint(self, checkpoint: CheckpointId) -> None:
         """Send a checkpoint of the local tier home, of any attempt."""
-        self._supervisor.send(messages.DrainCheckpoint(attempt, step))
+        self._supervisor.send(messages.DrainCheckpoint(attempt=checkpoint.attempt, step=checkpoint.step))
 
     def send_best(self, steps: Sequence[int], *, is_due: bool) -> None:
         """Send the steps of this attempt's best saves.
@@ -208,10 +209,10 @@ class Keeper(KeeperOwner):
         values = messages.encode_metrics(metrics.values)
         self._send_surely(messages.UpdateMetrics(step, values, dict(metrics.of_steps)))
 
-    def mark_complete(self, attempt: int, step: int) -> None:
+    def mark_complete(self, checkpoint: CheckpointId) -> None:
         """Notify the keeper that a checkpoint is complete. Its files are in folders of several hosts."""
         with self._lock:
-            self._complete = messages.MarkComplete(attempt, step)
+            self._complete = messages.MarkComplete(attempt=checkpoint.attempt, step=checkpoint.step)
             self._supervisor.send(self._complete)
 
     def record(
@@ -328,7 +329,7 @@ class Keeper(KeeperOwner):
         for message in self._unsaved:
             self._supervisor.send(message)
         for step in self._towards_home:
-            self.drain_checkpoint(self.config.attempt, step)
+            self.drain_checkpoint(CheckpointId(attempt=self.config.attempt, step=step))
         for message in (*self._deletions, *self._best, self._complete):
             if message is not None:
                 self._supervisor.send(message)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.format import names
 from holdfast.format.health import MAX_BEFORE, Squares
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Ancestors
 from holdfast.health.replicas import ReplicaWatch
 from holdfast.home.commit import check_not_refused, commit, is_committed, read_committed, refuse, was_retired
 from holdfast.home.documents import read_manifest
-from holdfast.home.listing import CheckpointId, missing_ranks
+from holdfast.home.listing import missing_ranks
 from holdfast.home.retain import Retention
 from holdfast.home.writer import WriterId
 from holdfast.keeper.config import KeeperConfig
@@ -135,8 +136,7 @@ class CommitTier:
             self._squares = deque(maxlen=MAX_BEFORE)
             with contextlib.suppress(Corrupt, NotFound, Unsupported):  # it may be in another tier only
                 if ancestors:
-                    (attempt, step), writer = ancestors[-1], self._config.writer
-                    base = read_manifest(self._store, step, attempt, writer.run).health
+                    base = read_manifest(self._store, ancestors[-1], self._config.writer.run).health
                     found = base.before if base.healthy is False else (*base.before, base.squares)
                     self._squares.extend(found)
         return tuple(self._squares)
@@ -248,7 +248,7 @@ class CommitTier:
         Args:
             is_late: they have changed since the save was persisted, so that another one may be the best now.
         """
-        self._retention.note_metrics((self._config.attempt, step), metrics)
+        self._retention.note_metrics(CheckpointId(attempt=self._config.attempt, step=step), metrics)
         if is_late and self._config.keep_best is not None and self._newest is not None:
             self._retention_thread.request()
 
@@ -272,8 +272,9 @@ class CommitTier:
     def _retain(self) -> None:
         assert self._newest is not None
         step, ancestors = self._newest
+        newest = CheckpointId(attempt=self._config.attempt, step=step)
         with self._reports.retention_errors(step, self._reports.tier):
-            old = self._retention.apply((self._config.attempt, step), ancestors, self._in_work())
+            old = self._retention.apply(newest, ancestors, self._in_work())
             delete_old(self._store, old, self._reports, self._reports.tier)
 
 

@@ -13,11 +13,12 @@ from holdfast.errors import Conflict, Corrupt, Denied, HoldfastError, Internal, 
 from holdfast.failpoint import failpoint
 from holdfast.format import names
 from holdfast.format import part as parts
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Ancestors, DataFile, Part
 from holdfast.health.replicas import ReplicaDifference, ReplicaWatch
 from holdfast.home.attempts import check_not_fenced
 from holdfast.home.commit import check_not_refused, publish
-from holdfast.home.listing import CheckpointId, scan
+from holdfast.home.listing import scan
 from holdfast.home.metrics import copy_metrics
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.drain_plan import DrainPlan, FullDrain, PartialDrain, Sizes
@@ -45,6 +46,11 @@ class Drained:
     error: HoldfastError | None = None
     is_over: bool = True  # False if it will be tried again
 
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """Its attempt and step."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
+
 
 class Drain:
     """Thread that copies this rank's files of each checkpoint that is due. Rank 0 also writes the manifest.
@@ -68,7 +74,7 @@ class Drain:
         self._replicas = ReplicaWatch()
         self._due: set[CheckpointId] = set()
         self._requested: set[CheckpointId] = set()  # copied even after newer ones
-        self._newest: CheckpointId = (0, 0)  # newest one that a copy was begun of
+        self._newest = CheckpointId(attempt=0, step=0)  # newest one that a copy was begun of
         self._best: set[CheckpointId] = set()  # copied when no other is due; newer ones do not replace them
         self._in_home: set[CheckpointId] = set()
         self._new_metrics: set[CheckpointId] = set()  # whose metrics have changed since they were copied
@@ -80,22 +86,22 @@ class Drain:
         self._thread = threading.Thread(target=self._run, name="holdfast-drain", daemon=True)
         self._thread.start()
 
-    def submit(self, attempt: int, step: int) -> None:
+    def submit(self, checkpoint: CheckpointId) -> None:
         """Copy a checkpoint that is complete in the local tier, and that the trainer requests."""
         with self._changed:
-            self._requested.add((attempt, step))
-            self._due.add((attempt, step))
+            self._requested.add(checkpoint)
+            self._due.add(checkpoint)
             self._changed.notify_all()
 
-    def submit_due(self, attempt: int, step: int) -> None:
+    def submit_due(self, checkpoint: CheckpointId) -> None:
         """Copy a new checkpoint of the local tier, unless a newer one was begun before.
 
         Keepers may process the same checkpoints in another order. If one of them returned to an older
         checkpoint, it would wait there for files that the others no longer send.
         """
         with self._changed:
-            if (attempt, step) > self._newest:
-                self._due.add((attempt, step))
+            if checkpoint > self._newest:
+                self._due.add(checkpoint)
                 self._changed.notify_all()
 
     def set_best(self, found: set[CheckpointId]) -> None:
@@ -104,10 +110,10 @@ class Drain:
             self._best = found - self._in_home
             self._changed.notify_all()
 
-    def update_metrics(self, attempt: int, step: int) -> None:
+    def update_metrics(self, checkpoint: CheckpointId) -> None:
         """Copy the metrics of a checkpoint again, if it is in home."""
         with self._changed:
-            self._new_metrics.add((attempt, step))
+            self._new_metrics.add(checkpoint)
             self._changed.notify_all()
 
     def needed(self) -> set[CheckpointId]:
@@ -153,7 +159,7 @@ class Drain:
                         failing_since_s = None
                         self._best.discard(one)
                     self._current = None
-                self._on_drained(Drained(*one, error=error, is_over=not retry))
+                self._on_drained(Drained(attempt=one.attempt, step=one.step, error=error, is_over=not retry))
                 if isinstance(error, Conflict):  # fenced: the newer attempt drains
                     return
                 if retry and failing_since_s is not None:
@@ -186,7 +192,7 @@ class Drain:
             raise
         except Exception as error:
             raise Internal(
-                f"The drain of step {one[1]} failed because of a bug in Holdfast: {error!r}.", step=one[1]
+                f"The drain of step {one.step} failed because of a bug in Holdfast: {error!r}.", step=one.step
             ) from error
 
     def _pop_newest(self) -> CheckpointId | None:
@@ -218,25 +224,25 @@ class Drain:
         if not newer and (is_wanted or waited_s < _OVERTAKEN_S):
             return False
         found = [facts for _, facts in scan(self._home, "step-")]
-        begun = {(facts.attempt, facts.step) for facts in found if facts.rank >= 0}
-        complete = {(facts.attempt, facts.step) for facts in found if facts.kind == "manifest"}
+        begun = {facts.checkpoint_id for facts in found if facts.rank >= 0}
+        complete = {facts.checkpoint_id for facts in found if facts.kind == "manifest"}
         return not newer.isdisjoint(begun) or (not is_wanted and max(complete, default=one) > one)
 
     # -- one checkpoint --------------------------------------------------------------------------------------
 
     def _copy(self, one: CheckpointId) -> Drained | None:
         """Copy one checkpoint. Return None if a newer one has become due meanwhile."""
-        attempt, step = one
+        attempt, step = one.attempt, one.step
         began = time.monotonic()
         name = names.manifest(step, attempt)
-        plan = self._plan(attempt, step)
+        plan = self._plan(one)
         check_not_fenced(self._home, self._config.attempt)
         in_home = self._sizes(step)
         if 0 in plan.ranks:  # before the manifest: a complete checkpoint has its metrics
             with self._changed:
                 self._new_metrics.discard(one)
-            copy_metrics(self._local, self._home, step, attempt)
-        num_bytes = sum(self._copy_rank(attempt, step, rank, in_home) for rank in plan.ranks)
+            copy_metrics(self._local, self._home, one)
+        num_bytes = sum(self._copy_rank(one, rank, in_home) for rank in plan.ranks)
         changed_s, before = time.monotonic(), in_home
         while name not in (in_home := self._sizes(step)):
             document = plan.manifest(in_home) if self._config.rank == 0 else None
@@ -256,24 +262,30 @@ class Drain:
             self._wait_for_others(plan, step, in_home, time.monotonic() - changed_s)
         self._home.sync(names.step_dir(step))  # the writer of the manifest may not have reached its own sync
         ancestors = plan.ancestors() if self._config.rank == 0 else ()
-        return Drained(attempt, step, num_bytes, time.monotonic() - began, ancestors)
+        return Drained(
+            attempt=attempt,
+            step=step,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - began,
+            ancestors=ancestors,
+        )
 
-    def _plan(self, attempt: int, step: int) -> DrainPlan:
+    def _plan(self, one: CheckpointId) -> DrainPlan:
         if self._config.is_node_local:
-            return PartialDrain(self._local, self._home, self._config, attempt, step, replicas=self._replicas)
-        return FullDrain(self._local, self._config, attempt, step)
+            return PartialDrain(self._local, self._home, self._config, one, replicas=self._replicas)
+        return FullDrain(self._local, self._config, one)
 
     def _sizes(self, step: int) -> Sizes:
         return {entry.name: entry.num_bytes for entry in self._home.list(f"{names.step_dir(step)}/")}
 
-    def _copy_rank(self, attempt: int, step: int, rank: int, in_home: Sizes) -> int:
-        name = names.part(step, attempt, rank)
+    def _copy_rank(self, one: CheckpointId, rank: int, in_home: Sizes) -> int:
+        name = names.part(one.step, one.attempt, rank)
         text = self._local.get(name)
         part = parts.parse(text, name)
         num_bytes = 0
         if part.frozen is not None:
             num_bytes += self._copy_frozen(part, part.frozen, in_home)
-        num_bytes += self._copy_file(names.data(step, attempt, rank), part.file, in_home)
+        num_bytes += self._copy_file(names.data(one.step, one.attempt, rank), part.file, in_home)
         if in_home.get(name) != len(text):
             self._put_part(name, text, exists=name in in_home)
         return num_bytes
@@ -347,10 +359,10 @@ class Drain:
         """Copy metrics that have changed. A failure is ignored: the next change sends all of them again."""
         with self._changed:
             changed, self._new_metrics = self._new_metrics, set[CheckpointId]()
-        for attempt, step in changed:
+        for one in changed:
             with contextlib.suppress(HoldfastError):
-                if self._home.size(names.manifest(step, attempt)) is not None:  # else copied with the rest
-                    copy_metrics(self._local, self._home, step, attempt)
+                if self._home.size(names.manifest(one.step, one.attempt)) is not None:
+                    copy_metrics(self._local, self._home, one)  # else copied with the rest
 
     def _copy_history(self) -> None:
         """Copy this attempt's log. It is for people, so after a failure the next copy is enough."""

@@ -10,6 +10,7 @@ from typing_extensions import override
 from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format import part as parts
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Ancestors, Part
 from holdfast.health.replicas import ReplicaWatch
 from holdfast.home.commit import merge_parts
@@ -52,8 +53,8 @@ class FullDrain(DrainPlan):
         RetryLater: the store failed.
     """
 
-    def __init__(self, local: Store, config: KeeperConfig, attempt: int, step: int) -> None:
-        name = names.manifest(step, attempt)
+    def __init__(self, local: Store, config: KeeperConfig, checkpoint: CheckpointId) -> None:
+        name = names.manifest(checkpoint.step, checkpoint.attempt)
         self._document = local.get(name)
         self._manifest = manifests.parse(self._document, name)
         world_size = self._manifest.world_size
@@ -94,17 +95,16 @@ class PartialDrain(DrainPlan):
         local: Store,
         home: Store,
         config: KeeperConfig,
-        attempt: int,
-        step: int,
+        checkpoint: CheckpointId,
         *,
         replicas: ReplicaWatch | None = None,
     ) -> None:
         self._home, self._config, self._replicas = home, config, replicas
-        self._attempt, self._step = attempt, step
+        self._checkpoint = checkpoint
         self._sizes: dict[int, Sizes] = {}  # of the files that a part names, by saved rank
         self._world_size: int | None = None
-        found = (facts for _, facts in scan_step(local, step) if facts.kind == "part")
-        saved = {facts.rank for facts in found if facts.attempt == attempt}
+        found = (facts for _, facts in scan_step(local, checkpoint.step) if facts.kind == "part")
+        saved = {facts.rank for facts in found if facts.attempt == checkpoint.attempt}
         self.ranks = tuple(rank for rank in sorted(saved) if config.is_responsible_for(rank))
 
     @override
@@ -123,10 +123,9 @@ class PartialDrain(DrainPlan):
             merge_parts(
                 self._home,
                 self._config.writer,
-                self._attempt,
-                self._step,
+                self._checkpoint,
                 self._world_size,
-                replicas=self._replicas if self._attempt == self._config.attempt else None,
+                replicas=self._replicas if self._checkpoint.attempt == self._config.attempt else None,
             )
         )
 
@@ -146,7 +145,7 @@ class PartialDrain(DrainPlan):
             return ["any part"]
         expected = {name: size for sizes in self._sizes.values() for name, size in sizes.items()}
         absent = sorted(set(range(self._world_size)) - self._sizes.keys())
-        absent_parts = [names.part(self._step, self._attempt, rank) for rank in absent]
+        absent_parts = [names.part(self._checkpoint.step, self._checkpoint.attempt, rank) for rank in absent]
         return absent_parts + _missing(expected, in_home)
 
     @override
@@ -158,17 +157,17 @@ class PartialDrain(DrainPlan):
             Corrupt: its manifest is damaged.
             RetryLater: home failed.
         """
-        name = names.manifest(self._step, self._attempt)
+        name = names.manifest(self._checkpoint.step, self._checkpoint.attempt)
         return manifests.parse(self._home.get(name), name).ancestors
 
     def _ranks_in(self, in_home: Sizes) -> Iterator[int]:
         for name in in_home:
             facts = names.parse(name)
-            if facts and facts.kind == "part" and facts.attempt == self._attempt:
+            if facts and facts.kind == "part" and facts.attempt == self._checkpoint.attempt:
                 yield facts.rank
 
     def _read_sizes(self, rank: int, in_home: Sizes) -> Sizes:
-        name = names.part(self._step, self._attempt, rank)
+        name = names.part(self._checkpoint.step, self._checkpoint.attempt, rank)
         part: Part = parts.parse(self._home.get(name), name)
         self._world_size = part.world_size
         return {name: in_home[name]} | {file: facts.num_bytes for file, facts in part.files.items()}

@@ -8,6 +8,7 @@ from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupport
 from holdfast.format import names
 from holdfast.format import part as parts
 from holdfast.format.hashes import chunk_bytes_for, hash_chunks
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import DataFile
 from holdfast.home.listing import scan
 from holdfast.keeper import rate
@@ -110,15 +111,15 @@ class FrozenFile:
         """Return the newest file, after one search for those of earlier keepers and attempts."""
         if self._newest is None and not self._has_searched:
             self._has_searched = True
-            for attempt, step in sorted(self._saves_with_frozen(), reverse=True):
-                name = names.part(step, attempt, self._config.rank)
+            for one in sorted(self._saves_with_frozen(), reverse=True):
+                name = names.part(one.step, one.attempt, self._config.rank)
                 with contextlib.suppress(Corrupt, NotFound, Unsupported):
                     found = parts.parse(self._store.get(name), name).frozen
                     if found is not None:
-                        self._newest = names.frozen(step, attempt, self._config.rank), found
+                        self._newest = names.frozen(one.step, one.attempt, self._config.rank), found
                         break
         return self._newest
 
-    def _saves_with_frozen(self) -> list[tuple[int, int]]:
+    def _saves_with_frozen(self) -> list[CheckpointId]:
         found = (facts for _, facts in scan(self._store, "step-") if facts.kind == "frozen")
-        return [(facts.attempt, facts.step) for facts in found if facts.rank == self._config.rank]
+        return [facts.checkpoint_id for facts in found if facts.rank == self._config.rank]

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from holdfast.errors import Conflict
-from holdfast.home.listing import CheckpointId
+from holdfast.format.names import CheckpointId
 from holdfast.home.retain import Retention
 from holdfast.keeper.config import KeeperConfig
 from holdfast.keeper.drain import Drain, Drained
@@ -62,7 +62,7 @@ class HomeTier:
             self._unchecked.append(checkpoint)
             return
         if is_ready:
-            self._drain.submit(*checkpoint)
+            self._drain.submit(checkpoint)
         else:
             self._wanted.add(checkpoint)
 
@@ -76,9 +76,9 @@ class HomeTier:
         """Drain a new checkpoint if it is due in home, or was requested."""
         if checkpoint in self._wanted:
             self._wanted.discard(checkpoint)
-            self._drain.submit(*checkpoint)
+            self._drain.submit(checkpoint)
         elif is_due:
-            self._drain.submit_due(*checkpoint)
+            self._drain.submit_due(checkpoint)
         elif checkpoint in self._due_best:
             self._drain_best()
 
@@ -103,7 +103,7 @@ class HomeTier:
     def set_metrics(self, checkpoint: CheckpointId, metrics: Mapping[str, float]) -> None:
         """Copy the changed metrics of a checkpoint, if it is in home."""
         self._retention.note_metrics(checkpoint, metrics)
-        self._drain.update_metrics(*checkpoint)
+        self._drain.update_metrics(checkpoint)
 
     def delete(self, step: int) -> None:
         """Delete the checkpoints of a step, after the next drain or at the end."""
@@ -118,7 +118,7 @@ class HomeTier:
         Blocks: until home has everything, or has failed for too long.
         """
         if newest is not None:
-            self._drain.submit(*newest)
+            self._drain.submit(newest)
             self.set_best(self._best, is_due=True)
         self._drain.close()
         if self._config.rank == 0 and self._newest is not None and self._retention.is_due:
@@ -129,9 +129,12 @@ class HomeTier:
         error = drained.error
         if error is None:
             self._is_failing = False
-            checkpoint = drained.attempt, drained.step
-            self._on_arrived(checkpoint)  # first: after the report the trainer may end this process
-            self._reports.arrived_home(checkpoint, num_bytes=drained.num_bytes, seconds=drained.seconds)
+            self._on_arrived(
+                drained.checkpoint_id
+            )  # first: after the report the trainer may end this process
+            self._reports.arrived_home(
+                drained.checkpoint_id, num_bytes=drained.num_bytes, seconds=drained.seconds
+            )
             self._note_newest(drained)
             if self._config.rank == 0 and self._retention.is_due:
                 self._retain(drained.step)
@@ -146,7 +149,7 @@ class HomeTier:
 
     def _note_newest(self, drained: Drained) -> None:
         newest = self._newest  # one of the best may be drained after it
-        if newest is None or (drained.attempt, drained.step) > (newest.attempt, newest.step):
+        if newest is None or drained.checkpoint_id > newest.checkpoint_id:
             self._newest = drained
 
     def _retain(self, step: int) -> None:
@@ -154,5 +157,5 @@ class HomeTier:
         assert newest is not None
         with self._reports.retention_errors(step, "home"):
             # Other ranks may have copied their files of a checkpoint that this rank has yet to copy.
-            old = self._retention.apply((newest.attempt, newest.step), newest.ancestors, self.needed)
+            old = self._retention.apply(newest.checkpoint_id, newest.ancestors, self.needed)
             delete_old(self._store, old, self._reports, "home")

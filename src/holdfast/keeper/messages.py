@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeAlias, get_args
 
 from holdfast.documents import MAX_COUNT, decode_object, read_dataclass, refuse
+from holdfast.format.names import CheckpointId
 from holdfast.format.run import encode_metric
-from holdfast.home.listing import CheckpointId
 from holdfast.home.metrics import SaveValues
 from holdfast.keeper.config import KeeperConfig
 
@@ -87,9 +87,9 @@ class DrainCheckpoint:
     step: int
 
     @property
-    def id(self) -> CheckpointId:
+    def checkpoint_id(self) -> CheckpointId:
         """Its attempt and step."""
-        return self.attempt, self.step
+        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ class MarkComplete:
     step: int
 
     @property
-    def id(self) -> CheckpointId:
+    def checkpoint_id(self) -> CheckpointId:
         """Its attempt and step."""
-        return self.attempt, self.step
+        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.environment import report_progress
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, RetryLater
+from holdfast.format.names import CheckpointId
 from holdfast.health.replicas import ReplicaDifference
 from holdfast.home.history import History
-from holdfast.home.listing import CheckpointId
 from holdfast.home.retain import Deleted
 from holdfast.keeper import messages
 from holdfast.keeper.inbox import TrainerInbox
@@ -81,12 +81,12 @@ class Reports:
 
     def arrived_home(self, checkpoint: CheckpointId, *, num_bytes: int, seconds: float) -> None:
         """Report that a checkpoint is complete in home."""
-        attempt, step = checkpoint
-        detail = "" if attempt == self.history.writer.attempt else f"attempt {attempt}"
+        is_own = checkpoint.attempt == self.history.writer.attempt
+        detail = "" if is_own else f"attempt {checkpoint.attempt}"
         self._report(
             "drained",
-            messages.ArrivedHome(step),
-            step=step,
+            messages.ArrivedHome(checkpoint.step),
+            step=checkpoint.step,
             num_bytes=num_bytes,
             seconds=seconds,
             detail=detail,

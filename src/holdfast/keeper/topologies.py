@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from holdfast.errors import RetryLater
 from holdfast.format import names
-from holdfast.home.listing import CheckpointId
+from holdfast.format.names import CheckpointId
 from holdfast.home.retain import ShareRetention
 from holdfast.keeper.commit_tier import Committed, CommitTier, PendingSave
 from holdfast.keeper.config import KeeperConfig
@@ -184,12 +184,16 @@ class LocalTopology(Topology):
 
     @override
     def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
-        self._home.set_best({(self._attempt, step) for step in steps}, is_due=is_due)
+        self._home.set_best({self._checkpoint(step) for step in steps}, is_due=is_due)
 
     @override
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
         if is_late:  # otherwise they are drained with the save
-            self._home.set_metrics((self._attempt, step), metrics)
+            self._home.set_metrics(self._checkpoint(step), metrics)
+
+    def _checkpoint(self, step: int) -> CheckpointId:
+        """Return the checkpoint of a step of this attempt."""
+        return CheckpointId(attempt=self._attempt, step=step)
 
 
 class SharedLocal(LocalTopology):
@@ -222,7 +226,7 @@ class SharedLocal(LocalTopology):
     @override
     def finish(self, save: PendingSave, committed: Committed, seconds: float) -> None:
         self._reports.committed(save.step, num_bytes=save.num_bytes, seconds=seconds)
-        self._home.add_committed((self._attempt, save.step), is_due=save.to_home)
+        self._home.add_committed(self._checkpoint(save.step), is_due=save.to_home)
         self._tier.add_committed(save.step, committed.ancestors)
 
     @override
@@ -235,8 +239,7 @@ class SharedLocal(LocalTopology):
         self._tier.delete(step)
 
     def _is_committed(self, checkpoint: CheckpointId) -> bool:
-        attempt, step = checkpoint
-        return self._store.size(names.manifest(step, attempt)) is not None
+        return self._store.size(names.manifest(checkpoint.step, checkpoint.attempt)) is not None
 
     @property
     @override
@@ -255,7 +258,7 @@ class SharedLocal(LocalTopology):
     @override
     def close(self, *, with_newest: bool) -> None:
         newest = self._tier.newest_step if with_newest else None
-        self._home.close(None if newest is None else (self._attempt, newest))
+        self._home.close(None if newest is None else self._checkpoint(newest))
         self._tier.join_retention()
 
 
@@ -290,7 +293,7 @@ class NodeLocal(LocalTopology):
     def finish(self, save: PendingSave, committed: Committed, seconds: float) -> None:
         self._reports.durable(save.step)
         self._newest_step = max(save.step, self._newest_step or 0)
-        self._home.add_committed((self._attempt, save.step), is_due=save.to_home)
+        self._home.add_committed(self._checkpoint(save.step), is_due=save.to_home)
 
     @override
     def delete(self, step: int) -> None:
@@ -301,23 +304,26 @@ class NodeLocal(LocalTopology):
 
     def _may_be_complete(self, checkpoint: CheckpointId) -> bool:
         """Return True if a checkpoint is complete as far as this folder shows."""
-        attempt, step = checkpoint
-        is_own = attempt == self._attempt
-        return not is_own or self._store.size(names.part(step, attempt, self._config.rank)) is not None
+        if checkpoint.attempt != self._attempt:
+            return True
+        own = names.part(checkpoint.step, checkpoint.attempt, self._config.rank)
+        return self._store.size(own) is not None
 
     def _on_arrived(self, checkpoint: CheckpointId) -> None:
         self._in_home = max(checkpoint, self._in_home or checkpoint)
-        self._inbox.put(MarkComplete(*checkpoint))
+        self._inbox.put(MarkComplete(attempt=checkpoint.attempt, step=checkpoint.step))
 
     @override
     def mark_complete(self, checkpoint: CheckpointId) -> None:
         if self._complete is not None and checkpoint <= self._complete:
             return
         self._complete = checkpoint
-        attempt, step = checkpoint
-        if self._config.rank == 0 and attempt == self._attempt and checkpoint != self._in_home:
+        is_own = checkpoint.attempt == self._attempt
+        if self._config.rank == 0 and is_own and checkpoint != self._in_home:
             tier = self._reports.tier
-            self._reports.history.record("committed", step=step, tier=tier, detail=_PERSISTED_BY_ALL)
+            self._reports.history.record(
+                "committed", step=checkpoint.step, tier=tier, detail=_PERSISTED_BY_ALL
+            )
         self._retention_thread.request()
 
     def _retain(self) -> None:
@@ -325,7 +331,7 @@ class NodeLocal(LocalTopology):
         complete, needed = self._complete, self._in_work() | self._home.needed
         if self._in_home is not None:
             needed.add(self._in_home)
-        with self._reports.retention_errors(complete[1], self._reports.tier):
+        with self._reports.retention_errors(complete.step, self._reports.tier):
             old = self._retention.apply(complete, needed)
             delete_old(self._store, old, self._reports, self._reports.tier)
 
@@ -345,4 +351,4 @@ class NodeLocal(LocalTopology):
     @override
     def close(self, *, with_newest: bool) -> None:
         newest = self._newest_step if with_newest else None
-        self._home.close(None if newest is None else (self._attempt, newest))
+        self._home.close(None if newest is None else self._checkpoint(newest))

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from holdfast import backoff
 from holdfast.errors import Conflict, Corrupt, HoldfastError, RetryLater, Unsupported
+from holdfast.format.names import CheckpointId
 from holdfast.hang.pulse import PulseReader
 from holdfast.home.documents import read_run
 from holdfast.home.history import History
-from holdfast.home.listing import CheckpointId
 from holdfast.home.metrics import SaveValues
 from holdfast.keeper import messages, packets
 from holdfast.keeper.commit_tier import Committed, PendingSave, was_committed
@@ -150,7 +150,7 @@ class Worker:
         steps = [save.step for save in tuple(self._pending)]
         steps += [save.request.step for save in self._inbox.saves]
         steps += [] if self._next_step is None else [self._next_step]
-        return {(self._config.attempt, step) for step in steps}
+        return {CheckpointId(attempt=self._config.attempt, step=step) for step in steps}
 
     def _pause_s(self) -> float | None:
         """Return the time until the next check; None for no limit."""
@@ -168,7 +168,7 @@ class Worker:
             case messages.DropSave():
                 self._topology.drop(item)
             case messages.DrainCheckpoint():
-                self._topology.drain(item.id)
+                self._topology.drain(item.checkpoint_id)
             case messages.DrainBest():
                 self._topology.set_best(item.steps, is_due=item.is_due)
             case messages.DeleteStep():
@@ -176,7 +176,7 @@ class Worker:
             case messages.UpdateMetrics():
                 self._late_metrics[item.step] = messages.decode_metrics(item)
             case messages.MarkComplete():
-                self._topology.mark_complete(item.id)
+                self._topology.mark_complete(item.checkpoint_id)
             case messages.RecordEvent():
                 self._reports.record(item)
 

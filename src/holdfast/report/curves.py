@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.format.names import CheckpointId
 from holdfast.report.events import METRICS, HistoryEvent
 from holdfast.report.saves import checkpoint_of
 
@@ -42,7 +43,7 @@ class _Stretch:
     counts_upto: float = -math.inf
 
 
-def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[tuple[int, int]] = ()) -> list[Curve]:
+def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[CheckpointId] = ()) -> list[Curve]:
     """Return the curves of all metrics, in the order of their first values.
 
     A value counts if it is part of the history of the current state: from the newest attempt back to its
@@ -50,7 +51,7 @@ def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[tuple[int, in
 
     Args:
         events: events of the whole run, by time.
-        saves: attempt and step of all saves, for restores without a recorded source.
+        saves: all saves, for restores without a recorded source.
     """
     stretches = _stretches(events, sorted(saves))
     _count(stretches)
@@ -58,7 +59,7 @@ def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[tuple[int, in
     return [_curve(name, stretches) for name in names]
 
 
-def _stretches(events: Iterable[HistoryEvent], saves: Sequence[tuple[int, int]]) -> list[_Stretch]:
+def _stretches(events: Iterable[HistoryEvent], saves: Sequence[CheckpointId]) -> list[_Stretch]:
     """Return the stretches in training order, grouped by attempt."""
     found: dict[int, list[_Stretch]] = {}
     restores: list[tuple[_Stretch, HistoryEvent]] = []
@@ -79,7 +80,7 @@ def _stretches(events: Iterable[HistoryEvent], saves: Sequence[tuple[int, int]])
 
 
 def _source(
-    stretch: _Stretch, event: HistoryEvent, ordered: Sequence[_Stretch], saves: Sequence[tuple[int, int]]
+    stretch: _Stretch, event: HistoryEvent, ordered: Sequence[_Stretch], saves: Sequence[CheckpointId]
 ) -> int | None:
     """Return the index of the stretch that trained the restored step."""
     owner = _owner(event, saves)
@@ -88,13 +89,13 @@ def _source(
     return fits[-1] if fits else None
 
 
-def _owner(event: HistoryEvent, saves: Sequence[tuple[int, int]]) -> int | None:
+def _owner(event: HistoryEvent, saves: Sequence[CheckpointId]) -> int | None:
     """Return the attempt of the restored checkpoint, or None."""
     first = event.detail.partition(";")[0].split()
     if len(first) == 2 and first[0] == "attempt" and _NUMBER.fullmatch(first[1]):
         return int(first[1])
     known = checkpoint_of(event, saves)
-    return known[0] if known else None
+    return known.attempt if known else None
 
 
 def _count(stretches: Sequence[_Stretch]) -> None:

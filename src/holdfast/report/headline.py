@@ -40,7 +40,7 @@ def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
     whole_s = times.total_s - times.idle_s
     lost_steps = sum(one.steps_lost for one in summary.interruptions)
     num_failed = len(summary.saves) - len(durable)
-    newest = max(durable, key=lambda save: (save.attempt, save.step), default=None)
+    newest = max(durable, key=lambda save: save.checkpoint_id, default=None)
     step = summary.home_contents.newest_step if summary.home_contents else newest.step if newest else None
     return [
         HeadlineNumber("Newest checkpoint", "none" if step is None else f"step {step}", _held(summary)),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from holdfast.format.names import CheckpointId
 from holdfast.report.attempts import AttemptSpan
 from holdfast.report.saves import SaveRecord
 from holdfast.report.spans import Span, Spans, seconds_of
@@ -172,13 +173,15 @@ def _reached_at(
 ) -> float:
     """Return the time when training first reached the step that `after` resumed from."""
     earlier = [attempt for attempt in trained if attempt.number < after.number]
-    damaged = {(int(attempt), int(step)) for step, attempt in _SKIPPED.findall(after.remark)}
+    damaged = {
+        CheckpointId(attempt=int(attempt), step=int(step)) for step, attempt in _SKIPPED.findall(after.remark)
+    }
     at_step = [
         save
         for save in saves
         if save.step == after.restored_step
         and save.attempt < after.number
-        and (save.attempt, save.step) not in damaged
+        and save.checkpoint_id not in damaged
     ]
     whole = [save for save in at_step if save.durable] or at_step
     if whole:

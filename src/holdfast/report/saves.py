@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from holdfast.format.names import CheckpointId
 from holdfast.report.events import TIERS, HistoryEvent
 
 DURABLE, UNFINISHED = "durable", "unfinished"
@@ -51,6 +52,11 @@ class SaveRecord:
     copies: tuple[Copy, ...]  # nearest tier first
 
     @property
+    def checkpoint_id(self) -> CheckpointId:
+        """Its attempt and step."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
+
+    @property
     def durable(self) -> Copy | None:
         """Its copy in the farthest tier, or None."""
         return next((copy for copy in reversed(self.copies) if copy.durable_unix_s is not None), None)
@@ -58,7 +64,7 @@ class SaveRecord:
 
 def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
     """Return every save in the events, by attempt and step."""
-    grouped: dict[tuple[int, int], list[HistoryEvent]] = {}
+    grouped: dict[CheckpointId, list[HistoryEvent]] = {}
     by_others: list[HistoryEvent] = []  # may be from a later attempt than the save
     for event in events:
         if event.step is None:
@@ -66,33 +72,34 @@ def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
         if event.kind == "drained" or (event.kind == "committed" and _OF_ATTEMPT.match(event.detail)):
             by_others.append(event)
         elif event.kind in (*_OWN, *_ENDED):
-            grouped.setdefault((event.attempt, event.step), []).append(event)
+            one = CheckpointId(attempt=event.attempt, step=event.step)
+            grouped.setdefault(one, []).append(event)
     for event in by_others:
         owner = checkpoint_of(event, grouped)
         if owner is not None:
             grouped[owner].append(event)
-    return [_save(attempt, step, events) for (attempt, step), events in sorted(grouped.items())]
+    return [_save(one, events) for one, events in sorted(grouped.items())]
 
 
-def checkpoint_of(event: HistoryEvent, known: Collection[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return attempt and step of the checkpoint that an event is about, or None.
+def checkpoint_of(event: HistoryEvent, known: Collection[CheckpointId]) -> CheckpointId | None:
+    """Return the checkpoint that an event is about, or None.
 
     An attempt also commits, drains and deletes checkpoints of earlier attempts. The detail may contain their
     attempt; otherwise the newest checkpoint of that step counts.
 
     Args:
         event: a commit, drain, deletion or restore.
-        known: attempt and step of all checkpoints.
+        known: all checkpoints.
     """
     named = _OF_ATTEMPT.match(event.detail)
     if named:
-        one = int(named[1]), event.step or 0
+        one = CheckpointId(attempt=int(named[1]), step=event.step or 0)
         return one if one in known else None
     last = event.attempt - 1 if event.kind == "restored" else event.attempt
-    return max((one for one in known if one[1] == event.step and one[0] <= last), default=None)
+    return max((one for one in known if one.step == event.step and one.attempt <= last), default=None)
 
 
-def _save(attempt: int, step: int, events: Sequence[HistoryEvent]) -> SaveRecord:
+def _save(checkpoint: CheckpointId, events: Sequence[HistoryEvent]) -> SaveRecord:
     saved = [event for event in events if event.kind == "saved"]
     staged = [event for event in events if event.kind == "staged"]
     num_bytes = sum(_bytes_of_ranks(events).values())
@@ -104,8 +111,8 @@ def _save(attempt: int, step: int, events: Sequence[HistoryEvent]) -> SaveRecord
     ended = [event for event in events if event.kind in _ENDED]
     is_durable = any(copy.durable_unix_s is not None for copy in copies)
     return SaveRecord(
-        step=step,
-        attempt=attempt,
+        step=checkpoint.step,
+        attempt=checkpoint.attempt,
         num_ranks=len({event.rank for event in events}),
         num_bytes=num_bytes,
         started_unix_s=began,

@@ -188,7 +188,7 @@ def read_summary(store: Store) -> RunSummary:
         claims,
         finished=_read(store, run.Done, names.DONE),
         home_contents=HomeContents(
-            sum(saved.num_bytes for saved in whole), len(whole), newest[0][1] if newest else None
+            sum(saved.num_bytes for saved in whole), len(whole), newest[0].step if newest else None
         ),
         num_torn=num_torn,
     )
@@ -247,7 +247,7 @@ def summarize(
         tuple(event for event in events if event.kind == "drained"),
         home_contents,
         num_torn,
-        tuple(collect_curves(events, [(save.attempt, save.step) for save in saves])),
+        tuple(collect_curves(events, [save.checkpoint_id for save in saves])),
         unhealthy=tuple(event for event in events if event.kind == "unhealthy"),
     )
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from holdfast.format.names import CheckpointId
 from holdfast.report.events import MEMORY, TIERS, HistoryEvent
 from holdfast.report.saves import SaveRecord, checkpoint_of
-
-_Key = tuple[int, int]  # attempt, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,8 @@ def tier_levels(events: Iterable[HistoryEvent], saves: Sequence[SaveRecord]) -> 
 
     Deletions without an event are missing, such as by `holdfast rm` or of a host's memory.
     """
-    sizes = {(save.attempt, save.step): save.num_bytes for save in saves}
-    contents: dict[str, dict[_Key, int]] = {}
+    sizes = {save.checkpoint_id: save.num_bytes for save in saves}
+    contents: dict[str, dict[CheckpointId, int]] = {}
     levels: list[TierLevel] = []
     for event in events:
         tier = contents.setdefault(event.tier, {})
@@ -38,7 +37,7 @@ def tier_levels(events: Iterable[HistoryEvent], saves: Sequence[SaveRecord]) -> 
     return levels
 
 
-def _apply(event: HistoryEvent, tier: dict[_Key, int], sizes: dict[_Key, int]) -> None:
+def _apply(event: HistoryEvent, tier: dict[CheckpointId, int], sizes: dict[CheckpointId, int]) -> None:
     if event.kind in ("committed", "drained") or (event.kind == "restored" and event.tier != MEMORY):
         # A restored checkpoint was complete, even if the commit was made by a later attempt without an event.
         one = checkpoint_of(event, sizes)

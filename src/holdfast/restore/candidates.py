@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.errors import Denied, NotFound, RetryLater
+from holdfast.format.names import CheckpointId
 from holdfast.format.run import Rollback
 from holdfast.home.documents import read_run
-from holdfast.home.listing import CheckpointId, Listing, candidates, list_home
+from holdfast.home.listing import Listing, candidates, list_home
 from holdfast.home.losses import find_losses
 from holdfast.home.metrics import MetricByCheckpoint, read_values
 from holdfast.home.patience import Patience
@@ -29,8 +30,8 @@ class Survey:
     run: str | None
     found: tuple[CheckpointId, ...] = ()  # newest first
     whole: tuple[CheckpointId, ...] = ()  # of these, those that lack their manifest
-    denied: tuple[tuple[int, int, str], ...] = ()  # (step, attempt, reason) where it could not be written
-    finished: tuple[tuple[int, int, str], ...] = ()  # (step, attempt, URL) where it was written
+    denied: tuple[Skipped, ...] = ()  # where it could not be written
+    finished: tuple[tuple[CheckpointId, str], ...] = ()  # where it was written, with the URL
     marked: tuple[CheckpointId, ...] = ()  # skipped by an earlier restore
     losses: tuple[str, ...] = ()  # signs of lost checkpoints, if none was found
     rollbacks: Rollbacks = NO_ROLLBACKS
@@ -71,17 +72,17 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
     if request.own_local is not None:
         node_local, lacking = _find_node_local(request.own_local, request, survey, patience)
     order = tuple(sorted({*survey.found, *node_local}, reverse=True))
-    skipped = tuple(Skipped(*row) for row in survey.denied if (row[1], row[0]) not in node_local)
+    skipped = tuple(one for one in survey.denied if one.checkpoint_id not in node_local)
     if request.step is not None:
         skipped = tuple(one for one in skipped if one.step == request.step)
-        if not skipped and not any(step == request.step for _, step in order):
-            shown = ", ".join(f"{step} (attempt {attempt})" for attempt, step in order[:20]) or "none"
+        if not skipped and not any(one.step == request.step for one in order):
+            shown = ", ".join(f"{one.step} (attempt {one.attempt})" for one in order[:20]) or "none"
             raise NotFound(
                 f"{request.store.url} does not contain a complete step {request.step}. Complete steps, "
                 f"newest first: {shown}.",
                 step=request.step,
             )
-        order = tuple(one for one in order if one[1] == request.step)
+        order = tuple(one for one in order if one.step == request.step)
     return Candidates(survey, order, skipped, node_local, lacking)
 
 
@@ -90,14 +91,36 @@ def _survey(request: Request, patience: Patience) -> Survey:
     store = request.store if request.own_local is None else request.store.copies()[-1]
 
     def survey() -> dict[str, Any]:
-        return asdict(patience.spend(store.url, lambda: _list_tiers(store, request)))
+        return _as_message(patience.spend(store.url, lambda: _list_tiers(store, request)))
 
     outcome = request.group.on_first(survey)
     if outcome.error is not None:
         raise_first([outcome], request.group.rank, f"could not list {store.url}")
-    found = outcome.value or {}
-    holdings = tuple(Holding(**one) for one in found["holdings"])
-    return Survey(**{**found, "holdings": holdings, "rollbacks": _rollbacks_of(found["rollbacks"])})
+    return _from_message(outcome.value or {})
+
+
+def _as_message(survey: Survey) -> dict[str, Any]:
+    """Return the members of a survey for the other ranks: a message has no named tuples."""
+    members = asdict(survey)
+    for name in ("found", "whole", "marked"):
+        members[name] = [tuple(one) for one in members[name]]
+    members["finished"] = [(tuple(one), url) for one, url in survey.finished]
+    return members
+
+
+def _from_message(members: Mapping[str, Any]) -> Survey:
+    checkpoints = {
+        name: tuple(CheckpointId(*row) for row in members[name]) for name in ("found", "whole", "marked")
+    }
+    return Survey(
+        run=members["run"],
+        **checkpoints,
+        denied=tuple(Skipped(**one) for one in members["denied"]),
+        finished=tuple((CheckpointId(*row), url) for row, url in members["finished"]),
+        losses=members["losses"],
+        rollbacks=_rollbacks_of(members["rollbacks"]),
+        holdings=tuple(Holding(**one) for one in members["holdings"]),
+    )
 
 
 def _rollbacks_of(members: Mapping[str, Any]) -> Rollbacks:
@@ -110,10 +133,10 @@ def _list_tiers(store: Store, request: Request) -> Survey:
     run_id = run.id if run else None
     homes = [(copy, list_home(copy)) for copy in store.copies()]
     complete = {found for _, home in homes for found in candidates(home)}
-    marked = {(one.attempt, one.step) for _, home in homes for one in home.saved.values() if one.was_skipped}
+    marked = {one for _, home in homes for one, saved in home.saved.items() if saved.was_skipped}
     found, whole = set(complete), set[CheckpointId]()
-    denied: list[tuple[int, int, str]] = []
-    finished: list[tuple[int, int, str]] = []
+    denied: list[Skipped] = []
+    finished: list[tuple[CheckpointId, str]] = []
     for copy, home in homes:
         if not request.may_commit:
             whole.update(_find_whole(copy, home, run_id, complete, request.step))
@@ -144,11 +167,11 @@ def _find_whole(
     Raises:
         RetryLater: the store failed.
     """
-    for (saved_step, attempt), saved in sorted(home.saved.items()):
-        if step not in (None, saved_step) or (attempt, saved_step) in complete:
+    for saved in home.by_step():
+        if step not in (None, saved.step) or saved.checkpoint_id in complete:
             continue
         if merge_saved(store, saved, run_id) is not None:
-            yield attempt, saved_step
+            yield saved.checkpoint_id
 
 
 def _finish_commits(
@@ -156,10 +179,10 @@ def _finish_commits(
     home: Listing,
     run_id: str | None,
     complete: Collection[CheckpointId],
-    denied: list[tuple[int, int, str]],
+    denied: list[Skipped],
     step: int | None,
-) -> list[tuple[int, int, str]]:
-    """Commit the saves that lack only their manifest, and return each as (step, attempt, URL).
+) -> list[tuple[CheckpointId, str]]:
+    """Commit the saves that lack only their manifest. Return each with the store's URL.
 
     Args:
         store: one copy.
@@ -170,22 +193,22 @@ def _finish_commits(
     Raises:
         RetryLater: the store failed.
     """
-    finished: list[tuple[int, int, str]] = []
-    for (saved_step, attempt), saved in sorted(home.saved.items()):
-        if step not in (None, saved_step):
+    finished: list[tuple[CheckpointId, str]] = []
+    for saved in home.by_step():
+        if step not in (None, saved.step):
             continue
         try:
             if recover_commit(store, saved, run_id):
-                finished.append((saved_step, attempt, store.url))
+                finished.append((saved.checkpoint_id, store.url))
         except Denied as error:
-            if (attempt, saved_step) not in complete:
+            if saved.checkpoint_id not in complete:
                 reason = f"its manifest is missing and could not be written: {error}"
-                denied.append((saved_step, attempt, reason))
+                denied.append(Skipped(step=saved.step, attempt=saved.attempt, reason=reason))
         except RetryLater as error:
-            if (attempt, saved_step) not in complete:
+            if saved.checkpoint_id not in complete:
                 raise RetryLater(
-                    f"Step {saved_step} lacks only its manifest, which could not be written: {error}",
-                    step=saved_step,
+                    f"Step {saved.step} lacks only its manifest, which could not be written: {error}",
+                    step=saved.step,
                 ) from error
     return finished
 
@@ -208,7 +231,7 @@ def _find_node_local(
     group = request.group
     rows = values_of(group.agree(list_folder), group.rank, "could not list its local folder")
     found, lacking = put_together([[Holding(**one) for one in theirs] for theirs in rows], survey.holdings)
-    return {(one.attempt, one.step): one for one in found}, lacking
+    return {one.checkpoint: one for one in found}, lacking
 
 
 def gather_values(request: Request, found: Candidates, metric: str, patience: Patience) -> MetricByCheckpoint:
@@ -227,7 +250,11 @@ def gather_values(request: Request, found: Candidates, metric: str, patience: Pa
     rows = values_of(
         request.group.agree(read), request.group.rank, "could not read the metrics of checkpoints"
     )
-    values = {(attempt, step): value for theirs, _ in reversed(rows) for attempt, step, value in theirs}
+    values = {
+        CheckpointId(attempt=attempt, step=step): value
+        for theirs, _ in reversed(rows)
+        for attempt, step, value in theirs
+    }
     return MetricByCheckpoint(values, next((mode for _, mode in rows if mode is not None), None))
 
 
@@ -235,4 +262,4 @@ def _read_values(
     store: Store, metric: str, order: Sequence[CheckpointId], patience: Patience
 ) -> tuple[list[tuple[int, int, float]], str | None]:
     found = patience.spend(store.url, lambda: read_values(store, metric, order))
-    return [(*one, value) for one, value in found.values.items()], found.mode
+    return [(one.attempt, one.step, value) for one, value in found.values.items()], found.mode

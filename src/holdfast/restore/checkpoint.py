@@ -15,6 +15,7 @@ from holdfast.format import values as value_format
 from holdfast.format.composites import composites, shown_type
 from holdfast.format.dtypes import ITEM_BYTES
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.format.run import Run
 from holdfast.format.value_index import ValueIndex
 from holdfast.home.documents import read_manifest, read_run
@@ -117,7 +118,7 @@ class Checkpoint:
             Unsupported: it was written by a newer format.
             RetryLater: the store failed.
         """
-        return read_metrics(self._store, self.step, self.attempt)
+        return read_metrics(self._store, self.manifest.checkpoint_id)
 
     def keys(self) -> list[str]:
         """Names of all tensors, tied ones included."""
@@ -467,7 +468,7 @@ def _open_listed(
     store: Store, step: int | None, attempt: int | None, best: str | None, mode: str | None, waits: Patience
 ) -> Checkpoint:
     every = candidates(list_patiently(store, waits))
-    matching = [(a, s) for a, s in every if step in (None, s) and attempt in (None, a)]
+    matching = [one for one in every if step in (None, one.step) and attempt in (None, one.attempt)]
     if not matching:
         raise _nothing(store.url, every, step, attempt)
     run_id = waits.spend(store.url, lambda: _run_id(store))
@@ -478,13 +479,13 @@ def _open_listed(
         skipped.append(one)
         errors.append(error)
 
-    def load(of_attempt: int, of_step: int) -> Manifest:
-        return read_manifest(store, of_step, of_attempt, run_id)
+    def load(one: CheckpointId) -> Manifest:
+        return read_manifest(store, one, run_id)
 
     if best is not None:
         newest = next(usable(matching, load, url=store.url, patience=waits, on_skipped=note), None)
         if newest is not None:
-            line = line_of(every, (newest.attempt, newest.step), newest.ancestors).current
+            line = line_of(every, newest.checkpoint_id, newest.ancestors).current
             found = waits.spend(store.url, lambda: read_values(store, best, line))
             matching = best_first(line, found.values, found.choose_mode(mode, best))
         if not matching:
@@ -511,12 +512,12 @@ def _run_id(store: Store) -> str | None:
     return run.id if run else None
 
 
-def _nothing(url: str, every: list[tuple[int, int]], step: int | None, attempt: int | None) -> NotFound:
+def _nothing(url: str, every: list[CheckpointId], step: int | None, attempt: int | None) -> NotFound:
     asked = f"step {step}" if step is not None else "checkpoint"
     asked += f" of attempt {attempt}" if attempt is not None else ""
     if not every:
         return NotFound(f"{url} does not contain a complete checkpoint.", step=step)
-    shown = ", ".join(f"{s} (attempt {a})" for a, s in every[:20])
+    shown = ", ".join(f"{one.step} (attempt {one.attempt})" for one in every[:20])
     more = f" and {len(every) - 20} older" if len(every) > 20 else ""
     message = f"{url} does not contain a complete {asked}. Complete steps, newest first: {shown}{more}."
     return NotFound(message, step=step)

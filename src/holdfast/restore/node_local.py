@@ -12,9 +12,10 @@ from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format.hashes import digest
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.home.commit import make_manifest, parse_parts
 from holdfast.home.documents import read_draft
-from holdfast.home.listing import CheckpointId, ListedSave, Listing, list_home
+from holdfast.home.listing import ListedSave, Listing, list_home
 from holdfast.store.contract import Store
 from holdfast.store.memory import MemoryStore
 from holdfast.store.tiered import first_good
@@ -33,6 +34,11 @@ class Holding:
     data_bytes: int
     frozen_bytes: int | None
 
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """The checkpoint that they belong to."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
+
     def wire(self) -> dict[str, Any]:
         """Return its members, to be sent to other ranks."""
         return asdict(self)
@@ -42,21 +48,20 @@ class Holding:
 class NodeLocalCheckpoint:
     """A checkpoint that is incomplete in home, but complete in several tiers together."""
 
-    step: int
-    attempt: int
+    checkpoint: CheckpointId
     files: tuple[Holding, ...]  # by the rank that saved
     holders: Mapping[int, tuple[int, ...]]  # by the rank that saved, the living ranks that can read its files
 
     @property
     def listing(self) -> Listing:
         """Listing of a place that had all its files."""
-        saved = ListedSave(self.step, self.attempt)
+        saved = ListedSave(step=self.checkpoint.step, attempt=self.checkpoint.attempt)
         for file in self.files:
             saved.parts[file.rank] = file.part_bytes
             saved.data[file.rank] = file.data_bytes
             if file.frozen_bytes is not None:
                 saved.frozen[file.rank] = file.frozen_bytes
-        return Listing((), {(self.step, self.attempt): saved}, ())
+        return Listing((), {self.checkpoint: saved}, ())
 
     def sent_by(self, rank: int) -> list[Holding]:
         """Return the files whose parts a rank sends to the others; each part is sent by one rank."""
@@ -76,8 +81,8 @@ def find_holdings(
         RetryLater: the store failed.
     """
     found: list[Holding] = []
-    for (step, attempt), saved in list_home(store).saved.items():
-        if (attempt, step) in besides:
+    for one, saved in list_home(store).saved.items():
+        if one in besides:
             continue
         for rank in sorted(saved.parts.keys() & saved.data.keys()):
             try:
@@ -86,8 +91,18 @@ def find_holdings(
                 continue
             if run_id is None or part.run == run_id:
                 frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
-                sizes = len(text), digest(text), part.file.num_bytes, frozen_bytes
-                found.append(Holding(attempt, step, rank, part.world_size, *sizes))
+                found.append(
+                    Holding(
+                        attempt=one.attempt,
+                        step=one.step,
+                        rank=rank,
+                        world_size=part.world_size,
+                        part_bytes=len(text),
+                        part_xxh3=digest(text),
+                        data_bytes=part.file.num_bytes,
+                        frozen_bytes=frozen_bytes,
+                    )
+                )
     return found
 
 
@@ -109,7 +124,7 @@ def put_together(
     copies: dict[CheckpointId, dict[int, dict[Holding, tuple[int, ...]]]] = {}
 
     def add(file: Holding, holders: tuple[int, ...]) -> None:
-        of_rank = copies.setdefault((file.attempt, file.step), {}).setdefault(file.rank, {})
+        of_rank = copies.setdefault(file.checkpoint_id, {}).setdefault(file.rank, {})
         of_rank[file] = (*of_rank.get(file, ()), *holders)
 
     for file in in_home:
@@ -128,7 +143,7 @@ def put_together(
         # No file is written twice with other bytes. If it were, the copy that most ranks can read is used.
         chosen = [max(by_rank[rank].items(), key=lambda copy: len(copy[1])) for rank in range(world_size)]
         holders = {file.rank: tuple(sorted(set(ranks))) for file, ranks in chosen}
-        complete.append(NodeLocalCheckpoint(one[1], one[0], tuple(file for file, _ in chosen), holders))
+        complete.append(NodeLocalCheckpoint(one, tuple(file for file, _ in chosen), holders))
     return complete, lacking
 
 
@@ -166,17 +181,14 @@ def assemble(found: NodeLocalCheckpoint, texts: Mapping[int, str]) -> MemoryStor
     Raises:
         Corrupt: the parts do not fit together, or one cannot be read.
     """
-    store = MemoryStore("parts")
-    documents = [
-        (names.part(found.step, found.attempt, rank), texts[rank].encode())
-        for rank in range(len(found.files))
-    ]
+    store, step, attempt = MemoryStore("parts"), found.checkpoint.step, found.checkpoint.attempt
+    documents = [(names.part(step, attempt, rank), texts[rank].encode()) for rank in range(len(found.files))]
     joined = digest(b"".join(text for _, text in documents))
     try:
         manifest: Manifest = make_manifest(parse_parts(documents), id=joined, created_unix_s=0.0)
     except InvalidInput as error:  # not the caller's fault here
-        raise Corrupt(str(error), step=found.step, rank=error.rank, key=error.key) from error
+        raise Corrupt(str(error), step=step, rank=error.rank, key=error.key) from error
     for name, text in documents:
         store.put(name, text)
-    store.put(names.manifest(found.step, found.attempt), manifests.document(manifest))
+    store.put(names.manifest(step, attempt), manifests.document(manifest))
     return store

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from holdfast.fill_target import FillTarget
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Ancestors
-from holdfast.home.listing import CheckpointId
 from holdfast.home.patience import LIMIT_S
 from holdfast.home.rollbacks import NO_ROLLBACKS, Rollbacks
 from holdfast.home.skipped import Skipped
@@ -82,7 +82,12 @@ class Restored:
     skipped: tuple[Skipped, ...]
     sources: Mapping[str, int]  # bytes by the URL of the tier they came from
     recovered_from: tuple[str, ...]  # damage in nearer copies, of which a farther tier had a good one
-    finished: tuple[tuple[int, int, str], ...] = ()  # (step, attempt, URL) of manifests that were written
+    finished: tuple[tuple[CheckpointId, str], ...] = ()  # with the URL where its manifest was written
     whole: tuple[CheckpointId, ...] = ()  # checkpoints that still lack only their manifest
     seen: tuple[CheckpointId, ...] = ()  # everything that could have been restored
     rollbacks: Rollbacks = NO_ROLLBACKS  # of the run
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """Its attempt and step."""
+        return CheckpointId(attempt=self.attempt, step=self.step)

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from holdfast.errors import Denied, HoldfastError, NotFound
 from holdfast.format import names
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Ancestors
-from holdfast.home.listing import CheckpointId
 from holdfast.home.losses import check_no_losses
 from holdfast.home.patience import Patience
 from holdfast.home.skipped import Skipped
@@ -90,7 +90,7 @@ class _Restore:
             if verdict.is_good:
                 return self._complete(stages, verdict.ancestors or ())
             self._skip(one, verdict)
-        self._show_lacking((0, 0))
+        self._show_lacking(CheckpointId(attempt=0, step=0))
         if self._unhealthy and not self._skipped:
             raise self._make_none_healthy_error()
         if not order and request.step is None and not self._skipped:
@@ -107,14 +107,15 @@ class _Restore:
             verdict = self._try(stages, only_open=only_open)
             if not (verdict.is_unread and self._group.share(self._patience.lasts())):
                 return stages, verdict
-            self._patience.pause(f"step {one[1]} of attempt {one[0]}", verdict.reason)
+            self._patience.pause(f"step {one.step} of attempt {one.attempt}", verdict.reason)
 
     def _try(self, stages: Stages, *, only_open: bool) -> Verdict:
         """Run the stages until some rank fails in one. All ranks agree after each."""
         group = self._group
         stages.exchange_parts()
         opened = group.agree(stages.open)
-        ancestors = next((one.value for one in opened if one.value is not None), None)
+        rows = next((one.value for one in opened if one.value is not None), None)
+        ancestors = None if rows is None else tuple(CheckpointId(*row) for row in rows)
         verdict = judge(opened, group.rank, ancestors)
         if only_open or not verdict.is_good:
             return verdict
@@ -202,10 +203,10 @@ class _Restore:
         if health.healthy:
             return False
         self._unhealthy.append(
-            f"step {one[1]} of attempt {one[0]} is {health.word}: {'; '.join(health.reasons)}"
+            f"step {one.step} of attempt {one.attempt} is {health.word}: {'; '.join(health.reasons)}"
         )
         self._request.show(f"passed {self._unhealthy[-1]}")
-        self._lines[one[0]] = dict(verdict.ancestors or ())
+        self._note_line(one, verdict.ancestors or ())
         return True
 
     def _make_none_healthy_error(self) -> NotFound:
@@ -226,27 +227,30 @@ class _Restore:
             reason = f"superseded: training went back to step {rollback.base_step} ({rollback.reason})"
         else:
             return False
-        self._skipped.append(Skipped(one[1], one[0], reason, is_superseded=True))
+        self._skipped.append(Skipped(step=one.step, attempt=one.attempt, reason=reason, is_superseded=True))
         self._kinds.append(SUPERSEDED)
         return True
 
     def _resumed_before(self, one: CheckpointId) -> int | None:
         """Return an attempt that resumed from an earlier step than a checkpoint's; None without one."""
-        attempt, step = one
-        found = (newer for newer, line in self._lines.items() if newer > attempt)
-        return next((newer for newer in found if step > self._lines[newer].get(attempt, -1)), None)
+        found = (newer for newer in self._lines if newer > one.attempt)
+        return next((newer for newer in found if one.step > self._lines[newer].get(one.attempt, -1)), None)
+
+    def _note_line(self, one: CheckpointId, ancestors: Ancestors) -> None:
+        """Remember what the attempt of a checkpoint continues."""
+        self._lines[one.attempt] = {ancestor.attempt: ancestor.step for ancestor in ancestors}
 
     def _skip(self, one: CheckpointId, verdict: Verdict) -> None:
-        self._skipped.append(Skipped(one[1], one[0], verdict.reason))
+        self._skipped.append(Skipped(step=one.step, attempt=one.attempt, reason=verdict.reason))
         self._kinds += verdict.kinds
         if verdict.ancestors is not None:
-            self._lines[one[0]] = dict(verdict.ancestors)
+            self._note_line(one, verdict.ancestors)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _complete(self, stages: Stages, ancestors: Ancestors) -> Restored:
         manifest, survey = stages.manifest, self._found.survey
-        one = manifest.attempt, manifest.step
+        one = manifest.checkpoint_id
         self._show_lacking(one)
         self._sync(manifest.step)
         damaged = [skipped for skipped in self._skipped if not skipped.is_superseded]
@@ -289,21 +293,22 @@ class _Restore:
 
     def _raise_unread(self, one: CheckpointId, verdict: Verdict, left: Sequence[CheckpointId]) -> None:
         """Raise for a checkpoint that cannot be read, and mark it: an older one may be requested next."""
-        request, newest = self._request, Skipped(one[1], one[0], verdict.reason)
+        request = self._request
+        newest = Skipped(step=one.step, attempt=one.attempt, reason=verdict.reason)
         with suppress(HoldfastError):
             request.mark([newest], None)
         if verdict.ancestors is not None:
-            self._lines[one[0]] = dict(verdict.ancestors)
+            self._note_line(one, verdict.ancestors)
         is_newest = request.step is None and request.best is None
-        older = [other[1] for other in left if not is_newest or self._resumed_before(other) is None]
+        older = [other.step for other in left if not is_newest or self._resumed_before(other) is None]
         choices = older if request.step is None else []
         raise make_unread_error(self._url, newest, self._patience.spent_s, choices, self._touched)
 
     def _show_lacking(self, restored: CheckpointId) -> None:
         """Name the newer saves that are not complete, with the ranks whose files are missing."""
-        for (attempt, step), ranks in sorted(self._found.lacking.items(), reverse=True):
-            if (attempt, step) > restored:
+        for one, ranks in sorted(self._found.lacking.items(), reverse=True):
+            if one > restored:
                 self._request.show(
-                    f"step {step} of attempt {attempt} is incomplete: the files of ranks "
+                    f"step {one.step} of attempt {one.attempt} is incomplete: the files of ranks "
                     f"{format_some(ranks)} are missing"
                 )

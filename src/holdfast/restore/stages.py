@@ -8,9 +8,8 @@ from typing import Any
 
 from holdfast.errors import InvalidInput
 from holdfast.format.manifest import Manifest
-from holdfast.format.part import Ancestors
+from holdfast.format.names import CheckpointId
 from holdfast.home.documents import check_listed, read_manifest
-from holdfast.home.listing import CheckpointId
 from holdfast.home.recovery import merge_in_memory
 from holdfast.ranks import RankOutcome, values_of
 from holdfast.restore.candidates import Candidates
@@ -39,13 +38,13 @@ class Stages:
     What a stage returns is sent to the other ranks, so it is small. Nothing live changes before `read`.
 
     Args:
-        one: (attempt, step) of the checkpoint.
+        one: the checkpoint.
         touched: names of live tensors that may have been overwritten; `read` adds to it.
     """
 
     def __init__(self, request: Request, found: Candidates, one: CheckpointId, touched: set[str]) -> None:
         self._request, self._found = request, found
-        self._attempt, self._step = one
+        self._checkpoint = one
         self._node_local: NodeLocalCheckpoint | None = found.node_local.get(one)
         self._is_whole = one in found.survey.whole
         self._touched = touched
@@ -80,19 +79,19 @@ class Stages:
         # As pairs: JSON makes texts of the keys of an object.
         self._texts = group.agree(lambda: list(read_texts(self._request.store, own).items()))
 
-    def open(self) -> Ancestors:
-        """Read the manifest, and return the checkpoint's ancestors."""
-        store, step, attempt = self._request.store, self._step, self._attempt
+    def open(self) -> list[tuple[int, ...]]:
+        """Read the manifest, and return the checkpoint's ancestors as the rows of a message."""
+        store, run = self._request.store, self._found.survey.run
         if self._node_local is not None:
             rows = values_of(self._texts, self._request.group.rank, "could not send the parts that it has")
             texts = {rank: text for theirs in rows for rank, text in theirs}
             store = TieredStore([assemble(self._node_local, texts), *store.copies()])
         elif self._is_whole:
-            made = merge_in_memory(store, step, attempt, self._found.survey.run)
+            made = merge_in_memory(store, self._checkpoint, run)
             store = store if made is None else TieredStore([made, *store.copies()])
-        manifest = read_manifest(store, step, attempt, self._found.survey.run)
+        manifest = read_manifest(store, self._checkpoint, run)
         self._opened = _Opened(store, manifest, Parts(store, manifest))
-        return manifest.ancestors
+        return [tuple(ancestor) for ancestor in manifest.ancestors]
 
     def check(self) -> None:
         """Check that all files exist with their sizes, and read this rank's values."""
@@ -117,7 +116,7 @@ class Stages:
             raise InvalidInput(
                 f"source_rank returned {source!r} for rank {rank} of {world_size}; the checkpoint was saved "
                 f"by ranks 0 to {saved - 1}. Nothing was changed.",
-                step=self._step,
+                step=self._checkpoint.step,
                 rank=rank,
             )
         return source

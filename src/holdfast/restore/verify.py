@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from holdfast.errors import Corrupt, Denied, HoldfastError, RetryLater
 from holdfast.format import names
 from holdfast.format.manifest import EACH, Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Part
 from holdfast.home.documents import read_manifest, size_error
 from holdfast.home.listing import Listing, list_home
@@ -75,7 +76,7 @@ def verify(
 
     home = list_home(store, step=manifest.step)
     try:
-        read_manifest(store, manifest.step, manifest.attempt, manifest.run)
+        read_manifest(store, manifest.checkpoint_id, manifest.run)
     except HoldfastError as error:
         note(error)
     jobs, parts, num_parts = [], Parts(store, manifest), 0
@@ -105,7 +106,7 @@ def verify(
 
 def _present_bytes(home: Listing, part: Part, note: Callable[[HoldfastError], None], *, frozen: bool) -> int:
     """Return the bytes of a data file to hash: all, or the chunks before a truncation."""
-    saved = home.saved.get((part.step, part.attempt))
+    saved = home.saved.get(CheckpointId(attempt=part.attempt, step=part.step))
     found = (saved.frozen if frozen else saved.data).get(part.rank) if saved else None
     name = part.file_name(frozen=frozen)
     file = part.files[name]
@@ -132,7 +133,7 @@ def _check_tensors(parts: Parts, note: Callable[[HoldfastError], None]) -> None:
 def _extra(home: Listing, manifest: Manifest) -> tuple[str, ...]:
     """Return the names of objects that no checkpoint refers to."""
     step, attempt = manifest.step, manifest.attempt
-    saved = home.saved.get((step, attempt))
+    saved = home.saved.get(manifest.checkpoint_id)
     beyond = range(manifest.world_size)
     found = list(home.foreign)
     if saved is not None:

@@ -17,6 +17,7 @@ import torch
 
 import nursery
 from holdfast.errors import PREEMPTED_STATUS
+from holdfast.format.names import CheckpointId
 from holdfast.home.listing import list_home
 from holdfast.store import open_store
 from stage.training import wait_until
@@ -245,7 +246,7 @@ def test_a_save_whose_keeper_was_killed_before_its_manifest_is_resumed_from(
     assert ran.statuses == [-signal.SIGKILL], ran.output
     wait_until(mark.exists)  # the keeper may reach the place after the trainer's end
     saved = list_home(open_store(str(tmp_path / "run" / "ckpt.holdfast"))).saved
-    assert not saved[step, 1].is_committed
+    assert not saved[CheckpointId(attempt=1, step=step)].is_committed
     before = len((tmp_path / "run" / "log0").read_text().splitlines())
     ran = start(tmp_path / "run", *options)
     assert ran.statuses == [0], ran.output

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import holdfast
 import nursery
 from holdfast.errors import PREEMPTED_STATUS
+from holdfast.format.names import CheckpointId
 from holdfast.home.listing import list_home
 from holdfast.store import open_store
 from servers import reserve_port
@@ -111,8 +112,8 @@ def test_a_save_whose_keeper_was_killed_before_its_manifest_is_resumed_from(tmp_
     assert [one.returncode for one in killed] == [KILLED] * 2
     wait_until(mark.exists)  # keepers may reach the place after the trainers' end
     home = open_store(str(tmp_path / "killed" / "checkpoint"))
-    wait_until(lambda: list_home(home).saved[2, 1].parts.keys() == {0, 1})
-    assert not list_home(home).saved[2, 1].is_committed
+    wait_until(lambda: list_home(home).saved[CheckpointId(attempt=1, step=2)].parts.keys() == {0, 1})
+    assert not list_home(home).saved[CheckpointId(attempt=1, step=2)].is_committed
     assert train(tmp_path / "killed", 2, 3, interval=9, load_only=True)["first"] == 2
     assert train(tmp_path / "killed", 2, interval=9, load_step=2, load_only=True)["first"] == 2
     resumed = train(tmp_path / "killed", 6, interval=2)

@@ -29,6 +29,7 @@ from holdfast.callsite import warn
 from holdfast.errors import Corrupt, HoldfastError, NotFound, ResumeWarning, RetryLater
 from holdfast.format import values as value_format
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Part
 from holdfast.format.partitioning import Region
 from holdfast.format.value_index import ValueIndex
@@ -186,10 +187,10 @@ def _open(target: Target) -> _Opened:
 def _open_listed(store: Store, target: Target, patience: Patience) -> _Opened:
     home = list_patiently(store, patience)
     every = candidates(home)
-    matching = [(a, s) for a, s in every if target.step in (None, s)]
+    matching = [one for one in every if target.step in (None, one.step)]
     if not matching:
         wanted = "checkpoint" if target.step is None else f"checkpoint of step {target.step}"
-        steps = ", ".join(str(step) for _, step in every[:20]) or "none"
+        steps = ", ".join(str(one.step) for one in every[:20]) or "none"
         raise NotFound(
             f"{store.url} has no complete {wanted}. Complete steps, newest first: {steps}.", step=target.step
         )
@@ -201,8 +202,8 @@ def _open_listed(store: Store, target: Target, patience: Patience) -> _Opened:
         skipped.append(one)
         errors.append(error)
 
-    def open_one(attempt: int, step: int) -> _Opened:
-        manifest = read_manifest(store, step, attempt, run)
+    def open_one(one: CheckpointId) -> _Opened:
+        manifest = read_manifest(store, one, run)
         check_files([home], manifest)
         parts = Parts(store, manifest)
         return _Opened(store, manifest, parts, parts.value_index() or ValueIndex({}, {}))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.callsite import warn
 from holdfast.errors import Conflict, Corrupt, NotFound, SaveWarning, Unsupported
+from holdfast.format.names import CheckpointId
 from holdfast.format.part import Ancestors
 from holdfast.home.attempts import check_not_fenced, read_claim
 from holdfast.home.claim import claim_attempt, claim_run
@@ -81,7 +82,7 @@ def _check_existing(store: Store, home: Listing, step: int | None, *, overwrite:
 
     DCP names a checkpoint by its path, so without a step any checkpoint of the home counts.
     """
-    existing = next((one for _, one in candidates(home) if step in (None, one)), None)
+    existing = next((one.step for one in candidates(home) if step in (None, one.step)), None)
     if existing is None:
         return
     if not overwrite:
@@ -102,7 +103,7 @@ def _step_after(home: Listing, attempt: int) -> int:
     """Return the step after the newest checkpoint and all saves of an attempt; 1 in an empty home."""
     complete = candidates(home)[:1]
     unfinished = [found.step for found in home.saved.values() if found.attempt == attempt]
-    return max((*unfinished, *(step for _, step in complete)), default=0) + 1
+    return max((*unfinished, *(one.step for one in complete)), default=0) + 1
 
 
 def _ancestors_of(store: Store, home: Listing, run: str, attempt: int) -> Ancestors | None:
@@ -110,7 +111,7 @@ def _ancestors_of(store: Store, home: Listing, run: str, attempt: int) -> Ancest
     newest_claim = _claimed.get(store.url)
     if newest_claim is not None and (newest_claim.run, newest_claim.attempt) == (run, attempt):
         return newest_claim.ancestors
-    own = (found for found in candidates(home) if found[0] == attempt)
+    own = (found for found in candidates(home) if found.attempt == attempt)
     read = (_read_ancestors(store, found, run) for found in own)
     return next((ancestors for ancestors in read if ancestors is not None), None)
 
@@ -123,18 +124,17 @@ def _ancestors_before(store: Store, home: Listing, run: str, step: int) -> Ances
         if ancestors is None:
             continue
         for base in line_of(complete, newest, ancestors).current:
-            own = _read_ancestors(store, base, run) if base[1] < step else None
+            own = _read_ancestors(store, base, run) if base.step < step else None
             if own is not None:
                 return (*own, base)
         break
     return ()
 
 
-def _read_ancestors(store: Store, found: tuple[int, int], run: str) -> Ancestors | None:
-    """Return the ancestors of a checkpoint (attempt, step), or None if its manifest is unreadable."""
-    attempt, step = found
+def _read_ancestors(store: Store, found: CheckpointId, run: str) -> Ancestors | None:
+    """Return the ancestors of a checkpoint, or None if its manifest is unreadable."""
     with contextlib.suppress(Corrupt, NotFound, Unsupported):
-        return read_manifest(store, step, attempt, run).ancestors
+        return read_manifest(store, found, run).ancestors
     return None
 
 

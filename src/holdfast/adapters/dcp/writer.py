@@ -205,19 +205,20 @@ class HoldfastWriter(StorageWriter):
 
     def _retain(self, store: Store, manifest: Manifest, history: History) -> None:
         """Delete checkpoints that `keep` does not keep. Other threads may be saving steps of this attempt."""
-        newest = manifest.attempt, manifest.step
+        newest = manifest.checkpoint_id
         try:
-            saves = list_home(store).saved.values()
             unfinished = {
-                (one.attempt, one.step) for one in saves if one.attempt == newest[0] and not one.is_committed
+                one
+                for one, saved in list_home(store).saved.items()
+                if one.attempt == newest.attempt and not saved.is_committed
             }
             for deleted in Retention(store, self._keep).apply(newest, manifest.ancestors, unfinished):
                 detail = f"attempt {deleted.attempt}, {'complete' if deleted.was_complete else 'half done'}"
                 history.record("retained", step=deleted.step, detail=detail)
         except HoldfastError as error:
-            history.record("retain-failed", step=newest[1], detail=str(error))
+            history.record("retain-failed", step=newest.step, detail=str(error))
             warn(
-                f"Step {newest[1]} is durable, but older checkpoints could not be deleted: {error}",
+                f"Step {newest.step} is durable, but older checkpoints could not be deleted: {error}",
                 SaveWarning,
             )
 

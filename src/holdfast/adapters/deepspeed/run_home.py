@@ -17,6 +17,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.options import Home, Limits
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
 from holdfast.exchange.packed_value import Packed
+from holdfast.format.names import CheckpointId
 from holdfast.keeper import Save
 from holdfast.log import get_logger
 from holdfast.ranks import Ranks
@@ -156,7 +157,7 @@ class RunHome:
 
     def tags(self) -> list[str]:
         """Return the tags of all checkpoints, each once."""
-        return self.on_first(lambda: list(dict.fromkeys(facts.tag for _, _, facts in self._list())))
+        return self.on_first(lambda: list(dict.fromkeys(facts.tag for _, facts in self._list())))
 
     def load(self, tag: str | None, *, rng: bool) -> SavedFiles | None:
         """Load a checkpoint. Later saves continue from it.
@@ -191,8 +192,8 @@ class RunHome:
 
     def _load_latest(self, *, rng: bool) -> SavedFiles | None:
         """Load the newest checkpoint that was saved as the latest."""
-        every: list[tuple[int, int, Facts]] = self._list()
-        steps = self.on_first(lambda: [step for _, step, facts in every if facts.is_latest])
+        every = self._list()
+        steps = self.on_first(lambda: [one.step for one, facts in every if facts.is_latest])
         for step in steps:
             try:
                 return self._load_step(step, rng=rng)
@@ -222,12 +223,11 @@ class RunHome:
         return {name: rank for rank, names in reversed(list(enumerate(every))) for name in names}
 
     def _find(self, tag: str) -> int | None:
-        found = [(attempt, step) for attempt, step, facts in self._list() if facts.tag == tag]
-        return max(found)[1] if found else None
+        return next((one.step for one, facts in self._list() if facts.tag == tag), None)
 
-    def _list(self) -> list[tuple[int, int, Facts]]:
-        """Return attempt, step and facts of the checkpoints, the newest first. Damaged ones are left out."""
-        found: list[tuple[int, int, Facts]] = []
+    def _list(self) -> list[tuple[CheckpointId, Facts]]:
+        """Return the checkpoints with their facts, the newest first. Damaged ones are left out."""
+        found: list[tuple[CheckpointId, Facts]] = []
         for step in self._checkpointer.all_steps():
             try:
                 checkpoint = holdfast.open(self.url, step)
@@ -235,8 +235,8 @@ class RunHome:
             except HoldfastError as error:
                 _log.warning("step %d of %s is skipped: %s", step, self.url, error)
                 continue
-            found.append((checkpoint.attempt, step, facts))
-        return sorted(found, key=lambda one: one[:2], reverse=True)
+            found.append((checkpoint.manifest.checkpoint_id, facts))
+        return sorted(found, key=lambda one: one[0], reverse=True)
 
     def on_first(self, work: Callable[[], _T]) -> Any:
         """Call `work` on rank 0, and return its result on every rank."""

@@ -24,6 +24,7 @@ from holdfast.callsite import warn
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.options import Memory, Preemption
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, ResumeWarning, SaveWarning
+from holdfast.format.names import CheckpointId
 from holdfast.home.documents import read_run
 from holdfast.home.recovery import find_loadable
 from holdfast.keeper import Save, wait_for_orphans
@@ -249,7 +250,7 @@ class BackgroundSaver:
         """Write the checkpoint of a file to another path too, if that is not current."""
         file = read_id(Path(found))
         for content in self._earlier:
-            is_same = file is not None and (content.attempt, content.step) == file.age
+            is_same = file is not None and content.checkpoint_id == file.checkpoint_id
             if is_same and not self._is_written(path, content) and may_replace(Path(path)):
                 self._add(_Job(path, content.step))
 
@@ -288,7 +289,7 @@ class BackgroundSaver:
         if not is_local(path):
             return self.place.exists(path)
         file = read_id(Path(path))
-        return file is not None and file.run == content.run and file.age >= (content.attempt, content.step)
+        return file is not None and file.run == content.run and file.checkpoint_id >= content.checkpoint_id
 
     def write_again(self, path: str) -> bool:
         """Write the file of a path from the home; return False if no checkpoint there verifies.
@@ -308,17 +309,17 @@ class BackgroundSaver:
         Those from which training cannot resume are left out. A missing or damaged file is written again. If
         the home names a path outside of the folder and the others, the file has the same name in the folder.
         """
-        found: dict[tuple[tuple[int, int], str], HomeContent | None] = {}
+        found: dict[tuple[CheckpointId, str], HomeContent | None] = {}
         for content in self.contents():
             if content.facts.is_full:
                 path = self._path_in((folder, *others), content)
-                found[(content.attempt, content.step), str(path)] = content
+                found[content.checkpoint_id, str(path)] = content
         for path in folder.glob("*.ckpt"):
             file = None if path.is_symlink() else read_id(path)
             if file is not None and file.is_full:
-                found.setdefault((file.age, str(path)), None)
-        for (age, path), content in sorted(found.items(), key=itemgetter(0), reverse=True):
-            if self._is_good(Path(path), age) or (content and self._put_back(content, Path(path))):
+                found.setdefault((file.checkpoint_id, str(path)), None)
+        for (one, path), content in sorted(found.items(), key=itemgetter(0), reverse=True):
+            if self._is_good(Path(path), one) or (content and self._put_back(content, Path(path))):
                 return path
             warn(f"The checkpoint of {path} is damaged, so an older one is used.", SaveWarning)
         return None
@@ -338,13 +339,13 @@ class BackgroundSaver:
             return True
         return False
 
-    def _is_good(self, path: Path, age: tuple[int, int]) -> bool:
-        """Return True if a file verifies and was written from the checkpoint of this age."""
+    def _is_good(self, path: Path, checkpoint: CheckpointId) -> bool:
+        """Return True if a file verifies and was written from a checkpoint."""
         try:
             file = verify_ckpt(path)
         except (Corrupt, OSError):
             return False
-        return file is not None and file.age == age
+        return file is not None and file.checkpoint_id == checkpoint
 
     def contents(self) -> list[HomeContent]:
         """Return the checkpoints in the home, the newest first. Damaged ones are left out.
@@ -354,9 +355,9 @@ class BackgroundSaver:
         wait_for_orphans(self.place.home, timeout_s=_ORPHANS_S, notify=_log.info)
         store, found = open_store(self.place.home), []
         run = read_run(store)
-        for attempt, step in find_loadable(store, run.id if run else None):
+        for one in find_loadable(store, run.id if run else None):
             with contextlib.suppress(Corrupt, NotFound):
-                found.append(HomeContent.open(self.place.home, step, attempt))
+                found.append(HomeContent.open(self.place.home, step=one.step, attempt=one.attempt))
         return found
 
     def _delete_written(self, checkpointer: Checkpointer) -> None:

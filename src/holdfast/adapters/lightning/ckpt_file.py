@@ -17,6 +17,7 @@ from holdfast.adapters.lightning.home_content import HomeContent
 from holdfast.documents import Fields, decode_object
 from holdfast.errors import Corrupt
 from holdfast.exchange.torch_archive import DAMAGED, Record, write_records
+from holdfast.format.names import CheckpointId
 from holdfast.linux.files import open_regular
 from holdfast.restore.atomic_output import atomic_file
 
@@ -35,9 +36,9 @@ class FileId:
     is_full: bool
 
     @property
-    def age(self) -> tuple[int, int]:
-        """Order of the checkpoints of a run: the newest is the greatest."""
-        return self.attempt, self.step
+    def checkpoint_id(self) -> CheckpointId:
+        """Its attempt and step."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 def write_ckpt(content: HomeContent, path: Path, pickled: bytes | None = None) -> None:
@@ -69,7 +70,7 @@ def _records(content: HomeContent, pickled: bytes) -> Iterator[Record]:
         hashes[name] = hashed.hexdigest()
     facts = {
         "run": content.run,
-        "attempt": content.attempt,
+        "attempt": content.checkpoint_id.attempt,
         "step": content.step,
         "full": content.facts.is_full,
         "records": hashes,

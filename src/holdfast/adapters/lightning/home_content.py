@@ -14,6 +14,7 @@ from holdfast.adapters.loaded_checkpoint import open_loaded
 from holdfast.documents import Fields, is_text, refuse
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.exchange.export_selection import ExportSelection
+from holdfast.format.names import CheckpointId
 from holdfast.restore.checkpoint import Checkpoint
 from holdfast.restore.checkpoint import open as open_checkpoint
 
@@ -101,9 +102,9 @@ class HomeContent:
         return self._checkpoint.run
 
     @property
-    def attempt(self) -> int:
-        """Attempt that saved it."""
-        return self._checkpoint.attempt
+    def checkpoint_id(self) -> CheckpointId:
+        """Its attempt and step."""
+        return self._checkpoint.manifest.checkpoint_id
 
     @property
     def step(self) -> int:

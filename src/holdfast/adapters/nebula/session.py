@@ -23,6 +23,7 @@ from holdfast.adapters.nebula.tags import EXPLICIT, META, goes_back, key_of, nam
 from holdfast.callsite import warn
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, SaveWarning
 from holdfast.exchange.packed_value import Packed, pack
+from holdfast.format.names import CheckpointId
 from holdfast.keeper import MemoryTierStore, wait_for_orphans
 from holdfast.store import open_store
 
@@ -69,7 +70,7 @@ class Session:
         self._drafts: dict[str, TagDraft] = {}
         self._done: dict[str, CompleteTag] = {}  # tags complete in this attempt
         self._rounds: Counter[str] = Counter()
-        self._verified: set[tuple[int, int]] = set()
+        self._verified: set[CheckpointId] = set()
         self._errors: list[HoldfastError] = []  # errors of the watching thread
         self._loaded: int | None = None  # step that is not published to the other ranks yet
         self._last_sent_s = time.monotonic()  # when the interval last made a checkpoint go home
@@ -454,7 +455,7 @@ class Session:
     ) -> None:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         writer.send_home(tagged.step)
-        while (tagged.checkpoint.attempt, tagged.step) not in index:
+        while tagged.checkpoint.manifest.checkpoint_id not in index:
             if deadline_s is not None and time.monotonic() > deadline_s:
                 raise RetryLater(
                     f"{tagged.tag} is not in {self.home} after {timeout_s} s. The copy continues.",

@@ -12,6 +12,7 @@ from holdfast.callsite import warn
 from holdfast.errors import Corrupt, HoldfastError, NotFound, SaveWarning
 from holdfast.exchange.packed_value import Packed, rebuild, unpack
 from holdfast.exchange.partitions import checked_metadata, describe_partitions, read_partition
+from holdfast.format.names import CheckpointId
 from holdfast.home.documents import check_files, read_manifest, read_run
 from holdfast.home.listing import Listing, candidates, list_home
 from holdfast.home.newest import from_listing, list_patiently, usable, was_deleted
@@ -157,21 +158,21 @@ class TagIndex:
         """
         step = named_step(tag)
         found, listings = self._candidates()
-        found.sort(key=lambda one: one[1] != step)  # the most likely one first
+        found.sort(key=lambda one: one.step != step)  # the most likely one first
         has_found = False
 
-        def open_one(one: tuple[int, int]) -> TaggedCheckpoint | None:
+        def open_one(one: CheckpointId) -> TaggedCheckpoint | None:
             nonlocal has_found
-            tagged = self._open(one, listings) if not has_found or one[1] == step else None
+            tagged = self._open(one, listings) if not has_found or one.step == step else None
             if tagged is None or tagged.tag != tag:
                 return None
             has_found = True
             return tagged
 
         matching = self._usable(found, open_one)
-        return max(matching, key=lambda one: (one.checkpoint.attempt, one.step), default=None)
+        return max(matching, key=lambda one: one.checkpoint.manifest.checkpoint_id, default=None)
 
-    def newest(self, *, only_home: bool = False, verified: set[tuple[int, int]]) -> TaggedCheckpoint | None:
+    def newest(self, *, only_home: bool = False, verified: set[CheckpointId]) -> TaggedCheckpoint | None:
         """Return the newest checkpoint with valid bytes, or None without a tagged checkpoint.
 
         A SaveWarning names damaged checkpoints that are skipped. Superseded checkpoints are skipped too. A
@@ -179,7 +180,7 @@ class TagIndex:
 
         Args:
             only_home: omit checkpoints that are not complete in home.
-            verified: (attempt, step) of verified checkpoints, which are not verified again. New ones are
+            verified: verified checkpoints, which are not verified again. New ones are
                 added.
 
         Raises:
@@ -190,12 +191,12 @@ class TagIndex:
         """
         return from_listing(lambda: self._newest_listed(verified, only_home=only_home))
 
-    def _newest_listed(self, verified: set[tuple[int, int]], *, only_home: bool) -> TaggedCheckpoint | None:
+    def _newest_listed(self, verified: set[CheckpointId], *, only_home: bool) -> TaggedCheckpoint | None:
         every, listings = self._candidates(only_home=only_home)
         skipped: list[Skipped] = []
-        line: frozenset[tuple[int, int]] | None = None
+        line: frozenset[CheckpointId] | None = None
 
-        def open_one(found: tuple[int, int]) -> TaggedCheckpoint | None:
+        def open_one(found: CheckpointId) -> TaggedCheckpoint | None:
             nonlocal line
             tagged = self._open(found, listings) if line is None or found in line else None
             if tagged is None:
@@ -229,60 +230,57 @@ class TagIndex:
 
     def _still_there(self, skipped: Sequence[Skipped]) -> list[Skipped]:
         """Return those that no run has deleted meanwhile."""
-        return [one for one in skipped if not was_deleted(self._store, one.step, one.attempt)]
+        return [one for one in skipped if not was_deleted(self._store, one.checkpoint_id)]
 
     def _usable(
         self,
-        found: Sequence[tuple[int, int]],
-        open_one: Callable[[tuple[int, int]], _T | None],
+        found: Sequence[CheckpointId],
+        open_one: Callable[[CheckpointId], _T | None],
         on_skipped: Callable[[Skipped, HoldfastError], None] = lambda skipped, error: None,
     ) -> Iterator[_T]:
         return usable(
             found,
-            lambda attempt, step: open_one((attempt, step)),
+            open_one,
             url=self._store.url,
             patience=_make_patience(),
             on_skipped=on_skipped,
         )
 
-    def _candidates(self, *, only_home: bool = False) -> tuple[list[tuple[int, int]], dict[str, Listing]]:
-        """Return (attempt, step) of all complete checkpoints, newest first, and the tiers' listings."""
+    def _candidates(self, *, only_home: bool = False) -> tuple[list[CheckpointId], dict[str, Listing]]:
+        """Return all complete checkpoints, newest first, and the tiers' listings."""
         listings = {tier.name: list_patiently(tier.store, _make_patience()) for tier in self._tiers}
         tiers = [self._tiers[-1].name] if only_home else list(listings)
         found = {one for name in tiers for one in candidates(listings[name])}
         return sorted(found, reverse=True), listings
 
-    def _open(self, found: tuple[int, int], listings: dict[str, Listing]) -> TaggedCheckpoint | None:
+    def _open(self, found: CheckpointId, listings: dict[str, Listing]) -> TaggedCheckpoint | None:
         """Return a checkpoint, or None if it was not saved under a tag."""
-        attempt, step = found
         run = read_run(self._store)
-        checkpoint = Checkpoint(
-            self._store, read_manifest(self._store, step, attempt, run.id if run else None)
-        )
+        checkpoint = Checkpoint(self._store, read_manifest(self._store, found, run.id if run else None))
         meta = checkpoint.values(0).get(META)
         if not isinstance(meta, dict):
             return None
-        tiers = tuple(name for name, home in listings.items() if _has(name, home, step, attempt))
+        tiers = tuple(name for name, home in listings.items() if _has(name, home, found))
         try:
             tagged = TaggedCheckpoint(meta["tag"], meta.get("label"), self.home, tiers, checkpoint)
             # Ranks may have completed a tag without any file.
             is_empty = not any(tagged.meta(i)["partitions"] for i in range(checkpoint.world_size))
         except (LookupError, TypeError) as error:
             raise Corrupt(
-                f"The metadata of step {step} of attempt {attempt} is damaged: {error!r}.", step=step
+                f"The metadata of step {found.step} of attempt {found.attempt} is damaged: {error!r}.",
+                step=found.step,
             ) from error
         return None if is_empty else tagged
 
-    def __contains__(self, found: tuple[int, int]) -> bool:
-        """Return True if a checkpoint (attempt, step) is complete in home."""
-        attempt, step = found
-        saved = list_home(self._tiers[-1].store, step=step).saved.get((step, attempt))
+    def __contains__(self, found: CheckpointId) -> bool:
+        """Return True if a checkpoint is complete in home."""
+        saved = list_home(self._tiers[-1].store, step=found.step).saved.get(found)
         return saved is not None and saved.is_committed
 
     def last_step(self) -> int | None:
         """Return the step of the newest checkpoint with a readable manifest, or None."""
         found, _ = self._candidates()
-        steps = self._usable(found, lambda one: read_manifest(self._store, one[1], one[0], None).step)
+        steps = self._usable(found, lambda one: read_manifest(self._store, one, None).step)
         return next(steps, None)
 
 
@@ -290,9 +288,9 @@ def _make_patience() -> Patience:
     return Patience(LIMIT_S, lambda line: warn(line, SaveWarning))
 
 
-def _has(tier: str, home: Listing, step: int, attempt: int) -> bool:
+def _has(tier: str, home: Listing, checkpoint: CheckpointId) -> bool:
     """Return True if a checkpoint is complete in a tier. In memory, one file is enough."""
-    saved = home.saved.get((step, attempt))
+    saved = home.saved.get(checkpoint)
     return saved is not None and (saved.is_committed or (tier == "memory" and bool(saved.data)))
 
 

@@ -72,4 +72,5 @@ def flip_byte(store: Store, name: str, *, step: int, attempt: int) -> Damage:
     before = content[offset]
     content[offset] ^= 0xFF
     store.put(name, content)
-    return Damage(step, attempt, name, offset, before, store.get(name)[offset])
+    after = store.get(name)[offset]
+    return Damage(step=step, attempt=attempt, name=name, offset=offset, before=before, after=after)

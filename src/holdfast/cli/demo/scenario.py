@@ -209,8 +209,9 @@ class Scenario:
 
     def _damage_newest(self) -> Damage:
         store = open_store(self.home)
-        attempt, step = candidates(list_home(store))[0]
-        damage = flip_byte(store, names.data(step, attempt, 0), step=step, attempt=attempt)
+        newest = candidates(list_home(store))[0]
+        name = names.data(newest.step, newest.attempt, 0)
+        damage = flip_byte(store, name, step=newest.step, attempt=newest.attempt)
         self.screen.show_event(
             f"damaged on purpose: byte {damage.offset:,} of {damage.name}, in the newest checkpoint"
         )

@@ -45,8 +45,8 @@ def find_span(store: Store, *, step: int | None = None, to_step: int | None = No
 def _find_listed(store: Store, step: int | None, to_step: int | None) -> RecordedSpan:
     newest = open_checkpoint(store).manifest
     every = candidates(list_home(store))
-    line = line_of(every, (newest.attempt, newest.step), newest.ancestors).current
-    attempts = {one: attempt for attempt, one in reversed(line)}  # of a step saved again, the newest
+    line = line_of(every, newest.checkpoint_id, newest.ancestors).current
+    attempts = {one.step: one.attempt for one in reversed(line)}  # of a step saved again, the newest
     first, last = _choose(sorted(attempts), step, to_step, store.url)
     start, end = (open_checkpoint(store, one, attempts[one]).manifest for one in (first, last))
     if start.world_size != end.world_size:

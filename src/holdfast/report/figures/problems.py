@@ -81,11 +81,9 @@ def good_steps_around(found: RunSummary, attempt: int, first: int, last: int) ->
     Returns:
         Before it has one, the step that the attempt began at. None if there is none after.
     """
-    sick = {(one.attempt, one.step) for one in found.unhealthy}
+    sick = {one.step for one in found.unhealthy if one.attempt == attempt}
     good = [
-        one.step
-        for one in found.saves
-        if one.attempt == attempt and one.durable and (one.attempt, one.step) not in sick
+        one.step for one in found.saves if one.attempt == attempt and one.durable and one.step not in sick
     ]
     began = next((one.restored_step or 0 for one in found.attempts if one.number == attempt), 0)
     before = max((step for step in good if step < first), default=began)

@@ -77,7 +77,7 @@ def test_a_keeper_that_starts_after_its_home_was_deleted_writes_nothing(
     if has_successor:
         claim_run(LocalStore(home))
     before = sorted(home.rglob("*"))
-    dead = cast(TrainerInbox, SimpleNamespace(trainer_gone=True))
+    dead = cast(TrainerInbox, SimpleNamespace(trainer_gone=True, set_delay=lambda _: None))
     with pytest.raises(Conflict, match="was deleted since run"):
         wait_for_run(LocalStore(home), run, dead)
     assert sorted(home.rglob("*")) == before

@@ -106,8 +106,8 @@ def trouble(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trouble]
 
 
 def steps_saved(home: Path | str) -> list[int]:
-    found = list_home(open_store(home)).saved
-    return sorted(step for (step, _), save in found.items() if save.is_committed)
+    found = list_home(open_store(home)).saved.values()
+    return sorted(save.step for save in found if save.is_committed)
 
 
 pytestmark = [

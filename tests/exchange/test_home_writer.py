@@ -95,7 +95,7 @@ def test_the_later_of_two_imports_into_one_home_wins(source: Path, tmp_path: Pat
     with pytest.raises(Conflict, match="cancelled"):
         import_checkpoint(source, home, step=5, on_bytes=import_another)
     assert ran
-    assert list(list_home(open_store(home)).saved) == [(7, 2)]
+    assert list(list_home(open_store(home)).saved) == [(2, 7)]
     assert holdfast.open(home).verify().is_good
     assert list(home.rglob(".unfinished*")) == []
 

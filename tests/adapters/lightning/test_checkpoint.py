@@ -79,14 +79,11 @@ def test_the_notice_of_a_known_end_leaves_time_for_a_save(tmp_path: Path) -> Non
     class Look(importlib.import_module("lightning.pytorch").Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             assert callback._io is not None
-            assert callback._notices is not None
             callback._io.wait()
-            saved_s = callback._io.save_s
-
-            def expect(save_s: float) -> None:
-                found.append((save_s, saved_s))
-
-            callback._notices._watcher.expect_save = expect
+            saved_s, notices = callback._io.save_s, callback._notices
+            watcher = notices and notices._watcher
+            assert watcher is not None
+            watcher.expect_save = lambda save_s: found.append((save_s, saved_s))
 
     trainer(tmp_path, 1, Look(), callback).fit(model())
     assert len(found) == 3

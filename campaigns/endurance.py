@@ -3,7 +3,7 @@
     make endurance
 
 - Saves: memory, descriptors and the files of the home stay as they were after the first thousand.
-- Signals: SIGTERM, SIGUSR1 or SIGINT reach all processes of a training with data loader workers, at a random
+- Signals: SIGTERM, SIGUSR1, SIGINT or SIGHUP reach all processes of a training with data loader workers, at a random
   moment between or in its saves. It ends with status 75, and no complete step is lost.
 - Clocks: each of two ranks has a clock of its own, hours wrong, another one at each start; the ranks are
   killed and started again. Each start restores the newest step that was durable, or a newer one.
@@ -34,7 +34,7 @@ from nursery import Child, Nursery  # noqa: E402  # pyright: ignore[reportMissin
 from servers import reserve_port  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 CLOCK = ROOT / "tests" / "faults" / "clock" / "sitecustomize.py"
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _LIMIT_S = 3600
 _END_LIMIT_S = 120
 """Limit of the end of a training that got a signal, on a busy machine too."""

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def copy_file(source: str | os.PathLike[str], to: str | os.PathLike[str]) -> Non
 
     Sockets, pipes and devices are left out.
     """
-    if not Path(source).is_file():
+    if not stat.S_ISREG(Path(source).stat().st_mode):  # `is_file` is False also for what has vanished
         _log.info("%s is a socket, a pipe or a device, and was not copied.", source)
         return
     with Path(source).open("rb") as read, Path(to).open("wb") as written:

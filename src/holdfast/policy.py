@@ -154,7 +154,7 @@ def every(value: int | str | datetime.timedelta | Every) -> Every:
 
 
 def single_policies(value: int | str | datetime.timedelta | Every | None) -> tuple[Every, ...]:
-    """Return the single policies of an `every=` argument. A save is due when any of them is; None has none.
+    """Return the single policies of an `every=` argument; a save is due when any of them is.
 
     Raises:
         InvalidInput: see `every`.

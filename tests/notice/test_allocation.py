@@ -37,8 +37,9 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def train_until_notice(rank: int, home: Path, environment: dict[str, str], *, is_alone: bool) -> list[Any]:
     """Train as a task of srun does, and return the status and the step of the end."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "HOLDFAST_", "LOCAL_"))]:
+        del os.environ[name]  # the fork server may have been started in the middle of another test
     os.environ |= {**environment, "SLURM_LOCALID": str(rank)}
-    os.environ.pop("LOCAL_RANK", None)
     if is_alone:
         torch.distributed.destroy_process_group()
         home = home.with_name(f"home-{rank}")
@@ -46,11 +47,11 @@ def train_until_notice(rank: int, home: Path, environment: dict[str, str], *, is
         with holdfast.Checkpointer(
             home, {"x": torch.zeros(1)}, every=10**9, quiet=True, preemption="slurm"
         ) as ckpt:
-            for _ in ckpt.steps(10**9):
+            for _ in ckpt.steps(6000):
                 time.sleep(0.01)
     except holdfast.Preempted as end:
         return [end.code, end.step]
-    return []
+    return ["no notice arrived", sorted(os.environ.items())]
 
 
 @pytest.mark.ranks

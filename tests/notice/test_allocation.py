@@ -62,7 +62,7 @@ def test_one_task_of_a_host_asks_slurm_for_all_that_train_together(
     """Its srun sets no LOCAL_RANK. Tasks that train alone would not receive the notice of another."""
     squeue.write_text("0:00\n")
     train = functools.partial(train_until_notice, is_alone=is_alone)
-    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
+    environment = {name: os.environ[name] for name in ("PATH", "SLURM_JOB_ID", "HOLDFAST_RUNTIME_DIR")}
     ended = ranks.run_ranks(3, train, tmp_path / "home", environment)
     assert [one[0] for one in ended] == [PREEMPTED_STATUS] * 3, ended
     assert is_alone or len({one[1] for one in ended}) == 1, ended

@@ -98,13 +98,13 @@ def test_a_home_that_does_not_answer_delays_no_other_page(
     asking = threading.Thread(target=client.get, args=(path,), daemon=True)
     asking.start()
     assert gate.reached.wait(60.0)
+    asking.join()
     monkeypatch.setattr(kept_readings, "_WAIT_S", 60.0)
     assert client.get(f"api/homes/{RunPlace(str(home)).id}/curves").status == 200
     monkeypatch.setattr(kept_readings, "_WAIT_S", 0.05)
     answer = client.get(path)
     assert answer.status == 503
     assert f"{stalled} has not answered for" in answer.json["error"]
-    asking.join()
     assert len(store.calls("size")) == 1, "a second thread reads it"
     gate.opened.set()
     monkeypatch.setattr(kept_readings, "_WAIT_S", 60.0)

@@ -3,8 +3,8 @@
     make endurance
 
 - Saves: memory, descriptors and the files of the home stay as they were after the first thousand.
-- Signals: SIGTERM, SIGUSR1, SIGINT or SIGHUP reach all processes of a training with data loader workers, at a random
-  moment between or in its saves. It ends with status 75, and no complete step is lost.
+- Signals: SIGTERM, SIGUSR1, SIGINT or SIGHUP reach all processes of a training with data loader workers, at
+  a random moment between or in its saves. It ends with status 75, and no complete step is lost.
 - Clocks: each of two ranks has a clock of its own, hours wrong, another one at each start; the ranks are
   killed and started again. Each start restores the newest step that was durable, or a newer one.
 """

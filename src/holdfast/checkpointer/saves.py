@@ -95,9 +95,10 @@ class Saves:
     def settle(self) -> None:
         """Settle the saves that have become durable, and count those that have failed."""
         with self.lock:
-            for one in self._pending:
-                self._count_failed(one.save)
-            for one in [one for one in self._pending if one.save.durable]:
+            for one in [one for one in self._pending if one.save.done()]:  # a queue may be long
+                if not one.save.durable:
+                    self._count_failed(one.save)
+                    continue
                 self._pending.remove(one)
                 self._failing_since_s = None
                 self._overdue.succeed(time.monotonic())

@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, ministack
 from small_disk import small_disk
 from stage import ranks
-from stage.training import make_checkpointer
+from stage.training import make_checkpointer, wait_until
 
 SOON_S = 600.0
 
@@ -52,14 +51,6 @@ class Trouble:
     end: Callable[[], object]
 
 
-def until(is_true: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    deadline_s = time.monotonic() + SOON_S
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def fill_up(ballast: Path) -> None:
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(4096)) == 4096:
@@ -67,7 +58,8 @@ def fill_up(ballast: Path) -> None:
 
 
 def remount(disk: Path, how: str) -> None:
-    until(lambda: subprocess.call(["mount", "-o", f"remount,{how}", str(disk)]) == 0)  # busy during a write
+    # It is busy during a write.
+    wait_until(lambda: subprocess.call(["mount", "-o", f"remount,{how}", str(disk)]) == 0)
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +163,10 @@ def test_training_pauses_until_the_save_is_durable(trouble: Trouble, monkeypatch
     monkeypatch.setattr(attempt._log, "warning", lines.append)
     with begin(trouble, "pause") as ckpt:
         save = ckpt.save(2)
-        until(lambda: bool(save.delay))
+        wait_until(lambda: save.delay)
 
         def repair() -> None:
-            until(lambda: bool(lines))
+            wait_until(lambda: lines)
             trouble.end()
 
         repairing = threading.Thread(target=repair)
@@ -267,7 +259,7 @@ def test_home_behind_a_local_folder_may_fail_for_as_long_whatever_the_cause(
     ckpt.save(2).wait_durable(SOON_S)
     keeper = ckpt._training.attempt.keeper
     assert keeper is not None
-    until(lambda: keeper.home_lost is not None)
+    wait_until(lambda: keeper.home_lost is not None)
     with pytest.warns(SaveWarning, match="Home cannot be reached"), pytest.raises(trouble.error):
         ckpt.save(3)
     trouble.end()
@@ -314,10 +306,12 @@ def test_a_disk_that_fills_between_part_and_manifest_is_named_within_seconds(
         save, said = ckpt.save(3), ""
 
         def read_until(text: str) -> None:
-            nonlocal said
-            while text not in said:
+            def is_shown() -> bool:
+                nonlocal said
                 said += capfd.readouterr().err
-                time.sleep(0.01)
+                return text in said
+
+            wait_until(is_shown)
 
         read_until("step 3 is not durable yet")
         assert "No space left on device" in said

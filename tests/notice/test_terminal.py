@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import pty
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import holdfast
 from holdfast.errors import PREEMPTED_STATUS
-from nursery import END_TIMEOUT_S, shared
+from nursery import shared
+from stage.training import wait_until
 
 AT, TOTAL = 3, 60
 TRAIN = f"""
@@ -72,11 +72,8 @@ def ready(master: int) -> bytes:
 
 def check_end(folder: Path, status: int, step: int) -> None:
     """Wait for the status of a training, and check that it and the newest step are the expected ones."""
-    deadline = time.monotonic() + END_TIMEOUT_S
     path = folder / "status"
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline, list(folder.iterdir())
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and path.read_text())
     assert int(path.read_text()) == status
     assert holdfast.open(folder / "home").step == step
 

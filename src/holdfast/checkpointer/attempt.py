@@ -30,7 +30,7 @@ from holdfast.units import format_duration, plural
 _log = get_logger("checkpointer")
 _MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
 _PAUSE_LINE_S = 60.0
-_PAUSE_ROUND_S = 0.2  # a notice on any rank ends a pause as soon
+_PAUSE_ROUND_S = 0.2  # longest time until a notice on any rank ends a pause
 
 
 class Attempt:
@@ -259,7 +259,7 @@ class Attempt:
         Ranks: collective, as all pause for the one whose save is late.
         """
         saves, began_s = self.saves.pending, time.monotonic()
-        said_s = began_s
+        reported_s = began_s
         while True:
             # New phases are no hang, however long the pause is.
             with self._components.phase("a pause until a save is durable"):
@@ -268,8 +268,8 @@ class Attempt:
             if not any(is_late for is_late, _ in rows) or any(is_preempted for _, is_preempted in rows):
                 break
             now_s = time.monotonic()
-            if late is not None and now_s - said_s >= _PAUSE_LINE_S:
-                said_s = now_s
+            if late is not None and now_s - reported_s >= _PAUSE_LINE_S:
+                reported_s = now_s
                 _log.warning(
                     f"training is paused for at most {format_duration(self._limits.pause_s)} "
                     f'(Limits(failed_saves="pause")): step {late.step} is not durable after '

@@ -62,6 +62,11 @@ class Saves:
         with self.lock:
             return [one.save for one in self._pending]
 
+    @property
+    def has_pending(self) -> bool:
+        """True if a save is not settled yet."""
+        return bool(self._pending)
+
     def add(self, pending: PendingCopy) -> None:
         """Add a save that has begun."""
         with self.lock:
@@ -92,12 +97,14 @@ class Saves:
 
     # -- outcomes --------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Settle the saves that have become durable, and count those that have failed."""
+    def settle(self) -> list[PendingCopy]:
+        """Settle the saves that have become durable; count those that have failed, and return them."""
+        failed: list[PendingCopy] = []
         with self.lock:
             for one in [one for one in self._pending if one.save.done()]:  # a queue may be long
                 if not one.save.durable:
                     self._count_failed(one.save)
+                    failed.append(one)
                     continue
                 self._pending.remove(one)
                 self._failing_since_s = None
@@ -105,6 +112,7 @@ class Saves:
                 self.newest_durable = one.save.step
                 self.stable.add(one.save.step)
                 self._on_durable(one.save)
+        return failed
 
     def _count_failed(self, save: Save) -> None:
         if save.failed is not None and save.step not in self._counted:
@@ -118,10 +126,10 @@ class Saves:
             HoldfastError: they have failed for longer than the limit.
         """
         with self.lock:
-            self.settle()
-            for one in [one for one in self._pending if one.save.failed is not None]:
-                self._pending.remove(one)
-                self._surface_failed(one, one.save.failed)
+            for one in self.settle():
+                if one.save.failed is not None:
+                    self._pending.remove(one)
+                    self._surface_failed(one, one.save.failed)
 
     def _surface_failed(self, one: PendingCopy, error: HoldfastError | None) -> None:
         assert error is not None

@@ -51,7 +51,7 @@ class StepSync:
         Ranks: collective.
         """
         saves, cadence, now_s = self._saves, self._components.cadence, time.monotonic()
-        cadence.end_step(now_s, in_flight=bool(saves.pending))
+        cadence.end_step(now_s, in_flight=saves.has_pending)
         notices.expect_save(cadence.meter.step_s + (cadence.meter.durable_s or 0.0))
         saves.settle()
         newest, lacks_proposal = saves.stable.propose()

@@ -22,7 +22,7 @@ from holdfast.format.limits import (
     MAX_STEP,
     RUN_ID,
 )
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import OfCheckpoint
 from holdfast.format.part import Ancestors, Part, read_ancestors
 from holdfast.format.sealed import dumps, seal, unseal_lines
 from holdfast.format.versions import Versions
@@ -43,7 +43,7 @@ class PartFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(OfCheckpoint):
     """A complete checkpoint."""
 
     id: str  # random; distinguishes our own commit from others' if an answer was lost
@@ -58,11 +58,6 @@ class Manifest:
     tied: dict[str, str]
     catalogs: tuple[bytes, ...]  # each different one, with the bytes of the parts
     health: Health = UNKNOWN
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
     @property
     def data_bytes(self) -> int:

@@ -55,6 +55,20 @@ class CheckpointId(NamedTuple):
     step: int
 
 
+class OfCheckpoint:
+    """Base of what belongs to one checkpoint, and has its attempt and step as fields."""
+
+    __slots__ = ()
+
+    attempt: int
+    step: int
+
+    @property
+    def checkpoint_id(self) -> CheckpointId:
+        """Attempt and step of the checkpoint."""
+        return CheckpointId(attempt=self.attempt, step=self.step)
+
+
 def step_dir(step: int) -> str:
     """Return `step-00000500`."""
     return f"step-{step:08d}"
@@ -171,7 +185,7 @@ def _limit_of(name: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(OfCheckpoint):
     """Facts in an object's name.
 
     `kind` is one of: attempt, manifest, part, data, frozen, refusal, skipped, metrics, step-other.
@@ -181,11 +195,6 @@ class Parsed:
     step: int = -1
     attempt: int = -1
     rank: int = -1
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """The checkpoint that the object belongs to."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 def parse(name: str) -> Parsed | None:

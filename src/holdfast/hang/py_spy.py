@@ -38,9 +38,8 @@ def read_stacks(pid: int) -> tuple[Thread, ...]:
     command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
         found = run_program(command, timeout_s=_LIMIT_S)
-        return (
-            parse_json(found.out) if found.status == 0 else ()
-        )  # it needs rights that containers often lack
+        # It needs rights that containers often lack.
+        return parse_json(found.out) if found.status == 0 else ()
     except (OSError, subprocess.TimeoutExpired, Corrupt):
         return ()
 

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.format.health import UNKNOWN, Health
 from holdfast.format.manifest import Manifest
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import CheckpointId, OfCheckpoint
 from holdfast.format.run import encode_metric
 from holdfast.home.documents import check_files, read_manifest
 from holdfast.home.listing import ListedSave, Listing
@@ -29,7 +29,7 @@ Skipped: a restore has found it damaged or could not read it; retention leaves i
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(OfCheckpoint):
     """One checkpoint, or an incomplete save. `num_bytes` counts all its files."""
 
     step: int
@@ -46,11 +46,6 @@ class Row:
     metric_steps: Mapping[str, int] = field(default_factory=dict[str, int])  # of those recorded for another
     metric_modes: Mapping[str, str] = field(default_factory=dict[str, str])  # "min" or "max", of its best
     health: Health = UNKNOWN
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
     def as_json(self) -> dict[str, Any]:
         """Return its members for JSON; `tiers` only if several places were listed."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.format import names
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import CheckpointId, OfCheckpoint
 from holdfast.home.writer import WriterId
 from holdfast.store.contract import ObjectInfo, Store
 
 
 @dataclass(slots=True)
-class ListedSave:
+class ListedSave(OfCheckpoint):
     """Files of one step of one attempt, complete or not."""
 
     step: int
@@ -23,11 +23,6 @@ class ListedSave:
     frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
     was_skipped: bool = False  # a restore has skipped it, see `holdfast.home.skipped`
     has_metrics: bool = False  # see `holdfast.home.metrics`
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
     @property
     def is_committed(self) -> bool:

@@ -58,6 +58,8 @@ class Unwanted:
 
     def drop(self, *, before: CheckpointId, except_for: Collection[CheckpointId]) -> None:
         """Drop the steps that were found before a checkpoint, and are deleted now."""
+        if not self._steps:
+            return
         left = {before.step, *(one.step for one in except_for)}
         self._steps = {step for step in self._steps if step in left or step > before.step}
 
@@ -129,13 +131,13 @@ class Retention:
             if names.manifest(found.step, found.attempt) in its_names
         }
         skipped = skipped_in(files)
-        spared = skipped | {newest} | set(in_work)
         doomed = self._superfluous(complete - skipped, newest, ancestors, files)
         oldest_kept = newest if self.keep.last is not None else CheckpointId(attempt=newest.attempt, step=-1)
         doomed |= {found for found in files if found not in complete and found < oldest_kept}
         doomed |= self._unwanted.find(files, newest)
         refusals = _newest_refusals(files, newest.attempt)
-        for found in sorted(doomed - spared):
+        # The saves in work may be thousands, and few are doomed.
+        for found in sorted((doomed - skipped - {newest}).difference(in_work)):
             its_names = files[found]
             if found in complete:
                 self._was_complete.add(found)

@@ -13,25 +13,20 @@ from dataclasses import dataclass
 
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.format import names, run
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import CheckpointId, OfCheckpoint
 from holdfast.home.documents import read_run
 from holdfast.home.listing import list_home
 from holdfast.store.contract import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class Skipped(OfCheckpoint):
     """A checkpoint that a restore has skipped, with the reason."""
 
     step: int
     attempt: int
     reason: str
     is_superseded: bool = False  # a newer attempt resumed from an older one; its bytes are good
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -> None:

@@ -13,7 +13,7 @@ from holdfast.errors import Conflict, Corrupt, Denied, HoldfastError, Internal, 
 from holdfast.failpoint import failpoint
 from holdfast.format import names
 from holdfast.format import part as parts
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import CheckpointId, OfCheckpoint
 from holdfast.format.part import Ancestors, DataFile, Part
 from holdfast.health.replicas import ReplicaDifference, ReplicaWatch
 from holdfast.home.attempts import check_not_fenced
@@ -35,7 +35,7 @@ _OVERTAKEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(OfCheckpoint):
     """Outcome of the drain of one checkpoint, or of one failed try."""
 
     attempt: int
@@ -45,11 +45,6 @@ class Drained:
     ancestors: Ancestors = ()
     error: HoldfastError | None = None
     is_over: bool = True  # False if it will be tried again
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 class Drain:

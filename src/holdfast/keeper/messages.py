@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeAlias, get_args
 
 from holdfast.documents import MAX_COUNT, decode_object, read_dataclass, refuse
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import OfCheckpoint
 from holdfast.format.run import encode_metric
 from holdfast.home.metrics import SaveValues
 from holdfast.keeper.config import KeeperConfig
@@ -80,16 +80,11 @@ class DropSave:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainCheckpoint:
+class DrainCheckpoint(OfCheckpoint):
     """Checkpoint of the local tier to be sent home."""
 
     attempt: int
     step: int
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +112,11 @@ class UpdateMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class MarkComplete:
+class MarkComplete(OfCheckpoint):
     """Checkpoint that is complete, though its files are in folders of several hosts."""
 
     attempt: int
     step: int
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 @dataclass(frozen=True, slots=True)

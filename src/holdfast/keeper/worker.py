@@ -107,7 +107,7 @@ class Worker:
         PaceWatch(*watched).start()
 
     def _has_work(self) -> bool:
-        return bool(self._in_work())
+        return bool(self._pending) or self._inbox.has_saves or self._next_step is not None
 
     def run(self) -> None:
         """Work until the trainer has exited and nothing is left in the nearest tier."""

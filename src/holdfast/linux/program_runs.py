@@ -57,7 +57,7 @@ def run_program(
     Args:
         given: its standard input.
         on_output: called with each piece of its output and its errors.
-        on_look: called all the time. If it raises, the program is ended.
+        on_look: called while the program runs, every 0.2 s. If it raises, the program is ended.
 
     Raises:
         OSError: it could not be started.

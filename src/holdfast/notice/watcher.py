@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Iterable
 
 from holdfast import backoff
@@ -37,13 +39,22 @@ class NoticeWatcher:
         self._notice: Notice | None = None
         self._rebalance: Notice | None = None
         self._rebalance_files: set[str] = set()
+        self._step_ended_s = time.monotonic()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def watch_signals(self) -> bool:
-        """Start watching signals. Return False outside the main thread, where that is impossible."""
+    def watch_signals(self, *, with_interrupt: bool = True) -> bool:
+        """Start watching signals. Return False outside the main thread, where that is impossible.
+
+        Args:
+            with_interrupt: also Ctrl-C; else that does what the trainer's users are used to.
+        """
         self.protect_workers()
-        return self._signals.watch()
+        interrupt = signal.getsignal(signal.SIGINT)
+        is_watching = self._signals.watch()
+        if is_watching and not with_interrupt:
+            signal.signal(signal.SIGINT, interrupt)
+        return is_watching
 
     def protect_workers(self) -> None:
         """Protect the workers of data loaders from signals that all processes of the training receive."""
@@ -68,6 +79,11 @@ class NoticeWatcher:
         """Set the time that a step and a durable save take."""
         for cloud in self._sources.clouds:
             cloud.save_s = save_s
+
+    def end_step(self, save_s: float) -> None:
+        """Measure the step since the last call; `save_s` is the time of a durable save."""
+        before_s, self._step_ended_s = self._step_ended_s, time.monotonic()
+        self.expect_save(self._step_ended_s - before_s + save_s)
 
     def release_signals(self) -> None:
         """Stop watching signals until the next `watch_signals`: no loop is left to stop."""

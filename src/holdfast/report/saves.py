@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import CheckpointId, OfCheckpoint
 from holdfast.report.events import TIERS, HistoryEvent
 
 DURABLE, UNFINISHED = "durable", "unfinished"
@@ -36,7 +36,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveRecord:
+class SaveRecord(OfCheckpoint):
     """One call of `save`, on all ranks together."""
 
     step: int
@@ -50,11 +50,6 @@ class SaveRecord:
     outcome: str
     detail: str
     copies: tuple[Copy, ...]  # nearest tier first
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
     @property
     def durable(self) -> Copy | None:

@@ -12,7 +12,7 @@ from holdfast.format import manifest as manifests
 from holdfast.format import names
 from holdfast.format.hashes import digest
 from holdfast.format.manifest import Manifest
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import CheckpointId, OfCheckpoint
 from holdfast.home.commit import make_manifest, parse_parts
 from holdfast.home.documents import read_draft
 from holdfast.home.listing import ListedSave, Listing, list_home
@@ -22,7 +22,7 @@ from holdfast.store.tiered import first_good
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(OfCheckpoint):
     """A rank's complete files of one checkpoint, with a part that matches them."""
 
     attempt: int
@@ -33,11 +33,6 @@ class Holding:
     part_xxh3: str
     data_bytes: int
     frozen_bytes: int | None
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """The checkpoint that they belong to."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
     def wire(self) -> dict[str, Any]:
         """Return its members, to be sent to other ranks."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from holdfast.fill_target import FillTarget
 from holdfast.format.manifest import Manifest
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import CheckpointId, OfCheckpoint
 from holdfast.format.part import Ancestors
 from holdfast.home.patience import LIMIT_S
 from holdfast.home.rollbacks import NO_ROLLBACKS, Rollbacks
@@ -70,7 +70,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(OfCheckpoint):
     """Restored checkpoint, and those that were skipped for it. Bytes and seconds are this rank's."""
 
     step: int
@@ -86,8 +86,3 @@ class Restored:
     whole: tuple[CheckpointId, ...] = ()  # checkpoints that still lack only their manifest
     seen: tuple[CheckpointId, ...] = ()  # everything that could have been restored
     rollbacks: Rollbacks = NO_ROLLBACKS  # of the run
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)

@@ -135,6 +135,7 @@ class Arenas:
         self._max_number = max_arenas()
         self._free: list[Arena] = []
         self._all: dict[int, Arena] = {}
+        self._num_bytes = 0  # of all; a queue of saves may have thousands
         self._count = 0
         self._preparing: Arena | None = None
         self._thread: threading.Thread | None = None  # prepares it
@@ -205,6 +206,7 @@ class Arenas:
                 "saved. Lower memory=, or raise the limit that was reached (open files, address space)."
             ) from error
         self._all[arena.number] = arena
+        self._num_bytes += arena.num_bytes
         return arena
 
     def has_room(self, num_bytes: int) -> bool:
@@ -222,7 +224,7 @@ class Arenas:
             return False  # waiting for that one is better than touching as much memory again
         if len(self._all) - len(self._free) >= self._max_number:
             return False
-        busy = sum(arena.num_bytes for arena in self._all.values()) - sum(a.num_bytes for a in self._free)
+        busy = self._num_bytes - sum(arena.num_bytes for arena in self._free)
         return busy + num_bytes + mmap.PAGESIZE <= self.cap_bytes
 
     def acquire(self, num_bytes: int, *, timeout_s: float | None = None) -> Arena | None:
@@ -256,6 +258,7 @@ class Arenas:
     def _drop_free(self) -> None:
         for arena in self._free:
             del self._all[arena.number]
+            self._num_bytes -= arena.num_bytes
             arena.free()
             arena.close()
         self._free.clear()
@@ -279,3 +282,4 @@ class Arenas:
             arena.close()
         self._all.clear()
         self._free.clear()
+        self._num_bytes = 0

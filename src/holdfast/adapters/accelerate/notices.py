@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
 import weakref
 
 from holdfast.checkpointer.options import Preemption
@@ -29,12 +26,9 @@ class Notices:
         self.saved_step = 0
         self._num_exchanges = 0
         self._agreed: str | None = None
-        self._measured_s = time.monotonic()
         self._watcher = NoticeWatcher(preemption.sources)
-        if preemption.signals and threading.current_thread() is threading.main_thread():
-            interrupt = signal.getsignal(signal.SIGINT)
-            self._watcher.watch_signals()
-            signal.signal(signal.SIGINT, interrupt)
+        if preemption.signals:
+            self._watcher.watch_signals(with_interrupt=False)
         self._watcher.poll_clouds(is_first_here=ranks.is_first_here())
         _open.add(self)
 
@@ -47,15 +41,9 @@ class Notices:
         """Note the reason that all ranks agree on."""
         self._agreed = reason
 
-    def measure(self, save_s: float) -> None:
-        """Measure the time between two looks at notices.
-
-        Args:
-            save_s: time of the last save, until it was durable.
-        """
-        now_s = time.monotonic()
-        self._watcher.expect_save(now_s - self._measured_s + save_s)
-        self._measured_s = now_s
+    def end_step(self, save_s: float) -> None:
+        """Measure the step since the last call; `save_s` is the time of a durable save."""
+        self._watcher.end_step(save_s)
 
     def have_arrived(self) -> bool:
         """Return True if any rank has a notice. With several ranks, it is one call late.

@@ -111,14 +111,14 @@ class Session:
     def is_preempted(self) -> bool:
         """Return True if a rank has a preemption notice."""
         self._settle()
-        self._notices.measure(self._save_s)
+        self._notices.end_step(self._save_s)
         return self._notices.have_arrived()
 
     def save(self, output_dir: str | os.PathLike[str] | None) -> Path:
         """Save the state under a folder's name, and return the folder. See `Accelerator.save_state`."""
         accelerator, config = self._accelerator, self._accelerator.project_configuration
         self._wait_for_limit()
-        self._notices.measure(self._save_s)
+        self._notices.end_step(self._save_s)
         name = self._name_of(output_dir)
         reason, step, gone = self._agree_on_save(name)
         folder = self._folders.path(name)

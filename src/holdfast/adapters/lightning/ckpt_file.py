@@ -17,7 +17,7 @@ from holdfast.adapters.lightning.home_content import HomeContent
 from holdfast.documents import Fields, decode_object
 from holdfast.errors import Corrupt
 from holdfast.exchange.torch_archive import DAMAGED, Record, write_records
-from holdfast.format.names import CheckpointId
+from holdfast.format.names import OfCheckpoint
 from holdfast.linux.files import open_regular
 from holdfast.restore.atomic_output import atomic_file
 
@@ -27,18 +27,13 @@ _HEADER_BYTES, _BLOCK_BYTES, _MAX_HASHES_BYTES = 30, 1 << 20, 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
-class FileId:
+class FileId(OfCheckpoint):
     """Checkpoint that a file was written from, and whether training can resume from it."""
 
     run: str
     attempt: int
     step: int
     is_full: bool
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return CheckpointId(attempt=self.attempt, step=self.step)
 
 
 def write_ckpt(content: HomeContent, path: Path, pickled: bytes | None = None) -> None:

@@ -35,10 +35,6 @@ class DataPosition:
     loaders: tuple[dict[str, Any], ...] = ()
 
 
-def _ignore(error: Exception) -> None:
-    pass
-
-
 class PositionedLoader(CombinedLoader):
     """CombinedLoader that records its position, and can begin at a recorded one.
 
@@ -55,7 +51,7 @@ class PositionedLoader(CombinedLoader):
         self._num_reached = 0  # batches that training has used
         self._begin_at: DataPosition | None = None
         self._fetched: list[Any] = []
-        self.on_error: Callable[[Exception], object] = _ignore
+        self.on_error: Callable[[Exception], object] = lambda _: None
         """Called with an error of the loaders, before it is raised."""
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from typing import Any
 
 from holdfast.notice import NoticeWatcher
@@ -27,7 +26,6 @@ class Preemptions:
         self._sources = sources
         self._watcher: NoticeWatcher | None = None
         self._ranks: Ranks | None = None
-        self._exchanged_s = 0.0
 
     def watch(self, trainer: Any) -> None:
         """Start watching, when training begins.
@@ -41,12 +39,9 @@ class Preemptions:
         if threading.current_thread() is threading.main_thread() and not _is_requeued(trainer):
             before = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
             signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-            interrupt = signal.getsignal(signal.SIGINT)
-            self._watcher.watch_signals()
-            signal.signal(signal.SIGINT, interrupt)  # Ctrl-C does what Lightning's users know
+            self._watcher.watch_signals(with_interrupt=False)
         self._ranks = Ranks(timeout_s=_RANKS_S)
         self._watcher.poll_clouds(is_first_here=self._ranks.is_first_here())
-        self._exchanged_s = time.monotonic()
 
     def exchange(self, trainer: Any, *, is_dropped: bool, save_s: float) -> bool:
         """Exchange notices with the other ranks.
@@ -63,9 +58,7 @@ class Preemptions:
         """
         if self._watcher is None or self._ranks is None:
             return False
-        now_s = time.monotonic()
-        self._watcher.expect_save(now_s - self._exchanged_s + save_s)
-        self._exchanged_s = now_s
+        self._watcher.end_step(save_s)
         (has_notice, has_dropped), _ = self._ranks.exchange_flags(
             trainer.fit_loop.total_batch_idx, (self._watcher.reason is not None, is_dropped), ()
         )

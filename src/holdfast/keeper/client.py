@@ -145,7 +145,7 @@ class Keeper(KeeperOwner):
                 self._arenas_in_use.discard(arena)
                 raise
 
-    def _send_save(self, submitted: _Submitted, arenas: Sequence[int], *, is_resent: bool = False) -> None:
+    def _send_save(self, submitted: _Submitted, arenas: Sequence[int]) -> None:
         draft_fd = os.memfd_create("holdfast-draft")
         try:
             with open(draft_fd, "wb", closefd=False) as file:
@@ -156,7 +156,7 @@ class Keeper(KeeperOwner):
                 tuple(arenas) if len(arenas) <= _MAX_LISTED_ARENAS else (),
                 submitted.layout,
                 to_home=submitted.to_home,
-                is_resent=is_resent,
+                is_resent=submitted.save.state == "staged",
                 metrics=messages.encode_metrics(submitted.metrics.values),
                 of_steps=dict(submitted.metrics.of_steps),
             )
@@ -338,7 +338,7 @@ class Keeper(KeeperOwner):
     def _resend_save(self, submitted: _Submitted) -> None:
         try:
             # No list of all arenas: in a long queue it would be as long as the queue, in each message.
-            self._send_save(submitted, (), is_resent=True)
+            self._send_save(submitted, ())
         except OSError as error:  # raised here, it would end the thread that replaces keepers
             step = submitted.save.step
             text = f"Step {step} could not be sent to a new keeper: {error}. Earlier checkpoints remain."

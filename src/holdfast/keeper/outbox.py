@@ -66,7 +66,7 @@ class Outbox:
 
         Args:
             fds: descriptors to send with it. The caller may close them after the call.
-            on_sent: called once the socket has the message, possibly in another thread.
+            on_sent: called once the socket has the message, possibly in another thread. It must not block.
 
         Blocks: no.
         """
@@ -77,10 +77,8 @@ class Outbox:
             if self._queue or not self._try_send(packet, fds):
                 self._enqueue(packet, fds, on_sent, may_drop=isinstance(message, RecordEvent))
                 return
-            if self._is_closed:
-                return
-        if on_sent is not None:
-            on_sent()
+            if on_sent is not None and not self._is_closed:
+                on_sent()
 
     def _try_send(self, packet: bytes, fds: tuple[int, ...]) -> bool:
         """Return False if the socket has no room."""
@@ -129,10 +127,10 @@ class Outbox:
                 if self._is_closed:
                     return True  # the keeper has died; `close` drops the rest
                 self._queue.popleft()
+                if first.on_sent is not None:
+                    first.on_sent()  # before `close` can return: then it is settled what the keeper received
                 self._changed.notify_all()
             _close(first.fds)
-            if first.on_sent is not None:
-                first.on_sent()
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all queued messages are sent, at most `timeout_s`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,15 +38,27 @@ def persist(
     Blocks: until the bytes are durable.
     """
     chunk_bytes = chunk_bytes_for(len(image))
-    # In another thread: both xxh3 and write release the interpreter lock.
-    with ThreadPoolExecutor(1, "holdfast-hash") as hasher:
-        chunks = hasher.submit(hash_chunks, image, chunk_bytes, on_hashed=on_hashed)
+    with _hashing(image, chunk_bytes, on_hashed) as chunks:
         try:
             rate.put(store, name, image, bytes_per_s)
         except Conflict:
-            if not has_image(store, name, DataFile(len(image), chunk_bytes, chunks.result())):
+            if not has_image(store, name, DataFile(len(image), chunk_bytes, chunks())):
                 raise
-        return DataFile(len(image), chunk_bytes, chunks.result())
+        return DataFile(len(image), chunk_bytes, chunks())
+
+
+@contextlib.contextmanager
+def _hashing(
+    image: memoryview, chunk_bytes: int, on_hashed: Callable[[int, int], None] | None
+) -> Iterator[Callable[[], str]]:
+    """Hash an image while the block runs, and yield a function that returns the hashes."""
+    if len(image) <= chunk_bytes:  # to start a thread would take longer
+        chunks = hash_chunks(image, chunk_bytes, on_hashed=on_hashed)
+        yield lambda: chunks
+        return
+    # In another thread: both xxh3 and write release the interpreter lock.
+    with ThreadPoolExecutor(1, "holdfast-hash") as hasher:
+        yield hasher.submit(hash_chunks, image, chunk_bytes, on_hashed=on_hashed).result
 
 
 def has_image(store: Store, name: str, file: DataFile) -> bool:

@@ -9,9 +9,12 @@ from holdfast.home.retain import Deleted
 from holdfast.keeper.reports import Reports
 from holdfast.store import Store
 
+_PAUSE_S = 0.25
+"""Pause between two runs: each lists the home, which is too slow to do for every save of a fast series."""
+
 
 class RetentionThread:
-    """Runs retention in the background. Requests during a run result in a single further run.
+    """Runs retention in the background. Requests during a run and its pause result in a single further run.
 
     Args:
         apply: deletes what the policy does not keep.
@@ -21,6 +24,7 @@ class RetentionThread:
         self._apply = apply
         self._is_due = False
         self._lock = threading.Lock()
+        self._is_awaited = threading.Event()  # `join` does not wait for a pause
         self._thread: threading.Thread | None = None
 
     def request(self) -> None:
@@ -33,8 +37,12 @@ class RetentionThread:
 
     def join(self) -> None:
         """Wait for all requested runs."""
-        while (thread := self._thread) is not None:
-            thread.join()
+        self._is_awaited.set()
+        try:
+            while (thread := self._thread) is not None:
+                thread.join()
+        finally:
+            self._is_awaited.clear()
 
     def _run(self) -> None:
         while True:
@@ -44,6 +52,7 @@ class RetentionThread:
                     return
                 self._is_due = False
             self._apply()
+            self._is_awaited.wait(_PAUSE_S)
 
 
 def delete_old(store: Store, old: Iterable[Deleted], reports: Reports, tier: str) -> None:

@@ -20,13 +20,13 @@ from rich.table import Table
 from states import build
 from training import Loop
 
-from holdfast.format import names, part
-from holdfast.format.part import Part
-from holdfast.keeper.drain import verified_blocks
-from holdfast.store.address import parse_address
-from holdfast.store.bucket import ObjectStore
-from holdfast.store.clients import Clients
-from holdfast.store.local import LocalStore
+from holdfast.checkpoint.format import names, part
+from holdfast.checkpoint.format.part import Part
+from holdfast.checkpoint.keeper.drain import verified_blocks
+from holdfast.checkpoint.store.address import parse_address
+from holdfast.checkpoint.store.bucket import ObjectStore
+from holdfast.checkpoint.store.clients import Clients
+from holdfast.checkpoint.store.local import LocalStore
 
 HERE = Path(__file__).resolve().parent
 GOAL = 0.03

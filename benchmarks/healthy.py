@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.format.hashes import chunk_bytes_for, hash_chunks
-from holdfast.format.layout import Shard, lay_out
-from holdfast.health.contents import ContentCheck
-from holdfast.health.watch import SpikeWatch
-from holdfast.keeper.persist import persist
-from holdfast.rawbytes import view_bytes
-from holdfast.store import open_store
+from holdfast.checkpoint.format.hashes import chunk_bytes_for, hash_chunks
+from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.store import open_store
+from holdfast.system.rawbytes import view_bytes
+from holdfast.watch.values.contents import ContentCheck
+from holdfast.watch.values.watch import SpikeWatch
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {

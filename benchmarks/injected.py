@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast import Preemption
-from holdfast.home.history_lines import read_lines
-from holdfast.store import open_store
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.store import open_store
 
 HERE = Path(__file__).resolve().parent
 MAGNITUDES = ("catastrophic", "large", "medium", "subtle", "near_invisible")

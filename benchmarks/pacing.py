@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from holdfast.hang.pulse import Pulse
-from holdfast.pace.sampler import ActivitySampler
+from holdfast.checkpoint.keeper.pulse import Pulse
+from holdfast.watch.pace.sampler import ActivitySampler
 
 GOAL = 0.005
 """Goal of the processor time, as a share of one processor."""

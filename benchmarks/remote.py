@@ -25,16 +25,16 @@ from null_server import TILE
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.format import names
-from holdfast.format.hashes import chunk_bytes_for, hash_chunks
-from holdfast.format.part import DataFile, Part
-from holdfast.keeper.persist import persist
-from holdfast.restore.fill import TensorSink
-from holdfast.restore.read import FileRead, Want, read
-from holdfast.store.address import parse_address
-from holdfast.store.bucket import READ_BYTES, ObjectStore
-from holdfast.store.clients import Clients
-from holdfast.units import format_bytes, parse_bytes
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.hashes import chunk_bytes_for, hash_chunks
+from holdfast.checkpoint.format.part import DataFile, Part
+from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.restore.fill import TensorSink
+from holdfast.checkpoint.restore.read import FileRead, Want, read
+from holdfast.checkpoint.store.address import parse_address
+from holdfast.checkpoint.store.bucket import READ_BYTES, ObjectStore
+from holdfast.checkpoint.store.clients import Clients
+from holdfast.system.units import format_bytes, parse_bytes
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tests.servers import ministack

@@ -20,23 +20,23 @@ from goals import COMMIT_S
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.fill_target import FillTarget
-from holdfast.format import names, part
-from holdfast.format import values as value_format
-from holdfast.format.catalog import Catalog
-from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
-from holdfast.format.layout import lay_out
-from holdfast.format.names import CheckpointId
-from holdfast.home.commit import commit
-from holdfast.home.documents import read_manifest
-from holdfast.home.writer import WriterId
-from holdfast.restore.fill import plan_fill
-from holdfast.restore.parts import Parts
-from holdfast.stage import SavePlan
-from holdfast.state import CapturedState, Sharding, catalog_of
-from holdfast.state.sharding import ShardLayout
-from holdfast.state.tensor_table import StateStructure
-from holdfast.store import open_store
+from holdfast.checkpoint.format import names, part
+from holdfast.checkpoint.format import values as value_format
+from holdfast.checkpoint.format.catalog import Catalog
+from holdfast.checkpoint.format.fill_target import FillTarget
+from holdfast.checkpoint.format.hashes import chunk_bytes_for, chunk_ranges, digest
+from holdfast.checkpoint.format.layout import lay_out
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.commit import commit
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.restore.fill import plan_fill
+from holdfast.checkpoint.restore.parts import Parts
+from holdfast.checkpoint.stage import SavePlan
+from holdfast.checkpoint.state import CapturedState, Sharding, catalog_of
+from holdfast.checkpoint.state.sharding import ShardLayout
+from holdfast.checkpoint.state.tensor_table import StateStructure
+from holdfast.checkpoint.store import open_store
 
 HERE = Path(__file__).resolve().parent
 NUM_TENSORS, RUN, ATTEMPT = 2000, "scale", 1

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import holdfast
-from holdfast.hang.pulse import Pulse
+from holdfast.checkpoint.keeper.pulse import Pulse
 
 HERE = Path(__file__).resolve().parent
 GOAL = 0.005

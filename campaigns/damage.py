@@ -34,9 +34,9 @@ from campaigns import counts
 from campaigns.crash_states import checks
 from campaigns.crash_states.recording import environment, play
 from campaigns.crash_states.workloads import Act, Workload
-from holdfast.format import names
-from holdfast.home.history_lines import read_lines
-from holdfast.store import open_store
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.store import open_store
 
 HOMES = (
     Workload("one rank", "", (Act("save", (1, 1, 5, 4)), Act("save", (2, 6, 8, 4)))),

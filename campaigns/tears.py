@@ -38,9 +38,9 @@ from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttribu
 
 import holdfast
 from campaigns.counts import Count, write
+from holdfast.checkpoint.stage import stager
+from holdfast.checkpoint.stage.watch import Watch
 from holdfast.errors import HoldfastError, SaveWarning
-from holdfast.stage import stager
-from holdfast.stage.watch import Watch
 
 STEPS, EVERY = 8, 2
 MOMENTS = ("before the copy", "after the copy", "race")

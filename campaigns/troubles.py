@@ -24,13 +24,13 @@ from typing import Any
 
 from benchmarks.replaying.troubles import Troubles, wait
 from campaigns import counts
-from holdfast.home.history_lines import read_lines
-from holdfast.home.rollbacks import read_rollbacks
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.rollbacks import read_rollbacks
+from holdfast.checkpoint.store import open_store
 from holdfast.jobs.engine import Job
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
-from holdfast.store import open_store
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "campaigns" / "troubled_training.py"

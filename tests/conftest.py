@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import slow_tests
-from holdfast.store import endpoints
+from holdfast.checkpoint.store import endpoints
 from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, ministack
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from holdfast.format import manifest, names, part, run, values
-from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.format.hashes import chunk_bytes_for, digest, hash_chunks
-from holdfast.format.health import UNKNOWN, Health
-from holdfast.format.layout import Shard, lay_out
-from holdfast.format.manifest import Manifest
-from holdfast.format.names import CheckpointId
-from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
-from holdfast.format.sealed import dumps, seal, unseal_lines
-from holdfast.store.contract import Store
+from holdfast.checkpoint.format import manifest, names, part, run, values
+from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.checkpoint.format.dtypes import TORCH_NAMES
+from holdfast.checkpoint.format.hashes import chunk_bytes_for, digest, hash_chunks
+from holdfast.checkpoint.format.health import UNKNOWN, Health
+from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
+from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.store.contract import Store
 
 RUN_ID = "run-one"
 CREATED_UNIX_S = 1_700_000_000.0

@@ -30,7 +30,7 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch._dynamo",  # the first step of an optimizer imports it
-    "holdfast.checkpointer",
+    "holdfast.checkpoint.run",
 )
 
 
@@ -216,7 +216,7 @@ def _become(command: dict[str, Any]) -> None:
     import types
     import warnings
 
-    from holdfast import failpoint
+    from holdfast.system import failpoint
 
     os.setsid()
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND

@@ -12,7 +12,7 @@ import torch.distributed.tensor.parallel
 import torch.profiler
 
 import holdfast.adapters.dcp
-import holdfast.checkpointer
+import holdfast.checkpoint.run
 
 __all__ = ["holdfast", "pytest", "torch"]
 

@@ -24,9 +24,9 @@ from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import quote
 
-from holdfast.entry import command
 from holdfast.errors import RetryLater, Unsupported
-from holdfast.linux.processes import dying_with_parent
+from holdfast.system.entry import command
+from holdfast.system.linux.processes import dying_with_parent
 
 BUCKET = "test"
 """Name of the empty bucket that every server has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast import backoff
+from holdfast.system import backoff
 
 
 def test_a_doubled_pause_grows_up_to_its_limit() -> None:

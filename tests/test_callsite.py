@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import callsite
+from holdfast.system import callsite
 from nursery import shared
 
 KEEPER_DIES = """
@@ -23,7 +23,7 @@ model = torch.nn.Linear(4, 4)
 def kill_the_keeper():
     mine = os.environ["HOLDFAST_RUNTIME_DIR"]
     for process in psutil.process_iter(["cmdline", "environ"]):
-        if "holdfast.keeper" in (process.info["cmdline"] or []):
+        if "holdfast.checkpoint.keeper" in (process.info["cmdline"] or []):
             if process.info["environ"].get("HOLDFAST_RUNTIME_DIR") == mine:
                 process.kill()
 
@@ -96,7 +96,7 @@ def test_a_warning_shows_the_line_of_the_script(script: str, tmp_path: Path) -> 
 def test_frames_of_frameworks_are_passed_through() -> None:
     """The optimizer calls a hook of ours; the user's line is the one that calls the optimizer."""
     optimizer = {"__name__": "torch.optim.optimizer"}
-    ours = {"__name__": "holdfast.stage.stager", "warn": callsite.warn}
+    ours = {"__name__": "holdfast.checkpoint.stage.stager", "warn": callsite.warn}
     exec("def hook(): warn('here', UserWarning)", ours)
     exec("def step(hook): hook()", optimizer)
     with warnings.catch_warnings(record=True) as caught:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.documents import Fields, decode, decode_object, is_text, read_integers, shown
 from holdfast.errors import Corrupt
+from holdfast.system.documents import Fields, decode, decode_object, is_text, read_integers, shown
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(

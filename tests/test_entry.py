@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.entry import command
 from holdfast.jobs.status import JobStatus
+from holdfast.system.entry import command
 from jobs.harness import JobHarness, started_harness
 
 PACKAGE = Path(holdfast.__file__).parent
@@ -81,7 +81,7 @@ def test_a_mount_runs_nothing_of_the_current_directory(
     script = (
         "import sys; sys.path[:] = [p for p in sys.path if p not in ('', sys.argv[3])]\n"
         f"sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
-        "from holdfast.writeback.mount import mount\n"
+        "from holdfast.jobs.writeback.mount import mount\n"
         "with mount(sys.argv[1], sys.argv[2], timeout_s=120):\n"
         "    open(sys.argv[1] + '/file', 'w').write('x')\n"
     )

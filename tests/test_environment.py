@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from holdfast.adapters.nebula.tag_coordinator import own_rank, world
-from holdfast.environment import (
+from holdfast.checkpoint.ranks import Ranks
+from holdfast.errors import InvalidInput
+from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.slurm.controller import SlurmController
+from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
+from holdfast.jobs.slurm.runner import run_node
+from holdfast.jobs.state_machine import RestartPolicy
+from holdfast.system.environment import (
     PROGRESS,
     ended_preempted,
     read_integer,
@@ -19,13 +26,6 @@ from holdfast.environment import (
     report_progress,
     was_preempted,
 )
-from holdfast.errors import InvalidInput
-from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.slurm.controller import SlurmController
-from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
-from holdfast.jobs.slurm.runner import run_node
-from holdfast.jobs.state_machine import RestartPolicy
-from holdfast.ranks import Ranks
 from holdfast.train.batch.memory_limit import find_memory_limit
 from holdfast.train.sharding.process_group import ensure_process_group
 

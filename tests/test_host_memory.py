@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.host_memory import available_bytes, total_bytes
+from holdfast.system.host_memory import available_bytes, total_bytes
 
 GiB = 2**30
 

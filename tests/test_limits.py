@@ -10,8 +10,8 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer
+from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
 from holdfast.errors import InvalidInput
-from holdfast.format.limits import MAX_NAME_CHARS
 
 
 def _save(home: Path, state: Any) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 LINES = (
-    "from holdfast.log import get_logger\n"
+    "from holdfast.system.log import get_logger\n"
     "get_logger('checkpointer').info('restored step %d', 5)\n"
     "get_logger('notice').warning('cannot reach the cloud')\n"
     "get_logger('keeper').debug('details')\n"
@@ -27,13 +27,16 @@ def stderr_of(code: str) -> list[str]:
     [
         ("", ["holdfast: restored step 5", "holdfast: cannot reach the cloud"]),
         ("logging.getLogger('holdfast').setLevel(logging.WARNING)\n", ["holdfast: cannot reach the cloud"]),
-        ("logging.getLogger('holdfast.notice').setLevel(logging.ERROR)\n", ["holdfast: restored step 5"]),
+        (
+            "logging.getLogger('holdfast.watch.preemption').setLevel(logging.ERROR)\n",
+            ["holdfast: restored step 5"],
+        ),
         ("logging.getLogger('holdfast').addHandler(logging.NullHandler())\n", []),
         (
             "logging.basicConfig(format='%(levelname)s %(name)s - %(message)s')\n",
             [
-                "INFO holdfast.checkpointer - restored step 5",
-                "WARNING holdfast.notice - cannot reach the cloud",
+                "INFO holdfast.checkpoint.run - restored step 5",
+                "WARNING holdfast.watch.preemption - cannot reach the cloud",
             ],
         ),
         (
@@ -47,7 +50,7 @@ def stderr_of(code: str) -> list[str]:
 def test_lines_are_plain_and_can_be_silenced_or_routed(
     setup: str, expected: list[str], is_imported_first: bool
 ) -> None:
-    before, after = ("import holdfast.log\n", setup) if is_imported_first else (setup, "")
+    before, after = ("import holdfast.system.log\n", setup) if is_imported_first else (setup, "")
     assert stderr_of(f"import logging\n{before}{after}{LINES}") == expected
 
 
@@ -55,7 +58,7 @@ def test_stderr_is_looked_up_for_each_line() -> None:
     """Notebooks and tests replace it."""
     code = (
         "import contextlib, io, sys\n"
-        "from holdfast.log import get_logger\n"
+        "from holdfast.system.log import get_logger\n"
         "with contextlib.redirect_stderr(io.StringIO()) as found:\n"
         "    get_logger('train').info('inside')\n"
         "assert found.getvalue() == 'holdfast: inside\\n'\n"
@@ -68,7 +71,7 @@ def test_stderr_is_looked_up_for_each_line() -> None:
 
 def test_a_file_as_stderr_has_times() -> None:
     (line,) = stderr_of(
-        "from holdfast.log import get_logger, write_times\n"
+        "from holdfast.system.log import get_logger, write_times\n"
         "write_times()\n"
         "get_logger('writeback').info('started')\n"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.linux.mount_namespace import add_links, enter
+from holdfast.system.linux.mount_namespace import add_links, enter
 from jobs.harness import needs_namespaces
 
 STRANGER = 65531

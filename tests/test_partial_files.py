@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.adapters.recipe import load_checkpoint, save_checkpoint
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
+from holdfast.checkpoint.keeper.memory_offer import offer_images
+from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cli.trials.runs import trial_folder
-from holdfast.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
-from holdfast.keeper.memory_offer import offer_images
-from holdfast.linux.files import write_atomic
-from holdfast.linux.partial_files import partial_file, remove_partial_files, temporary_folder
-from holdfast.restore.atomic_output import atomic_file, atomic_folder
-from holdfast.store.local import LocalStore
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.linux.partial_files import partial_file, remove_partial_files, temporary_folder
 from kills import kill_before_change
 
 Writer = Callable[[Path], None]
@@ -58,7 +58,7 @@ def map_weights_of_a_run(folder: Path) -> None:
     import torch
 
     import holdfast
-    from holdfast.exchange.mapped_weights import map_weights
+    from holdfast.checkpoint.exchange.mapped_weights import map_weights
 
     home = folder / "home"
     if not home.exists():

@@ -6,9 +6,9 @@ import datetime
 
 import pytest
 
+from holdfast.checkpoint.policy import EveryAuto, EverySteps, EveryTime, Meter, Overdue, Pace, every
+from holdfast.checkpoint.save_interval import daly_s
 from holdfast.errors import InvalidInput
-from holdfast.policy import EveryAuto, EverySteps, EveryTime, Meter, Overdue, Pace, every
-from holdfast.save_interval import daly_s
 
 
 def pace(step: int, **facts: float) -> Pace:

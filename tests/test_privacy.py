@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import privacy
-from holdfast.compiled import directory
+from holdfast.checkpoint.keeper import runtime_dir
 from holdfast.errors import Unsupported
-from holdfast.keeper import runtime_dir
+from holdfast.system import privacy
+from holdfast.watch.compiled import directory
 
 STRANGER, OTHER = 65531, 65532
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
@@ -163,7 +163,7 @@ def _child_of(pid: int) -> int:
                     parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
                 except OSError:
                     continue
-                if parent == pid and b"holdfast.keeper" in words:
+                if parent == pid and b"holdfast.checkpoint.keeper" in words:
                     return int(place.name)
     raise AssertionError
 
@@ -216,7 +216,7 @@ def test_a_planted_file_is_not_handed_out_as_the_latest_checkpoint(
             "        open(f'{place}/{name}', 'w').write('planted')\n"
             "os.chmod(root, 0o755)\n"
         )
-        from holdfast.format.hashes import digest
+        from holdfast.checkpoint.format.hashes import digest
 
         for folder in (run, digest(run.encode())):
             if not (shared / "holdfast-0").exists():

@@ -12,9 +12,9 @@ import pytest
 
 from holdfast.jobs.notifications import hook_command
 from holdfast.jobs.service import programs
-from holdfast.linux import program_runs
-from holdfast.linux.processes import read_stat
-from holdfast.linux.program_runs import run_program
+from holdfast.system.linux import program_runs
+from holdfast.system.linux.processes import read_stat
+from holdfast.system.linux.program_runs import run_program
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.rawbytes import copy_to, view_bytes
+from holdfast.system.rawbytes import copy_to, view_bytes
 
 WITHOUT_NUMPY = """
 import sys, warnings
@@ -19,7 +19,7 @@ warnings.simplefilter("ignore")  # torch's own, of that
 import torch
 import holdfast
 from holdfast.cli.demo.training import digest
-from holdfast.state import rng
+from holdfast.checkpoint.state import rng
 from holdfast.train.data.batches import fingerprint
 
 model = torch.nn.Linear(64, 64)

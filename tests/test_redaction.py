@@ -7,9 +7,8 @@ import time
 import pytest
 
 import holdfast
-from holdfast.errors import InvalidInput
-from holdfast.redaction import printable, redact
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
+from holdfast.errors import InvalidInput, printable, redact
 
 SECRET = "hunter2-S3cret/x+y=="
 

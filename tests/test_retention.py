@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.retention import CheckpointLine, Keep, best_first, line_of
 from holdfast.errors import InvalidInput
-from holdfast.format.names import CheckpointId
-from holdfast.retention import CheckpointLine, Keep, best_first, line_of
 
 
 def make_line(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import Unsupported
-from holdfast.store import open_store
 from servers import azurite, install_azurite, ministack
 
 

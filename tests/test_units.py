@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.units import format_bytes, format_duration, parse_bytes, parse_duration
+from holdfast.system.units import format_bytes, format_duration, parse_bytes, parse_duration
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src")]
 
 import psutil  # noqa: E402 - the folder above is not a package
 
-from holdfast.linux.processes import adopt_orphans  # noqa: E402
+from holdfast.system.linux.processes import adopt_orphans  # noqa: E402
 
 END_S = 30.0
 """Longest wait for killed processes: one may be in a call to the disk that cannot be interrupted."""

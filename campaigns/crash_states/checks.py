@@ -21,11 +21,11 @@ import torch._dynamo  # a Checkpointer imports it, which takes seconds: once her
 import holdfast
 from campaigns.crash_states import trainer
 from campaigns.crash_states.workloads import Workload
-from holdfast.checkpointer import attempt as attempts
-from holdfast.format import names, run
-from holdfast.home.history_lines import read_lines
-from holdfast.home.listing import candidates, list_home
-from holdfast.store import open_store
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.run import attempt as attempts
+from holdfast.checkpoint.store import open_store
 
 Place = tuple[int, int]  # (branch, step), ordered as checkpoints are
 _MARKS = ("durable", "home", "training", "done", "restored")

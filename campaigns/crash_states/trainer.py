@@ -221,7 +221,7 @@ def save_dcp(folder: Path, branch: int, first: int, last: int, keep: int) -> Non
 
 def import_file(folder: Path, branch: int, first: int, last: int, keep: int) -> None:
     """Import a file of torch.save."""
-    from holdfast.exchange.importer import import_checkpoint
+    from holdfast.checkpoint.exchange.importer import import_checkpoint
 
     source = folder.parent / "source.pt"
     torch.save(state_of(branch, last), source)
@@ -236,7 +236,7 @@ def written(number: int) -> bytes:
 
 def write_back(folder: Path, branch: int, first: int, last: int, keep: int) -> None:
     """Write files, each followed by a file that names it, into a write-back directory."""
-    from holdfast.writeback import mount
+    from holdfast.jobs.writeback import mount
 
     work = folder / "work"
     with mount(work, folder / "bucket") as held:

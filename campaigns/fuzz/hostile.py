@@ -137,8 +137,7 @@ def _restore(home: Path) -> str:
     import torch
 
     from holdfast import Checkpointer, Reads
-    from holdfast.errors import HoldfastError
-    from holdfast.redaction import printable
+    from holdfast.errors import HoldfastError, printable
 
     try:
         with Checkpointer(
@@ -152,8 +151,7 @@ def _restore(home: Path) -> str:
 
 def _read(home: Path) -> str:
     import holdfast
-    from holdfast.errors import HoldfastError
-    from holdfast.redaction import printable
+    from holdfast.errors import HoldfastError, printable
 
     try:
         checkpoint = holdfast.open(home)

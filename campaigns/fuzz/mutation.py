@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.format.hashes import digest
-from holdfast.format.sealed import seal
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.sealed import seal
 
 _STRANGE: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 255, 2**31, 2**53, 2**63, 2**64, -(2**63), 10**9, 10**18),

@@ -25,8 +25,8 @@ from campaigns.fuzz.mutation import (
     mutate_sealed,
     mutate_text,
 )
+from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.format.names import CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ def home_documents() -> dict[str, bytes]:
     """A home with three checkpoints of two ranks, by name of the object."""
     import torch
 
-    from holdfast.format import names, run
-    from holdfast.format.partitioning import EvenPartitioning
-    from holdfast.format.sealed import dumps
-    from holdfast.store.memory import MemoryStore
+    from holdfast.checkpoint.format import names, run
+    from holdfast.checkpoint.format.partitioning import EvenPartitioning
+    from holdfast.checkpoint.format.sealed import dumps
+    from holdfast.checkpoint.store.memory import MemoryStore
     from tests.making import make_checkpoint, make_home
 
     store = MemoryStore("fuzz")
@@ -99,17 +99,17 @@ def _named(part: str) -> Callable[[], list[bytes]]:
 
 
 def _run_part(data: bytes) -> None:
-    from holdfast.format import part
-    from holdfast.home.documents import check_part
+    from holdfast.checkpoint.format import part
+    from holdfast.checkpoint.home.documents import check_part
 
     check_part(part.parse(data, "part"), 0, "part")
 
 
 def _run_manifest(data: bytes) -> None:
-    from holdfast.format import names
-    from holdfast.home.documents import check_files, read_manifest
-    from holdfast.home.listing import list_home
-    from holdfast.store.memory import MemoryStore
+    from holdfast.checkpoint.format import names
+    from holdfast.checkpoint.home.documents import check_files, read_manifest
+    from holdfast.checkpoint.home.listing import list_home
+    from holdfast.checkpoint.store.memory import MemoryStore
 
     store = MemoryStore("fuzz")
     store.put(names.manifest(30, 2), data)
@@ -122,8 +122,8 @@ def _run_manifest(data: bytes) -> None:
 
 
 def _catalogs() -> list[bytes]:
-    from holdfast.format.catalog import Catalog, Tensor, catalog_text
-    from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
+    from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
+    from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 
     regions = ListedPartitioning(
         ((0, Region((0, 0), (2, 4))), (1, Region((2, 0), (2, 1))), (2, Region((2, 1), (2, 3))))
@@ -138,8 +138,8 @@ def _catalogs() -> list[bytes]:
 
 
 def _run_catalog(data: bytes) -> None:
-    from holdfast.format.agreement import agree
-    from holdfast.format.catalog import parse_catalog
+    from holdfast.checkpoint.format.agreement import agree
+    from holdfast.checkpoint.format.catalog import parse_catalog
 
     catalog = parse_catalog(data, "catalog")
     for rank in range(3):
@@ -159,10 +159,10 @@ def _value_seeds() -> list[bytes]:
     import numpy
     import torch
 
-    from holdfast.format.composites import SPARSE, UNDER, SavedTensor
-    from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
-    from holdfast.format.sealed import dumps
-    from holdfast.format.values import EntryRef, TensorRef, encode
+    from holdfast.checkpoint.format.composites import SPARSE, UNDER, SavedTensor
+    from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+    from holdfast.checkpoint.format.sealed import dumps
+    from holdfast.checkpoint.format.values import EntryRef, TensorRef, encode
 
     values = [
         {"a": [1, 2.5, None, True, "x"], 3: (1, {2}, frozenset({3})), "b": b"abc", "c": bytearray(b"x")},
@@ -218,20 +218,20 @@ def _value_seeds() -> list[bytes]:
 
 
 def _run_value(data: bytes) -> None:
-    from holdfast.documents import decode
-    from holdfast.format import values
-    from holdfast.format.limits import MAX_DEPTH
+    from holdfast.checkpoint.format import values
+    from holdfast.checkpoint.format.limits import MAX_DEPTH
+    from holdfast.system.documents import decode
 
     values.decode(decode(data, "values", max_depth=MAX_DEPTH))
 
 
 def _run_plain_forms(data: bytes) -> None:
     """Bring a value into the forms in which readers show and export it."""
-    from holdfast.documents import decode
-    from holdfast.format import values
-    from holdfast.format.composites import composites
-    from holdfast.format.limits import MAX_DEPTH
-    from holdfast.format.plain_forms import place_entries, plain_form
+    from holdfast.checkpoint.format import values
+    from holdfast.checkpoint.format.composites import composites
+    from holdfast.checkpoint.format.limits import MAX_DEPTH
+    from holdfast.checkpoint.format.plain_forms import place_entries, plain_form
+    from holdfast.system.documents import decode
 
     value = values.decode(decode(data, "values", max_depth=MAX_DEPTH))
     place_entries({"a": plain_form(value), "a.g": {"w": 1}, "a.list.0": plain_form(value)})
@@ -248,12 +248,12 @@ def _run_fitting(data: bytes) -> None:
 
     import torch
 
-    from holdfast.documents import decode
-    from holdfast.format import values
-    from holdfast.format.limits import MAX_DEPTH
-    from holdfast.state.fitting import fit
-    from holdfast.state.tree import insert_tensors
-    from holdfast.state.updates import Updates
+    from holdfast.checkpoint.format import values
+    from holdfast.checkpoint.format.limits import MAX_DEPTH
+    from holdfast.checkpoint.state.fitting import fit
+    from holdfast.checkpoint.state.tree import insert_tensors
+    from holdfast.checkpoint.state.updates import Updates
+    from holdfast.system.documents import decode
 
     kind = enum.Flag("E", ["A", "B"], module="m")
     pair = collections.namedtuple("P", "x y", module="m")
@@ -277,7 +277,7 @@ def _run_fitting(data: bytes) -> None:
 
 
 def _run_documents() -> list[bytes]:
-    from holdfast.format import run
+    from holdfast.checkpoint.format import run
 
     return [
         run.document(run.Run("run-one", 1.5)),
@@ -289,7 +289,7 @@ def _run_documents() -> list[bytes]:
 
 
 def _run_run(data: bytes) -> None:
-    from holdfast.format import run
+    from holdfast.checkpoint.format import run
 
     for cls in (run.Run, run.AttemptClaim, run.Done, run.Refusal, run.SkippedNote):
         with contextlib.suppress(Corrupt):
@@ -297,7 +297,7 @@ def _run_run(data: bytes) -> None:
 
 
 def _run_sealed(data: bytes) -> None:
-    from holdfast.format.sealed import unseal, unseal_lines
+    from holdfast.checkpoint.format.sealed import unseal, unseal_lines
 
     with contextlib.suppress(Corrupt):
         unseal(data, "document")
@@ -305,9 +305,9 @@ def _run_sealed(data: bytes) -> None:
 
 
 def _run_history(data: bytes) -> None:
-    from holdfast.home.history_lines import read_lines
-    from holdfast.report import events
-    from holdfast.store.memory import MemoryStore
+    from holdfast.checkpoint.home.history_lines import read_lines
+    from holdfast.checkpoint.store.memory import MemoryStore
+    from holdfast.watch.report import events
 
     store = MemoryStore("fuzz")
     store.put("history/a0001-rank-00000.jsonl", data)
@@ -383,12 +383,12 @@ def _call(*words: str) -> Callable[[Path, Any], None]:
 def _restore(folder: Path, _: Any) -> None:
     import torch
 
-    from holdfast.ranks import Ranks
-    from holdfast.restore.request import Request
-    from holdfast.restore.resume import restore_newest
-    from holdfast.state import load  # noqa: F401 - imported before time is counted
-    from holdfast.state.load import FillTarget
-    from holdfast.store import open_store
+    from holdfast.checkpoint.ranks import Ranks
+    from holdfast.checkpoint.restore.request import Request
+    from holdfast.checkpoint.restore.resume import restore_newest
+    from holdfast.checkpoint.state import load  # noqa: F401 - imported before time is counted
+    from holdfast.checkpoint.state.load import FillTarget
+    from holdfast.checkpoint.store import open_store
 
     class Loading:
         def __init__(self) -> None:
@@ -418,28 +418,28 @@ _COMMANDS: dict[str, Callable[[Path, Any], None]] = {
 
 
 def _index_seeds() -> list[bytes]:
-    from holdfast.compiled.index import CacheIndex, PackedFile, document
+    from holdfast.watch.compiled.index import CacheIndex, PackedFile, document
 
     files = tuple(PackedFile(f"ab/kernel{i}.so", 4, "0" * 32, "1" * 32, 12 * i, 12) for i in range(3))
     return [document(CacheIndex(3, 1, 2, {"cpu": "avx2", "torch": "2.13"}, files))]
 
 
 def _run_index(data: bytes) -> None:
-    from holdfast.compiled import index
+    from holdfast.watch.compiled import index
 
     index.parse(data, index.index_name("0" * 32, 3, 1, 2))
 
 
 def _pack_seeds() -> list[bytes]:
-    from holdfast.compiled.packs import pack
+    from holdfast.watch.compiled.packs import pack
 
     whole, _ = pack({"a": b"\x7fELF" * 100, "b": bytes(1000)})
     return [whole]
 
 
 def _run_pack(data: bytes) -> None:
-    from holdfast.compiled.index import PackedFile
-    from holdfast.compiled.packs import unpack
+    from holdfast.watch.compiled.index import PackedFile
+    from holdfast.watch.compiled.packs import unpack
 
     for offset in (0, 30):
         with contextlib.suppress(Corrupt):
@@ -448,9 +448,9 @@ def _run_pack(data: bytes) -> None:
 
 @cache
 def _journal_seed() -> bytes:
-    from holdfast.writeback.files import Fingerprint
-    from holdfast.writeback.journal import FILE, FOLDER, Journal
-    from holdfast.writeback.upload_queue import JournalWrite, Sent, Upload, UploadProblem, Version
+    from holdfast.jobs.writeback.files import Fingerprint
+    from holdfast.jobs.writeback.journal import FILE, FOLDER, Journal
+    from holdfast.jobs.writeback.upload_queue import JournalWrite, Sent, Upload, UploadProblem, Version
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-journal-"))
     try:
@@ -474,7 +474,7 @@ def _journal_seed() -> bytes:
 
 
 def _run_journal(data: bytes) -> None:
-    from holdfast.writeback.journal import FILE, FOLDER, Journal
+    from holdfast.jobs.writeback.journal import FILE, FOLDER, Journal
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-journal-"))
     try:
@@ -534,7 +534,7 @@ def _mutate_journal(data: bytes, chance: random.Random) -> bytes:
 
 
 def _messages() -> list[bytes]:
-    from holdfast.keeper import messages
+    from holdfast.checkpoint.keeper import messages
 
     members = {"steps": [1, 2], "values": {"loss": [0.5, None]}}
     every = (
@@ -551,7 +551,7 @@ def _messages() -> list[bytes]:
 def _run_message(data: bytes) -> None:
     import socket
 
-    from holdfast.keeper import packets
+    from holdfast.checkpoint.keeper import packets
 
     a, b = packets.make_pair()
     with a, b, contextlib.suppress(OSError):
@@ -563,7 +563,7 @@ def _run_message(data: bytes) -> None:
 
 
 def _run_dataclass(cls: type, data: bytes) -> None:
-    from holdfast.documents import decode_dataclass
+    from holdfast.system.documents import decode_dataclass
 
     decode_dataclass(cls, data, "document", any_text=True)
 
@@ -579,19 +579,19 @@ def _records() -> dict[str, Callable[[], Any]]:
     """Values that one process writes for another, each made when it is needed."""
 
     def keeper_config() -> Any:
-        from holdfast.keeper.config import KeeperConfig
+        from holdfast.checkpoint.keeper.config import KeeperConfig
 
         return KeeperConfig(
             "/home", "run", 1, 0, 2, True, 3, None, 60.0, 5.0, local="/local", local_ranks=(0, 1)
         )
 
     def keeper_lockfile() -> Any:
-        from holdfast.keeper.lockfile import KeeperInfo
+        from holdfast.checkpoint.keeper.lockfile import KeeperInfo
 
         return KeeperInfo(1, 0, 77, 12345, busy=True, held="a.sock")
 
     def uploader_config() -> Any:
-        from holdfast.writeback.config import UploaderConfig
+        from holdfast.jobs.writeback.config import UploaderConfig
 
         return UploaderConfig("/data", "s3://bucket/x")
 
@@ -602,7 +602,7 @@ def _records() -> dict[str, Callable[[], Any]]:
         return JobState(attempt=2, outcomes={0: Outcome(next(iter(Phase)), 1, None)})
 
     def node_plan() -> Any:
-        from holdfast.jobs.node.spec import NodeSpec
+        from holdfast.jobs.node_spec import NodeSpec
 
         return NodeSpec("h", None, "/run", "/set", "/w", "/l", "/b", "/n", {"A": "b"}, {}, 30.0)
 
@@ -644,8 +644,8 @@ def _notice_seeds() -> list[bytes]:
 
 
 def _run_notice(data: bytes) -> None:
-    from holdfast.notice import aws, azure, file, gcp
-    from holdfast.notice.metadata import Unreachable
+    from holdfast.watch.preemption import aws, azure, file, gcp
+    from holdfast.watch.preemption.metadata import Unreachable
 
     text = data.decode("utf-8", "replace")
     aws._parse_action(text)
@@ -666,7 +666,7 @@ def _run_notice(data: bytes) -> None:
 
 
 def _run_progress(data: bytes) -> None:
-    from holdfast.environment import read_progress
+    from holdfast.system.environment import read_progress
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
@@ -684,14 +684,14 @@ def _run_marker(data: bytes) -> None:
 
 
 def _rank_messages() -> list[bytes]:
-    from holdfast.format.messages import pack
+    from holdfast.checkpoint.format.messages import pack
 
     every = [{"step": 5, "names": ["a", "b"]}, ("x", (1, None)), Corrupt("why", step=3, rank=1, key="w")]
     return [pack(one) for one in every]
 
 
 def _run_rank_message(data: bytes) -> None:
-    from holdfast.format.messages import unpack
+    from holdfast.checkpoint.format.messages import unpack
 
     unpack(data, "rank 1")
 
@@ -709,9 +709,9 @@ def _kind_seeds() -> list[bytes]:
 
 
 def _run_kinds(data: bytes) -> None:
-    from holdfast.documents import decode
-    from holdfast.exchange.packed_value import unpack
-    from holdfast.exchange.partitions import checked_metadata
+    from holdfast.checkpoint.exchange.packed_value import unpack
+    from holdfast.checkpoint.exchange.partitions import checked_metadata
+    from holdfast.system.documents import decode
 
     found = decode(data, "kinds")
     with checked_metadata("model"):
@@ -720,9 +720,9 @@ def _run_kinds(data: bytes) -> None:
 
 
 def _run_committed(data: bytes) -> None:
+    from holdfast.checkpoint.home.losses import find_losses
+    from holdfast.checkpoint.store.memory import MemoryStore
     from holdfast.errors import HoldfastError
-    from holdfast.home.losses import find_losses
-    from holdfast.store.memory import MemoryStore
 
     store = MemoryStore("fuzz")
     store.put("history/a0001-rank-00000.jsonl", data)
@@ -858,11 +858,11 @@ _WORDS = (
 
 
 def _run_words(data: bytes) -> None:
-    from holdfast import units
-    from holdfast.compiled.trust import place_of
-    from holdfast.format import names
-    from holdfast.store.address import hide_secrets, parse_address
-    from holdfast.store.object_names import check_name
+    from holdfast.checkpoint.format import names
+    from holdfast.checkpoint.store.address import hide_secrets, parse_address
+    from holdfast.checkpoint.store.object_names import check_name
+    from holdfast.system import units
+    from holdfast.watch.compiled.trust import place_of
 
     text = data.decode("utf-8", "surrogateescape")
     for act in (
@@ -936,7 +936,7 @@ _CLI_WORDS = (
 
 
 def _run_import(kind: str, name: str, data: bytes) -> None:
-    from holdfast.exchange.importer import import_checkpoint
+    from holdfast.checkpoint.exchange.importer import import_checkpoint
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-import-"))
     try:
@@ -1000,7 +1000,7 @@ def _mutate_torch(data: bytes, chance: random.Random) -> bytes:
     """Change the pickle in an archive (sizes, strides, numbers), write the archive again."""
     import zipfile
 
-    from holdfast.exchange.torch_archive import DAMAGED
+    from holdfast.checkpoint.exchange.torch_archive import DAMAGED
 
     if not chance.randrange(4):
         return mutate_bytes(data, chance)
@@ -1087,7 +1087,7 @@ def _mutate_safetensors(data: bytes, chance: random.Random) -> bytes:
 
 
 def _whole(data: bytes) -> None:
-    from holdfast.writeback import truncation
+    from holdfast.jobs.writeback import truncation
 
     with tempfile.NamedTemporaryFile(suffix=".safetensors") as out:
         out.write(data)

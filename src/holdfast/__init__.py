@@ -10,8 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.checkpointer import Checkpointer
-    from holdfast.checkpointer.options import (
+    from holdfast.checkpoint.keeper.save import Save
+    from holdfast.checkpoint.policy import Every, EveryAuto, EverySteps, EveryTime
+    from holdfast.checkpoint.restore.checkpoint import Checkpoint, open
+    from holdfast.checkpoint.retention import Keep
+    from holdfast.checkpoint.run import Checkpointer
+    from holdfast.checkpoint.run.options import (
         CompileCache,
         Hang,
         Home,
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
         SlowRanks,
         Spike,
     )
+    from holdfast.checkpoint.state import per_rank, replicated
     from holdfast.errors import (
         Conflict,
         Corrupt,
@@ -38,12 +43,7 @@ if TYPE_CHECKING:
         SaveWarning,
         Unsupported,
     )
-    from holdfast.keeper.save import Save
-    from holdfast.policy import Every, EveryAuto, EverySteps, EveryTime
-    from holdfast.process_exit import hard_exit
-    from holdfast.restore.checkpoint import Checkpoint, open
-    from holdfast.retention import Keep
-    from holdfast.state import per_rank, replicated
+    from holdfast.system.process_exit import hard_exit
     from holdfast.train.batch import BatchFit, fit_batch
     from holdfast.train.sharding.inspection import describe
     from holdfast.train.sharding.shard import shard
@@ -51,43 +51,43 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "BatchFit": "train.batch",
-    "Checkpoint": "restore.checkpoint",
-    "Checkpointer": "checkpointer",
-    "CompileCache": "checkpointer.options",
+    "Checkpoint": "checkpoint.restore.checkpoint",
+    "Checkpointer": "checkpoint.run",
+    "CompileCache": "checkpoint.run.options",
     "Conflict": "errors",
     "Corrupt": "errors",
     "Denied": "errors",
     "Diverged": "errors",
-    "Every": "policy",
-    "EveryAuto": "policy",
-    "EverySteps": "policy",
-    "EveryTime": "policy",
+    "Every": "checkpoint.policy",
+    "EveryAuto": "checkpoint.policy",
+    "EverySteps": "checkpoint.policy",
+    "EveryTime": "checkpoint.policy",
     "HoldfastError": "errors",
-    "Hang": "checkpointer.options",
-    "Home": "checkpointer.options",
+    "Hang": "checkpoint.run.options",
+    "Home": "checkpoint.run.options",
     "Internal": "errors",
     "InvalidInput": "errors",
-    "Keep": "retention",
-    "Limits": "checkpointer.options",
-    "Local": "checkpointer.options",
-    "Memory": "checkpointer.options",
+    "Keep": "checkpoint.retention",
+    "Limits": "checkpoint.run.options",
+    "Local": "checkpoint.run.options",
+    "Memory": "checkpoint.run.options",
     "NotFound": "errors",
     "Preempted": "errors",
-    "Preemption": "checkpointer.options",
-    "Reads": "checkpointer.options",
+    "Preemption": "checkpoint.run.options",
+    "Reads": "checkpoint.run.options",
     "ResumeWarning": "errors",
     "RetryLater": "errors",
-    "Save": "keeper.save",
+    "Save": "checkpoint.keeper.save",
     "SaveWarning": "errors",
-    "Spike": "checkpointer.options",
-    "SlowRanks": "checkpointer.options",
+    "Spike": "checkpoint.run.options",
+    "SlowRanks": "checkpoint.run.options",
     "Unsupported": "errors",
     "describe": "train.sharding.inspection",
     "fit_batch": "train.batch",
-    "hard_exit": "process_exit",
-    "open": "restore.checkpoint",
-    "per_rank": "state",
-    "replicated": "state",
+    "hard_exit": "system.process_exit",
+    "open": "checkpoint.restore.checkpoint",
+    "per_rank": "checkpoint.state",
+    "replicated": "checkpoint.state",
     "shard": "train.sharding.shard",
     "tune": "train.tuning.step_profile",
 }

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
-from holdfast import Checkpointer, failpoint
+from holdfast import Checkpointer
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
+from holdfast.system import failpoint
 
 NUMBERS = {"lr": 0.5, "betas": (0.9, 0.95), "name": "run", "blob": b"\x00\xff", "nothing": None}
 

@@ -33,13 +33,13 @@ from forkserver import forkserver
 from holdfast import cli
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.dcp.target import Target
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.value_index import ValueIndex
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import ResumeWarning, SaveWarning
-from holdfast.format.names import CheckpointId
-from holdfast.format.value_index import ValueIndex
-from holdfast.home.documents import read_manifest
-from holdfast.home.listing import candidates, list_home
-from holdfast.store import open_store
-from holdfast.store.local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

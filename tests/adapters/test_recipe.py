@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from holdfast.adapters.recipe import load_checkpoint, save_checkpoint
-from holdfast.environment import read_progress
 from holdfast.errors import Corrupt, InvalidInput
+from holdfast.system.environment import read_progress
 from nursery import shared
 
 # The guide's functions, word for word.

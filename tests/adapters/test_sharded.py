@@ -18,12 +18,12 @@ from adapters import sharded
 from exchange.stock import load_dcp
 from forkserver import forkserver
 from holdfast.adapters.dcp import HoldfastReader
-from holdfast.exchange.exporter import export_checkpoint
-from holdfast.format.layout import parse_header
-from holdfast.format.names import CheckpointId
-from holdfast.format.partitioning import EvenPartitioning
-from holdfast.home.documents import read_manifest
-from holdfast.store import open_store
+from holdfast.checkpoint.exchange.exporter import export_checkpoint
+from holdfast.checkpoint.format.layout import parse_header
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.partitioning import EvenPartitioning
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.store import open_store
 from stage.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.adapters.dcp.sinks import make_sinks
 from holdfast.adapters.dcp.spans import Span, spans
+from holdfast.checkpoint.format.layout import Shard
 from holdfast.errors import InvalidInput
-from holdfast.format.layout import Shard
 
 Region = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 

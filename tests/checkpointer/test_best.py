@@ -14,12 +14,12 @@ import torch
 import holdfast
 import nursery
 from holdfast import Home, Keep, Local, Preemption
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.metrics import read_document, read_metrics
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import InvalidInput, NotFound
-from holdfast.format import names
-from holdfast.format.names import CheckpointId
-from holdfast.home.listing import candidates, list_home
-from holdfast.home.metrics import read_document, read_metrics
-from holdfast.store import open_store
 from stage.training import wait_until
 
 LOSSES = {1: 5.0, 2: 1.0, 3: 3.0, 4: 2.0, 5: 4.0}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.checkpointer.cadence import Cadence, Decision, Flags, HomeCadence
-from holdfast.policy import single_policies
+from holdfast.checkpoint.policy import single_policies
+from holdfast.checkpoint.run.cadence import Cadence, Decision, Flags, HomeCadence
 
 NO_FLAGS = {"is_preempted": False, "is_advised": False, "lacks_proposal": False, "is_torn": False}
 

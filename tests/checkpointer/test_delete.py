@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import holdfast
 import nursery
 from holdfast import Home, Local, Preemption
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.retain import Unwanted
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import InvalidInput
-from holdfast.format.names import CheckpointId
-from holdfast.home.listing import candidates, list_home
-from holdfast.home.retain import Unwanted
-from holdfast.store import open_store
 from stage.ranks import run_ranks
 from stage.training import wait_until
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.format import run as runs
+from holdfast.checkpoint.home.claim import check_claim, claim_attempt, claim_run
+from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.checkpoint.keeper.lockfile import running_keepers
+from holdfast.checkpoint.keeper.worker import wait_for_run
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict
-from holdfast.format import run as runs
-from holdfast.home.claim import check_claim, claim_attempt, claim_run
-from holdfast.keeper.inbox import TrainerInbox
-from holdfast.keeper.lockfile import running_keepers
-from holdfast.keeper.worker import wait_for_run
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
 from nursery import shared
 from stage.training import make_checkpointer, wait_until
 

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpointer import attempt
-from holdfast.environment import PROGRESS, count_failed_saves
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.keeper import KeeperConfig
+from holdfast.checkpoint.run import attempt
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import Denied, HoldfastError, InvalidInput, Preempted, RetryLater, SaveWarning
-from holdfast.format import names
-from holdfast.home.listing import list_home
-from holdfast.keeper import KeeperConfig
-from holdfast.report.summary import read_summary
-from holdfast.store import open_store
+from holdfast.system.environment import PROGRESS, count_failed_saves
 from holdfast.testing.fault_proxy import FaultProxy
+from holdfast.watch.report.summary import read_summary
 from servers import Server, ministack
 from small_disk import small_disk
 from stage import ranks

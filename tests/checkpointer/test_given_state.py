@@ -18,8 +18,8 @@ from torch import nn
 import holdfast
 import nursery
 from holdfast import Keep, Preemption
+from holdfast.checkpoint.format import names
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, ResumeWarning, SaveWarning
-from holdfast.format import names
 from stage.ranks import run_ranks
 from stage.training import CopyGate, make_model, train, wait_until
 

@@ -13,13 +13,13 @@ import torch
 
 import holdfast
 from holdfast import Preemption
+from holdfast.checkpoint.format.health import Health
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.errors import InvalidInput, NotFound
-from holdfast.format.health import Health
-from holdfast.format.names import CheckpointId
-from holdfast.home.documents import read_manifest
-from holdfast.home.listing import candidates, list_home
-from holdfast.store import open_store
 
 
 def make(home: Path, **options: Any) -> holdfast.Checkpointer:

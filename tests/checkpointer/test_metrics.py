@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpointer import metrics
-from holdfast.checkpointer.metrics import MetricsBuffer, Number
-from holdfast.home.metrics import SaveValues
-from holdfast.report import read_summary
-from holdfast.report.curves import Point
-from holdfast.store import open_store
+from holdfast.checkpoint.home.metrics import SaveValues
+from holdfast.checkpoint.run import metrics
+from holdfast.checkpoint.run.metrics import MetricsBuffer, Number
+from holdfast.checkpoint.store import open_store
+from holdfast.watch.report import read_summary
+from holdfast.watch.report.curves import Point
 from stage.training import make_checkpointer
 
 
@@ -96,7 +96,7 @@ def test_names_have_a_limit() -> None:
 
 
 def test_batches_fit_into_a_message_whatever_they_hold() -> None:
-    from holdfast.keeper.messages import MAX_MESSAGE_BYTES
+    from holdfast.checkpoint.keeper.messages import MAX_MESSAGE_BYTES
 
     sent, numbers = Receiver(), MetricsBuffer()
     names = ["\U0001f41a" * 60 + f"{number:04}" for number in range(metrics.MAX_NAMES)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpointer.options import (
+from holdfast.checkpoint.run.options import (
     parse_compile_cache,
     parse_home,
     parse_keep,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import nursery
-from holdfast.home.history_lines import read_lines
-from holdfast.store import open_store
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.store import open_store
 
 PROGRAM = """
 import os, signal, sys

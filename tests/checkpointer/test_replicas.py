@@ -10,12 +10,12 @@ import pytest
 
 from checkpointer import drifting
 from checkpointer.drifting import KINDS, Flip
+from holdfast.checkpoint.format.health import Health
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
-from holdfast.format.health import Health
-from holdfast.format.names import CheckpointId
-from holdfast.home.documents import read_manifest
-from holdfast.home.history_lines import read_lines
-from holdfast.store import open_store
 from stage.ranks import run_ranks
 
 slow = pytest.mark.slow

@@ -23,12 +23,12 @@ import nursery
 from checkpointer.sampling import SkippingSampler
 from checkpointer.skipping import Story, feed
 from health.test_spikes import BLOOM_LOSS, BLOOM_NORM
-from holdfast.checkpointer.skipped_samples import range_to_skip
+from holdfast.checkpoint.format.run import Rollback
+from holdfast.checkpoint.home.rollbacks import read_rollbacks
+from holdfast.checkpoint.run.skipped_samples import range_to_skip
+from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.errors import Diverged, InvalidInput, ResumeWarning
-from holdfast.format.run import Rollback
-from holdfast.home.rollbacks import read_rollbacks
-from holdfast.store import open_store
 from stage.training import make_checkpointer, wait_until
 
 SCRIPT = str(Path(__file__).with_name("spiking.py"))

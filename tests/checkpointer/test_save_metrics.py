@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from holdfast.checkpointer.save_metrics import SaveMetrics
-from holdfast.checkpointer.scores import Scores
-from holdfast.retention import Keep
+from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.run.save_metrics import SaveMetrics
+from holdfast.checkpoint.run.scores import Scores
 
 
 def test_a_save_gets_the_newest_values_since_the_save_before() -> None:

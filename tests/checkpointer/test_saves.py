@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import holdfast
+from holdfast.checkpoint.policy import EverySteps, EveryTime
 from holdfast.errors import (
     Corrupt,
     InvalidInput,
@@ -26,7 +27,6 @@ from holdfast.errors import (
     RetryLater,
     Unsupported,
 )
-from holdfast.policy import EverySteps, EveryTime
 from stage.training import WIDTH, make_checkpointer, make_model, snapshot, train
 
 WAIT_S = 600.0

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.notice import Notice
-from holdfast.notice.file import write_notice
+from holdfast.watch.preemption import Notice
+from holdfast.watch.preemption.file import write_notice
 from stage.training import make_checkpointer
 
 

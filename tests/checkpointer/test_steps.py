@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast.errors import Conflict, InvalidInput
-from holdfast.units import MAX_STEP, parse_step
+from holdfast.system.units import MAX_STEP, parse_step
 from stage.training import make_checkpointer
 
 WRONG = [

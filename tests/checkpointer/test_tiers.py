@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpointer.options import Home, parse_local
-from holdfast.checkpointer.tiers import Base, Tiers
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.run.options import Home, parse_local
+from holdfast.checkpoint.run.tiers import Base, Tiers
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.format import names
-from holdfast.home.history_lines import read_lines
-from holdfast.report.events import parse_events
-from holdfast.report.saves import collect_saves
-from holdfast.store import open_store
+from holdfast.watch.report.events import parse_events
+from holdfast.watch.report.saves import collect_saves
 from making import make_checkpoint, make_home
 
 

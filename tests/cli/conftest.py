@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
-from holdfast.store import open_store
 from jobs.harness import JobHarness, started_harness
 from making import CREATED_UNIX_S, make_checkpoint, make_home
 

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cli.conftest import Command
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.store import open_store
 from holdfast.cli.columns import Table, cut, lay_out
 from holdfast.cli.tables import printable
-from holdfast.format import names
-from holdfast.store import open_store
 from making import make_checkpoint
 
 LONG = "model.transformer.layers.{}.self_attention.query_key_value.lora_adapters.default.weight"

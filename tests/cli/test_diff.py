@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cli.conftest import Command, flip
-from holdfast.format import names
-from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.store import open_store
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.dtypes import TORCH_NAMES
+from holdfast.checkpoint.store import open_store
 from making import make_checkpoint, make_home
 
 

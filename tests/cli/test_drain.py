@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from holdfast.writeback import Mount, mount
+from holdfast.jobs.writeback import Mount, mount
 
 if TYPE_CHECKING:
     from cli.conftest import Command
@@ -44,7 +44,7 @@ def test_remaining_files_are_listed(holdfast: Command, mounted: Mount):
 def test_a_dead_uploader_is_reported(holdfast: Command, mounted: Mount):
     import os
 
-    from holdfast.writeback.status import has_uploader
+    from holdfast.jobs.writeback.status import has_uploader
 
     pid = mounted.status().pid
     assert pid is not None

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from cli.conftest import Command, flip
-from holdfast.format import names
+from holdfast.checkpoint.format import names
 
 
 def test_safetensors_is_the_default(holdfast: Command, home: Path, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 from cli.conftest import Command, flip, save
-from holdfast.format import names
-from holdfast.home.metrics import write_metrics
-from holdfast.home.writer import WriterId
-from holdfast.store import open_store
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.metrics import write_metrics
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.store import open_store
 from making import make_home
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
+from holdfast.checkpoint.store import open_store
 from holdfast.cli import metrics
-from holdfast.report import kept_readings
-from holdfast.store import open_store
 from holdfast.testing import FaultyStore
+from holdfast.watch.report import kept_readings
 
 
 def families(text: str) -> dict[str, float]:

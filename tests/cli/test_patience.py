@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.command_limit import command_limit
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cli import main
 from holdfast.errors import Denied, RetryLater
-from holdfast.store import open_store
-from holdfast.store.command_limit import command_limit
-from holdfast.store.local import LocalStore
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_denied_access_is_not_retried(tmp_path: Path, monkeypatch: pytest.Monkey
             raise OSError(number, "no")
 
         with monkeypatch.context() as patch:
-            patch.setattr("holdfast.store.local.open_regular", refuse)
+            patch.setattr("holdfast.checkpoint.store.local.open_regular", refuse)
             for act in (lambda: store.get("a"), lambda: store.put("b", b"2")):
                 with pytest.raises(kind) as caught:
                     act()

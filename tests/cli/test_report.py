@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
-from holdfast.format import names
-from holdfast.store import open_store
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.store import open_store
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ import torch
 
 import holdfast as api
 from cli.conftest import Command, flip, save
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.home.commit import refuse
+from holdfast.checkpoint.home.inventory import take_inventory
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.keeper.commit_tier import was_committed
+from holdfast.checkpoint.store import open_store
 from holdfast.cli import homes, rm
 from holdfast.errors import Corrupt, InvalidInput, RetryLater
-from holdfast.format import names, run
-from holdfast.home.commit import refuse
-from holdfast.home.inventory import take_inventory
-from holdfast.home.writer import WriterId
-from holdfast.keeper.commit_tier import was_committed
-from holdfast.store import open_store
 from holdfast.testing import FaultyStore
 
 
@@ -125,7 +125,7 @@ def test_a_deleted_incomplete_save_of_a_running_attempt_never_counts_as_a_checkp
 
 def test_unfinished_files_of_a_killed_writer_are_deleted(holdfast: Command, home: Path) -> None:
     code = (
-        "import sys; from holdfast.store import open_store\n"
+        "import sys; from holdfast.checkpoint.store import open_store\n"
         "open_store(sys.argv[1]).put('step-00000100/rank-00009-a0001.safetensors', bytes(5000))"
     )
     env = {**os.environ, "HOLDFAST_KILL_AT": "store.written"}

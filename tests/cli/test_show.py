@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from cli.conftest import Command, flip
+from holdfast.checkpoint.format import names, values
+from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.checkpoint.store import open_store
 from holdfast.cli.values import format_value, leaves
-from holdfast.format import names, values
-from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.store import open_store
 from making import make_checkpoint, make_home
 
 

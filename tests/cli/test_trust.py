@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from holdfast.compiled.trust import is_trusted
+from holdfast.watch.compiled.trust import is_trusted
 
 if TYPE_CHECKING:
     from cli.conftest import Command

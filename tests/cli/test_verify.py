@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command, flip
-from holdfast.format import names
+from holdfast.checkpoint.format import names
 
 
 def test_a_good_checkpoint_passes(holdfast: Command, home: Path) -> None:

@@ -11,7 +11,7 @@ import torch._inductor.codecache  # as if something had been compiled
 import torch.distributed as dist
 
 import holdfast
-from holdfast.process_exit import hard_exit
+from holdfast.system.process_exit import hard_exit
 
 
 def main() -> None:

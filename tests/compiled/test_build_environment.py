@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.compiled import build_environment
+from holdfast.watch.compiled import build_environment
 
 
 def test_every_fact_changes_the_key():

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.compiled import directory as directories
-from holdfast.compiled.directory import Directory
 from holdfast.errors import InvalidInput
+from holdfast.watch.compiled import directory as directories
+from holdfast.watch.compiled.directory import Directory
 
 
 def fill(folder: Path, **files: bytes) -> None:

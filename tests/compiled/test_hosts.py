@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.compiled.index import FOLDER, CacheIndex, IndexName, parse, parse_name
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
+from holdfast.watch.compiled.index import FOLDER, CacheIndex, IndexName, parse, parse_name
 
 HERE = Path(__file__).parent
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.compiled.index import FOLDER, PackName, parse_name
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
+from holdfast.watch.compiled.index import FOLDER, PackName, parse_name
 
 HERE = Path(__file__).parent
 LIMIT_S = 600

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.compiled import upload
-from holdfast.compiled.build_environment import current_environment, environment_key
-from holdfast.compiled.cache import CompiledCode
-from holdfast.compiled.directory import Directory
-from holdfast.compiled.download import load
-from holdfast.compiled.index import FOLDER, IndexName, PackName, parse_name
-from holdfast.compiled.upload import CacheUploader
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import RetryLater
-from holdfast.store import Store, open_store
 from holdfast.testing.faulty_store import FaultyStore
+from holdfast.watch.compiled import upload
+from holdfast.watch.compiled.build_environment import current_environment, environment_key
+from holdfast.watch.compiled.cache import CompiledCode
+from holdfast.watch.compiled.directory import Directory
+from holdfast.watch.compiled.download import load
+from holdfast.watch.compiled.index import FOLDER, IndexName, PackName, parse_name
+from holdfast.watch.compiled.upload import CacheUploader
 
 KEY = "0123456789abcdef" * 2
 FACTS = {"cpu": "flags: avx2"}

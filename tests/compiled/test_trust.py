@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.compiled.trust import distrust, file_path, is_trusted, place_of, trust, trusted
 from holdfast.errors import InvalidInput
+from holdfast.watch.compiled.trust import distrust, file_path, is_trusted, place_of, trust, trusted
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.process_exit import hard_exit
+from holdfast.system.process_exit import hard_exit
 
 
 def cpu_s() -> float:

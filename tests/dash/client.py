@@ -8,9 +8,9 @@ from typing import Any
 from wsgiref.util import setup_testing_defaults
 from wsgiref.validate import validator
 
-from holdfast.dash.access import AccessKeys
-from holdfast.dash.application import Application
-from holdfast.dash.request import COOKIE
+from holdfast.jobs.dash.access import AccessKeys
+from holdfast.jobs.dash.application import Application
+from holdfast.jobs.dash.request import COOKIE
 
 PORT = 8321
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dash.client import Client
-from holdfast.dash import job_board, run_view
+from holdfast.jobs.dash import job_board, run_view
 from jobs.harness import JobHarness, started_harness
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dash.client import PORT, Client
-from holdfast.dash.access import AccessKeys
-from holdfast.dash.request import COOKIE
+from holdfast.jobs.dash.access import AccessKeys
+from holdfast.jobs.dash.request import COOKIE
 
 REFUSED = "It ends with a token, which is missing here."
 

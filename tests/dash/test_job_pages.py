@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from dash.client import Client
-from holdfast.dash import job_board, job_facts
 from holdfast.errors import RetryLater
 from holdfast.jobs import interface
+from holdfast.jobs.dash import job_board, job_facts
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 

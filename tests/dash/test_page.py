@@ -13,7 +13,7 @@ import pytest
 
 from dash.driver import Page, browsing, missing_browser
 from dash.serving import serving
-from holdfast.dash import job_facts
+from holdfast.jobs.dash import job_facts
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness

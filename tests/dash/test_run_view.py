@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from dash.client import Client
-from holdfast.dash import run_view
-from holdfast.dash.run_view import RunPlace, find_place
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import NotFound
-from holdfast.report import kept_readings
-from holdfast.report.figures.curves import curves
-from holdfast.report.summary import read_summary
-from holdfast.store import open_store
+from holdfast.jobs.dash import run_view
+from holdfast.jobs.dash.run_view import RunPlace, find_place
 from holdfast.testing import FaultyStore
+from holdfast.watch.report import kept_readings
+from holdfast.watch.report.figures.curves import curves
+from holdfast.watch.report.summary import read_summary
 from jobs.harness import JobHarness
 from making import make_home
 

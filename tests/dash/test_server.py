@@ -17,7 +17,7 @@ import pytest
 
 from dash.serving import serving
 from holdfast.cli import main
-from holdfast.dash import browser
+from holdfast.jobs.dash import browser
 
 pytest.importorskip("waitress", reason="needs the extra `dash`")
 

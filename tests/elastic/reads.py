@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from elastic.trips import checkpointer
-from holdfast.store.local import LocalStore
+from holdfast.checkpoint.store.local import LocalStore
 from layouts import mesh_of, whole
 
 WIDTH = 1024

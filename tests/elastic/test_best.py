@@ -10,8 +10,8 @@ import torch
 
 import holdfast
 from elastic.conftest import Worlds
-from holdfast.home.listing import candidates, list_home
-from holdfast.store import open_store
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.store import open_store
 
 pytestmark = pytest.mark.ranks
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from elastic.conftest import Worlds
 from elastic.trips import checkpointer
-from holdfast.format import names
+from holdfast.checkpoint.format import names
 from layouts import mesh_of
 from stage.training import wait_until
 

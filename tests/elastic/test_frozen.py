@@ -9,7 +9,7 @@ import pytest
 import holdfast
 from elastic.adapters import average, change_frozen, restore_tuning, save_three
 from elastic.conftest import Worlds
-from holdfast.stage.watch import Watcher
+from holdfast.checkpoint.stage.watch import Watcher
 
 pytestmark = pytest.mark.ranks
 

@@ -45,7 +45,7 @@ class Forkserver:
 
 
 def _become(arguments: list[str], output: str, env: dict[str, str]) -> None:
-    from holdfast import failpoint
+    from holdfast.system import failpoint
 
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.jobs.engine import Job
-from holdfast.jobs.node.folder import bucket_folder
+from holdfast.jobs.folder import bucket_folder
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
-from holdfast.report import read_summary
-from holdfast.report.curves import Curve
-from holdfast.store import open_store
+from holdfast.watch.report import read_summary
+from holdfast.watch.report.curves import Curve
 from jobs.harness import JobHarness
 from nursery import shared
 

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.report import read_summary
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
 from holdfast.train.lengths import PackedBatches
+from holdfast.watch.report import read_summary
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "examples" / "gpt"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from holdfast.checkpoint.exchange import BackgroundExport, export_in_background
+from holdfast.checkpoint.keeper.save import Save
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, SaveWarning, TimedOut
-from holdfast.exchange import BackgroundExport, export_in_background
-from holdfast.keeper.save import Save
 from stage.training import make_checkpointer
 
 
@@ -124,7 +124,7 @@ def test_invalid_arguments_are_refused_at_once(tmp_path: Path, options: dict[str
 
 ENDS_EARLY = """
 import sys, threading
-from holdfast.exchange import BackgroundExport, export_in_background
+from holdfast.checkpoint.exchange import BackgroundExport, export_in_background
 began, count = threading.Event(), BackgroundExport.count
 
 def count_late(self, num_bytes):

@@ -13,9 +13,9 @@ import torch
 
 import holdfast
 from campaigns.fuzz.bounded import run_case
+from holdfast.checkpoint.exchange import safe_unpickler
+from holdfast.checkpoint.exchange.importer import import_checkpoint
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
-from holdfast.exchange import safe_unpickler
-from holdfast.exchange.importer import import_checkpoint
 
 
 def written_bytes(folder: Path) -> int:

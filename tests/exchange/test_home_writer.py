@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 import holdfast
+from holdfast.checkpoint.exchange.importer import import_checkpoint
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.documents import read_run_document
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, NotFound
-from holdfast.exchange.importer import import_checkpoint
-from holdfast.format import names
-from holdfast.home.documents import read_run_document
-from holdfast.home.listing import candidates, list_home
-from holdfast.store import open_store
-from holdfast.store.memory import MemoryStore
 from making import make_checkpoint, make_home
 
 PUTS = ("claim", "data", "part", "manifest", "run")

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 
 import holdfast
 from exchange.stock import save_dcp
+from holdfast.checkpoint.exchange import safe_unpickler
+from holdfast.checkpoint.exchange.importer import import_checkpoint
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
-from holdfast.exchange import safe_unpickler
-from holdfast.exchange.importer import import_checkpoint
-from holdfast.store.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

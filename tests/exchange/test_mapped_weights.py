@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.checkpoint.exchange.mapped_weights import map_weights
 from holdfast.errors import Corrupt, NotFound
-from holdfast.exchange.mapped_weights import map_weights
 from stage.training import make_checkpointer
 
 MEASURE = """
@@ -21,7 +21,7 @@ import json, re, sys
 from pathlib import Path
 import safetensors.torch
 import holdfast
-from holdfast.exchange.mapped_weights import map_weights
+from holdfast.checkpoint.exchange.mapped_weights import map_weights
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

@@ -21,8 +21,8 @@ import json, sys, re
 from pathlib import Path
 import torch, torch.distributed.checkpoint
 import holdfast
-from holdfast.exchange.importer import import_checkpoint
-from holdfast.exchange.exporter import export_checkpoint
+from holdfast.checkpoint.exchange.importer import import_checkpoint
+from holdfast.checkpoint.exchange.exporter import export_checkpoint
 
 def bytes_of(field):
     found = re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())

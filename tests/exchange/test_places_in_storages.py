@@ -19,10 +19,10 @@ import torch._utils
 
 import holdfast
 from campaigns.fuzz.bounded import run_case
+from holdfast.checkpoint.exchange.importer import import_checkpoint
+from holdfast.checkpoint.exchange.torch_archive import locate_tensor
+from holdfast.checkpoint.exchange.torch_files import load_bytes
 from holdfast.errors import Corrupt
-from holdfast.exchange.importer import import_checkpoint
-from holdfast.exchange.torch_archive import locate_tensor
-from holdfast.exchange.torch_files import load_bytes
 
 FAR = 1 << 31
 PLACES = {

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import holdfast
 from exchange.states import check, model, same, training
 from exchange.stock import load_dcp, save_dcp
-from holdfast.exchange.exporter import export_checkpoint
-from holdfast.exchange.importer import import_checkpoint
-from holdfast.format import names
-from holdfast.store import open_store
-from holdfast.store.memory import MemoryStore
+from holdfast.checkpoint.exchange.exporter import export_checkpoint
+from holdfast.checkpoint.exchange.importer import import_checkpoint
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.memory import MemoryStore
 from making import make_checkpoint, make_home
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of DCP itself

@@ -35,7 +35,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Hash of every tensor that a checkpoint would hold."""
-    from holdfast.state import State
+    from holdfast.checkpoint.state import State
 
     captured = State({"model": model, "optimizer": optimizer}).capture()
     text = hashlib.sha256(repr(captured.values["optimizer"]).encode())

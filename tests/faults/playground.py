@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 import holdfast
-from holdfast.home.listing import candidates, list_home
-from holdfast.store import open_store
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.store import open_store
 from nursery import END_TIMEOUT_S, Child, Nursery
 
 TOTAL = 24
@@ -167,7 +167,7 @@ def keepers_of(runtime: Path) -> list[psutil.Process]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            if b"holdfast.keeper" not in (place / "cmdline").read_bytes().split(b"\0"):
+            if b"holdfast.checkpoint.keeper" not in (place / "cmdline").read_bytes().split(b"\0"):
                 continue  # a zombie has no command line
             if mine in (place / "environ").read_bytes().split(b"\0"):
                 found.append(psutil.Process(int(place.name)))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from faults.playground import ENDLESS, TOTAL, Playground
-from holdfast.format import names
-from holdfast.store import Store, open_store
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, ministack
 

@@ -68,7 +68,7 @@ def flip_in_manifest(playground: Playground) -> None:
 
 def reseal_manifest(playground: Playground, **changes: object) -> None:
     """Change members of the newest manifest's first line, and seal it again."""
-    from holdfast.format.sealed import dumps, seal
+    from holdfast.checkpoint.format.sealed import dumps, seal
 
     path = next(newest_file(playground, ".safetensors").parent.glob("manifest-*.json"))
     head, *catalogs = path.read_bytes().split(b"\n")

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from faults.playground import TOTAL, Playground, keepers_of, kill
-from holdfast.format import names
-from holdfast.home.listing import list_home
-from holdfast.store import open_store
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.store import open_store
 from nursery import Child
 from servers import reserve_port
 

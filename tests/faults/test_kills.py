@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from faults.playground import Playground
-from holdfast.environment import read_progress
-from holdfast.failpoint import POINTS
+from holdfast.system.environment import read_progress
+from holdfast.system.failpoint import POINTS
 
 
 @pytest.mark.essential

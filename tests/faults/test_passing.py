@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cli import main
 from holdfast.errors import RetryLater
-from holdfast.format import names
-from holdfast.format.names import CheckpointId
-from holdfast.home.listing import candidates, list_home
-from holdfast.store import open_store
-from holdfast.store.local import LocalStore
 
 
 def make_state(value: float) -> dict[str, object]:

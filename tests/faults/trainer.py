@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from holdfast import failpoint
-from holdfast.checkpointer import pipeline
-from holdfast.stage import stager
+from holdfast.checkpoint.run import pipeline
+from holdfast.checkpoint.stage import stager
+from holdfast.system import failpoint
 
 
 def arguments() -> argparse.Namespace:

@@ -6,10 +6,10 @@ import math
 
 from hypothesis import strategies as st
 
-from holdfast.format.catalog import Catalog, Tensor
-from holdfast.format.dtypes import ITEM_BYTES
-from holdfast.format.limits import RUN_ID
-from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
+from holdfast.checkpoint.format.catalog import Catalog, Tensor
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.limits import RUN_ID
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 tensor_names = text.filter(lambda name: name != "__metadata__" and "@" not in name)

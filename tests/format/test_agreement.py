@@ -12,10 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from format.drawing import catalogs, partitions
+from holdfast.checkpoint.format.agreement import Agreement, agree, has_several
+from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.checkpoint.format.partitioning import (
+    EvenPartitioning,
+    ListedPartitioning,
+    Partitioning,
+    Region,
+    whole,
+)
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.format.agreement import Agreement, agree, has_several
-from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region, whole
 
 F32 = "F32"
 

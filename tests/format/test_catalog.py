@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from format.drawing import catalogs
+from holdfast.checkpoint.format.catalog import SPLIT, Catalog, Tensor, catalog_text, parse_catalog
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.errors import Corrupt
-from holdfast.format.catalog import SPLIT, Catalog, Tensor, catalog_text, parse_catalog
-from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 
 RANKS = list(range(7))
 

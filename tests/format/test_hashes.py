@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.hashes import (
+from holdfast.checkpoint.format.hashes import (
     CACHED_BYTES,
     CHUNKS_PER_FILE,
     MAX_CHUNK_BYTES,

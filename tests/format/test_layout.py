@@ -15,9 +15,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES, TORCH_NAMES
+from holdfast.checkpoint.format.layout import (
+    BLOCK_BYTES,
+    FileLayout,
+    Shard,
+    check_name,
+    lay_out,
+    parse_header,
+)
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.format.dtypes import ITEM_BYTES, TORCH_NAMES
-from holdfast.format.layout import BLOCK_BYTES, FileLayout, Shard, check_name, lay_out, parse_header
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(
     lambda key: key != "__metadata__" and not key.rstrip("0123456789").endswith("@r")

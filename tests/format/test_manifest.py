@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from format.drawing import catalogs, run_ids, text
+from holdfast.checkpoint.format import manifest
+from holdfast.checkpoint.format.catalog import Catalog, catalog_text
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.health import MAX_BEFORE, MAX_REASONS, UNKNOWN, Health, Squares
+from holdfast.checkpoint.format.limits import MAX_ATTEMPT, MAX_STEP
+from holdfast.checkpoint.format.manifest import EACH, SPLIT, Manifest, PartFile, Tensor
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import DataFile, Part
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
+from holdfast.checkpoint.format.sealed import dumps, seal
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
-from holdfast.format import manifest
-from holdfast.format.catalog import Catalog, catalog_text
-from holdfast.format.hashes import digest
-from holdfast.format.health import MAX_BEFORE, MAX_REASONS, UNKNOWN, Health, Squares
-from holdfast.format.limits import MAX_ATTEMPT, MAX_STEP
-from holdfast.format.manifest import EACH, SPLIT, Manifest, PartFile, Tensor
-from holdfast.format.names import CheckpointId
-from holdfast.format.part import DataFile, Part
-from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
-from holdfast.format.sealed import dumps, seal
 
 Own = tuple[str, str, tuple[int, ...], int]
 

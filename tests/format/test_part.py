@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from format.drawing import catalogs, dtypes, run_ids, tensor_names, text
+from holdfast.checkpoint.format import part
+from holdfast.checkpoint.format.audit import AuditedReplicas, Replica, ReplicaAt
+from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.checkpoint.format.hashes import chunk_bytes_for, chunk_ranges, digest
+from holdfast.checkpoint.format.health import TensorHealth, Trend
+from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import DataFile, Part
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, Region, whole
+from holdfast.checkpoint.format.sealed import dumps, seal
 from holdfast.errors import Corrupt, Unsupported
-from holdfast.format import part
-from holdfast.format.audit import AuditedReplicas, Replica, ReplicaAt
-from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.hashes import chunk_bytes_for, chunk_ranges, digest
-from holdfast.format.health import TensorHealth, Trend
-from holdfast.format.layout import Shard, lay_out
-from holdfast.format.names import CheckpointId
-from holdfast.format.part import DataFile, Part
-from holdfast.format.partitioning import EvenPartitioning, Region, whole
-from holdfast.format.sealed import dumps, seal
 
 RANKS = list(range(5))
 

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from format.drawing import run_ids
-from holdfast.errors import Corrupt, Unsupported
-from holdfast.format.limits import MAX_ATTEMPT, MAX_RANKS, MAX_STEP
-from holdfast.format.run import (
+from holdfast.checkpoint.format.limits import MAX_ATTEMPT, MAX_RANKS, MAX_STEP
+from holdfast.checkpoint.format.run import (
     AttemptClaim,
     Done,
     Metrics,
@@ -24,7 +23,8 @@ from holdfast.format.run import (
     document,
     parse,
 )
-from holdfast.format.sealed import dumps, seal
+from holdfast.checkpoint.format.sealed import dumps, seal
+from holdfast.errors import Corrupt, Unsupported
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 runs = run_ids

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.documents import decode_object
+from holdfast.checkpoint.format.sealed import dumps, seal, unseal, unseal_lines
 from holdfast.errors import Corrupt
-from holdfast.format.sealed import dumps, seal, unseal, unseal_lines
+from holdfast.system.documents import decode_object
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 json_values = st.recursive(

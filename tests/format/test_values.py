@@ -29,13 +29,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from holdfast.checkpoint.format.composites import RAW_DTYPES, SPARSE, SavedTensor
+from holdfast.checkpoint.format.limits import MAX_VALUE_DEPTH
+from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.checkpoint.format.sealed import dumps
+from holdfast.checkpoint.format.value_advice import advice_for
+from holdfast.checkpoint.format.values import EntryRef, TensorRef, decode, encode
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
-from holdfast.format.composites import RAW_DTYPES, SPARSE, SavedTensor
-from holdfast.format.limits import MAX_VALUE_DEPTH
-from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.format.sealed import dumps
-from holdfast.format.value_advice import advice_for
-from holdfast.format.values import EntryRef, TensorRef, decode, encode
 
 
 def file_in_memory(content: bytes, position: int) -> io.BytesIO:
@@ -421,7 +421,7 @@ def test_numpy_extension_dtypes_are_refused() -> None:
     class Array:
         dtype = Foreign()
 
-    from holdfast.format.array_values import encode_numpy
+    from holdfast.checkpoint.format.array_values import encode_numpy
 
     with pytest.raises(InvalidInput, match="text of a fixed length"):
         encode_numpy(Array(), "a")

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from holdfast.documents import Fields
+from holdfast.checkpoint.format import manifest, names
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.format.versions import Versions
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, Unsupported
-from holdfast.format import manifest, names
-from holdfast.format.manifest import Manifest
-from holdfast.format.sealed import dumps, seal, unseal_lines
-from holdfast.format.versions import Versions
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.store.memory import MemoryStore
+from holdfast.system.documents import Fields
 from making import make_checkpoint, make_home
 
 

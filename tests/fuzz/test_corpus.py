@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from campaigns.fuzz.bounded import run_case
 from campaigns.fuzz.targets import every
-from holdfast import documents
 from holdfast.errors import Corrupt
+from holdfast.system import documents
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = every()

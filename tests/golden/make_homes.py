@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.format import names, run
-from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.format.partitioning import EvenPartitioning
-from holdfast.format.values import EntryRef, TensorRef
-from holdfast.store.local import LocalStore
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.format.dtypes import TORCH_NAMES
+from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.checkpoint.format.partitioning import EvenPartitioning
+from holdfast.checkpoint.format.values import EntryRef, TensorRef
+from holdfast.checkpoint.store.local import LocalStore
 from making import CREATED_UNIX_S, LocalShard, make_checkpoint, make_home
 
 VALUES: dict[str, Any] = {

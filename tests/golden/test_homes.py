@@ -17,14 +17,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from holdfast import torch_dtypes
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.checkpoint.format.values import EntryRef, TensorRef
+from holdfast.checkpoint.home.documents import read_run
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.state import torch_dtypes
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Unsupported
-from holdfast.format import names, run
-from holdfast.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.format.values import EntryRef, TensorRef
-from holdfast.home.documents import read_run
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.store.local import LocalStore
 
 GOLDEN = Path(__file__).parent / "v1"  # and in turn the others, by `each_version`
 

@@ -7,8 +7,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from golden.make_v2 import ROWS, STATE
 from holdfast.adapters.dcp import HoldfastReader
-from holdfast.format.manifest import SEVERAL_REGIONS
-from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.format.manifest import SEVERAL_REGIONS
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 
 HOME = Path(__file__).parent / "v2" / "several-regions"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.hang import capture as capturing
-from holdfast.hang.capture import capture
-from holdfast.linux.locks import try_flock
+from holdfast.system.linux.locks import try_flock
+from holdfast.watch.hang import capture as capturing
+from holdfast.watch.hang.capture import capture
 
 SLOW_WRITER = """
 import os, signal, sys, time

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.hang.limit import MIN_LIMIT_S, MIN_STEPS, HangLimits, StallClock, learn_limit
-from holdfast.hang.pulse import TrainerProgress
+from holdfast.checkpoint.keeper.pulse import TrainerProgress
+from holdfast.watch.hang.limit import MIN_LIMIT_S, MIN_STEPS, HangLimits, StallClock, learn_limit
 
 TRAINING = TrainerProgress(
     is_training=True,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast.checkpoint.keeper.pulse import NUM_DURATIONS, Pulse, PulseReader
 from holdfast.errors import Corrupt
-from holdfast.hang.pulse import NUM_DURATIONS, Pulse, PulseReader
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_phases_are_named_nested_and_not_part_of_a_step(
     pulse: Pulse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("holdfast.hang.pulse.time.monotonic_ns", lambda: int(now_s[0] * 1e9))
+    monkeypatch.setattr("holdfast.checkpoint.keeper.pulse.time.monotonic_ns", lambda: int(now_s[0] * 1e9))
     watched = reader(pulse)
     pulse.begin(0)
     pulse.beat(1)

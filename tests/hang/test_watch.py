@@ -15,12 +15,12 @@ import pytest
 
 from hang.trials import Trial
 from holdfast.cli import main as cli
-from holdfast.environment import PROGRESS, find_hang
 from holdfast.errors import HUNG_STATUS
-from holdfast.hang.capture import read_state
-from holdfast.hang.grouping import group_ranks
-from holdfast.hang.py_spy import find_py_spy, read_stacks
-from holdfast.hang.text import summary
+from holdfast.system.environment import PROGRESS, find_hang
+from holdfast.watch.hang.capture import read_state
+from holdfast.watch.hang.grouping import group_ranks
+from holdfast.watch.hang.py_spy import find_py_spy, read_stacks
+from holdfast.watch.hang.text import summary
 from stage.training import wait_until
 
 NewTrial = Callable[..., Trial]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError
-from holdfast.hang.incidents import HangIncident, list_hangs
-from holdfast.home.history_lines import read_lines
-from holdfast.store import open_store
+from holdfast.watch.hang.incidents import HangIncident, list_hangs
 from nursery import Child, Nursery
 from servers import reserve_port
 from stage.training import wait_until

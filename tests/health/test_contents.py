@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.format.health import TensorHealth
-from holdfast.format.layout import Shard, lay_out
-from holdfast.health.contents import ContentCheck
+from holdfast.checkpoint.format.dtypes import TORCH_NAMES
+from holdfast.checkpoint.format.health import TensorHealth
+from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.watch.values.contents import ContentCheck
 from making import raw_bytes
 
 NAMES = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.health import Health, Squares, TensorHealth, Trend
-from holdfast.health.judgement import judge
+from holdfast.checkpoint.format.health import Health, Squares, TensorHealth, Trend
+from holdfast.watch.values.judgement import judge
 
 FINE = TensorHealth(0, (), Squares(100.0, 1.0))
 BEFORE = [Squares(100.0, 1.0)] * 3

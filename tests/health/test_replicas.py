@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.audit import AuditedReplicas, Replica
-from holdfast.health.judgement import judge
-from holdfast.health.replicas import Comparison, ReplicaDifference, ReplicaHashes, ReplicaWatch
+from holdfast.checkpoint.format.audit import AuditedReplicas, Replica
+from holdfast.watch.values.judgement import judge
+from holdfast.watch.values.replicas import Comparison, ReplicaDifference, ReplicaHashes, ReplicaWatch
 
 NAMES = ["w", "buffer"]
 A, B, C = "a" * 16, "b" * 16, "c" * 16

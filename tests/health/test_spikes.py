@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.health.spikes import MIN_VALUES, NUM_HIGH, WINDOW, SpikeDetector, kind_of
-from holdfast.health.watch import SpikeWatch
+from holdfast.watch.values.spikes import MIN_VALUES, NUM_HIGH, WINDOW, SpikeDetector, kind_of
+from holdfast.watch.values.watch import SpikeWatch
 
 # Iterations 31214 to 31222 of BLOOM's training, as its chronicles print them: its first spike of the loss.
 BLOOM_FIRST = 31214

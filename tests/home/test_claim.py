@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.home.attempts import newest_number
+from holdfast.checkpoint.home.claim import claim_attempt, claim_run
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, InvalidInput, ResumeWarning, SaveWarning
-from holdfast.format import names, run
-from holdfast.home.attempts import newest_number
-from holdfast.home.claim import claim_attempt, claim_run
-from holdfast.store import open_store
-from holdfast.store.memory import MemoryStore
 from making import RUN_ID, make_checkpoint, make_home, reseal
 from stage.training import make_checkpointer
 

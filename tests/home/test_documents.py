@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.sealed import dumps
+from holdfast.checkpoint.home.documents import check_files, read_manifest, read_part, read_run
+from holdfast.checkpoint.home.listing import Listing, candidates, list_home
+from holdfast.checkpoint.home.recovery import recover_commit
+from holdfast.checkpoint.store.contract import Store
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
-from holdfast.format import names, run
-from holdfast.format.names import CheckpointId
-from holdfast.format.sealed import dumps
-from holdfast.home.documents import check_files, read_manifest, read_part, read_run
-from holdfast.home.listing import Listing, candidates, list_home
-from holdfast.home.recovery import recover_commit
-from holdfast.store.contract import Store
-from holdfast.store.memory import MemoryStore
 from making import RUN_ID, make_checkpoint, make_home, reseal
 
 TWO_RANKS = [{"a": torch.arange(10.0)}, {"b": torch.arange(4)}]

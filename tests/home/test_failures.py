@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from holdfast.format import names
-from holdfast.home.failures import FailureRate, read_failures
-from holdfast.store import open_store
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.failures import FailureRate, read_failures
+from holdfast.checkpoint.store import open_store
 
 
 def write(home: Path, attempt: int, *events: tuple[float, str, str], rank: int = 0) -> None:

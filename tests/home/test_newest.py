@@ -16,12 +16,12 @@ import holdfast
 from holdfast.adapters import nebula, recipe
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.nebula import default_session, tag_index
+from holdfast.checkpoint.home import documents
+from holdfast.checkpoint.restore import parts, verify
+from holdfast.checkpoint.store import direct_io, local
 from holdfast.cli import main
 from holdfast.cli.replay import span
 from holdfast.errors import Denied, NotFound, ResumeWarning, RetryLater
-from holdfast.home import documents
-from holdfast.restore import parts, verify
-from holdfast.store import direct_io, local
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

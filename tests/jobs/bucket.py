@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from holdfast.store import Store, open_store
+from holdfast.checkpoint.store import Store, open_store
+from holdfast.jobs.writeback.ownership import FOLDER
 from holdfast.testing.fault_proxy import FaultProxy
-from holdfast.writeback.ownership import FOLDER
 from servers import Server
 
 _numbers = itertools.count()

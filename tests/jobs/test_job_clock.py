@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from holdfast.jobs.controller import Controller
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.job_clock import ClockReading, JobClock, read_machine_clock
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (

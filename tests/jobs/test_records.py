@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
-from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobSpec, StoredState, Submission, append_state
 from holdfast.jobs.records import Records

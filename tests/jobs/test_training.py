@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import open_store
 from holdfast.jobs.engine import Job
 from holdfast.jobs.history import list_attempts, read_changes
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
-from holdfast.report import read_summary
-from holdfast.store import open_store
+from holdfast.watch.report import read_summary
 from jobs.harness import JobHarness
 from nursery import shared
 from servers import reserve_port
@@ -237,7 +237,7 @@ def kill(harness: JobHarness, job: Job, what: str) -> bool:
     if what == "trainer":
         return kill_all(harness.named(job, "training.py"))
     if what == "keeper":
-        return kill_all(harness.named(job, "holdfast.keeper"))
+        return kill_all(harness.named(job, "holdfast.checkpoint.keeper"))
     if what == "controller":
         return kill_all(harness.roles(job, "controller"))
     try:

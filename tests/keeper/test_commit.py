@@ -12,24 +12,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format import part as parts
+from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.format.manifest import parse
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.home.commit import commit, is_committed
+from holdfast.checkpoint.home.history import EVENTS, History
+from holdfast.checkpoint.home.listing import missing_ranks
+from holdfast.checkpoint.keeper import ArenaLayout, Keeper, KeeperConfig, Save, packets
+from holdfast.checkpoint.keeper.messages import Configure, RecordEvent, SaveDelayed, encode
+from holdfast.checkpoint.keeper.messages import parse as parse_message
+from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.stage import Arena
+from holdfast.checkpoint.store import Store, open_store
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
-from holdfast.format import names
-from holdfast.format import part as parts
-from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.layout import Shard, lay_out
-from holdfast.format.manifest import parse
-from holdfast.format.names import CheckpointId
-from holdfast.format.partitioning import whole
-from holdfast.home.commit import commit, is_committed
-from holdfast.home.history import EVENTS, History
-from holdfast.home.listing import missing_ranks
-from holdfast.keeper import ArenaLayout, Keeper, KeeperConfig, Save, packets
-from holdfast.keeper.messages import Configure, RecordEvent, SaveDelayed, encode
-from holdfast.keeper.messages import parse as parse_message
-from holdfast.keeper.persist import persist
-from holdfast.stage import Arena
-from holdfast.store import Store, open_store
-from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 from stage.training import wait_until
 
@@ -251,7 +251,7 @@ def test_a_blocked_standard_error_does_not_hold_up_saves(tmp_path: Path) -> None
             assert may_continue.wait(600)
 
     keeper = Keeper(make_config(str(tmp_path / "home")), released=lambda _: None)
-    save, handler, logger = submit(keeper, 0), Blocked(), logging.getLogger("holdfast.keeper")
+    save, handler, logger = submit(keeper, 0), Blocked(), logging.getLogger("holdfast.checkpoint.keeper")
     logger.addHandler(handler)
     try:
         threading.Thread(target=keeper.receive, args=[SaveDelayed(5, "It waits.")]).start()

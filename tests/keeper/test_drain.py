@@ -11,26 +11,26 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.documents import read_manifest, read_part
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.metrics import read_metrics, write_metrics
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.keeper import packets
+from holdfast.checkpoint.keeper.commit_tier import Committed, PendingSave
+from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.checkpoint.keeper.drain import Drain, Drained
+from holdfast.checkpoint.keeper.home_tier import HomeTier
+from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.checkpoint.keeper.persist import verified_blocks
+from holdfast.checkpoint.keeper.rate import BLOCK_BYTES
+from holdfast.checkpoint.keeper.reports import Reports
+from holdfast.checkpoint.keeper.topologies import SharedLocal, Surroundings
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
-from holdfast.format import names
-from holdfast.format.names import CheckpointId
-from holdfast.home.documents import read_manifest, read_part
-from holdfast.home.history import History
-from holdfast.home.listing import candidates, list_home
-from holdfast.home.metrics import read_metrics, write_metrics
-from holdfast.home.writer import WriterId
-from holdfast.keeper import packets
-from holdfast.keeper.commit_tier import Committed, PendingSave
-from holdfast.keeper.config import KeeperConfig
-from holdfast.keeper.drain import Drain, Drained
-from holdfast.keeper.home_tier import HomeTier
-from holdfast.keeper.inbox import TrainerInbox
-from holdfast.keeper.persist import verified_blocks
-from holdfast.keeper.rate import BLOCK_BYTES
-from holdfast.keeper.reports import Reports
-from holdfast.keeper.topologies import SharedLocal, Surroundings
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home
 
@@ -364,7 +364,7 @@ def test_a_rank_follows_another_that_has_begun_one_of_the_best() -> None:
 
 def test_one_of_the_best_whose_other_files_never_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer checkpoint in home does not replace it, so that its time limit counts."""
-    monkeypatch.setattr("holdfast.keeper.drain._OVERTAKEN_S", 0.05)
+    monkeypatch.setattr("holdfast.checkpoint.keeper.drain._OVERTAKEN_S", 0.05)
     apart = Apart((10, 20))
     apart.drain_on_both(20)
     apart.commit_timeout_s = 0.3

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.format import names
-from holdfast.format.names import CheckpointId
-from holdfast.home.commit import commit
-from holdfast.home.history import History
-from holdfast.home.listing import list_home
-from holdfast.home.recovery import recover_commit
-from holdfast.keeper.commit_tier import Committed, CommitTier, PendingSave
-from holdfast.keeper.inbox import TrainerInbox
-from holdfast.keeper.reports import Reports
-from holdfast.retention import Keep
-from holdfast.store import local
-from holdfast.store.local import LocalStore
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.commit import commit
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.home.recovery import recover_commit
+from holdfast.checkpoint.keeper.commit_tier import Committed, CommitTier, PendingSave
+from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.checkpoint.keeper.reports import Reports
+from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.store import local
+from holdfast.checkpoint.store.local import LocalStore
 from keeper.test_commit import make_config, put_part
 
 
@@ -134,8 +134,8 @@ def test_a_manifest_becomes_visible_when_all_its_files_are_durable(
         link(source, target, **more)
 
     monkeypatch.setattr(os, "link", watched)
-    monkeypatch.setattr("holdfast.home.commit.merge_parts", lambda *_, **__: None)
-    monkeypatch.setattr("holdfast.format.manifest.document", lambda _: b"manifest")
+    monkeypatch.setattr("holdfast.checkpoint.home.commit.merge_parts", lambda *_, **__: None)
+    monkeypatch.setattr("holdfast.checkpoint.format.manifest.document", lambda _: b"manifest")
     commit(store, make_config(str(home), 0, 3).writer, 5)
     assert lacking == []
     assert disk.lacks(home, 5) == []

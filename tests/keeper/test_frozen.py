@@ -9,24 +9,24 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format import part as parts
+from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import DataFile
+from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.home.commit import commit
+from holdfast.checkpoint.home.retain import Retention
+from holdfast.checkpoint.keeper import ArenaLayout, Keeper, KeeperConfig, Save
+from holdfast.checkpoint.keeper.frozen import FrozenFile
+from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.stage import Arena
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
-from holdfast.format import manifest as manifests
-from holdfast.format import names
-from holdfast.format import part as parts
-from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.layout import Shard, lay_out
-from holdfast.format.names import CheckpointId
-from holdfast.format.part import DataFile
-from holdfast.format.partitioning import whole
-from holdfast.home.commit import commit
-from holdfast.home.retain import Retention
-from holdfast.keeper import ArenaLayout, Keeper, KeeperConfig, Save
-from holdfast.keeper.frozen import FrozenFile
-from holdfast.keeper.persist import persist
-from holdfast.retention import Keep
-from holdfast.stage import Arena
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 
 NUM_ITEMS = 50_000

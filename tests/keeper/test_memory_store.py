@@ -16,21 +16,21 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.fill_target import FillTarget
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.keeper import MemoryTierStore, free_memory_tier, memory_offer, wait_for_orphans
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
+from holdfast.checkpoint.keeper.memory_offer import offer_images
+from holdfast.checkpoint.keeper.messages import Image
+from holdfast.checkpoint.keeper.runtime_dir import runtime_dir
+from holdfast.checkpoint.restore.fill import fill
+from holdfast.checkpoint.stage import Arena
+from holdfast.checkpoint.store.memory import MemoryStore
+from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, NotFound, Unsupported
-from holdfast.fill_target import FillTarget
-from holdfast.format import names
-from holdfast.format.names import CheckpointId
-from holdfast.home.documents import read_manifest
-from holdfast.keeper import MemoryTierStore, free_memory_tier, memory_offer, wait_for_orphans
-from holdfast.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
-from holdfast.keeper.memory_offer import offer_images
-from holdfast.keeper.messages import Image
-from holdfast.keeper.runtime_dir import runtime_dir
-from holdfast.linux.processes import start_time
-from holdfast.restore.fill import fill
-from holdfast.stage import Arena
-from holdfast.store.memory import MemoryStore
-from holdfast.store.tiered import TieredStore
+from holdfast.system.linux.processes import start_time
 from making import make_checkpoint, make_home
 from nursery import shared
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from holdfast.keeper.messages import Ping
-from holdfast.keeper.outbox import Outbox
+from holdfast.checkpoint.keeper.messages import Ping
+from holdfast.checkpoint.keeper.outbox import Outbox
 
 NUM_INTERRUPTS = 3000
 

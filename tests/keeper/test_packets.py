@@ -12,9 +12,8 @@ from socket import MSG_DONTWAIT, send_fds, socket
 
 import pytest
 
-from holdfast.errors import Corrupt
-from holdfast.keeper import packets
-from holdfast.keeper.messages import (
+from holdfast.checkpoint.keeper import packets
+from holdfast.checkpoint.keeper.messages import (
     MAX_MESSAGE_BYTES,
     ArenaReleased,
     Close,
@@ -23,6 +22,7 @@ from holdfast.keeper.messages import (
     ResumeCommit,
     parse,
 )
+from holdfast.errors import Corrupt
 
 Ends = tuple[socket, socket]
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.keeper import packets, supervisor
+from holdfast.checkpoint.keeper.messages import Ping, Pong, RecordEvent, SavePersisted
+from holdfast.checkpoint.keeper.outbox import Outbox
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
-from holdfast.keeper import packets, supervisor
-from holdfast.keeper.messages import Ping, Pong, RecordEvent, SavePersisted
-from holdfast.keeper.outbox import Outbox
 from stage.training import check_saved, make_checkpointer, wait_until
 
 
@@ -35,7 +35,9 @@ def keepers() -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, or is about to
             words = child.cmdline()
             # A process that has only just been started may have no arguments yet.
-            if "holdfast.keeper" in words or (not words and child.status() != psutil.STATUS_ZOMBIE):
+            if "holdfast.checkpoint.keeper" in words or (
+                not words and child.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(child)
     return found
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.keeper import rate
-from holdfast.keeper.persist import persist
-from holdfast.store.memory import MemoryStore
+from holdfast.checkpoint.keeper import rate
+from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 from making import data_file
 
@@ -21,8 +21,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr("holdfast.keeper.rate.time.monotonic", lambda: self.now_s)
-        monkeypatch.setattr("holdfast.keeper.rate.time.sleep", self._sleep)
+        monkeypatch.setattr("holdfast.checkpoint.keeper.rate.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("holdfast.checkpoint.keeper.rate.time.sleep", self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         self.now_s += seconds

@@ -11,25 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.health import Health
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.home import retain
+from holdfast.checkpoint.home.commit import refuse
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.retain import Retention, ShareRetention
+from holdfast.checkpoint.home.skipped import Skipped, drop_note, note_skipped
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.keeper import KeeperConfig
+from holdfast.checkpoint.keeper.commit_tier import CommitTier
+from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.checkpoint.keeper.reports import Reports
+from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from holdfast.format import names
-from holdfast.format.health import Health
-from holdfast.format.names import CheckpointId
-from holdfast.format.part import Ancestors
-from holdfast.home import retain
-from holdfast.home.commit import refuse
-from holdfast.home.history import History
-from holdfast.home.listing import candidates, list_home
-from holdfast.home.retain import Retention, ShareRetention
-from holdfast.home.skipped import Skipped, drop_note, note_skipped
-from holdfast.home.writer import WriterId
-from holdfast.keeper import KeeperConfig
-from holdfast.keeper.commit_tier import CommitTier
-from holdfast.keeper.inbox import TrainerInbox
-from holdfast.keeper.reports import Reports
-from holdfast.retention import Keep
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home
 

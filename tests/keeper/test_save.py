@@ -7,8 +7,9 @@ import pickle
 
 import pytest
 
-from holdfast import RetryLater, Save, log
+from holdfast import RetryLater, Save
 from holdfast.errors import Denied, MissingKey, NotFound, TimedOut
+from holdfast.system import log
 
 
 def durable(step: int) -> Save:
@@ -96,7 +97,7 @@ def test_a_wait_that_takes_long_is_logged_once(monkeypatch: pytest.MonkeyPatch, 
             save.mark_home()
 
     monkeypatch.setattr(log, "QUIET_S", 0.0)
-    logger, handler = log.get_logger("keeper"), Ending()
+    logger, handler = log.get_logger("checkpoint.keeper"), Ending()
     logger.addHandler(handler)
     try:
         waits = {"staged": save.wait_staged, "durable": save.wait_durable, "in home": save.wait_home}

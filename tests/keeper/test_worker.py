@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 
-from holdfast import log
-from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater
-from holdfast.format import names, run
-from holdfast.format.names import CheckpointId
-from holdfast.home.commit import MAX_REFUSALS, check_not_refused, refuse
-from holdfast.home.retain import Retention
-from holdfast.keeper import commit_tier, packets, worker
-from holdfast.keeper.commit_tier import Committed, PendingSave
-from holdfast.keeper.inbox import StagedSave, TrainerInbox
-from holdfast.keeper.lockfile import KeeperInfo, Lockfile
-from holdfast.keeper.messages import (
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.commit import MAX_REFUSALS, check_not_refused, refuse
+from holdfast.checkpoint.home.retain import Retention
+from holdfast.checkpoint.keeper import commit_tier, packets, worker
+from holdfast.checkpoint.keeper.commit_tier import Committed, PendingSave
+from holdfast.checkpoint.keeper.inbox import StagedSave, TrainerInbox
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile
+from holdfast.checkpoint.keeper.messages import (
     ArenaLayout,
     ArenaReleased,
     AttemptFenced,
@@ -36,11 +34,13 @@ from holdfast.keeper.messages import (
     SavePersisted,
     SubmitSave,
 )
-from holdfast.keeper.worker import Worker
-from holdfast.linux.processes import start_time
-from holdfast.retention import Keep
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
+from holdfast.checkpoint.keeper.worker import Worker
+from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.store.memory import MemoryStore
+from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater
+from holdfast.system import log
+from holdfast.system.linux.processes import start_time
 from holdfast.testing import FaultyStore
 from keeper.test_commit import make_config, put_part
 

@@ -13,9 +13,9 @@ import torch
 
 import holdfast
 from holdfast.errors import PREEMPTED_STATUS, InvalidInput
-from holdfast.notice.allocation import Deadline, Slurm
-from holdfast.notice.metadata import Unreachable
-from holdfast.notice.sources import parse_sources
+from holdfast.watch.preemption.allocation import Deadline, Slurm
+from holdfast.watch.preemption.metadata import Unreachable
+from holdfast.watch.preemption.sources import parse_sources
 from stage import ranks
 
 

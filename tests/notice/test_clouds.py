@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.notice import Notice, NoticeWatcher
-from holdfast.notice.aws import Aws
-from holdfast.notice.azure import Azure
-from holdfast.notice.gcp import GcpMaintenance, GcpPreemption
-from holdfast.notice.metadata import Unreachable
-from holdfast.notice.sources import parse_sources
+from holdfast.watch.preemption import Notice, NoticeWatcher
+from holdfast.watch.preemption.aws import Aws
+from holdfast.watch.preemption.azure import Azure
+from holdfast.watch.preemption.gcp import GcpMaintenance, GcpPreemption
+from holdfast.watch.preemption.metadata import Unreachable
+from holdfast.watch.preemption.sources import parse_sources
 from notice.cloud_services import AwsService, AzureService, GcpService
 
 WHEN = datetime.datetime(2026, 6, 23, 2, 30, tzinfo=datetime.timezone.utc).timestamp()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.notice import Notice, NoticeWatcher
-from holdfast.notice.file import read_notice, write_notice
+from holdfast.watch.preemption import Notice, NoticeWatcher
+from holdfast.watch.preemption.file import read_notice, write_notice
 
 NOTICE = Notice("holdfast preempt", "again", 1782181800.0)
 

@@ -360,7 +360,7 @@ def tell(queue):
 if __name__ == "__main__":
     context = multiprocessing.get_context("forkserver")
     if sys.argv[1:]:
-        context.set_forkserver_preload(["holdfast.notice.fork_server"])
+        context.set_forkserver_preload(["holdfast.watch.preemption.fork_server"])
     resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
     multiprocessing.forkserver.ensure_running()

@@ -251,7 +251,7 @@ def test_a_call_from_a_handler_that_interrupts_a_save_is_rejected_and_the_save_c
     done = run(
         tmp_path,
         f"""
-        from holdfast.stage import stager
+        from holdfast.checkpoint.stage import stager
         ckpt = holdfast.Checkpointer("home", {{"x": torch.arange(5.0)}}, quiet=True)
         def handler(*_):
             try:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.notice import Notice
-from holdfast.notice.metadata import Unreachable
-from holdfast.notice.ray import Ray, is_worker
-from holdfast.notice.sources import parse_sources
+from holdfast.watch.preemption import Notice
+from holdfast.watch.preemption.metadata import Unreachable
+from holdfast.watch.preemption.ray import Ray, is_worker
+from holdfast.watch.preemption.sources import parse_sources
 
 
 def info(*nodes: str, deadline_ms: int | None = None) -> Any:

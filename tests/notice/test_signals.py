@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.notice import SIGNALS, NoticeWatcher
+from holdfast.watch.preemption import SIGNALS, NoticeWatcher
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.notice import Notice
-from holdfast.notice.file import write_notice
+from holdfast.watch.preemption import Notice
+from holdfast.watch.preemption.file import write_notice
 
 
 def train(home: Path, state: dict[str, Any], path: Path, notice: Notice, *, at: int, total: int) -> None:

@@ -10,9 +10,9 @@ from types import CodeType
 import pytest
 import torch
 
-from holdfast.hang.pulse import Pulse, PulseReader
-from holdfast.pace.activity import Activity, FrameKinds
-from holdfast.pace.sampler import ActivitySampler
+from holdfast.checkpoint.keeper.pulse import Pulse, PulseReader
+from holdfast.watch.pace.activity import Activity, FrameKinds
+from holdfast.watch.pace.sampler import ActivitySampler
 from stage.training import wait_until
 
 SITE = "/venv/lib/python3.11/site-packages"

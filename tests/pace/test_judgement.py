@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.pace.judgement import PaceJudge, PaceKind, PaceVerdict, judge
+from holdfast.watch.pace.judgement import PaceJudge, PaceKind, PaceVerdict, judge
 
 NOISE = random.Random(1)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import nursery
-from holdfast.pace.activity import Activity
-from holdfast.pace.windows import CAUSES, QUEUE_CAUSE, decode_windows
+from holdfast.watch.pace.activity import Activity
+from holdfast.watch.pace.windows import CAUSES, QUEUE_CAUSE, decode_windows
 from pace.trials import PaceTrial
 
 ALWAYS = 600.0

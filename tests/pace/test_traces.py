@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.pace.judgement import PaceJudge, PaceKind, PaceVerdict
+from holdfast.watch.pace.judgement import PaceJudge, PaceKind, PaceVerdict
 
 TRACES = Path(__file__).with_name("traces")
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.pace.activity import Activity
-from holdfast.pace.announcer import PaceChange, SlowRankAnnouncer
-from holdfast.pace.slow_periods import block_of_end, block_of_slow, decode_period, list_slow_periods
-from holdfast.pace.windows import (
+from holdfast.watch.pace.activity import Activity
+from holdfast.watch.pace.announcer import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.slow_periods import block_of_end, block_of_slow, decode_period, list_slow_periods
+from holdfast.watch.pace.windows import (
     CAUSES,
     QUEUE_CAUSE,
     PaceWindow,

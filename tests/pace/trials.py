@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hang.trials import Trial
-from holdfast.pace.slow_periods import SlowAttempt, list_slow_periods
-from holdfast.pace.windows import QUEUE_CAUSE
+from holdfast.watch.pace.slow_periods import SlowAttempt, list_slow_periods
+from holdfast.watch.pace.windows import QUEUE_CAUSE
 from nursery import Nursery
 from servers import reserve_port
 

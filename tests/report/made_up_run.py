@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.format import run
-from holdfast.report.events import HistoryEvent
+from holdfast.checkpoint.format import run
+from holdfast.watch.report.events import HistoryEvent
 
 START = 1_700_000_000.0
 

@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.names import CheckpointId
-from holdfast.report.curves import Curve, Point, collect_curves
-from holdfast.report.events import HistoryEvent, parse_events
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.watch.report.curves import Curve, Point, collect_curves
+from holdfast.watch.report.events import HistoryEvent, parse_events
 
 
 def metrics_event(

@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format import names
-from holdfast.home.history_lines import read_lines
-from holdfast.report.events import HistoryEvent, parse_events
-from holdfast.store import open_store
-from holdfast.store.memory import MemoryStore
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.memory import MemoryStore
+from holdfast.watch.report.events import HistoryEvent, parse_events
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

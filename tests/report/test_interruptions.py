@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.run import Done
-from holdfast.report import RunSummary, summarize
-from holdfast.report.headline import headline_numbers
-from holdfast.report.open_metrics import format_metrics
+from holdfast.checkpoint.format.run import Done
+from holdfast.watch.report import RunSummary, summarize
+from holdfast.watch.report.headline import headline_numbers
+from holdfast.watch.report.open_metrics import format_metrics
 from report.made_up_run import START, Fate, MadeUpRun, simulate
 
 

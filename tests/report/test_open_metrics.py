@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.format.run import Done
-from holdfast.pace.slow_periods import SlowAttempt, SlowPeriod
-from holdfast.report import RunSummary, summarize
-from holdfast.report.open_metrics import format_metrics, goodput
-from holdfast.report.summary import HomeContents
+from holdfast.checkpoint.format.run import Done
+from holdfast.watch.pace.slow_periods import SlowAttempt, SlowPeriod
+from holdfast.watch.report import RunSummary, summarize
+from holdfast.watch.report.open_metrics import format_metrics, goodput
+from holdfast.watch.report.summary import HomeContents
 from report.made_up_run import START, MadeUpRun
 
 HOME = 'runs/"a\\b"\nc'

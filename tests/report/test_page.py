@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.format.run import Done
-from holdfast.pace.slow_periods import SlowAttempt, SlowPeriod
-from holdfast.pace.windows import PaceReading
-from holdfast.report import RunSummary, summarize
-from holdfast.report.figures import make_figures
-from holdfast.report.node_checks import CheckedNode
-from holdfast.report.style import MAX_MARKS, MAX_ROWS, format_share
+from holdfast.checkpoint.format.run import Done
+from holdfast.jobs.node_checks import CheckedNode
+from holdfast.watch.pace.slow_periods import SlowAttempt, SlowPeriod
+from holdfast.watch.pace.windows import PaceReading
+from holdfast.watch.report import RunSummary, summarize
+from holdfast.watch.report.figures import make_figures
+from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share
 from report.browser import find_browser, load
 from report.made_up_run import START, Fate, MadeUpRun, simulate
 
@@ -96,7 +96,7 @@ class Outline(HTMLParser):
 @pytest.fixture(scope="module")
 def page_of() -> Callable[[RunSummary], str]:
     """Function that makes a page. The library is bundled once, since that takes seconds."""
-    from holdfast.report import page as module
+    from holdfast.watch.report import page as module
 
     library = module.chart_library()
     patch = pytest.MonkeyPatch()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from faults.playground import ENDLESS, Playground
-from holdfast.report import read_summary
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
+from holdfast.watch.report import read_summary
 from nursery import Child, shared
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.report.events import HistoryEvent
-from holdfast.report.saves import SaveRecord, collect_saves
+from holdfast.watch.report.events import HistoryEvent
+from holdfast.watch.report.saves import SaveRecord, collect_saves
 from report.made_up_run import START, MadeUpRun
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.report.saves import collect_saves
-from holdfast.report.tier_levels import tier_levels, tiers_in
+from holdfast.watch.report.saves import collect_saves
+from holdfast.watch.report.tier_levels import tier_levels, tiers_in
 from report.made_up_run import START, MadeUpRun
 
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.layout import Shard
-from holdfast.format.partitioning import Region
-from holdfast.restore.byte_ranges import (
+from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.restore.byte_ranges import (
     byte_ranges,
     contiguous_cover,
     is_contiguous,

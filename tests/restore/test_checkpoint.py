@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.values import TensorRef
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
-from holdfast.format import names
-from holdfast.format.values import TensorRef
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
 from making import LocalShard, make_checkpoint, make_home, reseal
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:
 def test_opening_listing_and_exporting_do_not_import_torch(tmp_path: Path) -> None:
     make_store(LocalStore(tmp_path / "home"))
     code = (
-        "import sys; from holdfast.restore.checkpoint import open\n"
+        "import sys; from holdfast.checkpoint.restore.checkpoint import open\n"
         "c = open(sys.argv[1]); c.keys(); c.info('s'); c.values(); assert c.verify().is_good\n"
         "c.export(sys.argv[1] + '/../out.safetensors'); print('torch' in sys.modules)"
     )

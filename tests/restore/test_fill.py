@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.dtypes import TORCH_NAMES
+from holdfast.checkpoint.format.fill_target import FillTarget
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, Region, whole
+from holdfast.checkpoint.restore import fill as filling
+from holdfast.checkpoint.restore.fill import TensorSink, region_sink
+from holdfast.checkpoint.restore.parts import Parts
+from holdfast.checkpoint.restore.read import ReadStats
+from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.store.contract import Store
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, InvalidInput, NotFound
-from holdfast.fill_target import FillTarget
-from holdfast.format import names
-from holdfast.format.dtypes import TORCH_NAMES
-from holdfast.format.manifest import Manifest
-from holdfast.format.partitioning import EvenPartitioning, Region, whole
-from holdfast.restore import fill as filling
-from holdfast.restore.fill import TensorSink, region_sink
-from holdfast.restore.parts import Parts
-from holdfast.restore.read import ReadStats
-from holdfast.store.contract import Store
-from holdfast.store.memory import MemoryStore
 from holdfast.testing import FaultyStore
-from holdfast.torch_dtypes import torch_dtype
 from making import LocalShard, make_checkpoint, raw_bytes
 
 

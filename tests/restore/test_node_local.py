@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.restore.node_local import Holding, find_holdings, put_together
+from holdfast.checkpoint.restore.request import Request, Restored
+from holdfast.checkpoint.restore.resume import restore_newest
+from holdfast.checkpoint.restore.share import OTHER_RANKS, assign_blocks
+from holdfast.checkpoint.store.contract import Store
+from holdfast.checkpoint.store.memory import MemoryStore
+from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, NotFound
-from holdfast.format import names
-from holdfast.format.names import CheckpointId
-from holdfast.restore.node_local import Holding, find_holdings, put_together
-from holdfast.restore.request import Request, Restored
-from holdfast.restore.resume import restore_newest
-from holdfast.restore.share import OTHER_RANKS, assign_blocks
-from holdfast.store.contract import Store
-from holdfast.store.memory import MemoryStore
-from holdfast.store.tiered import TieredStore
 from making import RUN_ID, make_checkpoint, make_home
 from restore.test_resume import Live, Member, Threads
 

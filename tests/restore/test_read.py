@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.part import Part
+from holdfast.checkpoint.restore.parts import Parts
+from holdfast.checkpoint.restore.read import READ_BYTES, FileRead, Want, read
+from holdfast.checkpoint.store.contract import Properties
+from holdfast.checkpoint.store.memory import MemoryStore
+from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater
-from holdfast.format import names
-from holdfast.format.part import Part
-from holdfast.restore.parts import Parts
-from holdfast.restore.read import READ_BYTES, FileRead, Want, read
-from holdfast.store.contract import Properties
-from holdfast.store.memory import MemoryStore
-from holdfast.store.tiered import TieredStore
 from making import make_checkpoint
 
 CHUNK = 4096

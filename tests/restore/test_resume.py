@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.checkpoint.format.fill_target import FillTarget
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.messages import pack, unpack
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.home.recovery import recover_commit
+from holdfast.checkpoint.ranks import RankGroup
+from holdfast.checkpoint.restore.request import Mark, RankFrom, Request, Restored
+from holdfast.checkpoint.restore.resume import restore_newest
+from holdfast.checkpoint.store.contract import Store
+from holdfast.checkpoint.store.memory import MemoryStore
+from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.fill_target import FillTarget
-from holdfast.format import names
-from holdfast.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.format.manifest import Manifest
-from holdfast.format.messages import pack, unpack
-from holdfast.format.names import CheckpointId
-from holdfast.format.partitioning import whole
-from holdfast.home.listing import list_home
-from holdfast.home.recovery import recover_commit
-from holdfast.ranks import RankGroup
-from holdfast.restore.request import Mark, RankFrom, Request, Restored
-from holdfast.restore.resume import restore_newest
-from holdfast.store.contract import Store
-from holdfast.store.memory import MemoryStore
-from holdfast.store.tiered import TieredStore
 from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home, reseal
 

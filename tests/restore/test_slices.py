@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.restore.byte_ranges import item_offset
+from holdfast.checkpoint.restore.slices import split_into_slices
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt
-from holdfast.format import names
-from holdfast.format.partitioning import Region
-from holdfast.restore.byte_ranges import item_offset
-from holdfast.restore.slices import split_into_slices
-from holdfast.store import open_store
-from holdfast.store.memory import MemoryStore
 from making import make_checkpoint, make_home, raw_bytes
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)

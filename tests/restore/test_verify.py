@@ -4,10 +4,10 @@ import random
 
 import torch
 
-from holdfast.format import names
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.restore.verify import verify
-from holdfast.store.memory import MemoryStore
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.restore.verify import verify
+from holdfast.checkpoint.store.memory import MemoryStore
 from making import make_checkpoint, make_home
 
 RANKS = [{"a": torch.randn(5000), "c": torch.randn(3000)}, {"b": torch.randn(4000), "d": torch.ones(())}]

@@ -20,8 +20,8 @@ from torch.optim import AdamW
 
 import holdfast
 from forkserver import forkserver
-from holdfast.checkpointer import attempt
-from holdfast.policy import Every, Pace
+from holdfast.checkpoint.policy import Every, Pace
+from holdfast.checkpoint.run import attempt
 from stage.training import make_checkpointer
 
 

@@ -14,8 +14,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from holdfast.checkpoint.stage import stager
 from holdfast.errors import HoldfastError, SaveWarning
-from holdfast.stage import stager
 from stage.training import WAIT_S, compute_gradients, make_checkpointer, make_model, snapshot
 
 Tears = Mapping[int, Collection[int]]  # by step: the ranks whose copies of it are torn

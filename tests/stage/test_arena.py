@@ -14,9 +14,9 @@ import torch
 from torch.optim import AdamW
 
 import holdfast
+from holdfast.checkpoint.stage import Arena, Arenas
 from holdfast.errors import InvalidInput, Preempted, RetryLater, SaveWarning
-from holdfast.notice import Notice
-from holdfast.stage import Arena, Arenas
+from holdfast.watch.preemption import Notice
 from stage.training import (
     WAIT_S,
     CopyGate,
@@ -356,7 +356,7 @@ class Runtime:
 
 def test_an_arena_is_page_locked_once_and_released_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime(0)
-    monkeypatch.setattr("holdfast.stage.arena._cudart", lambda: runtime)
+    monkeypatch.setattr("holdfast.checkpoint.stage.arena._cudart", lambda: runtime)
     made = Arena(1, MIB)
     address = made.bytes.data_ptr()
     made.pin()
@@ -370,8 +370,8 @@ def test_memory_that_cuda_refuses_to_page_lock_is_used_as_it_is(
 ) -> None:
     """The refusal must not reach the next kernel of the training, and is logged once."""
     runtime, cleared = Runtime(2), []
-    monkeypatch.setattr("holdfast.stage.arena._cudart", lambda: runtime)
-    monkeypatch.setattr("holdfast.stage.arena._clear_cuda_error", lambda: cleared.append(True))
+    monkeypatch.setattr("holdfast.checkpoint.stage.arena._cudart", lambda: runtime)
+    monkeypatch.setattr("holdfast.checkpoint.stage.arena._clear_cuda_error", lambda: cleared.append(True))
     made = Arena(1, MIB)
     made.pin()
     made.pin()

@@ -17,12 +17,12 @@ from torch import nn
 from torch.optim import SGD
 
 import holdfast
+from holdfast.checkpoint.format.catalog import Catalog, Tensor
+from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.stage import SavePlan
+from holdfast.checkpoint.stage.calm import CalmTensors
+from holdfast.checkpoint.stage.watch import Watcher
 from holdfast.errors import InvalidInput, SaveWarning
-from holdfast.format.catalog import Catalog, Tensor
-from holdfast.format.partitioning import whole
-from holdfast.stage import SavePlan
-from holdfast.stage.calm import CalmTensors
-from holdfast.stage.watch import Watcher
 from stage.training import CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
 
 pytestmark = pytest.mark.skipif(Watcher().refusal is not None, reason="this kernel keeps no record of writes")

@@ -160,7 +160,7 @@ def test_training_continues_after_cuda_has_refused_to_page_lock(
         def cudaHostRegister(self, _: int, num_bytes: int, flags: int) -> Any:
             return runtime.cudaHostRegister(8, num_bytes, flags)
 
-    monkeypatch.setattr("holdfast.stage.arena._cudart", Refusing)
+    monkeypatch.setattr("holdfast.checkpoint.stage.arena._cudart", Refusing)
     state = make_state()
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         expected = tensors_of(state)

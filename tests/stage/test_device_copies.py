@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.stage import device_copies
-from holdfast.stage.device_copies import queue_copies
+from holdfast.checkpoint.stage import device_copies
+from holdfast.checkpoint.stage.device_copies import queue_copies
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 

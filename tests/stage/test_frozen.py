@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from holdfast.format.catalog import Catalog, Tensor
-from holdfast.format.layout import parse_header
-from holdfast.format.partitioning import whole
-from holdfast.stage import Arena, SavePlan, Stager, stager, watch
-from holdfast.stage.stager import Staging
+from holdfast.checkpoint.format.catalog import Catalog, Tensor
+from holdfast.checkpoint.format.layout import parse_header
+from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.stage import Arena, SavePlan, Stager, stager, watch
+from holdfast.checkpoint.stage.stager import Staging
 from stage.training import WAIT_S, CopyGate
 
 SIZE = 20_000  # elements: large enough to be copied beside the training

@@ -16,8 +16,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttributeAccessIssue]
 
 import holdfast
+from holdfast.checkpoint.stage import stager
 from holdfast.errors import InvalidInput, RetryLater, SaveWarning
-from holdfast.stage import stager
 from stage.training import (
     WIDTH,
     CopyGate,

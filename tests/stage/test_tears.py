@@ -16,10 +16,10 @@ from torch.optim import SGD
 
 from campaigns import tears
 from campaigns.tears import KINDS, run_case
+from holdfast.checkpoint.stage import stager, watch
+from holdfast.checkpoint.stage.repeats import Repeats
 from holdfast.cli import main
 from holdfast.errors import InvalidInput, SaveWarning
-from holdfast.stage import stager, watch
-from holdfast.stage.repeats import Repeats
 from stage.training import (
     WAIT_S,
     CopyGate,
@@ -170,7 +170,7 @@ def test_the_method_of_tear_detection_is_logged(
         monkeypatch.setattr(watch, "WriteTracker", refuse)
     elif watch.Watcher().refusal is not None:
         pytest.skip("this kernel keeps no record of writes")
-    logger = logging.getLogger("holdfast.checkpointer")
+    logger = logging.getLogger("holdfast.checkpoint.run")
     logger.setLevel(logging.DEBUG)
     try:
         with make_checkpointer(tmp_path / "home", {"model": make_model()}) as ckpt:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.stage.extents import LARGE_BYTES
-from holdfast.stage.watch import Watcher
-from holdfast.stage.write_tracker import WriteTracker
+from holdfast.checkpoint.stage.extents import LARGE_BYTES
+from holdfast.checkpoint.stage.watch import Watcher
+from holdfast.checkpoint.stage.write_tracker import WriteTracker
 
 SIZE = 1_000_000
 PAGE = mmap.PAGESIZE

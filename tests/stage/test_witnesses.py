@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.format.catalog import Catalog, Tensor
-from holdfast.format.partitioning import whole
-from holdfast.stage import Arena, SavePlan, Stager
-from holdfast.stage.stager import Staging
+from holdfast.checkpoint.format.catalog import Catalog, Tensor
+from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.stage import Arena, SavePlan, Stager
+from holdfast.checkpoint.stage.stager import Staging
 from stage.training import WAIT_S, CopyGate
 
 SIZE = 20_000  # elements: large enough to be copied beside the training

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import holdfast
-from holdfast.stage import stager
+from holdfast.checkpoint.stage import stager
 
 WAIT_S = 600.0
 

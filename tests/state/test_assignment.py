@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.partitioning import EvenPartitioning, Region
-from holdfast.state import Sharding, assign
-from holdfast.state.sharding import ShardLayout, held_by
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, Region
+from holdfast.checkpoint.state import Sharding, assign
+from holdfast.checkpoint.state.sharding import ShardLayout, held_by
 
 _names = st.text("abc.", min_size=1, max_size=6)
 _sizes = st.dictionaries(_names, st.integers(0, 10**9), max_size=40)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.state.audit_turns import FREE_BYTES, MAX_TURNS, AuditTurns, audit_turns
-from holdfast.state.sharding import Sharding, ShardLayout, held_by
+from holdfast.checkpoint.state.audit_turns import FREE_BYTES, MAX_TURNS, AuditTurns, audit_turns
+from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, held_by
 
 DDP4 = held_by((0, 1, 2, 3))
 HSDP = ShardLayout(((0, 2),), ((0, 1), (2, 3)))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.checkpoint.state import CapturedState, State
 from holdfast.errors import InvalidInput
-from holdfast.state import CapturedState, State
 from state.trip import Net, same, train
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.checkpoint.format.composites import RAW_DTYPES, SavedTensor
+from holdfast.checkpoint.state import State
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
-from holdfast.format.composites import RAW_DTYPES, SavedTensor
-from holdfast.state import State
 from state.trip import Kept, kept
 from wrapped import Coded, Grid, Momentum, Rounding, coded, same_coded
 

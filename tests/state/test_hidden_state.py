@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.state import State
+from holdfast.checkpoint.state import State
 from state.trip import Net, kept, same, train
 
 schedulefree = pytest.importorskip("schedulefree")

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from holdfast.checkpoint.state import State, per_rank, replicated
+from holdfast.checkpoint.state.holders import HeldTensor, HolderAgreement, RankInventory, agree
+from holdfast.checkpoint.state.sharding import ShardLayout, held_by
 from holdfast.errors import InvalidInput
-from holdfast.state import State, per_rank, replicated
-from holdfast.state.holders import HeldTensor, HolderAgreement, RankInventory, agree
-from holdfast.state.sharding import ShardLayout, held_by
 from state.trip import kept
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.ao.quantization import PerChannelMinMaxObserver, get_default_qat_qconfig_mapping, quantize_fx
 
+from holdfast.checkpoint.state import State
 from holdfast.errors import InvalidInput
-from holdfast.state import State
 from state.trip import assert_same_state, kept, same
 
 

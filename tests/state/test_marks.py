@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.state import State
+from holdfast.checkpoint.state import State
 from state.trip import kept
 
 

@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.checkpoint.state import State, per_rank, replicated
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.state import State, per_rank, replicated
 from nursery import shared
 from state.trip import Net, assert_same_state, kept, same, train
 
@@ -286,7 +286,7 @@ import json, os, sys, torch
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel as DDP
-from holdfast.state import State, assign, per_rank, replicated
+from holdfast.checkpoint.state import State, assign, per_rank, replicated
 rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 torch.manual_seed(0)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.checkpoint.state import State
 from holdfast.errors import InvalidInput
-from holdfast.state import State
 from state.trip import kept
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
+from holdfast.checkpoint.state import State, per_rank, replicated
 from holdfast.errors import InvalidInput
-from holdfast.state import State, per_rank, replicated
 from stage.training import CopyGate, compute_gradients, make_checkpointer, make_model
 from state.trip import Net, assert_same_state, kept, train
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR, StepLR
 
+from holdfast.checkpoint.format.manifest import Tensor
+from holdfast.checkpoint.format.values import decode, encode
+from holdfast.checkpoint.state import State, per_rank, replicated
+from holdfast.checkpoint.state.torch_dtypes import dtype_name, torch_dtype
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
-from holdfast.format.manifest import Tensor
-from holdfast.format.values import decode, encode
-from holdfast.state import State, per_rank, replicated
-from holdfast.torch_dtypes import dtype_name, torch_dtype
 from state.trip import kept, same
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.checkpoint.state import State
 from holdfast.errors import InvalidInput, ResumeWarning
-from holdfast.state import State
 from nursery import shared
 from stage.training import make_checkpointer
 from state.trip import kept, same

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from holdfast.state import State
+from holdfast.checkpoint.state import State
 from state.trip import Kept, Net, assert_same_state, batch, kept, same, train
 
 Make = Callable[[Any], torch.optim.Optimizer]

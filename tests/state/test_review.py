@@ -19,8 +19,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import holdfast
+from holdfast.checkpoint.state.loader_watch import plain_iterators
 from holdfast.errors import InvalidInput, ResumeWarning
-from holdfast.state.loader_watch import plain_iterators
 from stage.training import make_checkpointer, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from holdfast.state import State
+from holdfast.checkpoint.state import State
 from layouts import gather, mesh_of, whole
 from state.worlds import FOUR, TWO, Checkpoint, load_all, run, save_all, told, trip
 

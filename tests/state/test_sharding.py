@@ -19,9 +19,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import per_rank
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, Region
+from holdfast.checkpoint.state import State, assign, local_of, sharding_of
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.format.partitioning import EvenPartitioning, Region
-from holdfast.state import State, assign, local_of, sharding_of
 from state.trip import kept
 
 WORLD = 12

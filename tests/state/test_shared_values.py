@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.state import State
-from holdfast.state.filled_memory import FilledMemory, holds, range_of
+from holdfast.checkpoint.state import State
+from holdfast.checkpoint.state.filled_memory import FilledMemory, holds, range_of
 from state.trip import kept
 
 

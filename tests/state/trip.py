@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.format.manifest import Tensor
-from holdfast.format.sealed import dumps
-from holdfast.format.values import decode
-from holdfast.state import CapturedState, Load, State
-from holdfast.torch_dtypes import dtype_name
+from holdfast.checkpoint.format.manifest import Tensor
+from holdfast.checkpoint.format.sealed import dumps
+from holdfast.checkpoint.format.values import decode
+from holdfast.checkpoint.state import CapturedState, Load, State
+from holdfast.checkpoint.state.torch_dtypes import dtype_name
 
 
 class Net(nn.Module):

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from torch.multiprocessing.spawn import start_processes
 
 from forkserver import forkserver
-from holdfast.format.manifest import Tensor
-from holdfast.state import CapturedState, Load, State, assign
-from holdfast.torch_dtypes import dtype_name
+from holdfast.checkpoint.format.manifest import Tensor
+from holdfast.checkpoint.state import CapturedState, Load, State, assign
+from holdfast.checkpoint.state.torch_dtypes import dtype_name
 from layouts import LAYOUTS, WORDS, Net, gather, mesh_of, tensor_parallel, whole
 
 FOUR = (

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.store.address import (
+    AZURE,
+    DEFAULT_PART_BYTES,
+    GCS,
+    S3,
+    Address,
+    hide_secrets,
+    parse_address,
+)
 from holdfast.errors import InvalidInput
-from holdfast.store.address import AZURE, DEFAULT_PART_BYTES, GCS, S3, Address, hide_secrets, parse_address
 
 
 @pytest.mark.parametrize(

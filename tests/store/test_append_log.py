@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from holdfast.checkpoint.store import append_log
+from holdfast.checkpoint.store.append_log import AppendLogs
 from holdfast.errors import RetryLater
-from holdfast.store import append_log
-from holdfast.store.append_log import AppendLogs
 
 
 class Place:

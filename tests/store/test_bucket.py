@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ceph import ceph_rgw
+from holdfast.checkpoint.store import ObjectInfo, Store, open_store
+from holdfast.checkpoint.store.bucket import CREATE_BYTES, READ_BYTES, ObjectStore
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.store import ObjectInfo, Store, open_store
-from holdfast.store.bucket import CREATE_BYTES, READ_BYTES, ObjectStore
 from holdfast.testing import StoreSuite
 from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, azurite, install_azurite
@@ -301,7 +301,8 @@ def test_a_deleted_log_starts_empty(home: Home) -> None:
 def test_appended_data_survives_a_normal_exit(home: Home) -> None:
     """Neither by a process that never flushes, nor after an earlier process's lines."""
     script = (
-        "import sys; from holdfast.store import open_store; open_store(sys.argv[1]).append('log', b'line\\n')"
+        "import sys; from holdfast.checkpoint.store import open_store; "
+        "open_store(sys.argv[1]).append('log', b'line\\n')"
     )
     for _ in range(2):
         subprocess.run([sys.executable, "-c", script, home()], check=True, timeout=600)
@@ -311,7 +312,7 @@ def test_appended_data_survives_a_normal_exit(home: Home) -> None:
 FORKING = """
 import os, sys
 from holdfast.errors import Unsupported
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
 
 def is_refused(store):
     try:
@@ -343,7 +344,8 @@ def test_a_fork_after_use_is_refused_and_does_not_hang(home: Home) -> None:
 def test_a_spawned_process_uses_the_same_url(home: Home) -> None:
     """As the keeper does: with the URL and the environment, without torch."""
     script = (
-        "import sys; from holdfast.store import open_store; open_store(sys.argv[1]).put('a', b'a child');"
+        "import sys; from holdfast.checkpoint.store import open_store; "
+        "open_store(sys.argv[1]).put('a', b'a child');"
         "print({'torch', 'numpy'} & set(sys.modules))"
     )
     argv = [sys.executable, "-c", script, open_store(home()).url]
@@ -355,7 +357,7 @@ def test_a_spawned_process_uses_the_same_url(home: Home) -> None:
 MEASURING = """
 import mmap, sys
 from pathlib import Path
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint.store import clients, open_store
+from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.store import clients, open_store
-from holdfast.store.address import parse_address
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_the_error_for_a_missing_library_names_the_package(
 
 
 def test_the_library_is_not_imported_before_it_is_needed() -> None:
-    script = "import sys, holdfast, holdfast.store; print('obstore' in sys.modules)"
+    script = "import sys, holdfast, holdfast.checkpoint.store; print('obstore' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store.credentials import SharedKeys, shared_credentials, shared_region
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.store.credentials import SharedKeys, shared_credentials, shared_region
 
 VARIABLES = ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import Store, open_store
+from holdfast.checkpoint.store.error_codes import BY_CODE, ErrorKind
 from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.store import Store, open_store
-from holdfast.store.error_codes import BY_CODE, ErrorKind
 
 pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
 

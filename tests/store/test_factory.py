@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.bucket import ObjectStore
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput
-from holdfast.store import open_store
-from holdfast.store.bucket import ObjectStore
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
 
 
 def test_a_path_is_a_local_store_and_nothing_is_created_yet(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_empty_and_impossible_places_are_refused(url: str | Path) -> None:
 
 
 def test_stores_do_not_import_torch_or_numpy() -> None:
-    script = "import sys, holdfast.store; print({'torch', 'numpy'} & set(sys.modules))"
+    script = "import sys, holdfast.checkpoint.store; print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

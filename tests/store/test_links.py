@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import ObjectInfo, Store, lookup
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
-from holdfast.store import ObjectInfo, Store, lookup
-from holdfast.store.local import LocalStore
 from holdfast.testing import StoreSuite
 
 SECRET = b"export TOKEN=not-for-you\n"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import ObjectInfo, Store
+from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, RetryLater, Unsupported
-from holdfast.store import ObjectInfo, Store
-from holdfast.store.local import LocalStore
 from holdfast.testing import StoreSuite
 
 DIRECT = (4 << 20) + 4097  # large enough for direct I/O, with an odd tail
@@ -101,7 +101,7 @@ def test_a_file_system_that_refuses_only_when_it_is_used_is_read_and_written(
 
 def test_large_aligned_puts_do_not_fill_the_page_cache(tmp_path: Path) -> None:
     """A put of an arena leaves the page cache to the training data; the tail and small objects may use it."""
-    from holdfast.store import direct_io
+    from holdfast.checkpoint.store import direct_io
 
     store = LocalStore(tmp_path)
     store.put("a", _page_aligned(os.urandom(DIRECT)))
@@ -123,7 +123,7 @@ def test_cached_data_is_read_from_the_page_cache(tmp_path: Path, monkeypatch: py
     store, room = LocalStore(tmp_path), _page_aligned(bytes(DIRECT))
     store.path("a").write_bytes(data)
     fd = os.open(store.path("a"), os.O_RDONLY)
-    from holdfast.store import direct_io
+    from holdfast.checkpoint.store import direct_io
 
     known = direct_io._cached(fd, 0, DIRECT - DIRECT % 4096)
     os.close(fd)
@@ -145,7 +145,7 @@ def test_a_file_that_another_program_truncated_is_corrupt(tmp_path: Path) -> Non
 
 def test_a_whole_object_of_any_length_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`get` reads slice by slice, and the kernel may return less than a slice at a time."""
-    from holdfast.store import direct_io
+    from holdfast.checkpoint.store import direct_io
 
     real_pread = os.pread
     monkeypatch.setattr(direct_io, "SLICE_BYTES", 4096)
@@ -237,7 +237,7 @@ def test_the_error_for_a_directory_without_permission_is_clear() -> None:
         done = _run(f"""
 import os
 from holdfast.errors import Denied
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
 if os.getuid() == 0:  # to whom permissions do not apply
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 store = open_store({str(home)!r})
@@ -448,7 +448,7 @@ def _put_killed(home: Path, point: str, *, if_absent: bool, name: str = "d/a") -
     done = _run(
         f"""
 import mmap
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
 data = memoryview(mmap.mmap(-1, {DIRECT}))
 data[:] = b"\\1" * {DIRECT}
 open_store({str(home)!r}).put({name!r}, data, if_absent={if_absent})
@@ -495,8 +495,8 @@ def test_sweep_leaves_the_unfinished_file_of_a_live_process(tmp_path: Path) -> N
     """A put of another process, paused in the middle, survives any sweep and then finishes."""
     script = f"""
 import sys
-from holdfast.store import local
-from holdfast.store.local import LocalStore
+from holdfast.checkpoint.store import local
+from holdfast.checkpoint.store.local import LocalStore
 def wait(point):
     if point == "store.synced":
         print(point, flush=True)
@@ -547,7 +547,7 @@ def test_many_processes_race_for_one_name(tmp_path: Path) -> None:
     script = f"""
 import sys
 from holdfast.errors import Conflict
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
 store = open_store({str(tmp_path)!r})
 print("ready", flush=True)
 sys.stdin.readline()

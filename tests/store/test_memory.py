@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.store import Store
-from holdfast.store.memory import MemoryStore
+from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.testing import StoreSuite
 
 

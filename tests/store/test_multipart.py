@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.store.multipart import MultipartBody
 from holdfast.errors import InvalidInput
-from holdfast.store.multipart import MultipartBody
 
 
 @given(st.lists(st.binary(max_size=30), max_size=10), st.integers(1, 40))

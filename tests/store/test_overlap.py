@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.overlap import check_disjoint
 from holdfast.errors import InvalidInput
-from holdfast.store import open_store
-from holdfast.store.overlap import check_disjoint
 
 PAIRS = [
     ("{d}/home", "{d}/home/", True),

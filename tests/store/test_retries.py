@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.restore.parts import Parts
+from holdfast.checkpoint.restore.read import FileRead, Want, read
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import Conflict, Corrupt, Denied, RetryLater
-from holdfast.format import names
-from holdfast.restore.parts import Parts
-from holdfast.restore.read import FileRead, Want, read
-from holdfast.store import Store, open_store
 from holdfast.testing.fault_proxy import FaultProxy
 from making import make_checkpoint
 from servers import reserve_port

@@ -9,10 +9,10 @@ import weakref
 
 import pytest
 
+from holdfast.checkpoint.store.contract import ObjectInfo, Store
+from holdfast.checkpoint.store.memory import MemoryStore
+from holdfast.checkpoint.store.tiered import TieredStore, first_good
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
-from holdfast.store.contract import ObjectInfo, Store
-from holdfast.store.memory import MemoryStore
-from holdfast.store.tiered import TieredStore, first_good
 from holdfast.testing import FaultyStore
 
 

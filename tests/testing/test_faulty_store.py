@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import ObjectInfo, Store
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, InvalidInput, RetryLater
-from holdfast.store import ObjectInfo, Store
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
 from holdfast.testing import Call, FaultyStore, StoreSuite
 
 

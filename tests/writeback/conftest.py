@@ -47,7 +47,7 @@ def remote(
         "checkpoints",
         s3.home(f"writeback{number}", port=proxy.port, timeout="2", part_bytes="5MiB", parallel="1"),
     )
-    from holdfast.store import open_store
+    from holdfast.checkpoint.store import open_store
 
     made.store = open_store(s3.home(f"writeback{number}"))
     made.mount()

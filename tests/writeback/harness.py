@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import NotFound
-from holdfast.store import open_store
-from holdfast.writeback import DirectoryStatus, Mount, mount, status_of
-from holdfast.writeback.ownership import FOLDER
-from holdfast.writeback.status import has_uploader
+from holdfast.jobs.writeback import DirectoryStatus, Mount, mount, status_of
+from holdfast.jobs.writeback.ownership import FOLDER
+from holdfast.jobs.writeback.status import has_uploader
 
 LIMIT_S = 600.0
 

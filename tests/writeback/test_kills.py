@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import NotFound, RetryLater
-from holdfast.failpoint import POINTS
+from holdfast.system.failpoint import POINTS
 from writeback.checkpoint_writer import COPIED_BYTES
 from writeback.harness import MountedDirectory, wait_for
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import Conflict, InvalidInput, NotFound, RetryLater
-from holdfast.writeback import mount, status_of
+from holdfast.jobs.writeback import mount, status_of
 from writeback.harness import MountedDirectory, wait_for
 
 MakeDirectory = Callable[..., MountedDirectory]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.writeback import remove_uploaded
+from holdfast.jobs.writeback import remove_uploaded
 from writeback.harness import MountedDirectory
 
 

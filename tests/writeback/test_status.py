@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import RetryLater
-from holdfast.writeback import wait_until_settled
+from holdfast.jobs.writeback import wait_until_settled
 from writeback.harness import MountedDirectory, wait_for
 
 LARGE = 5 << 20

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast.writeback.files import Fingerprint
-from holdfast.writeback.journal import FOLDER, Journal
-from holdfast.writeback.upload_queue import (
+from holdfast.jobs.writeback.files import Fingerprint
+from holdfast.jobs.writeback.journal import FOLDER, Journal
+from holdfast.jobs.writeback.upload_queue import (
     COPY,
     HARD_LINK,
     INCOMPLETE,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from holdfast.environment import report_progress
+from holdfast.system.environment import report_progress
 
 HANG_S = 5.0
 """Limit of a step. A rank that hangs ends its attempt after that time, with every tool."""

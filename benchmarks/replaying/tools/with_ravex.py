@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from holdfast.environment import report_progress
+from holdfast.system.environment import report_progress
 
 from .contract import KEPT, Tool, limit_ops
 

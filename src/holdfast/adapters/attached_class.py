@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.checkpointer.options import parse_spike
+from holdfast.checkpoint.run.options import parse_spike
 from holdfast.errors import InvalidInput
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import holdfast
-from holdfast.format.names import CheckpointId
-from holdfast.home.recovery import merge_in_memory
-from holdfast.restore.checkpoint import Checkpoint
-from holdfast.store import open_store
-from holdfast.store.tiered import TieredStore
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.recovery import merge_in_memory
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.tiered import TieredStore
 
 
 def open_loaded(home: str, step: int, attempt: int | None) -> Checkpoint:

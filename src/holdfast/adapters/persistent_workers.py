@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.callsite import warn
 from holdfast.errors import ResumeWarning
+from holdfast.system.callsite import warn
 
 
 def warn_of_persistent_workers(option: str) -> None:

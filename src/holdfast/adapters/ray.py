@@ -13,12 +13,12 @@ from typing import Any
 import holdfast
 from holdfast import Checkpoint, Checkpointer
 from holdfast.adapters.versions import check_versions
-from holdfast.documents import decode_object
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.home.listing import candidates, list_home
-from holdfast.linux.partial_files import temporary_folder
-from holdfast.store import open_store
-from holdfast.store.endpoints import check_endpoint
+from holdfast.system.documents import decode_object
+from holdfast.system.linux.partial_files import temporary_folder
 
 _NAME = "holdfast-checkpoint.json"
 _MAX_BYTES = 64 << 10

@@ -16,14 +16,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
-from holdfast.documents import decode_object
-from holdfast.environment import report_progress
+from holdfast.checkpoint.home.patience import LIMIT_S, Patience
+from holdfast.checkpoint.store.local import LocalStore
+from holdfast.checkpoint.store.object_names import check_name
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
-from holdfast.home.patience import LIMIT_S, Patience
-from holdfast.linux.files import NOT_A_FILE, open_regular
-from holdfast.log import get_logger
-from holdfast.store.local import LocalStore
-from holdfast.store.object_names import check_name
+from holdfast.system.documents import decode_object
+from holdfast.system.environment import report_progress
+from holdfast.system.linux.files import NOT_A_FILE, open_regular
+from holdfast.system.log import get_logger
 
 logger = get_logger("adapters")
 _P = ParamSpec("_P")

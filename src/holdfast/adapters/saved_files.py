@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import Denied, HoldfastError, RetryLater
-from holdfast.linux.files import NOT_A_FILE, open_regular
+from holdfast.system.linux.files import NOT_A_FILE, open_regular
 
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_JSON_BYTES = 64 << 20  # the state of a long training logs many lines

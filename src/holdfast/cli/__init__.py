@@ -119,7 +119,7 @@ def _limited(args: argparse.Namespace) -> Iterator[None]:
     if not hasattr(args, "patience"):
         yield
         return
-    from holdfast.store.command_limit import command_limit
+    from holdfast.checkpoint.store.command_limit import command_limit
 
     with command_limit.limited(args.patience, _show):
         yield

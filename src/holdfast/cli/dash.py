@@ -7,9 +7,9 @@ import contextlib
 import os
 import sys
 
+from holdfast.checkpoint.store.factory import absolute_place, open_store
 from holdfast.cli.options import Commands, add_json, add_patience, command, step_number
 from holdfast.cli.tables import print_json
-from holdfast.store.factory import absolute_place, open_store
 
 _EXAMPLES = """
 holdfast dash
@@ -41,10 +41,10 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
-    from holdfast.dash.access import AccessKeys
-    from holdfast.dash.application import Application
-    from holdfast.dash.browser import has_desktop, opened
-    from holdfast.dash.server import DashServer
+    from holdfast.jobs.dash.access import AccessKeys
+    from holdfast.jobs.dash.application import Application
+    from holdfast.jobs.dash.browser import has_desktop, opened
+    from holdfast.jobs.dash.server import DashServer
 
     homes = [absolute_place(place) for place in args.homes]
     for place in homes:

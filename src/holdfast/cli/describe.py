@@ -13,7 +13,7 @@ from holdfast.cli.tables import format_time, print_fields, print_json, print_tab
 from holdfast.jobs.description import JobDescription
 from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
-from holdfast.units import plural
+from holdfast.system.units import plural
 
 _EXAMPLES = """
 holdfast describe 3

@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from holdfast.checkpoint.format.manifest import EACH
+from holdfast.checkpoint.home.documents import read_part
+from holdfast.checkpoint.home.newest import deletion_named
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.store import Store
 from holdfast.cli import TROUBLE, values
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_filter, add_json, add_patience, command
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import Corrupt
-from holdfast.format.manifest import EACH
-from holdfast.home.documents import read_part
-from holdfast.home.newest import deletion_named
-from holdfast.restore.checkpoint import Checkpoint
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.store import Store
-from holdfast.units import plural
+from holdfast.system.units import plural
 
 if TYPE_CHECKING:
     import torch
@@ -216,10 +216,10 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
     """Read and verify the tensors of a rank. Tensors that the rank does not have are left out."""
     import torch  # slow, so imported only when it is needed
 
-    from holdfast.fill_target import FillTarget
-    from holdfast.restore.fill import fill
-    from holdfast.restore.parts import Parts
-    from holdfast.torch_dtypes import torch_dtype
+    from holdfast.checkpoint.format.fill_target import FillTarget
+    from holdfast.checkpoint.restore.fill import fill
+    from holdfast.checkpoint.restore.parts import Parts
+    from holdfast.checkpoint.state.torch_dtypes import torch_dtype
 
     manifest = side.checkpoint.manifest
     parts, found = Parts(side.store, manifest), {}

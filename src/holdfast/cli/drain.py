@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import RetryLater
-from holdfast.units import format_bytes, parse_duration
+from holdfast.system.units import format_bytes, parse_duration
 
 if TYPE_CHECKING:
-    from holdfast.writeback import DirectoryStatus
+    from holdfast.jobs.writeback import DirectoryStatus
 
 NOT_DRAINED = 1
 """Exit status if a file is not in the bucket."""
@@ -41,7 +41,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Wait, or show the status. The exit status is 0 only if all files are in the bucket."""
-    from holdfast.writeback import status_of, wait_until_settled
+    from holdfast.jobs.writeback import status_of, wait_until_settled
 
     limit_s = None if args.timeout is None else parse_duration(args.timeout, "--timeout")
     if args.status:

@@ -7,15 +7,15 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from holdfast.checkpoint.exchange.export_names import KINDS, check_step, choose_kind
+from holdfast.checkpoint.home.newest import deletion_named
+from holdfast.checkpoint.restore.atomic_output import check_parent
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, add_prefixes, add_step, command, step_number
 from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json
-from holdfast.exchange.export_names import KINDS, check_step, choose_kind
-from holdfast.home.newest import deletion_named
-from holdfast.restore.atomic_output import check_parent
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.units import format_bytes, format_duration, parse_bytes, plural
+from holdfast.system.units import format_bytes, format_duration, parse_bytes, plural
 
 _EXAMPLES = """
 holdfast export runs/gpt model.safetensors --only model --rename model=
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     check_step(target, checkpoint.step)
     if args.step is None:
         print(f"holdfast: exporting step {checkpoint.step}, the newest", file=sys.stderr)
-    from holdfast.exchange.exporter import export_checkpoint  # slow, and needed only here
+    from holdfast.checkpoint.exchange.exporter import export_checkpoint  # slow, and needed only here
 
     with deletion_named(store, checkpoint.manifest.checkpoint_id), byte_bar("export") as bar:
         done = export_checkpoint(

@@ -12,7 +12,7 @@ from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.jobs.engine import Job, each, sorted_out
 from holdfast.jobs.interface import find
 from holdfast.jobs.registry import all_jobs, get_engine
-from holdfast.units import parse_duration, plural
+from holdfast.system.units import parse_duration, plural
 
 _EXAMPLES = """
 holdfast forget 3 4 sweep

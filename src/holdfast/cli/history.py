@@ -9,17 +9,17 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from holdfast.checkpoint.home.history import EVENTS
+from holdfast.checkpoint.home.history_lines import read_lines
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, count, step_number
 from holdfast.cli.tables import format_time, print_csv, print_json, print_table
 from holdfast.errors import InvalidInput
-from holdfast.home.history import EVENTS
-from holdfast.home.history_lines import read_lines
-from holdfast.pace.windows import EVENT as PACE
-from holdfast.report.curves import Point, collect_curves
-from holdfast.report.events import METRICS, TIERS, parse_events, tier_of
-from holdfast.report.saves import Copy, SaveRecord, collect_saves
-from holdfast.units import format_bytes, format_duration, plural
+from holdfast.system.units import format_bytes, format_duration, plural
+from holdfast.watch.pace.windows import EVENT as PACE
+from holdfast.watch.report.curves import Point, collect_curves
+from holdfast.watch.report.events import METRICS, TIERS, parse_events, tier_of
+from holdfast.watch.report.saves import Copy, SaveRecord, collect_saves
 
 _HIDDEN = (METRICS, PACE)
 """Events that would hide the others: a line every few seconds or minutes. The report draws them."""

@@ -7,12 +7,12 @@ import re
 import sys
 from pathlib import Path
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.documents import read_run, read_run_document
+from holdfast.checkpoint.home.listing import Listing, list_home
+from holdfast.checkpoint.store import Store, open_store
+from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
-from holdfast.format import names
-from holdfast.home.documents import read_run, read_run_document
-from holdfast.home.listing import Listing, list_home
-from holdfast.store import Store, open_store
-from holdfast.store.tiered import TieredStore
 
 
 def open_home(place: str) -> tuple[Store, Listing]:

@@ -11,7 +11,7 @@ from holdfast.cli.options import Commands, add_json, add_prefixes, command, step
 from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json
 from holdfast.errors import NotFound
-from holdfast.units import format_bytes, format_duration, plural
+from holdfast.system.units import format_bytes, format_duration, plural
 
 _KINDS = ("auto", "torch", "dcp", "safetensors", "hf")
 _EXAMPLES = """
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Create the home."""
     if not Path(args.source).expanduser().exists():
         raise NotFound(f"{args.source} does not exist. {nearest_hint(args.source)}", key=args.source)
-    from holdfast.exchange.importer import import_checkpoint  # slow, and needed only here
+    from holdfast.checkpoint.exchange.importer import import_checkpoint  # slow, and needed only here
 
     with byte_bar("import") as bar:
         done = import_checkpoint(

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.jobs.engine import Engine, UnsupportedKey
 from holdfast.jobs.task.model import Task, TaskFile
-from holdfast.restore.atomic_output import atomic_file
-from holdfast.units import plural
+from holdfast.system.units import plural
 
 
 def show_plan(file: TaskFile, engine: Engine, args: argparse.Namespace) -> None:

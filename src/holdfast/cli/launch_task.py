@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast.cli.options import count
-from holdfast.documents import decode_text
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.task.model import TaskFile
 from holdfast.jobs.task.problems import MAX_PRIORITY
 from holdfast.jobs.task.variables import is_variable_name
+from holdfast.system.documents import decode_text
 
 
 def add_task(parser: argparse.ArgumentParser) -> None:

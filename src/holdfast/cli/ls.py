@@ -6,12 +6,12 @@ import argparse
 import math
 from collections import Counter
 
+from holdfast.checkpoint.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
 from holdfast.cli.homes import open_home, open_tiers, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import format_age, print_json, print_table, print_text
 from holdfast.errors import NotFound
-from holdfast.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
-from holdfast.units import format_bytes, plural
+from holdfast.system.units import format_bytes, plural
 
 _EXAMPLES = """
 holdfast ls runs/gpt

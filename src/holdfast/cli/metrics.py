@@ -9,15 +9,15 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from holdfast.checkpoint.restore.atomic_output import atomic_file, check_parent
+from holdfast.checkpoint.store import Store
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, step_number
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
-from holdfast.report.kept_readings import KeptReadings
-from holdfast.report.open_metrics import CONTENT_TYPE, format_metrics, metric_families
-from holdfast.report.summary import read_summary
-from holdfast.restore.atomic_output import atomic_file, check_parent
-from holdfast.store import Store
+from holdfast.watch.report.kept_readings import KeptReadings
+from holdfast.watch.report.open_metrics import CONTENT_TYPE, format_metrics, metric_families
+from holdfast.watch.report.summary import read_summary
 
 _EXAMPLES = """
 holdfast metrics runs/gpt

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.cli.commands import COMMANDS, short_summary
 from holdfast.errors import InvalidInput
-from holdfast.units import parse_duration
+from holdfast.system.units import parse_duration
 
 Commands = Any
 """Return value of `add_subparsers`; its class is private to argparse."""

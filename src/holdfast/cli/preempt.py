@@ -10,7 +10,7 @@ from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
 from holdfast.jobs.interface import job
 from holdfast.jobs.registry import get_engine
-from holdfast.units import format_duration, parse_duration
+from holdfast.system.units import format_duration, parse_duration
 
 _EXAMPLES = """
 holdfast preempt 3

@@ -14,7 +14,7 @@ from holdfast.jobs.interface import queue
 from holdfast.jobs.records import Records
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
-from holdfast.units import plural
+from holdfast.system.units import plural
 
 _EXAMPLES = """
 holdfast queue

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.checkpoint.restore.atomic_output import atomic_file, check_parent
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater
-from holdfast.report.headline import headline, headline_numbers, tear_check
-from holdfast.report.summary import RunSummary, read_summary
-from holdfast.restore.atomic_output import atomic_file, check_parent
-from holdfast.units import format_bytes
+from holdfast.system.units import format_bytes
+from holdfast.watch.report.headline import headline, headline_numbers, tear_check
+from holdfast.watch.report.summary import RunSummary, read_summary
 
 _EXAMPLES = """
 holdfast report runs/gpt -o report.html
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         _print_short(summary)
         return 0
-    from holdfast.report.page import make_page  # slow, and needed only here
+    from holdfast.watch.report.page import make_page  # slow, and needed only here
 
     title = args.title or Path(args.home.rstrip("/")).name or args.home
     text = make_page(summary, name=title, made_unix_s=time.time())

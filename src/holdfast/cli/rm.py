@@ -5,6 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.attempts import newest_number, note_emptied
+from holdfast.checkpoint.home.commit import refuse
+from holdfast.checkpoint.home.deletion import delete_files
+from holdfast.checkpoint.home.inventory import (
+    COMPLETE,
+    DAMAGED,
+    INCOMPLETE,
+    SKIPPED,
+    SUPERSEDED,
+    Inventory,
+    Row,
+    take_inventory,
+)
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.store import Store
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.options import (
     Commands,
@@ -18,23 +34,7 @@ from holdfast.cli.options import (
 )
 from holdfast.cli.tables import format_age, print_json, print_table
 from holdfast.errors import Conflict, InvalidInput, NotFound
-from holdfast.format import names
-from holdfast.home.attempts import newest_number, note_emptied
-from holdfast.home.commit import refuse
-from holdfast.home.deletion import delete_files
-from holdfast.home.inventory import (
-    COMPLETE,
-    DAMAGED,
-    INCOMPLETE,
-    SKIPPED,
-    SUPERSEDED,
-    Inventory,
-    Row,
-    take_inventory,
-)
-from holdfast.home.writer import WriterId
-from holdfast.store import Store
-from holdfast.units import format_bytes, plural
+from holdfast.system.units import format_bytes, plural
 
 _EXAMPLES = """
 holdfast rm runs/gpt --step 500

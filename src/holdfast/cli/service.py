@@ -13,7 +13,7 @@ from holdfast.errors import InvalidInput
 from holdfast.jobs.records import Records
 from holdfast.jobs.service.installation import WAYS, Service, install, start, status, uninstall
 from holdfast.jobs.state_folder import state_dir
-from holdfast.units import plural
+from holdfast.system.units import plural
 
 _EXAMPLES = """
 holdfast service install

@@ -8,15 +8,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast.checkpoint.home.documents import read_part
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.cli import values
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_filter, add_home, add_json, add_step, command, step_number
 from holdfast.cli.tables import format_age, format_time, print_json, print_table, print_text
 from holdfast.errors import InvalidInput
-from holdfast.home.documents import read_part
-from holdfast.restore.checkpoint import Checkpoint
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.units import format_bytes, plural
+from holdfast.system.units import format_bytes, plural
 
 _EXAMPLES = """
 holdfast show runs/gpt

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import format_time, print_json
 from holdfast.errors import NotFound
-from holdfast.hang.evidence import RankEvidence
-from holdfast.hang.grouping import group_ranks
-from holdfast.hang.incidents import list_hangs
-from holdfast.hang.text import describe_groups, format_stacks
-from holdfast.home.history_lines import read_lines
-from holdfast.keeper.rank_capture import capture_host
-from holdfast.store.factory import absolute_place
-from holdfast.units import format_duration, plural
+from holdfast.system.units import format_duration, plural
+from holdfast.watch.hang.evidence import RankEvidence
+from holdfast.watch.hang.grouping import group_ranks
+from holdfast.watch.hang.incidents import list_hangs
+from holdfast.watch.hang.rank_capture import capture_host
+from holdfast.watch.hang.text import describe_groups, format_stacks
 
 _EXAMPLES = """
 holdfast stacks runs/gpt

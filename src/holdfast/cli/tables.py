@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
-from holdfast import redaction
+from holdfast import errors
 from holdfast.cli.columns import Table, lay_out
-from holdfast.units import format_duration
+from holdfast.system.units import format_duration
 
 
 def print_table(
@@ -88,7 +88,7 @@ class Printable(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write a text. Line breaks and tabs are not escaped."""
-        self.out.write(redaction.printable(text))
+        self.out.write(errors.printable(text))
         return len(text)
 
     def flush(self) -> None:

@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Change the list of the user, or show it."""
-    from holdfast.compiled.trust import distrust, file_path, trust, trusted
+    from holdfast.watch.compiled.trust import distrust, file_path, trust, trusted
 
     home: str = args.home or ""
     if args.list == bool(home):

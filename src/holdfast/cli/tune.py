@@ -11,7 +11,7 @@ from holdfast.cli.homes import nearest_hint
 from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import InvalidInput
-from holdfast.units import format_bytes, format_duration, parse_bytes, parse_duration
+from holdfast.system.units import format_bytes, format_duration, parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from holdfast.train.tuning.findings import Finding

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.format.composites import UNDER
+from holdfast.checkpoint.format.composites import UNDER
 
 MAX_CHARS = 100
 """Longest text of a value in a table. JSON output has the whole value."""

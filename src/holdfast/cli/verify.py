@@ -8,20 +8,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.home.listing import candidates
+from holdfast.checkpoint.home.newest import from_listing, was_deleted
+from holdfast.checkpoint.restore.verify import VerifyReport, verify
+from holdfast.checkpoint.store import Store
 from holdfast.cli import FOUND, TROUBLE
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
 from holdfast.cli.progress import byte_bar
 from holdfast.cli.tables import print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
-from holdfast.format.manifest import Manifest
-from holdfast.format.names import CheckpointId
-from holdfast.home.documents import read_manifest
-from holdfast.home.listing import candidates
-from holdfast.home.newest import from_listing, was_deleted
-from holdfast.restore.verify import VerifyReport, verify
-from holdfast.store import Store
-from holdfast.units import format_bytes, format_duration, plural
+from holdfast.system.units import format_bytes, format_duration, plural
 
 _EXAMPLES = """
 holdfast verify runs/gpt

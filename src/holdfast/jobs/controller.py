@@ -9,18 +9,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.environment import read_progress
-from holdfast.failpoint import failpoint
 from holdfast.jobs.failure_cause import FailureCause, find_cause
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.history import add_change
 from holdfast.jobs.job_clock import JobClock
 from holdfast.jobs.machines.attempt_events import attempt_events
 from holdfast.jobs.machines.record import add_events
 from holdfast.jobs.node.checks.result import read_checks
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.notifications.notifier import announce
 from holdfast.jobs.outcome import own_ends
 from holdfast.jobs.output.last_attempt import attempt_lines
+from holdfast.jobs.output.tail import last_lines
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
     AttemptExited,
@@ -34,9 +33,10 @@ from holdfast.jobs.state_machine import (
     advance,
 )
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.tail import last_lines
 from holdfast.jobs.timers import Timers
-from holdfast.log import get_logger
+from holdfast.system.environment import read_progress
+from holdfast.system.failpoint import failpoint
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.environment import PREEMPTION, PROGRESS
+from holdfast.system.environment import PREEMPTION, PROGRESS
 
 TAG = "HOLDFAST_NODE"
 """Variable that identifies the processes of a node: task id, attempt and rank."""

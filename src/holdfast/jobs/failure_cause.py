@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.errors import redact
 from holdfast.jobs.outcome import Outcome
-from holdfast.redaction import redact
 
 MAX_SAME = 3
 """Attempts in a row with the same cause, without a newer checkpoint, before the job fails."""

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from holdfast.documents import decode_dataclass
 from holdfast.errors import Corrupt
 from holdfast.jobs import journal
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
+from holdfast.system.documents import decode_dataclass
 
 _RUNS = frozenset({JobStatus.RUNNING, JobStatus.WINDING_DOWN, JobStatus.CANCELLING})
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, TimedOut
 from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job, Line, all_of, each, sorted_out
-from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.folder import job_folder
 from holdfast.jobs.output.block import OutputSelection
+from holdfast.jobs.output.tail import FolderWatch
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.tail import FolderWatch
-from holdfast.units import Duration, parse_duration, parse_timeout, plural
+from holdfast.system.units import Duration, parse_duration, parse_timeout, plural
 
 
 def launch(

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.linux.files import open_regular, reserve_space
+from holdfast.system.linux.files import open_regular, reserve_space
 
 _TAIL_BYTES = 4 << 20
 """Part of a journal that is searched for its last valid lines."""

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from holdfast.errors import Corrupt, Internal
-from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.spec import NodeSpec, read_outcome
+from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.node_spec import NodeSpec, read_outcome
 from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.record_files import StoredState, Submission, read_requests
 from holdfast.jobs.state_machine import JobState

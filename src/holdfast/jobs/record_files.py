@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from holdfast.documents import MAX_BYTES, decode_dataclass, refuse
 from holdfast.errors import Conflict, Corrupt
 from holdfast.jobs import journal
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.job_clock import ClockReading
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.timers import Timers
-from holdfast.linux.files import open_regular, write_atomic
+from holdfast.system.documents import MAX_BYTES, decode_dataclass, refuse
+from holdfast.system.linux.files import open_regular, write_atomic
 
 VERSION = 1
 ENGINE_NAMES = ("local", "slurm", "sky", "k8s", "kubeflow")

@@ -10,20 +10,20 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.environment import read_progress
 from holdfast.errors import Conflict, NotFound
 from holdfast.jobs.engine import Engine, Job
-from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.removal import remove
 from holdfast.jobs.notifications.notifier import announce
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
 from holdfast.jobs.output.interleaving import interleaved
 from holdfast.jobs.output.log_reader import LogReader
+from holdfast.jobs.output.tail import FolderWatch
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.state_machine import JobState
-from holdfast.jobs.tail import FolderWatch
-from holdfast.units import plural
+from holdfast.system.environment import read_progress
+from holdfast.system.units import plural
 
 _QUERY_S = 0.2
 """Pause between two queries of a followed job's status."""

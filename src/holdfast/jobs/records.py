@@ -13,8 +13,8 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import job_numbers
+from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.job_clock import ClockReading
-from holdfast.jobs.node.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.rebuilt_state import rebuild_state
 from holdfast.jobs.record_files import (
     JobRequest,

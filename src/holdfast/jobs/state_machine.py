@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast import backoff
 from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, is_same
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.status import JobStatus
+from holdfast.system import backoff
 
 MAX_BARREN = 5
 """Attempts in a row that may exit by themselves without a newer checkpoint before the job fails."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from holdfast.checkpoint.store.contract import Buffer, ObjectInfo, Store
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.store.contract import Buffer, ObjectInfo, Store
 
 METHODS = ("put", "link", "get", "read_into", "append", "list", "size", "delete", "sweep", "sync")
 

@@ -1,4 +1,4 @@
-"""Conformance tests of the store contract, for every implementation of `holdfast.store.Store`."""
+"""Conformance tests of the store contract, for every implementation of `holdfast.checkpoint.store.Store`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint.store.contract import ObjectInfo, Store
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
-from holdfast.store.contract import ObjectInfo, Store
 
 BLOCK_BYTES = 4096
 SLICE_BYTES = 16 << 20

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
 
 from adapters.running import LIMIT_S, started_ranks
-from holdfast.stage.watch import Watcher
+from holdfast.checkpoint.stage.watch import Watcher
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,8 +12,8 @@ pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
 
 import holdfast
 from adapters.deepspeed.running import train
-from holdfast.home.listing import candidates, list_home
-from holdfast.store import open_store
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.store import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 PLACES = (

@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
 
 import holdfast
 from adapters.deepspeed.running import train
-from holdfast.exchange import export_checkpoint
+from holdfast.checkpoint.exchange import export_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adapters.running import LIMIT_S, started_ranks
-from holdfast.stage.watch import Watcher
+from holdfast.checkpoint.stage.watch import Watcher
 
 pytest.importorskip("lightning", reason="lightning is not installed: pip install 'torch-holdfast[lightning]'")
 pytestmark = [

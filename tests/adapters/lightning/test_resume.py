@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import nursery
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import PREEMPTED_STATUS
-from holdfast.format.names import CheckpointId
-from holdfast.home.listing import list_home
-from holdfast.store import open_store
 from stage.training import wait_until
 
 pytest.importorskip("lightning", reason="lightning is not installed: pip install 'torch-holdfast[lightning]'")

@@ -13,8 +13,8 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - its documented place
 
 from holdfast.adapters.nebula.store_ranks import StoreRanks
+from holdfast.checkpoint.format.messages import pack, unpack
 from holdfast.errors import Corrupt, HoldfastError, MissingKey, NotFound, RetryLater, TimedOut
-from holdfast.format.messages import pack, unpack
 from nursery import shared
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from holdfast.adapters.nebula.memory_budget import MemoryBudget, image_bytes
 from holdfast.adapters.nebula.settings import make_settings
 from holdfast.adapters.nebula.tags import goes_back, key_of, named_step, next_step
+from holdfast.checkpoint.exchange.packed_value import pack, unpack
+from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.errors import InvalidInput
-from holdfast.exchange.packed_value import pack, unpack
-from holdfast.format.layout import Shard, lay_out
 
 GB = 1 << 30
 

@@ -148,7 +148,7 @@ def test_the_file_that_completes_a_tag_is_not_copied_twice(
     home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two files only the first is copied before the save."""
-    from holdfast.exchange.packed_value import Packed
+    from holdfast.checkpoint.exchange.packed_value import Packed
 
     copied, copy = [], Packed.copied
     monkeypatch.setattr(Packed, "copied", lambda self: copied.append(self.tree) or copy(self))

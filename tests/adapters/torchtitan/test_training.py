@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
 import nursery
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import PREEMPTED_STATUS
-from holdfast.format.names import CheckpointId
-from holdfast.home.listing import list_home
-from holdfast.store import open_store
 from servers import reserve_port
 from stage.training import wait_until
 

@@ -21,9 +21,9 @@ pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
 import holdfast
 from adapters import running
 from adapters.digest import digest
-from holdfast.exchange import export_checkpoint
-from holdfast.home.listing import candidates, list_home
-from holdfast.store import open_store
+from holdfast.checkpoint.exchange import export_checkpoint
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.store import open_store
 from stage.training import wait_until
 
 pytestmark = pytest.mark.slow

@@ -164,7 +164,7 @@ def test_setup_runs_first_and_its_failure_is_no_preemption(pod: Pod) -> None:
 
 def test_the_pod_waits_for_a_keeper_that_is_still_saving(pod: Pod) -> None:
     """It is in a session of its own, and would end with the first process of the container."""
-    keeper = "setsid $PYTHON keeps.py holdfast.keeper $PPID >/dev/null 2>&1 &"
+    keeper = "setsid $PYTHON keeps.py holdfast.checkpoint.keeper $PPID >/dev/null 2>&1 &"
     pod.start(f"{keeper}\nuntil [ -e keeping ]; do sleep 0.02; done\ntouch ended; exit 3")
     pod.wait_for("ended")
     (pod.folder / "go").touch()

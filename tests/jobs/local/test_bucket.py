@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import Unsupported
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
 from holdfast.jobs.status import JobStatus
-from holdfast.store import open_store
-from holdfast.store.address import parse_address
 from jobs.harness import JobHarness, needs_namespaces
 from servers import Server
 

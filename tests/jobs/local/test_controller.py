@@ -17,7 +17,7 @@ from holdfast.jobs.history import read_changes
 from holdfast.jobs.local.specs import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
-from holdfast.linux import locks
+from holdfast.system.linux import locks
 from jobs.harness import JobHarness
 from servers import reserve_port
 

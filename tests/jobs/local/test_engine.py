@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.environment import read_progress, report_progress
 from holdfast.jobs.environment import (
     Node,
     create_task_id,
@@ -22,11 +21,12 @@ from holdfast.jobs.environment import (
 from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.specs import addresses
 from holdfast.jobs.node import processes
+from holdfast.jobs.output.tail import FolderWatch
 from holdfast.jobs.state_machine import Backoff, KillAttempt, SendNotice, StartAttempt
-from holdfast.jobs.tail import FolderWatch
 from holdfast.jobs.timers import Timers
-from holdfast.linux import locks
-from holdfast.linux.wakeup_pipe import WakeupPipe, wake
+from holdfast.system.environment import read_progress, report_progress
+from holdfast.system.linux import locks
+from holdfast.system.linux.wakeup_pipe import WakeupPipe, wake
 
 NODE = Node("id", 3, "name", 2, 1, ("127.0.0.1", "127.0.0.2"), 4, "me", "/n", "/p", 30.0)
 

@@ -12,10 +12,10 @@ import pytest
 
 from holdfast.adapters.nebula import lightning
 from holdfast.adapters.nebula.marker import PartitionMarker
-from holdfast.entry import command
+from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput
 from holdfast.jobs.node.skyignore import ignored_paths
-from holdfast.store.endpoints import check_endpoint
+from holdfast.system.entry import command
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",

@@ -14,8 +14,8 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.status import JobStatus
+from holdfast.jobs.writeback import status_of
 from holdfast.testing.fault_proxy import FaultProxy
-from holdfast.writeback import status_of
 from jobs.bucket import SAVES, Bucket
 from jobs.harness import JobHarness
 from servers import Server
@@ -261,7 +261,8 @@ def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> N
     )
     (harness.folder / "keeper.py").write_text(code)
     job = harness.submit(
-        f"setsid {sys.executable} {harness.folder}/keeper.py holdfast.keeper & echo early > out/early\n"
+        f"setsid {sys.executable} {harness.folder}/keeper.py holdfast.checkpoint.keeper &\n"
+        "echo early > out/early\n"
         "until [ -e up ]; do sleep 0.02; done",
         head="file_mounts: {out: {name: results, mode: MOUNT_CACHED}}",
     )

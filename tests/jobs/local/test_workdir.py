@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
+from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node import copies
-from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.skyignore import ignored_paths
 from holdfast.jobs.node.workdir import copy_without_ignored
 from holdfast.jobs.status import JobStatus
@@ -228,7 +228,7 @@ _AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from holdfast.errors import Denied
-from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import create_workdir
 from holdfast.jobs.task.parser import parse_task, Overrides
 os.setgid(65534), os.setuid(65534)

@@ -18,7 +18,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.notifications import notifier, webhook
 from holdfast.jobs.status import JobStatus
-from holdfast.linux import locks
+from holdfast.system.linux import locks
 from jobs.harness import JobHarness
 from jobs.notifications.receiver import SECRET, Receiver
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.notifications.subscription import subscribe
 from holdfast.jobs.status import FINAL, JobStatus
+from holdfast.jobs.task.subscription import subscribe
 
 
 @pytest.fixture(autouse=True)

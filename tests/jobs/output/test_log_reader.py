@@ -18,7 +18,7 @@ from holdfast.jobs.output.interleaving import interleaved
 from holdfast.jobs.output.log_reader import LogReader
 from holdfast.jobs.output.log_sampler import LogSampler
 from holdfast.jobs.output.log_times import LogTimes, add_sample, times_path
-from holdfast.jobs.tail import last_lines
+from holdfast.jobs.output.tail import last_lines
 
 BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n"
 

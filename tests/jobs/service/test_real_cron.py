@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.entry import command
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
+from holdfast.system.entry import command
 from jobs.harness import LIMIT_S, JobHarness
 
 WAITS = "echo attempt $HOLDFAST_ATTEMPT is up; until [ -e go ]; do sleep 0.02; done"

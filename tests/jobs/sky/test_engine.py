@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from holdfast.errors import Conflict, NotFound, RetryLater, Unsupported
-from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.folder import job_folder
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import find_engine
 from holdfast.jobs.sky.engine import SkyEngine

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import tag
+from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.folder import job_folder
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.slurm.engine import SlurmEngine
 from holdfast.jobs.slurm.job_files import JobFiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.jobs.node import processes
-from holdfast.writeback import status_of
+from holdfast.jobs.writeback import status_of
 from jobs.slurm.harness import SlurmHarness
 
 

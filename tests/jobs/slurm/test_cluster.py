@@ -399,7 +399,7 @@ def test_random_kills_do_not_change_the_result(
         if chance.random() < 0.8:
             wait_for_steps(slurm, job, before + chance.randrange(5, 15))
         assert not slurm.engine.job(job.id).status.is_final, slurm.describe(job)
-        what = chance.choice(["training.py", "holdfast.keeper", "controller", "runner", "agent"])
+        what = chance.choice(["training.py", "holdfast.checkpoint.keeper", "controller", "runner", "agent"])
         is_role = what in ("controller", "runner", "agent")
         if found := slurm.roles(job, what) if is_role else slurm.named(job, what):
             processes.kill(found)

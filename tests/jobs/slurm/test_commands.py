@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.errors import RetryLater
-from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.folder import job_folder
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.engine import SlurmEngine
 from holdfast.jobs.task.parser import Overrides, parse_task

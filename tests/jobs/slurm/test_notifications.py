@@ -12,8 +12,8 @@ import pytest
 from holdfast import jobs
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
-from holdfast.linux import locks
-from holdfast.linux.processes import start_time
+from holdfast.system.linux import locks
+from holdfast.system.linux.processes import start_time
 from jobs.notifications.receiver import SECRET, Receiver
 from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.stand_in import StandIn

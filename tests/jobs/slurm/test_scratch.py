@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import Conflict, InvalidInput, RetryLater
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.scratch import (
     ScratchOwner,
     open_scratch,

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from holdfast.documents import decode_dataclass
+from holdfast.system.documents import decode_dataclass
 from holdfast.train.tuning import batch_findings, findings
 from holdfast.train.tuning.findings import TrialResult
 from holdfast.train.tuning.measurements import (

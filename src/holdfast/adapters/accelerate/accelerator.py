@@ -15,7 +15,7 @@ from holdfast.adapters.accelerate.loader import add_position, follow_position
 from holdfast.adapters.accelerate.session import Session
 from holdfast.adapters.accelerate.settings import HOME, Settings
 from holdfast.adapters.accelerate.support import check_load_arguments
-from holdfast.checkpointer.options import parse_home
+from holdfast.checkpoint.run.options import parse_home
 from holdfast.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from holdfast.adapters.accelerate.loader import add_position
 from holdfast.adapters.accelerate.settings import HOME, Settings, folder_of_checkpoints
 from holdfast.adapters.accelerate.support import check_accelerator
 from holdfast.adapters.attached_class import check_attach, insert_class
-from holdfast.checkpointer.options import Home, parse_home
+from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput
 
 _T = TypeVar("_T", bound=Accelerator)

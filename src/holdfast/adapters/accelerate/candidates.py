@@ -8,8 +8,8 @@ from pathlib import Path
 
 from holdfast.adapters.accelerate.folders import Folders, read_marker
 from holdfast.adapters.accelerate.stock_folder import automatic_number, find_fault, is_stock
+from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput
-from holdfast.store.endpoints import check_endpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from accelerate.state import PartialState
 
-from holdfast.callsite import warn
+from holdfast.checkpoint.state.rng import python_state, set_python_state
 from holdfast.errors import ResumeWarning
-from holdfast.state.rng import python_state, set_python_state
+from holdfast.system.callsite import warn
 
 BETWEEN, WITHIN, AT_END = "between", "within", "at end"
 """Phases: no pass is under way; one is; or one is, and its last batch has been given."""

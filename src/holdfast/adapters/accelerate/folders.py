@@ -11,10 +11,10 @@ from pathlib import Path
 
 from holdfast.adapters.accelerate.settings import HOME
 from holdfast.adapters.saved_files import read_json
-from holdfast.documents import is_text
-from holdfast.linux.files import write_atomic
-from holdfast.linux.partial_files import partial_file, remove_folder, remove_partial_files
-from holdfast.log import get_logger
+from holdfast.system.documents import is_text
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.linux.partial_files import partial_file, remove_folder, remove_partial_files
+from holdfast.system.log import get_logger
 
 _log = get_logger("adapters")
 _MARKER = "holdfast_checkpoint.json"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 
-from holdfast.checkpointer.options import Preemption
+from holdfast.checkpoint.ranks import Ranks
+from holdfast.checkpoint.run.options import Preemption
 from holdfast.errors import Preempted
-from holdfast.notice import NoticeWatcher
-from holdfast.ranks import Ranks
+from holdfast.watch.preemption import NoticeWatcher
 
 
 class Notices:

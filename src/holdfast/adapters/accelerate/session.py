@@ -24,13 +24,13 @@ from holdfast.adapters.accelerate.live_state import (
 from holdfast.adapters.accelerate.notices import Notices
 from holdfast.adapters.accelerate.settings import Settings
 from holdfast.adapters.accelerate.stock_folder import automatic_number, number_of
-from holdfast.callsite import warn
-from holdfast.checkpointer import Checkpointer
-from holdfast.checkpointer.options import Limits, Preemption, parse_preemption
+from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.ranks import Ranks
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.checkpoint.run.options import Limits, Preemption, parse_preemption
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, ResumeWarning
-from holdfast.keeper import Save
-from holdfast.log import get_logger
-from holdfast.ranks import Ranks
+from holdfast.system.callsite import warn
+from holdfast.system.log import get_logger
 
 if TYPE_CHECKING:
     from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from holdfast.checkpointer.options import Home
+from holdfast.checkpoint.run.options import Home
 
 HOME = "holdfast"
 """Name of a home beside the folders of its checkpoints."""

@@ -9,15 +9,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from holdfast.adapters.dcp.rules import find_rule
 from holdfast.adapters.dcp.save_claim import SaveClaim
+from holdfast.checkpoint.format import part, values
+from holdfast.checkpoint.format.agreement import agree
+from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
+from holdfast.checkpoint.format.layout import Shard, check_name
+from holdfast.checkpoint.format.part import DataFile
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.value_index import INDEX, ValueIndex
+from holdfast.checkpoint.state.torch_dtypes import NAMES
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.format import part, values
-from holdfast.format.agreement import agree
-from holdfast.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
-from holdfast.format.layout import Shard, check_name
-from holdfast.format.part import DataFile
-from holdfast.format.partitioning import Region
-from holdfast.format.value_index import INDEX, ValueIndex
-from holdfast.torch_dtypes import NAMES
 
 
 def index_values(plans: Sequence[SavePlan]) -> ValueIndex:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
+from holdfast.checkpoint.format.layout import FileLayout, Shard
+from holdfast.checkpoint.state.tensors import PLAIN
+from holdfast.checkpoint.state.torch_dtypes import torch_dtype
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.format.layout import FileLayout, Shard
-from holdfast.state.tensors import PLAIN
-from holdfast.torch_dtypes import torch_dtype
 
 
 @torch.no_grad()

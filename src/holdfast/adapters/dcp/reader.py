@@ -25,24 +25,24 @@ from typing_extensions import override
 
 from holdfast.adapters.dcp.sinks import make_sinks
 from holdfast.adapters.dcp.target import Target
-from holdfast.callsite import warn
+from holdfast.checkpoint.format import values as value_format
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import Part
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.value_index import ValueIndex
+from holdfast.checkpoint.home.documents import check_files, read_manifest, read_run
+from holdfast.checkpoint.home.listing import candidates
+from holdfast.checkpoint.home.newest import from_listing, list_patiently, usable
+from holdfast.checkpoint.home.patience import LIMIT_S, Patience
+from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.restore.parts import Located, Parts
+from holdfast.checkpoint.restore.read import FileRead, Want, read
+from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, HoldfastError, NotFound, ResumeWarning, RetryLater
-from holdfast.format import values as value_format
-from holdfast.format.manifest import Manifest
-from holdfast.format.names import CheckpointId
-from holdfast.format.part import Part
-from holdfast.format.partitioning import Region
-from holdfast.format.value_index import ValueIndex
-from holdfast.home.documents import check_files, read_manifest, read_run
-from holdfast.home.listing import candidates
-from holdfast.home.newest import from_listing, list_patiently, usable
-from holdfast.home.patience import LIMIT_S, Patience
-from holdfast.home.skipped import Skipped
-from holdfast.restore.parts import Located, Parts
-from holdfast.restore.read import FileRead, Want, read
-from holdfast.store import open_store
-from holdfast.store.contract import Store
-from holdfast.torch_dtypes import torch_dtype
+from holdfast.system.callsite import warn
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from holdfast.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 
 
 class _Even(NamedTuple):

@@ -8,16 +8,16 @@ import socket
 import threading
 from dataclasses import dataclass
 
-from holdfast.callsite import warn
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.home.attempts import check_not_fenced, read_claim
+from holdfast.checkpoint.home.claim import claim_attempt, claim_run
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.home.listing import Listing, candidates, list_home
+from holdfast.checkpoint.retention import line_of
+from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, NotFound, SaveWarning, Unsupported
-from holdfast.format.names import CheckpointId
-from holdfast.format.part import Ancestors
-from holdfast.home.attempts import check_not_fenced, read_claim
-from holdfast.home.claim import claim_attempt, claim_run
-from holdfast.home.documents import read_manifest
-from holdfast.home.listing import Listing, candidates, list_home
-from holdfast.retention import line_of
-from holdfast.store import Store
+from holdfast.system.callsite import warn
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 
 from holdfast.adapters.dcp.spans import Span, spans, strides_of
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.restore.fill import CollectingSink, TensorSink
+from holdfast.checkpoint.restore.read import Sink
+from holdfast.checkpoint.state.torch_dtypes import torch_dtype
 from holdfast.errors import InvalidInput
-from holdfast.format.dtypes import ITEM_BYTES
-from holdfast.format.layout import Shard
-from holdfast.restore.fill import CollectingSink, TensorSink
-from holdfast.restore.read import Sink
-from holdfast.torch_dtypes import torch_dtype
 
 
 def make_sinks(

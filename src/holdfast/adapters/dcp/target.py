@@ -6,9 +6,9 @@ import os
 import re
 from dataclasses import dataclass
 
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.errors import HoldfastError, InvalidInput
-from holdfast.store import open_store
-from holdfast.store.factory import absolute_place
 
 _ID = re.compile(r"(?:(.*)/)?step-([0-9]+)/*", re.DOTALL)
 

@@ -17,20 +17,20 @@ from holdfast.adapters.dcp import documents
 from holdfast.adapters.dcp.image import stage
 from holdfast.adapters.dcp.save_claim import SaveClaim, claim_save
 from holdfast.adapters.dcp.target import Target
-from holdfast.callsite import warn
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.layout import lay_out
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.value_index import INDEX
+from holdfast.checkpoint.home.commit import commit
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.home.retain import Retention
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import HoldfastError, SaveWarning, Unsupported
-from holdfast.format import names
-from holdfast.format.layout import lay_out
-from holdfast.format.manifest import Manifest
-from holdfast.format.value_index import INDEX
-from holdfast.home.commit import commit
-from holdfast.home.history import History
-from holdfast.home.listing import list_home
-from holdfast.home.retain import Retention
-from holdfast.home.writer import WriterId
-from holdfast.keeper.persist import persist
-from holdfast.retention import Keep
-from holdfast.store import Store, open_store
+from holdfast.system.callsite import warn
 
 
 @dataclass(frozen=True, slots=True)

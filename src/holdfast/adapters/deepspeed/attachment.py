@@ -15,7 +15,7 @@ from holdfast.adapters.attached_class import check_attach, insert_class
 from holdfast.adapters.deepspeed.engine import HoldfastEngine
 from holdfast.adapters.deepspeed.session import Session, Settings
 from holdfast.adapters.deepspeed.support import check_engine
-from holdfast.checkpointer.options import Home, parse_home
+from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput, Unsupported
 
 _T = TypeVar("_T")

@@ -16,8 +16,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from holdfast.adapters.deepspeed.other_ranks import ReshardedFiles
 from holdfast.adapters.deepspeed.saved_files import SavedFiles, name_in, pack_file
-from holdfast.exchange.packed_value import Packed
-from holdfast.linux.partial_files import temporary_folder
+from holdfast.checkpoint.exchange.packed_value import Packed
+from holdfast.system.linux.partial_files import temporary_folder
 
 
 class FileEngine(CheckpointEngine):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.errors import Corrupt, Denied
-from holdfast.linux.files import open_regular
-from holdfast.restore.atomic_output import atomic_file
+from holdfast.system.linux.files import open_regular
 
 NOTE = "HOLDFAST.txt"
 _PATTERN = "*_states.pt"

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 import holdfast
 from holdfast.adapters.deepspeed.saved_files import META, Facts, SavedFiles, file_names, make_state
 from holdfast.adapters.loaded_checkpoint import open_loaded
-from holdfast.checkpointer import Checkpointer
-from holdfast.checkpointer.options import Home, Limits
+from holdfast.checkpoint.exchange.packed_value import Packed
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.ranks import Ranks
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.checkpoint.run.options import Home, Limits
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
-from holdfast.exchange.packed_value import Packed
-from holdfast.format.names import CheckpointId
-from holdfast.keeper import Save
-from holdfast.log import get_logger
-from holdfast.ranks import Ranks
-from holdfast.restore.checkpoint import Checkpoint
+from holdfast.system.log import get_logger
 
 _log = get_logger("deepspeed")
 _T = TypeVar("_T")

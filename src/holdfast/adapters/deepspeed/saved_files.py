@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from holdfast.checkpoint.exchange.packed_value import Packed, pack, unpack
+from holdfast.checkpoint.exchange.partitions import (
+    describe_partitions,
+    packed_of,
+    partition_key,
+    read_partition,
+)
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.errors import Corrupt, NotFound, Unsupported
-from holdfast.exchange.packed_value import Packed, pack, unpack
-from holdfast.exchange.partitions import describe_partitions, packed_of, partition_key, read_partition
-from holdfast.restore.checkpoint import Checkpoint
 
 META = "deepspeed"
 """Top-level key of the facts about a save."""

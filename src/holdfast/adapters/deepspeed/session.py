@@ -21,11 +21,11 @@ from holdfast.adapters.deepspeed.other_ranks import ReshardedFiles
 from holdfast.adapters.deepspeed.private_memory import private_memory
 from holdfast.adapters.deepspeed.run_home import RunHome
 from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
-from holdfast.callsite import warn
-from holdfast.checkpointer.options import Home, parse_home
+from holdfast.checkpoint.exchange.packed_value import Packed
+from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import NotFound, SaveWarning
-from holdfast.exchange.packed_value import Packed
-from holdfast.log import get_logger
+from holdfast.system.callsite import warn
+from holdfast.system.log import get_logger
 
 _log = get_logger("deepspeed")
 _HOME = "holdfast"

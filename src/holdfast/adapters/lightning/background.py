@@ -20,17 +20,17 @@ from holdfast.adapters.lightning.home_content import Facts, HomeContent, make_st
 from holdfast.adapters.lightning.pickled import Pickled
 from holdfast.adapters.lightning.places import HomePlace, folder_of, is_inside, is_local
 from holdfast.adapters.lightning.sole_rank import SoleRank
-from holdfast.callsite import warn
-from holdfast.checkpointer import Checkpointer
-from holdfast.checkpointer.options import Memory, Preemption
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.documents import read_run
+from holdfast.checkpoint.home.recovery import find_loadable
+from holdfast.checkpoint.keeper import Save, wait_for_orphans
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.checkpoint.run.options import Memory, Preemption
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, ResumeWarning, SaveWarning
-from holdfast.format.names import CheckpointId
-from holdfast.home.documents import read_run
-from holdfast.home.recovery import find_loadable
-from holdfast.keeper import Save, wait_for_orphans
-from holdfast.linux.partial_files import remove_partial_files
-from holdfast.log import get_logger
-from holdfast.store import open_store
+from holdfast.system.callsite import warn
+from holdfast.system.linux.partial_files import remove_partial_files
+from holdfast.system.log import get_logger
 
 _log = get_logger("lightning")
 _ORPHANS_S = 600.0

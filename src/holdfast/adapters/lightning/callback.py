@@ -30,9 +30,9 @@ from holdfast.adapters.lightning.resume_point import (
     watch_position,
 )
 from holdfast.adapters.private_memory import PrivateMemory
-from holdfast.callsite import warn
-from holdfast.checkpointer.options import Memory
+from holdfast.checkpoint.run.options import Memory
 from holdfast.errors import PREEMPTED_STATUS, InvalidInput, Preempted, SaveWarning, Unsupported
+from holdfast.system.callsite import warn
 
 _moments = itertools.count()
 

@@ -14,12 +14,12 @@ from typing import IO
 import xxhash
 
 from holdfast.adapters.lightning.home_content import HomeContent
-from holdfast.documents import Fields, decode_object
+from holdfast.checkpoint.exchange.torch_archive import DAMAGED, Record, write_records
+from holdfast.checkpoint.format.names import OfCheckpoint
+from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.errors import Corrupt
-from holdfast.exchange.torch_archive import DAMAGED, Record, write_records
-from holdfast.format.names import OfCheckpoint
-from holdfast.linux.files import open_regular
-from holdfast.restore.atomic_output import atomic_file
+from holdfast.system.documents import Fields, decode_object
+from holdfast.system.linux.files import open_regular
 
 _HASHES = ".holdfast/hashes.json"
 _PICKLE = "data.pkl"

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from holdfast.adapters.lightning.generators import capture_generators, set_generators
 from holdfast.adapters.lightning.packages import CombinedLoader
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.log import get_logger
+from holdfast.system.log import get_logger
 from holdfast.train.data import Batches
 
 _log = get_logger("lightning")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.state.rng import python_state, set_python_state
+from holdfast.checkpoint.state.rng import python_state, set_python_state
 
 
 def capture_generators() -> dict[str, Any]:

@@ -11,12 +11,12 @@ import torch
 
 from holdfast.adapters.lightning.pickled import Pickled
 from holdfast.adapters.loaded_checkpoint import open_loaded
-from holdfast.documents import Fields, is_text, refuse
+from holdfast.checkpoint.exchange.export_selection import ExportSelection
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.errors import Corrupt, Unsupported
-from holdfast.exchange.export_selection import ExportSelection
-from holdfast.format.names import CheckpointId
-from holdfast.restore.checkpoint import Checkpoint
-from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.system.documents import Fields, is_text, refuse
 
 _TENSORS, _FACTS, _PICKLE = "checkpoint", "lightning", "pickle"
 _FORMAT = 1

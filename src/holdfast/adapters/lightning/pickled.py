@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from holdfast.format.limits import MAX_NAME_CHARS
-from holdfast.rawbytes import view_bytes
-from holdfast.state.tensors import is_savable
+from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
+from holdfast.checkpoint.state.tensors import is_savable
+from holdfast.system.rawbytes import view_bytes
 
 _PROTOCOL = 2
 """Protocol of the pickles of torch.save, which torch.load expects."""

@@ -12,10 +12,10 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
-from holdfast.callsite import warn
-from holdfast.format.hashes import digest
-from holdfast.linux.partial_files import temporary_folder
-from holdfast.store.address import SCHEMES
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.store.address import SCHEMES
+from holdfast.system.callsite import warn
+from holdfast.system.linux.partial_files import temporary_folder
 
 _SUFFIX = ".holdfast"
 

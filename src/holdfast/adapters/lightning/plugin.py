@@ -17,10 +17,10 @@ from holdfast.adapters.lightning.home_content import Facts
 from holdfast.adapters.lightning.packages import TorchCheckpointIO
 from holdfast.adapters.lightning.pickled import pickle_content
 from holdfast.adapters.lightning.places import HomePlace, absolute, home_beside, is_local
-from holdfast.callsite import warn
-from holdfast.checkpointer.options import Memory
+from holdfast.checkpoint.run.options import Memory
 from holdfast.errors import Corrupt, SaveWarning
-from holdfast.linux.partial_files import temporary_folder
+from holdfast.system.callsite import warn
+from holdfast.system.linux.partial_files import temporary_folder
 
 _FULL = ("optimizer_states", "loops")
 """Entries without which Lightning cannot resume training."""

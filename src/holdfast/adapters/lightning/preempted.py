@@ -6,8 +6,8 @@ import signal
 import threading
 from typing import Any
 
-from holdfast.notice import NoticeWatcher
-from holdfast.ranks import Ranks
+from holdfast.checkpoint.ranks import Ranks
+from holdfast.watch.preemption import NoticeWatcher
 
 _RANKS_S = 3600.0
 """Longest wait for a rank that does not reach the end of its batch."""
@@ -17,7 +17,7 @@ class Preemptions:
     """Preemption notices of one training.
 
     Args:
-        sources: sources other than signals, see `holdfast.checkpointer.options.Preemption`.
+        sources: sources other than signals, see `holdfast.checkpoint.run.options.Preemption`.
     """
 
     def __init__(self, sources: str | None) -> None:

@@ -6,7 +6,7 @@ from typing import TypeVar, final
 
 from typing_extensions import override
 
-from holdfast.ranks import RankGroup
+from holdfast.checkpoint.ranks import RankGroup
 
 _T = TypeVar("_T")
 

@@ -18,8 +18,8 @@ from holdfast.adapters.nebula.interface import get_checkpoint, get_latest_checkp
 from holdfast.adapters.nebula.marker import PartitionMarker
 from holdfast.adapters.nebula.settings import parse_location
 from holdfast.adapters.nebula.tags import EXPLICIT
+from holdfast.checkpoint.exchange.torch_files import load
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.exchange.torch_files import load
 
 _PACKAGE = "torch_nebula"
 _ENGINES = "deepspeed.runtime.checkpoint_engine"

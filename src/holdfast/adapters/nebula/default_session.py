@@ -8,8 +8,8 @@ from typing import Any
 
 from holdfast.adapters.nebula.session import Session
 from holdfast.adapters.nebula.settings import make_settings
-from holdfast.callsite import warn
 from holdfast.errors import SaveWarning
+from holdfast.system.callsite import warn
 
 _current: Session | None = None
 

@@ -14,11 +14,11 @@ from holdfast.adapters.nebula.checkpoint import Checkpoint
 from holdfast.adapters.nebula.default_session import session, session_for
 from holdfast.adapters.nebula.tag_index import TaggedCheckpoint
 from holdfast.adapters.nebula.tags import key_of
+from holdfast.checkpoint.exchange.trees import make_plain
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.errors import NotFound
-from holdfast.exchange.trees import make_plain
-from holdfast.format.hashes import digest
-from holdfast.privacy import private_folder
-from holdfast.restore.atomic_output import atomic_file
+from holdfast.system.privacy import private_folder
 
 
 def get_checkpoint(tag: str | None = None, persist_path: Any = None) -> Checkpoint | None:

@@ -13,8 +13,8 @@ from holdfast.adapters.nebula.default_session import has_session, init, session,
 from holdfast.adapters.nebula.interface import get_checkpoint
 from holdfast.adapters.nebula.marker import PartitionMarker
 from holdfast.adapters.nebula.tags import named_step
+from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.store.endpoints import check_endpoint
 
 PARTITION = "checkpoint"
 """Partition of the state from Lightning."""

@@ -7,8 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.documents import decode_dataclass
-from holdfast.restore.atomic_output import atomic_file
+from holdfast.checkpoint.restore.atomic_output import atomic_file
+from holdfast.system.documents import decode_dataclass
 
 _FIRST_LINE = "This is no file of torch.save: the state is in a Holdfast checkpoint.\n"
 _LIMIT_BYTES = 64 << 10

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.units import format_bytes, parse_bytes
+from holdfast.system.units import format_bytes, parse_bytes
 
 VARIABLE = "NEBULA_MEMORY_BUFFER_SIZE"
 _MIN_BYTES = 64 << 20

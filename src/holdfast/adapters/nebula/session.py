@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from holdfast import host_memory
 from holdfast.adapters.nebula.memory_budget import MemoryBudget
 from holdfast.adapters.nebula.settings import Settings, parse_location
 from holdfast.adapters.nebula.store_ranks import StoreRanks
@@ -20,12 +19,13 @@ from holdfast.adapters.nebula.tag_coordinator import TagCoordinator, TagPlan, is
 from holdfast.adapters.nebula.tag_index import TaggedCheckpoint, TagIndex, Tier, make_metadata
 from holdfast.adapters.nebula.tag_writer import RANKS_S, TagWriter, local_folder, run_of
 from holdfast.adapters.nebula.tags import EXPLICIT, META, goes_back, key_of, named_step, next_step
-from holdfast.callsite import warn
+from holdfast.checkpoint.exchange.packed_value import Packed, pack
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.keeper import MemoryTierStore, wait_for_orphans
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, SaveWarning
-from holdfast.exchange.packed_value import Packed, pack
-from holdfast.format.names import CheckpointId
-from holdfast.keeper import MemoryTierStore, wait_for_orphans
-from holdfast.store import open_store
+from holdfast.system import host_memory
+from holdfast.system.callsite import warn
 
 _WATCH_S = 0.05
 _LAST_S = 5.0

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.callsite import warn
+from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.errors import InvalidInput, SaveWarning
-from holdfast.store.factory import absolute_place
-from holdfast.units import parse_duration
+from holdfast.system.callsite import warn
+from holdfast.system.units import parse_duration
 
 PATH = "NEBULA_PERSISTENT_STORAGE_PATH"
 INTERVAL = "NEBULA_PERSISTENT_TIME_INTERVAL"

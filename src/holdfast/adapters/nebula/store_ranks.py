@@ -10,9 +10,9 @@ from typing import Any, TypeVar, final
 from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
+from holdfast.checkpoint.format.messages import pack, unpack
+from holdfast.checkpoint.ranks import RankGroup
 from holdfast.errors import RetryLater, Unsupported
-from holdfast.format.messages import pack, unpack
-from holdfast.ranks import RankGroup
 
 _T = TypeVar("_T")
 _POLL_S = 0.01

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed import DistError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from holdfast.documents import decode_dataclass, decode_object
-from holdfast.environment import read_integer
+from holdfast.checkpoint.format.hashes import digest
 from holdfast.errors import InvalidInput, RetryLater
-from holdfast.format.hashes import digest
+from holdfast.system.documents import decode_dataclass, decode_object
+from holdfast.system.environment import read_integer
 
 _LEAVE_LIMIT = datetime.timedelta(seconds=30)
 _POLL_S = 0.001

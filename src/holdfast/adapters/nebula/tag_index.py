@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.adapters.nebula.map_location import MapLocation, place
 from holdfast.adapters.nebula.tags import META, named_step
-from holdfast.callsite import warn
+from holdfast.checkpoint.exchange.packed_value import Packed, rebuild, unpack
+from holdfast.checkpoint.exchange.partitions import checked_metadata, describe_partitions, read_partition
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.documents import check_files, read_manifest, read_run
+from holdfast.checkpoint.home.listing import Listing, candidates, list_home
+from holdfast.checkpoint.home.newest import from_listing, list_patiently, usable, was_deleted
+from holdfast.checkpoint.home.patience import LIMIT_S, Patience
+from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.restore.verify import check_verified
+from holdfast.checkpoint.retention import line_of
+from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, HoldfastError, NotFound, SaveWarning
-from holdfast.exchange.packed_value import Packed, rebuild, unpack
-from holdfast.exchange.partitions import checked_metadata, describe_partitions, read_partition
-from holdfast.format.names import CheckpointId
-from holdfast.home.documents import check_files, read_manifest, read_run
-from holdfast.home.listing import Listing, candidates, list_home
-from holdfast.home.newest import from_listing, list_patiently, usable, was_deleted
-from holdfast.home.patience import LIMIT_S, Patience
-from holdfast.home.skipped import Skipped
-from holdfast.restore.checkpoint import Checkpoint
-from holdfast.restore.verify import check_verified
-from holdfast.retention import line_of
-from holdfast.store import Store
-from holdfast.store.tiered import TieredStore
+from holdfast.system.callsite import warn
 
 if TYPE_CHECKING:
     import torch

@@ -14,17 +14,17 @@ from typing import Any
 from holdfast.adapters.nebula.settings import Settings
 from holdfast.adapters.nebula.store_ranks import StoreRanks
 from holdfast.adapters.nebula.tag_coordinator import TagPlan
-from holdfast.callsite import warn
-from holdfast.checkpointer import Checkpointer
-from holdfast.checkpointer.options import Home, Limits, Local, Preemption
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.home.claim import claim_run
+from holdfast.checkpoint.home.documents import read_run
+from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.checkpoint.run.options import Home, Limits, Local, Preemption
+from holdfast.checkpoint.state.replication import per_rank
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError, SaveWarning, Unsupported
-from holdfast.format.hashes import digest
-from holdfast.home.claim import claim_run
-from holdfast.home.documents import read_run
-from holdfast.keeper import Save
-from holdfast.privacy import is_own
-from holdfast.state.replication import per_rank
-from holdfast.store import open_store
+from holdfast.system.callsite import warn
+from holdfast.system.privacy import is_own
 
 _RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _KEPT_SAVES = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from holdfast.checkpoint.exchange.partitions import partition_key
 from holdfast.errors import InvalidInput
-from holdfast.exchange.partitions import partition_key
 
 META = "nebula"
 """Top-level key of a checkpoint's tag and partitions."""

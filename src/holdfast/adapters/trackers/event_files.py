@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
 from holdfast.adapters.trackers.tracker import Tracker
-from holdfast.checkpointer import Checkpointer
+from holdfast.checkpoint.run import Checkpointer
 from holdfast.errors import Unsupported
 
 

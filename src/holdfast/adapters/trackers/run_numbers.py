@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from holdfast.adapters.trackers.newest_steps import OWN_PREFIX
-from holdfast.report.open_metrics import metric_families
-from holdfast.report.summary import read_summary
-from holdfast.store import open_store
+from holdfast.checkpoint.store import open_store
+from holdfast.watch.report.open_metrics import metric_families
+from holdfast.watch.report.summary import read_summary
 
 _NAMES = {
     "holdfast_restores": "restores",

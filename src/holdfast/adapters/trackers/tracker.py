@@ -11,13 +11,13 @@ from typing import SupportsFloat, final
 
 from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
 from holdfast.adapters.trackers.run_numbers import read_run_numbers
-from holdfast.callsite import warn
-from holdfast.checkpointer import Checkpointer
-from holdfast.environment import is_dry_run
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.checkpoint.stage import PendingScalar, copy_scalar
 from holdfast.errors import InvalidInput, Preempted, SaveWarning
-from holdfast.log import get_logger, reported_if_slow
-from holdfast.stage import PendingScalar, copy_scalar
-from holdfast.units import parse_step
+from holdfast.system.callsite import warn
+from holdfast.system.environment import is_dry_run
+from holdfast.system.log import get_logger, reported_if_slow
+from holdfast.system.units import parse_step
 
 _log = get_logger("adapters")
 MAX_WAITING = 10_000

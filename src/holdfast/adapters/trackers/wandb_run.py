@@ -14,7 +14,7 @@ from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
 from holdfast.adapters.trackers.newest_steps import NONE
 from holdfast.adapters.trackers.step_record import StepRecord
 from holdfast.adapters.trackers.tracker import Tracker
-from holdfast.checkpointer import Checkpointer
+from holdfast.checkpoint.run import Checkpointer
 from holdfast.errors import Unsupported
 
 

@@ -16,9 +16,9 @@ from holdfast.adapters.transformers.flow import FlowCallback
 from holdfast.adapters.transformers.settings import Settings
 from holdfast.adapters.transformers.support import check_trainer
 from holdfast.adapters.transformers.trainer import HoldfastTrainer
-from holdfast.callsite import warn
-from holdfast.checkpointer.options import Home, parse_home
+from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput, ResumeWarning
+from holdfast.system.callsite import warn
 from holdfast.train.data import Batches
 
 _T = TypeVar("_T", bound=Trainer)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from holdfast.adapters.transformers.folders import Folders
 from holdfast.adapters.transformers.stock_folder import find_fault, has_weights, list_folders, step_of
-from holdfast.checkpointer import Checkpointer
+from holdfast.checkpoint.ranks import RankGroup
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput
-from holdfast.log import get_logger
-from holdfast.ranks import RankGroup
-from holdfast.store.endpoints import check_endpoint
+from holdfast.system.log import get_logger
 
 _log = get_logger("adapters")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from transformers import Trainer
 
 from holdfast.adapters.transformers.live_state import MODEL
+from holdfast.checkpoint.exchange.export_selection import ExportSelection
+from holdfast.checkpoint.exchange.mapped_weights import map_weights
+from holdfast.checkpoint.exchange.trainer_export import write_training_files
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.errors import NotFound
-from holdfast.exchange.export_selection import ExportSelection
-from holdfast.exchange.mapped_weights import map_weights
-from holdfast.exchange.trainer_export import write_training_files
-from holdfast.log import get_logger
-from holdfast.restore.checkpoint import open as open_checkpoint
+from holdfast.system.log import get_logger
 
 _log = get_logger("adapters")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.adapters.saved_files import read_json
 from holdfast.adapters.transformers.stock_folder import TRAINER_STATE, list_folders, step_of
-from holdfast.linux.partial_files import remove_folder, remove_partial_files
+from holdfast.system.linux.partial_files import remove_folder, remove_partial_files
 
 HOME_FILE = "holdfast.json"
 """File that names the home of the checkpoint whose folder it is in."""

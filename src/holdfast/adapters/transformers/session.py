@@ -32,13 +32,13 @@ from holdfast.adapters.transformers.settings import Settings
 from holdfast.adapters.transformers.source import ResumeSource, open_elsewhere
 from holdfast.adapters.transformers.stock_folder import step_of
 from holdfast.adapters.transformers.support import check_optimizer
-from holdfast.checkpointer import Checkpointer
-from holdfast.checkpointer.options import Limits
+from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.ranks import Ranks
+from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.checkpoint.run.options import Limits
 from holdfast.errors import InvalidInput, ResumeWarning
-from holdfast.keeper import Save
-from holdfast.log import get_logger
-from holdfast.ranks import Ranks
-from holdfast.retention import Keep
+from holdfast.system.log import get_logger
 
 if TYPE_CHECKING:
     from holdfast.adapters.transformers.trainer import HoldfastTrainer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from holdfast.adapters.transformers.data_feed import DataFeed
-from holdfast.checkpointer.options import Home
+from holdfast.checkpoint.run.options import Home
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from holdfast.adapters.transformers.live_state import (
     TRAINING,
     Progress,
 )
-from holdfast.callsite import warn
-from holdfast.checkpointer import Checkpointer
-from holdfast.checkpointer.options import Preemption
+from holdfast.checkpoint.ranks import Ranks
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.checkpoint.run.options import Preemption
 from holdfast.errors import InvalidInput, ResumeWarning
-from holdfast.ranks import Ranks
+from holdfast.system.callsite import warn
 
 
 class ResumeSource:

@@ -15,7 +15,7 @@ from holdfast.cli.trials.comparison import DifferenceRow, compare_sides, open_si
 from holdfast.cli.trials.runs import Trials, newest_steps, script_words, show_progress, trial_folder
 from holdfast.cli.trials.traces import Trace, find_divergence, unseeded
 from holdfast.errors import InvalidInput
-from holdfast.units import parse_duration, plural
+from holdfast.system.units import parse_duration, plural
 
 _EXAMPLES = """
 holdfast check train.py --lr 0.1

@@ -29,7 +29,7 @@ VALUES = {
     ),
 }
 """Kind of the values of an argument, by the name of the argument. Others have no candidates."""
-_RUN, _STEP = "holdfast.json", re.compile(r"step-(\d{8,})")  # as in `holdfast.format.names`
+_RUN, _STEP = "holdfast.json", re.compile(r"step-(\d{8,})")  # as in `holdfast.checkpoint.format.names`
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.store import open_store
 from holdfast.cli.demo.claims import DemoClaim, check_claims
 from holdfast.cli.demo.figures import Figures, compute_figures
 from holdfast.cli.demo.scenario import Scenario
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput
-from holdfast.store import open_store
-from holdfast.units import format_bytes, format_duration, parse_bytes
+from holdfast.system.units import format_bytes, format_duration, parse_bytes
 
 MIN_STEPS, MIN_BYTES = 48, 25_000_000
 

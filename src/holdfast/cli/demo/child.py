@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from holdfast.entry import command
 from holdfast.errors import RetryLater
-from holdfast.units import format_duration
+from holdfast.system.entry import command
+from holdfast.system.units import format_duration
 
 _POLL_S = 0.001  # a save is in flight for less than a tenth of a second
 _LIMIT_S = 300.0

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.store import Store
+from holdfast.checkpoint.store import Store
 
 _BLOCK_BYTES = 16 << 20
 

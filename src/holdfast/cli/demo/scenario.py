@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import holdfast
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.keeper.lockfile import running_keepers
+from holdfast.checkpoint.store import open_store
 from holdfast.cli.demo.child import Child
 from holdfast.cli.demo.disk import Damage, RawWrite, flip_byte, write_raw
 from holdfast.cli.history import Event
 from holdfast.errors import HoldfastError, RetryLater
-from holdfast.format import names, run
-from holdfast.home.history_lines import read_lines
-from holdfast.home.listing import candidates, list_home
-from holdfast.keeper.lockfile import running_keepers
-from holdfast.store import open_store
 
 if TYPE_CHECKING:
     from holdfast.cli.demo.screen import Screen

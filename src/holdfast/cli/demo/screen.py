@@ -16,7 +16,7 @@ from rich.text import Text
 from holdfast.cli.demo.claims import DemoClaim
 from holdfast.cli.demo.figures import Figures, Recovery
 from holdfast.cli.tables import terminal_width
-from holdfast.units import format_bytes, format_duration
+from holdfast.system.units import format_bytes, format_duration
 
 _PIPED_WIDTH = 120
 _SHARE_VARIES = (

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import holdfast
-from holdfast.rawbytes import view_bytes
+from holdfast.system.rawbytes import view_bytes
 
 CONTEXT, WIDTH, HEADS, BLOCKS, BATCH = 64, 192, 6, 4, 8
 CORPUS_BYTES = 4 << 20

@@ -11,6 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.exchange.home_copy import copy_checkpoint
+from holdfast.checkpoint.store import Store, open_store
+from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.cli import TROUBLE
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, step_number
@@ -28,12 +31,9 @@ from holdfast.cli.tables import print_json
 from holdfast.cli.trials.comparison import CheckpointComparison, compare_sides, open_side, print_rows
 from holdfast.cli.trials.runs import Trials, script_words, show_progress, trial_folder
 from holdfast.cli.trials.traces import Trace
-from holdfast.environment import place_in_sandbox
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.exchange.home_copy import copy_checkpoint
-from holdfast.store import Store, open_store
-from holdfast.store.factory import absolute_place
-from holdfast.units import parse_duration, plural
+from holdfast.system.environment import place_in_sandbox
+from holdfast.system.units import parse_duration, plural
 
 _EXAMPLES = """
 holdfast replay runs/gpt train.py --lr 0.1

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.newest import from_listing
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.retention import line_of
+from holdfast.checkpoint.store import Store
 from holdfast.errors import InvalidInput, NotFound
-from holdfast.format.manifest import Manifest
-from holdfast.home.history_lines import read_lines
-from holdfast.home.listing import candidates, list_home
-from holdfast.home.newest import from_listing
-from holdfast.report.curves import collect_curves
-from holdfast.report.events import parse_events
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.retention import line_of
-from holdfast.store import Store
-from holdfast.units import plural
+from holdfast.system.units import plural
+from holdfast.watch.report.curves import collect_curves
+from holdfast.watch.report.events import parse_events
 
 _MAX_SHOWN = 10
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.store import open_store
 from holdfast.cli.diff import Difference, Side, compare
 from holdfast.cli.tables import print_table
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.store import open_store
 
 _MAX_ROWS = 20
 

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from holdfast.checkpoint.format import names
 from holdfast.cli.homes import nearest_hint
 from holdfast.cli.trials.traces import Trace, read_trace
-from holdfast.environment import TRIAL, sandbox_environment
 from holdfast.errors import InvalidInput
-from holdfast.format import names
-from holdfast.linux.partial_files import temporary_folder
-from holdfast.linux.process_group import end_of, process_group
+from holdfast.system.environment import TRIAL, sandbox_environment
+from holdfast.system.linux.partial_files import temporary_folder
+from holdfast.system.linux.process_group import end_of, process_group
 
 
 class Trials:
@@ -47,7 +47,7 @@ class Trials:
 
         Args:
             homes: name of its homes, which an earlier trial may have used.
-            plan: fields of `holdfast.checkpointer.trial.TrialPlan`, without the folder.
+            plan: fields of `holdfast.checkpoint.run.trial.TrialPlan`, without the folder.
             is_killed: whether the plan kills the script.
 
         Raises:

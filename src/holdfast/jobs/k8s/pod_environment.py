@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.environment import KEEP_IN_MEMORY, PREEMPTION
 from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file
 from holdfast.jobs.k8s.escaping import escape, reference
 from holdfast.jobs.k8s.names import object_name
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.variables import fill_in
+from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 
 WORKDIR_URL = "HOLDFAST_WORKDIR_URL"
 """Variable with the URL of the workdir's repository."""

@@ -34,7 +34,7 @@ has_word() {  # in a file whose words end with NUL
   return 1
 }
 
-is_keeper() { has_word "/proc/$1/cmdline" holdfast.keeper; }  # it ends by itself
+is_keeper() { has_word "/proc/$1/cmdline" holdfast.checkpoint.keeper; }  # it ends by itself
 
 keepers_run() {
   local process

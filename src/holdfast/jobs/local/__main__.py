@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.linux import locks
+from holdfast.system.linux import locks
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     os.chdir("/")  # do not keep any directory busy
     locks.keep_inherited()
     from holdfast.jobs.local.guardian import fork_guarded
-    from holdfast.log import write_times
+    from holdfast.system.log import write_times
 
     write_times()
     fork_guarded()  # before the imports that the guardian does not need

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.units import plural
+from holdfast.system.units import plural
 
 Devices = tuple[tuple[str, ...], ...]
 """GPUs of each node of a job, by rank."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from holdfast.host_memory import total_bytes
 from holdfast.jobs.local.allocation import Capacity
+from holdfast.system.host_memory import total_bytes
 
 _MIB = 1 << 20
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import journal
+from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.job_numbers import job_numbers
 from holdfast.jobs.local.allocation import Allocation, Demand, ResourceClaim, allocate
 from holdfast.jobs.local.capacity import read_capacity
-from holdfast.jobs.node.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.node.spawn import start_controller
-from holdfast.jobs.node.spec import NodeSpec
+from holdfast.jobs.node_spec import NodeSpec
 from holdfast.jobs.record_files import JobSpec
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
-from holdfast.linux import locks
-from holdfast.linux.wakeup_pipe import wake
+from holdfast.system.linux import locks
+from holdfast.system.linux.wakeup_pipe import wake
 
 _LOCK = "claims.lock"
 """File whose lock is held while a job takes its claim. Its contents mean nothing."""

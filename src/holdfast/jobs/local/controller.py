@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.controller import LEAD_S, Controller, event_of
+from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.job_clock import JobClock
 from holdfast.jobs.local.claims import demand, lead_on, locked, read_claims
 from holdfast.jobs.local.nodes import Nodes
@@ -21,7 +22,6 @@ from holdfast.jobs.local.ports import choose_port
 from holdfast.jobs.local.specs import make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
-from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
 from holdfast.jobs.node.machine_name import machine_name
 from holdfast.jobs.node.mounts.mount_spec import caches
@@ -45,10 +45,10 @@ from holdfast.jobs.state_machine import (
 )
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
-from holdfast.linux import locks
-from holdfast.linux.processes import adopt_orphans
-from holdfast.linux.wakeup_pipe import WakeupPipe, wake
-from holdfast.log import get_logger
+from holdfast.system.linux import locks
+from holdfast.system.linux.processes import adopt_orphans
+from holdfast.system.linux.wakeup_pipe import WakeupPipe, wake
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

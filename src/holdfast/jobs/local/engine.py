@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.errors import HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey, each
 from holdfast.jobs.environment import JobPipeline, create_task_id
 from holdfast.jobs.failure_cause import max_same
+from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.job_clock import is_of_earlier_boot
 from holdfast.jobs.local.claims import Claims, lead_on, may_need_claim, read_claims
 from holdfast.jobs.local.controller import cancel_without_controller
@@ -27,7 +27,6 @@ from holdfast.jobs.local.unsupported_keys import unsupported_keys
 from holdfast.jobs.node.containers.image_spec import make_image_spec, write_image_spec
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.containers.runtime import find_runtime
-from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
@@ -42,8 +41,9 @@ from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task, TaskFile
-from holdfast.linux.wakeup_pipe import wake
-from holdfast.units import plural
+from holdfast.system.environment import NOTIFY, NOTIFY_ON
+from holdfast.system.linux.wakeup_pipe import wake
+from holdfast.system.units import plural
 
 _HAS_NODES = frozenset({JobStatus.STARTING, JobStatus.RUNNING})
 _RESTARTED = "this machine was restarted"

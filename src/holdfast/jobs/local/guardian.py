@@ -6,9 +6,9 @@ import os
 import signal
 import time
 
-from holdfast.backoff import doubled
-from holdfast.linux import locks
-from holdfast.log import get_logger
+from holdfast.system.backoff import doubled
+from holdfast.system.linux import locks
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.jobs.environment import tag
+from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.lease import STOPPED
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import spawn
-from holdfast.jobs.node.spec import NodeSpec, read_outcome
+from holdfast.jobs.node_spec import NodeSpec, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.linux import locks
-from holdfast.notice.file import write_notice
-from holdfast.notice.preemption import Notice
+from holdfast.system.linux import locks
+from holdfast.watch.preemption.file import write_notice
+from holdfast.watch.preemption.notice import Notice
 
 _SWEEP_S = 60.0
 """Time limit for killing processes that do not disappear."""

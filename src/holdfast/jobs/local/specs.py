@@ -7,14 +7,14 @@ import time
 from dataclasses import asdict, replace
 
 from holdfast.jobs.environment import JobPipeline, Node, container_base, run_environment, setup_environment
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.scripts import choose_venv, node_variables, write_scripts
-from holdfast.jobs.node.spec import Environment, NodeSpec, read_environment
 from holdfast.jobs.node.venv_variables import install_here
+from holdfast.jobs.node_spec import Environment, NodeSpec, read_environment
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.task.model import Task
-from holdfast.linux.files import write_atomic
+from holdfast.system.linux.files import write_atomic
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.documents import decode_dataclass
 from holdfast.errors import Corrupt
 from holdfast.jobs import journal
-from holdfast.linux.files import write_atomic
+from holdfast.system.documents import decode_dataclass
+from holdfast.system.linux.files import write_atomic
 
 MAX_BYTES = 2 << 20
 """Size at which older events are removed."""

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.linux import locks
+from holdfast.system.linux import locks
 
 
 def main() -> None:
@@ -15,8 +15,8 @@ def main() -> None:
     os.chdir("/")  # do not keep any directory busy
     locks.keep_inherited()
     if role == "agent":
+        from holdfast.jobs.folder import NodeFolder
         from holdfast.jobs.node.agent import serve
-        from holdfast.jobs.node.folder import NodeFolder
 
         serve(NodeFolder(folder), replaces_controller=True)
     elif role == "mounter":

@@ -10,29 +10,29 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from holdfast.environment import PROGRESS, ended_preempted, find_divergence, find_hang, was_preempted
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.environment import TAG
+from holdfast.jobs.folder import ContainerFolder, JobFolder, NodeFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.checks.admission import Admission
 from holdfast.jobs.node.containers.lease import ContainerLease
-from holdfast.jobs.node.folder import ContainerFolder, JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.private_links import enter_private_links
 from holdfast.jobs.node.parent_python import find_parent
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import start_controller
-from holdfast.jobs.node.spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.node.venv_variables import DEFAULT, NONE, VENV, activate
 from holdfast.jobs.node.virtual_environment import make_virtual_environment
+from holdfast.jobs.node_spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.output import log_limit
 from holdfast.jobs.output.log_sampler import LogSampler
-from holdfast.linux import locks
-from holdfast.linux.files import write_atomic
-from holdfast.linux.processes import adopt_orphans, die_with_parent
-from holdfast.linux.wakeup_pipe import wake
+from holdfast.system.environment import PROGRESS, ended_preempted, find_divergence, find_hang, was_preempted
+from holdfast.system.linux import locks
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.linux.processes import adopt_orphans, die_with_parent
+from holdfast.system.linux.wakeup_pipe import wake
 
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)

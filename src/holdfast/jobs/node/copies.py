@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from holdfast.errors import Denied, InvalidInput
-from holdfast.log import get_logger
-from holdfast.units import format_bytes, parse_bytes, plural
+from holdfast.system.log import get_logger
+from holdfast.system.units import format_bytes, parse_bytes, plural
 
 LIMIT = "HOLDFAST_COPY_LIMIT"
 """Variable of the task or the shell with the most bytes that one copy may take on all nodes, or `none`."""

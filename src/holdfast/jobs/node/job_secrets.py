@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt
-from holdfast.failpoint import failpoint
-from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.node.spec import NodeSpec
-from holdfast.linux import locks
-from holdfast.linux.files import write_atomic
-from holdfast.log import get_logger
+from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.node_spec import NodeSpec
+from holdfast.system.failpoint import failpoint
+from holdfast.system.linux import locks
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.documents import decode_dataclass
 from holdfast.errors import Corrupt, Unsupported
-from holdfast.linux.program_runs import run_program
+from holdfast.system.documents import decode_dataclass
+from holdfast.system.linux.program_runs import run_program
 
 _LIMIT_S = 60.0
 _MAX_CONFIG_BYTES = 1 << 16

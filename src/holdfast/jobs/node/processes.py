@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.jobs.environment import TAG
-from holdfast.linux.processes import handles_signal, read_stat
+from holdfast.system.linux.processes import handles_signal, read_stat
 
 _PROC = Path("/proc")
 _SERVANTS = (
@@ -39,12 +39,12 @@ class Process:
     @property
     def is_keeper(self) -> bool:
         """True if it is a Holdfast keeper, which may still write staged saves."""
-        return b"holdfast.keeper" in self._words
+        return b"holdfast.checkpoint.keeper" in self._words
 
     @property
     def exits_by_itself(self) -> bool:
         """True for a keeper or uploader, which exits when its work is done."""
-        return self.is_keeper or {b"holdfast.writeback", b"--config"} <= set(self._words)
+        return self.is_keeper or {b"holdfast.jobs.writeback", b"--config"} <= set(self._words)
 
     @property
     def is_servant(self) -> bool:

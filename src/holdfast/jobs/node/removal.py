@@ -9,14 +9,14 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, RetryLater
 from holdfast.jobs.environment import tag
+from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import containers, release_containers
-from holdfast.jobs.node.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.symlinks import remove_links
 from holdfast.jobs.node.mounts.upload_watcher import upload_status
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.linux import locks
+from holdfast.system.linux import locks
 
 _LOCK_LIMIT_S = 10.0
 _POLL_S = 0.02

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast.errors import NotFound, RetryLater, Unsupported
 from holdfast.jobs.task.model import Repository
-from holdfast.linux.program_runs import Ended, run_program
+from holdfast.system.linux.program_runs import Ended, run_program
 
 _LIMIT_S = 1800.0
 _TAIL = 1000

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.conda import activates_conda, conda_start
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node import venv_variables
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.sky_workdir import is_plain, replace_sky_workdir
-from holdfast.linux.files import write_atomic
+from holdfast.system.linux.files import write_atomic
 
 
 def write_scripts(task: Task, folder: JobFolder, *, prefix: str = "") -> None:

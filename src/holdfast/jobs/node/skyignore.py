@@ -8,9 +8,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from holdfast.documents import decode_text
 from holdfast.errors import RetryLater
-from holdfast.linux.program_runs import run_program
+from holdfast.system.documents import decode_text
+from holdfast.system.linux.program_runs import run_program
 
 _SKYIGNORE = ".skyignore"
 _LIMIT_S = 60.0

@@ -7,13 +7,13 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.entry import command
-from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.jobs.environment import TAG
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.parent_python import own_python
 from holdfast.jobs.state_folder import STATE
-from holdfast.linux import locks
+from holdfast.system.entry import command
+from holdfast.system.environment import NOTIFY, NOTIFY_ON
+from holdfast.system.linux import locks
 
 _PATH = "PYTHONPATH"
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from holdfast.failpoint import failpoint
 from holdfast.jobs.node.console_scripts import rewrite, shebang
 from holdfast.jobs.node.parent_python import PARENT, ParentPython
+from holdfast.system.failpoint import failpoint
 
 _MAX_SCRIPT_BYTES = 1 << 20
 _NOT_COPIED = ("python", "pip", "activate", "conda", "mamba")

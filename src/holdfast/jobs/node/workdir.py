@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.errors import NotFound
+from holdfast.errors import NotFound, redact
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.copies import Ignore, check_copy, copy_tree
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_plan import left_out
 from holdfast.jobs.node.repository import check_git, clone
 from holdfast.jobs.node.skyignore import ignored_paths
 from holdfast.jobs.task.model import Task
-from holdfast.redaction import redact
 
 
 def check_workdir(task: Task) -> None:

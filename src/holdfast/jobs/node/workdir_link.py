@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.errors import Conflict, Unsupported
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.job_links import Link
 from holdfast.jobs.node.mounts.symlinks import link_user
 from holdfast.jobs.node.scripts import node_variables

@@ -6,15 +6,15 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.linux import locks
+from holdfast.system.linux import locks
 
 
 def main() -> None:
     """Run the notifier of a job, which inherits the notifier's lock."""
-    from holdfast.jobs.node.folder import JobFolder
+    from holdfast.jobs.folder import JobFolder
     from holdfast.jobs.notifications.notifier import outstanding, serve
     from holdfast.jobs.notifications.outbox import read_plan
-    from holdfast.log import write_times
+    from holdfast.system.log import write_times
 
     write_times()
     folder = JobFolder(Path(sys.argv[2]))

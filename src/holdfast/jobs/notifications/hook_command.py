@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.linux.program_runs import end_program, given_input
+from holdfast.system.linux.program_runs import end_program, given_input
 
 _LIMIT_S = 60.0
 

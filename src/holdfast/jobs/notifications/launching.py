@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from holdfast.environment import NOTIFY
 from holdfast.errors import Unsupported
 from holdfast.jobs.engine import Engine
-from holdfast.jobs.notifications.subscription import subscribe
 from holdfast.jobs.task.model import TaskFile
-from holdfast.log import get_logger
+from holdfast.jobs.task.subscription import subscribe
+from holdfast.system.environment import NOTIFY
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

@@ -7,11 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from holdfast.backoff import doubled
-from holdfast.environment import count_failed_saves, read_progress
 from holdfast.errors import Corrupt
-from holdfast.failpoint import failpoint
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.spawn import spawn_once
 from holdfast.jobs.notifications import hook_command, webhook
 from holdfast.jobs.notifications.outbox import (
@@ -26,10 +23,13 @@ from holdfast.jobs.notifications.outbox import (
     read_plan,
     variables_of,
 )
-from holdfast.jobs.notifications.subscription import is_webhook, label
 from holdfast.jobs.state_machine import JobState
-from holdfast.linux import locks
-from holdfast.log import get_logger
+from holdfast.jobs.task.subscription import is_webhook, label
+from holdfast.system.backoff import doubled
+from holdfast.system.environment import count_failed_saves, read_progress
+from holdfast.system.failpoint import failpoint
+from holdfast.system.linux import locks
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

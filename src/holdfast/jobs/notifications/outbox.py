@@ -11,19 +11,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.documents import decode_dataclass
-from holdfast.environment import NOTIFY, NOTIFY_ON
-from holdfast.errors import Corrupt
+from holdfast.errors import Corrupt, printable, redact
 from holdfast.jobs import journal
 from holdfast.jobs.environment import TAG
-from holdfast.jobs.node.folder import JobFolder
-from holdfast.jobs.notifications.subscription import Subscription
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.record_files import Submission
 from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
-from holdfast.linux.files import write_atomic
-from holdfast.redaction import printable, redact
-from holdfast.units import plural
+from holdfast.jobs.task.subscription import Subscription
+from holdfast.system.documents import decode_dataclass
+from holdfast.system.environment import NOTIFY, NOTIFY_ON
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.units import plural
 
 _T = TypeVar("_T")
 _MAX_BYTES = 16 << 20

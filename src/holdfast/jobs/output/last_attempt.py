@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.jobs.tail import last_lines
+from holdfast.jobs.output.tail import last_lines
 
 HEADLINE = "holdfast: "
 """Beginning of the first line of an attempt, which names its number."""

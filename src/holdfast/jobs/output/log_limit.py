@@ -6,7 +6,7 @@ import ctypes
 import os
 
 from holdfast.errors import InvalidInput
-from holdfast.units import parse_bytes
+from holdfast.system.units import parse_bytes
 
 LIMIT = "HOLDFAST_LOG_LIMIT"
 """Variable of the job with the most bytes of output per node that are kept, or `none`."""

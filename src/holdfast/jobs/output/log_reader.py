@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.jobs.output.block import last_text, last_texts
 from holdfast.jobs.output.log_times import LogTimes, split
-from holdfast.units import format_bytes
+from holdfast.system.units import format_bytes
 
 _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 64 << 10

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from holdfast.linux.files import write_atomic
+from holdfast.system.linux.files import write_atomic
 
 _SAMPLE = struct.Struct("<Qd")  # size of the log in bytes, and Unix time
 _MAX_BYTES = 16 << 20

@@ -8,9 +8,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.entry import command
 from holdfast.errors import InvalidInput
 from holdfast.jobs.state_folder import STATE
+from holdfast.system.entry import command
 
 _PATH = "PYTHONPATH"
 _MAX_NAME = 40

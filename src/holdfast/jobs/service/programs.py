@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from holdfast.errors import RetryLater
-from holdfast.linux import program_runs
+from holdfast.system.linux import program_runs
 
 _LIMIT_S = 60.0
 _RUNTIME = "XDG_RUNTIME_DIR"

@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.errors import Unsupported
 from holdfast.jobs.service.boot_command import BootCommand
 from holdfast.jobs.service.programs import has_program, run_program
-from holdfast.linux.files import write_atomic
+from holdfast.system.linux.files import write_atomic
 
 _TARGET = "default.target"
 _STOP_S = 60

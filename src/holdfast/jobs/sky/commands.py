@@ -11,7 +11,7 @@ from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.sky.states import ManagedJob, parse_queue
-from holdfast.linux.program_runs import end_program, output_of, run_program
+from holdfast.system.linux.program_runs import end_program, output_of, run_program
 
 PROGRAM = "HOLDFAST_SKY"
 """Variable with the path of the program. Default: `sky` on the PATH."""

@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.environment import PREEMPTION
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.task.model import MountMode, Task
 from holdfast.jobs.task.rendering import to_yaml
+from holdfast.system.environment import PREEMPTION
 
 TASK_ID = "HOLDFAST_TASK_ID"
 """Variable with Holdfast's id of the job. SkyPilot creates a new one whenever its controller restarts."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import create_task_id
-from holdfast.jobs.node.folder import job_folder
+from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
 from holdfast.jobs.record_files import JobSpec, Submission
@@ -26,8 +26,8 @@ from holdfast.jobs.sky.unsupported_keys import unsupported_keys
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import Timers
-from holdfast.linux.files import write_atomic
-from holdfast.log import get_logger
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

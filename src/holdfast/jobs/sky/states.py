@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.documents import Fields, decode
 from holdfast.errors import Corrupt, RetryLater
 from holdfast.jobs.status import JobStatus
+from holdfast.system.documents import Fields, decode
 
 _OURS: Mapping[str, JobStatus] = {
     "SUBMITTED": JobStatus.PENDING,

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.jobs.node.folder import JobFolder, NodeFolder
+from holdfast.jobs.folder import JobFolder, NodeFolder
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
         run_node(JobFolder(folder), int(sys.argv[3]), sys.argv[4].split(","), float(sys.argv[5]))
         return 0
     from holdfast.jobs.slurm.controller import supervise
-    from holdfast.log import write_times
+    from holdfast.system.log import write_times
 
     write_times()
     return supervise(JobFolder(folder))

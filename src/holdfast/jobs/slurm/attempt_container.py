@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 from holdfast.errors import Unsupported
 from holdfast.jobs.environment import container_base
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.image_spec import ContainerOwner, make_image_spec, write_image_spec
 from holdfast.jobs.node.containers.lease import start_warden
 from holdfast.jobs.node.containers.runtime import find_runtime
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.lease import STOPPED
 from holdfast.jobs.slurm.job_files import SubmittedJob
-from holdfast.linux import locks
+from holdfast.system.linux import locks
 
 _OF_STEP = ("SLURM", "PMI")
 """Beginnings of the names of Slurm's variables, which describe the allocation and the step."""

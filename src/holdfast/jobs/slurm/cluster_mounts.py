@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from holdfast.errors import Conflict
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
 from holdfast.jobs.node.mounts.scratch import SCRATCH
 from holdfast.jobs.node.mounts.unsent_files import read_unsent

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.entry import command
-from holdfast.environment import NOTIFY, NOTIFY_ON
 from holdfast.errors import RetryLater, Unsupported
-from holdfast.linux.program_runs import run_program
+from holdfast.system.entry import command
+from holdfast.system.environment import NOTIFY, NOTIFY_ON
+from holdfast.system.linux.program_runs import run_program
 
 _TIMEOUT_S = 60.0
 _NUM_TRIES = 3

@@ -15,10 +15,9 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from holdfast.environment import read_integer
 from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.controller import Controller, event_of
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets
 from holdfast.jobs.node.mounts.relocation import moved_links, remove_shared_links, shared_links
 from holdfast.jobs.node.mounts.scratch import is_scratch_path
@@ -49,7 +48,8 @@ from holdfast.jobs.state_machine import (
 )
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
-from holdfast.log import get_logger
+from holdfast.system.environment import read_integer
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

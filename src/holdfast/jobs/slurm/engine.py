@@ -10,12 +10,11 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.entry import command
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey, each
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.failure_cause import max_same
-from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.private_targets import is_private_target
 from holdfast.jobs.node.mounts.relocation import fixed_links, shared_links
@@ -43,7 +42,8 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import Timers
-from holdfast.linux.files import write_atomic
+from holdfast.system.entry import command
+from holdfast.system.linux.files import write_atomic
 
 _POLL_S = 2.0
 """Interval for following output, as writes on other machines do not wake this one."""

@@ -8,15 +8,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from holdfast.documents import decode_dataclass, decode_object
 from holdfast.errors import Corrupt, Internal
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import has_secrets, remove_secrets
-from holdfast.jobs.node.spec import MAX_OWN_BYTES
+from holdfast.jobs.node_spec import MAX_OWN_BYTES
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import JobState, RestartPolicy
-from holdfast.linux.files import write_atomic
-from holdfast.log import get_logger
+from holdfast.system.documents import decode_dataclass, decode_object
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

@@ -9,7 +9,7 @@ from holdfast.jobs.machines.exclusion import choose_excluded
 from holdfast.jobs.machines.judgement import judge
 from holdfast.jobs.machines.record import read_events
 from holdfast.jobs.slurm import commands
-from holdfast.log import get_logger
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import get_args
 
-from holdfast.documents import decode_object, read_dataclass
 from holdfast.errors import Corrupt
 from holdfast.jobs.outcome import Outcome
+from holdfast.system.documents import decode_object, read_dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import Conflict, HoldfastError, Internal, NotFound
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.lease import STOPPED
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
@@ -28,9 +28,9 @@ from holdfast.jobs.node.mounts.symlinks import create_links
 from holdfast.jobs.node.mounts.teardown import Teardown
 from holdfast.jobs.node.mounts.unsent_files import UNSENT, UnsentFiles, read_unsent
 from holdfast.jobs.node.mounts.upload_watcher import upload_status
-from holdfast.log import get_logger
-from holdfast.writeback import status_of
-from holdfast.writeback.status import has_uploader
+from holdfast.jobs.writeback import status_of
+from holdfast.jobs.writeback.status import has_uploader
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 

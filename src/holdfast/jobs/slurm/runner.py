@@ -13,27 +13,27 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.entry import command
-from holdfast.environment import read_integer
 from holdfast.errors import HoldfastError
 from holdfast.jobs.environment import Node, run_environment, setup_environment, tag
+from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.mounts.unsent_files import write_unsent
 from holdfast.jobs.node.scripts import choose_venv, node_variables
-from holdfast.jobs.node.spec import NodeSpec, read_outcome, reserve_outcome, write_outcome
 from holdfast.jobs.node.venv_variables import install_here
+from holdfast.jobs.node_spec import NodeSpec, read_outcome, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
 from holdfast.jobs.slurm.messages import Inbox, Message, write
-from holdfast.linux.partial_files import temporary_folder
-from holdfast.linux.processes import adopt_orphans, die_with_parent
-from holdfast.linux.wakeup_pipe import WakeupPipe
-from holdfast.notice.file import write_notice
-from holdfast.notice.preemption import Notice
+from holdfast.system.entry import command
+from holdfast.system.environment import read_integer
+from holdfast.system.linux.partial_files import temporary_folder
+from holdfast.system.linux.processes import adopt_orphans, die_with_parent
+from holdfast.system.linux.wakeup_pipe import WakeupPipe
+from holdfast.watch.preemption.file import write_notice
+from holdfast.watch.preemption.notice import Notice
 
 if TYPE_CHECKING:
     from holdfast.jobs.slurm.attempt_container import AttemptContainer

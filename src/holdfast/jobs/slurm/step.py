@@ -9,9 +9,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from holdfast.entry import command
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.slurm import commands, messages
+from holdfast.system.entry import command
 
 
 class Step:

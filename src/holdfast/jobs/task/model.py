@@ -9,8 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from holdfast.jobs.notifications.subscription import Subscription
 from holdfast.jobs.task.accelerators import Accelerators
+from holdfast.jobs.task.subscription import Subscription
 
 
 class MountMode(str, Enum):

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from holdfast.documents import decode_text
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.accelerators import Accelerators, parse_accelerators
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus
@@ -27,6 +26,7 @@ from holdfast.jobs.task.pipeline import split_documents
 from holdfast.jobs.task.problems import find_problems, format_problems
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 from holdfast.jobs.task.variables import fill_in, parse_variables
+from holdfast.system.documents import decode_text
 
 
 @dataclass(frozen=True, slots=True)

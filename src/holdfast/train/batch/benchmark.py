@@ -13,9 +13,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.errors import Unsupported
+from holdfast.system.units import format_bytes
 from holdfast.train.batch.sample import tensors_of
 from holdfast.train.batch.training_state import TrainingState, count_bytes
-from holdfast.units import format_bytes
 
 STEPS_PER_PROBE = 2  # the first creates the optimizer's state, the second includes it
 

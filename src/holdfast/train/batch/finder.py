@@ -10,9 +10,10 @@ from typing import Any, TypeVar, final
 
 import torch
 
+from holdfast.checkpoint.ranks import RankGroup, Ranks, values_of
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
-from holdfast.log import get_logger
-from holdfast.ranks import RankGroup, Ranks, values_of
+from holdfast.system.log import get_logger
+from holdfast.system.units import format_bytes, parse_bytes, parse_duration, plural
 from holdfast.train.batch.benchmark import STEPS_PER_PROBE, StepBenchmark
 from holdfast.train.batch.estimate import estimate_peak
 from holdfast.train.batch.learning_rates import format_rates, plan_accumulation, scale_rates
@@ -22,7 +23,6 @@ from holdfast.train.batch.sample import batch_size_of, resize
 from holdfast.train.batch.search import Search
 from holdfast.train.batch.snapshot import Snapshot
 from holdfast.train.batch.training_state import TrainingState, collect_training_state, count_bytes
-from holdfast.units import format_bytes, parse_bytes, parse_duration, plural
 
 _log = get_logger("train")
 _T = TypeVar("_T")

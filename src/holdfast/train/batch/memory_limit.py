@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from holdfast import host_memory
-from holdfast.environment import read_integer
+from holdfast.system import host_memory
+from holdfast.system.environment import read_integer
 
 # Probes do not show fragments that build up over hours, or other processes that grow a little.
 _SHARE_OF_DEVICE = 0.97

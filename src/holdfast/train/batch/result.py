@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from holdfast.errors import InvalidInput
-from holdfast.units import format_bytes, format_duration, plural
+from holdfast.system.units import format_bytes, format_duration, plural
 
 _FULL_THROUGHPUT = 0.97  # of the best: steps of the same work differ by about 3 %
 

@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from holdfast.callsite import warn
+from holdfast.checkpoint.state.loader_watch import num_returned
 from holdfast.errors import InvalidInput, ResumeWarning
-from holdfast.rawbytes import view_bytes
-from holdfast.state.loader_watch import num_returned
+from holdfast.system.callsite import warn
+from holdfast.system.rawbytes import view_bytes
 from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch
 from holdfast.train.data.progress import BatchProgress, Pass
 from holdfast.train.data.ranges import Ranges, add_range

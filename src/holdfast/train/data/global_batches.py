@@ -9,9 +9,9 @@ import torch
 from typing_extensions import override
 
 from holdfast.errors import InvalidInput
+from holdfast.system.units import plural
 from holdfast.train.data.batches import Batches
 from holdfast.train.data.permutation import KeyedPermutation
-from holdfast.units import plural
 
 _BLOCK = 8192
 """Places whose samples are computed together, since a single one takes almost as long."""

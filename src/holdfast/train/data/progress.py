@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
-from holdfast.callsite import warn
 from holdfast.errors import InvalidInput, ResumeWarning
+from holdfast.system.callsite import warn
+from holdfast.system.units import plural
 from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch
 from holdfast.train.data.ranges import Ranges, add_range
-from holdfast.units import plural
 
 _MAX_WAITING = 10_000
 """Batches that may be drawn before their steps are complete. No loader reads so far ahead."""

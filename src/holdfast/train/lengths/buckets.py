@@ -8,9 +8,9 @@ from typing import Any, final
 import torch
 
 from holdfast.errors import InvalidInput
+from holdfast.system.units import plural
 from holdfast.train.data.batches import Batches, fingerprint
 from holdfast.train.lengths.arranged import ArrangedEpochs
-from holdfast.units import plural
 
 
 @final

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from holdfast.errors import InvalidInput
+from holdfast.system.units import plural
 from holdfast.train.lengths.packs import first_fit
-from holdfast.units import plural
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

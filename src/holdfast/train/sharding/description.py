@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.system.units import format_bytes
 from holdfast.train.sharding.mesh_layout import MeshLayout
-from holdfast.units import format_bytes
 
 _COLUMN = 36
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from holdfast.state.sharding import local_of
+from holdfast.checkpoint.state.sharding import local_of
+from holdfast.system.units import plural
 from holdfast.train.sharding.description import Description, ModuleNode, Unit
 from holdfast.train.sharding.mesh_layout import MeshLayout
 from holdfast.train.sharding.process_group import backends_of
-from holdfast.units import plural
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

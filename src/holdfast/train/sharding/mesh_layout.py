@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import InvalidInput
-from holdfast.units import plural
+from holdfast.system.units import plural
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from holdfast.environment import read_integer
 from holdfast.errors import InvalidInput, Unsupported
+from holdfast.system.environment import read_integer
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import Internal, InvalidInput, Unsupported
-from holdfast.log import get_logger
+from holdfast.system.log import get_logger
 from holdfast.train.sharding.blocks import Blocks, WrapPolicy, find_blocks
 from holdfast.train.sharding.inspection import describe
 from holdfast.train.sharding.mesh_layout import MeshLayout, make_mesh_layout

@@ -12,14 +12,14 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from holdfast.dtensor import is_dtensor
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.state.dtensor import is_dtensor
+from holdfast.checkpoint.state.sharding import shards_of
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
-from holdfast.rawbytes import view_bytes
-from holdfast.restore.checkpoint import Checkpoint
-from holdfast.restore.checkpoint import open as open_checkpoint
-from holdfast.state.sharding import shards_of
+from holdfast.system.rawbytes import view_bytes
+from holdfast.system.units import plural
 from holdfast.train.sharding.units import plain_name
-from holdfast.units import plural
 
 WeightsLike: TypeAlias = "Mapping[str, torch.Tensor] | Checkpoint | str | os.PathLike[str]"
 """Source of weights: a state dict, a checkpoint, or the home of a run with its newest checkpoint."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from holdfast.process_exit import hard_exit
+from holdfast.system.process_exit import hard_exit
 from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.compile_watcher import CompileWatcher
 from holdfast.train.tuning.graph_watcher import GraphWatcher

@@ -7,12 +7,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from holdfast.system.units import format_bytes, plural
 from holdfast.train.batch.learning_rates import format_rates, scale_rates
 from holdfast.train.lengths.padding import Padding, compare_paddings
 from holdfast.train.tuning.findings import Finding, TrialResult
 from holdfast.train.tuning.measurements import RowLengths, StepMeasurements
 from holdfast.train.tuning.verdict import MIN_GAIN
-from holdfast.units import format_bytes, plural
 
 _MIN_ROWS = 16
 _MIN_BATCH_GAIN = 0.10  # smallest gain for which to suggest another padding or batch size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from holdfast.system.units import format_duration, plural
 from holdfast.train.tuning.measurements import (
     GraphMeasurements,
     HostSync,
@@ -14,7 +15,6 @@ from holdfast.train.tuning.measurements import (
     SyncMeasurements,
 )
 from holdfast.train.tuning.verdict import CompileVerdict, Throughput
-from holdfast.units import format_duration, plural
 
 MIN_WAIT_SHARE = 0.10
 """Smallest share of a step spent waiting for data that is a finding."""

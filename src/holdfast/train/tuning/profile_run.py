@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.documents import decode_dataclass, read_dataclass
-from holdfast.entry import command
-from holdfast.environment import sandbox_environment
 from holdfast.errors import InvalidInput
-from holdfast.linux.files import write_atomic
-from holdfast.linux.process_group import end_of, process_group
+from holdfast.system.documents import decode_dataclass, read_dataclass
+from holdfast.system.entry import command
+from holdfast.system.environment import sandbox_environment
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.linux.process_group import end_of, process_group
 
 T = TypeVar("T")
 _POLL_S = 0.2

@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast import host_memory
 from holdfast.errors import InvalidInput
-from holdfast.linux.partial_files import temporary_folder
+from holdfast.system import host_memory
+from holdfast.system.linux.partial_files import temporary_folder
+from holdfast.system.units import plural
 from holdfast.train.tuning import batch_findings, findings
 from holdfast.train.tuning.findings import Finding, TrialResult
 from holdfast.train.tuning.measurements import (
@@ -30,7 +31,6 @@ from holdfast.train.tuning.verdict import (
     judge_compile,
     measure_throughput,
 )
-from holdfast.units import plural
 
 QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 _DOUBLINGS = 5

@@ -25,8 +25,8 @@ import torch
 import holdfast
 from holdfast import Checkpointer
 from holdfast.adapters.deepspeed import attach
+from holdfast.checkpoint.exchange import export_checkpoint
 from holdfast.errors import HoldfastError, NotFound
-from holdfast.exchange import export_checkpoint
 
 
 def make(stage: int = 1, **config: Any) -> Any:

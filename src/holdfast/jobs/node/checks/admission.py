@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.environment import read_progress
+from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.checks.gate import CheckedPlaces, NodeGate, make_plan
 from holdfast.jobs.node.checks.result import (
     MODE,
@@ -19,11 +19,11 @@ from holdfast.jobs.node.checks.result import (
     read_mode,
     write_checks,
 )
-from holdfast.jobs.node.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.machine_name import machine_name
 from holdfast.jobs.node.mounts.job_links import outside_path, read_links
-from holdfast.jobs.node.spec import NodeSpec
 from holdfast.jobs.node.venv_variables import activate
+from holdfast.jobs.node_spec import NodeSpec
+from holdfast.system.environment import read_progress
 
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _GPU_SCRIPT = Path(__file__).with_name("gpu_script.py")

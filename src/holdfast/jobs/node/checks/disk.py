@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.jobs.node.checks.result import Check
-from holdfast.linux.partial_files import partial_file
+from holdfast.system.linux.partial_files import partial_file
 
 NUM_BYTES = 4 << 20
 """Bytes that are written to each disk."""

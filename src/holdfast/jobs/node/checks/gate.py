@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.host_memory import available_bytes
 from holdfast.jobs.node.checks.disk import FEW_BYTES, NUM_BYTES, check_disk
 from holdfast.jobs.node.checks.memory import check_free_memory, check_memory
 from holdfast.jobs.node.checks.product import check_products
 from holdfast.jobs.node.checks.result import MAX_RESULT_BYTES, Check, NodeChecks, read_results, write_result
+from holdfast.system.host_memory import available_bytes
 
 LIMIT_S = 10.0
 """Time limit of all checks. What has no result by then is reported, and does not stop the attempt."""
@@ -105,7 +105,7 @@ def make_plan(places: CheckedPlaces) -> dict[str, Callable[[], Iterator[Check]]]
 
 
 def _check_home(home: str, places: CheckedPlaces) -> Iterator[Check]:
-    from holdfast.home.space import measure_space
+    from holdfast.checkpoint.home.space import measure_space
 
     yield from check_disk(Path(home), num_bytes=_num_bytes(Path(home), places.folder))
     found = measure_space(home)

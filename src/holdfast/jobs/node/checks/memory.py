@@ -6,10 +6,10 @@ import os
 import time
 from collections.abc import Iterator
 
-from holdfast.host_memory import available_bytes, total_bytes
 from holdfast.jobs.node.checks.disk import first_difference
 from holdfast.jobs.node.checks.result import Check
-from holdfast.units import format_bytes
+from holdfast.system.host_memory import available_bytes, total_bytes
+from holdfast.system.units import format_bytes
 
 COPY_BYTES = 16 << 20
 _FEW_COPY_BYTES = 1 << 20

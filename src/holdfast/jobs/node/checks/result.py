@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from holdfast.documents import decode_dataclass
 from holdfast.errors import Corrupt
-from holdfast.linux.files import open_regular, write_atomic
+from holdfast.system.documents import decode_dataclass
+from holdfast.system.linux.files import open_regular, write_atomic
 
 MODE = "HOLDFAST_NODE_CHECKS"
 """Variable of a job: `stop` (default), `report` or `off`."""

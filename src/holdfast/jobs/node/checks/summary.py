@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from holdfast.jobs.node.checks.disk import FEW_BYTES
 from holdfast.jobs.node.checks.result import Check, NodeChecks
-from holdfast.units import format_bytes, plural
+from holdfast.system.units import format_bytes, plural
 
 _Values = Mapping[str, float]
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from holdfast.documents import decode_dataclass
-from holdfast.jobs.node.folder import ContainerFolder
-from holdfast.linux.files import write_atomic
+from holdfast.jobs.folder import ContainerFolder
+from holdfast.system.documents import decode_dataclass
+from holdfast.system.linux.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.documents import decode_dataclass
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.containers.runtime import ContainerRuntime
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.job_links import read_links
 from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
-from holdfast.linux.files import write_atomic
+from holdfast.system.documents import decode_dataclass
+from holdfast.system.linux.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)

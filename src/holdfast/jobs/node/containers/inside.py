@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from holdfast.errors import Conflict, RetryLater
-from holdfast.linux.joined_namespaces import JoinedNamespaces
+from holdfast.system.linux.joined_namespaces import JoinedNamespaces
 
 _PASSWD = Path("/etc/passwd")
 _MAX_PASSWD_BYTES = 1 << 20

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast import backoff
 from holdfast.jobs.environment import TAG
+from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container_state import read_container_state
-from holdfast.jobs.node.folder import ContainerFolder, JobFolder
 from holdfast.jobs.node.mounts.lease import STOPPED
 from holdfast.jobs.node.spawn import spawn
-from holdfast.jobs.node.spec import read_environment
-from holdfast.linux import locks
-from holdfast.linux.joined_namespaces import JoinedNamespaces, open_namespaces
+from holdfast.jobs.node_spec import read_environment
+from holdfast.system import backoff
+from holdfast.system.linux import locks
+from holdfast.system.linux.joined_namespaces import JoinedNamespaces, open_namespaces
 
 _POLL_S = 0.05
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0

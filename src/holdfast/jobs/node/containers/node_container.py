@@ -7,19 +7,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.documents import Fields, decode
 from holdfast.errors import HoldfastError, RetryLater, Unsupported
+from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers import commands, inside
 from holdfast.jobs.node.containers.container_state import ContainerState
 from holdfast.jobs.node.containers.image_spec import ImageSpec
 from holdfast.jobs.node.containers.runtime_calls import RuntimeCalls
-from holdfast.jobs.node.folder import ContainerFolder, JobFolder
 from holdfast.jobs.node.mounts.job_links import Link, read_links, write_links
 from holdfast.jobs.task.image import qualified
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
-from holdfast.linux.files import write_atomic
-from holdfast.linux.joined_namespaces import JoinedNamespaces, open_namespaces
+from holdfast.system.documents import Fields, decode
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.linux.joined_namespaces import JoinedNamespaces, open_namespaces
 
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MAX_INSPECT_BYTES = 16 << 20

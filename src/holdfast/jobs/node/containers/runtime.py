@@ -9,7 +9,7 @@ import subprocess
 from enum import Enum
 
 from holdfast.errors import Unsupported
-from holdfast.linux.program_runs import run_program
+from holdfast.system.linux.program_runs import run_program
 
 _LIMIT_S = 30.0
 _QUESTIONS = {

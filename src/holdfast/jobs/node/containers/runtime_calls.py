@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from holdfast.errors import NotFound, RetryLater
-from holdfast.linux.program_runs import run_program
+from holdfast.system.linux.program_runs import run_program
 
 _MAX_WORDS = 2000
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.environment import tag
+from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container_state import ContainerState, write_container_state
 from holdfast.jobs.node.containers.image_spec import ImageSpec, read_image_spec
 from holdfast.jobs.node.containers.node_container import NodeContainer, explain
 from holdfast.jobs.node.containers.runtime_calls import RuntimeCalls
-from holdfast.jobs.node.folder import ContainerFolder, JobFolder
-from holdfast.linux.processes import adopt_orphans
+from holdfast.system.linux.processes import adopt_orphans
 
 _CHECK_S = 0.25
 _REMOVALS = 3

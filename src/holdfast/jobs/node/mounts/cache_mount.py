@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.node.mounts.mount_spec import MountSpec
-from holdfast.writeback import Mount, mount
+from holdfast.jobs.writeback import Mount, mount
 
 _SLICE_S = 0.2  # interval for checking whether a mount in progress is still wanted
 
@@ -18,7 +18,7 @@ def mount_write_back(
     """Mount a write-back directory, or join its uploader.
 
     Raises:
-        HoldfastError: see `holdfast.writeback.mount`.
+        HoldfastError: see `holdfast.jobs.writeback.mount`.
 
     Blocks: until it is mounted or no longer wanted.
     """

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from holdfast.checkpoint.store import ObjectInfo, Store, open_store
+from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from holdfast.linux.files import write_atomic
-from holdfast.store import ObjectInfo, Store, open_store
-from holdfast.store.address import parse_address
-from holdfast.units import format_bytes, plural
-from holdfast.writeback.ownership import FOLDER
+from holdfast.jobs.writeback.ownership import FOLDER
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.units import format_bytes, plural
 
 _AT_ONCE = 8  # files
 _BLOCK_BYTES = 16 << 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from contextlib import suppress
 
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import Denied, InvalidInput, NotFound, RetryLater
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import FileMount
-from holdfast.store import open_store
-from holdfast.units import format_bytes
+from holdfast.system.units import format_bytes
 
 KEY = "config.mount_cached.vfs_cache_max_size"
 """Key of a mount for its limit. SkyPilot limits the cache of rclone with it."""

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 from holdfast.errors import Conflict
-from holdfast.linux.mounts import mount_points
-from holdfast.linux.program_runs import run_program
+from holdfast.system.linux.mounts import mount_points
+from holdfast.system.linux.program_runs import run_program
 
 _LIMIT_S = 30.0
 _DEVICE = Path("/dev/fuse")

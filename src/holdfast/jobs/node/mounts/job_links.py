@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.documents import decode, read_as
-from holdfast.jobs.node.folder import JobFolder
-from holdfast.linux.files import write_atomic
+from holdfast.jobs.folder import JobFolder
+from holdfast.system.documents import decode, read_as
+from holdfast.system.linux.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast import backoff
-from holdfast.documents import decode_object
 from holdfast.jobs.environment import TAG
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.spawn import spawn_once
-from holdfast.jobs.node.spec import read_environment
-from holdfast.linux import locks
+from holdfast.jobs.node_spec import read_environment
+from holdfast.system import backoff
+from holdfast.system.documents import decode_object
+from holdfast.system.linux import locks
 
 HOLDERS, LOCK, READY = "holders", "lock", "there"
 """Files of the mounter: a FIFO whose writers keep it alive, its lock, and its result for waiting nodes."""

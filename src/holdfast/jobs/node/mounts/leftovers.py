@@ -10,10 +10,10 @@ from pathlib import Path
 from holdfast.errors import Conflict, NotFound, RetryLater
 from holdfast.jobs.node.mounts.cache_mount import mount_write_back
 from holdfast.jobs.node.mounts.mount_spec import MountSpec
-from holdfast.writeback import status_of
-from holdfast.writeback.journal import FOLDER, Journal
-from holdfast.writeback.reconciliation import ASIDE
-from holdfast.writeback.status import FENCED, DirectoryStatus, has_uploader
+from holdfast.jobs.writeback import status_of
+from holdfast.jobs.writeback.journal import FOLDER, Journal
+from holdfast.jobs.writeback.reconciliation import ASIDE
+from holdfast.jobs.writeback.status import FENCED, DirectoryStatus, has_uploader
 
 _LOOK_S = 0.2
 _SCAN_S = 2.0

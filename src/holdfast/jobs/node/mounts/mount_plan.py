@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.copies import check_copy, copy_file, copy_tree
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts.fetch_limit import fetch_limit
 from holdfast.jobs.node.mounts.job_links import Link, write_links
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs

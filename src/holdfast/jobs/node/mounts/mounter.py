@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, RetryLater
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.cache_mount import mount_write_back
 from holdfast.jobs.node.mounts.download import download
 from holdfast.jobs.node.mounts.lease import HOLDERS, READY
@@ -21,11 +21,11 @@ from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, caches_of
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
 from holdfast.jobs.records import Records
-from holdfast.linux.files import write_atomic
-from holdfast.linux.wakeup_pipe import wake
-from holdfast.units import format_duration
-from holdfast.writeback import Mount
-from holdfast.writeback.status import has_uploader
+from holdfast.jobs.writeback import Mount
+from holdfast.jobs.writeback.status import has_uploader
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.linux.wakeup_pipe import wake
+from holdfast.system.units import format_duration
 
 _END_S = 0.5
 """Time in which the last holder of a mount ends after the mount itself."""

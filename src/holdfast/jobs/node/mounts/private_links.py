@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.job_links import read_links
-from holdfast.linux.mount_namespace import add_links, enter
+from holdfast.system.linux.mount_namespace import add_links, enter
 
 ROOT = Path("/")
 

@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.entry import command
 from holdfast.jobs.node.mounts.private_links import ROOT, existing_parent
 from holdfast.jobs.task.model import FileMount, Task
-from holdfast.linux.program_runs import run_program
+from holdfast.system.entry import command
+from holdfast.system.linux.program_runs import run_program
 
 _TRIAL_S = 60.0
 
@@ -58,7 +58,7 @@ def why_unavailable() -> str | None:
     Blocks: while a process tries it, at most a minute.
     """
     try:
-        trial = run_program(command("holdfast.linux.mount_namespace"), timeout_s=_TRIAL_S)
+        trial = run_program(command("holdfast.system.linux.mount_namespace"), timeout_s=_TRIAL_S)
     except subprocess.TimeoutExpired as error:
         return str(error)
     return None if trial.status == 0 else (trial.error.splitlines() or [trial.message])[-1]

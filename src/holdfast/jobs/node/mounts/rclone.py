@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address, parse_address
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_spec import MountSpec
-from holdfast.linux.processes import dying_with_parent
-from holdfast.store.address import AZURE, GCS, S3, Address, parse_address
+from holdfast.system.linux.processes import dying_with_parent
 
 _REMOTE = "HOLDFAST"
 _PREFIX = f"RCLONE_CONFIG_{_REMOTE}_"

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
 
-from holdfast.documents import decode_dataclass
 from holdfast.errors import Conflict, InvalidInput, RetryLater
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
 from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
-from holdfast.privacy import is_private
+from holdfast.system.documents import decode_dataclass
+from holdfast.system.privacy import is_private
 
 SCRATCH = "HOLDFAST_SCRATCH"
 """Variable that names the folder for scratch folders. It may contain other variables of the node."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from holdfast.errors import Conflict, InvalidInput
-from holdfast.jobs.node.folder import JobFolder, job_folder
+from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.job_links import Link, read_links
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus

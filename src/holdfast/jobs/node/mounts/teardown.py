@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from holdfast.errors import Conflict
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.folder import JobFolder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.lease import LOCK, job_environment
 from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
 from holdfast.jobs.node.mounts.unsent_files import UNSENT, read_unsent
 from holdfast.jobs.node.spawn import spawn_once
-from holdfast.linux import locks
+from holdfast.system.linux import locks
 
 _PORTER_LIMIT_S = 15.0
 """Time limit for a released mounter to unmount."""

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.documents import decode_dataclass
-from holdfast.linux.files import write_atomic
+from holdfast.system.documents import decode_dataclass
+from holdfast.system.linux.files import write_atomic
 
 UNSENT = "unsent.json"
 """File in the folder of the attempt, with the newest status."""

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast import backoff
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.cache_mount import mount_write_back
 from holdfast.jobs.node.mounts.leftovers import mounting_attempt
 from holdfast.jobs.node.mounts.log_line import log_line
@@ -21,10 +20,11 @@ from holdfast.jobs.node.mounts.unsent_files import UNSENT, UnsentFiles, write_un
 from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.linux import locks
-from holdfast.linux.wakeup_pipe import wake
-from holdfast.writeback import DirectoryStatus, Mount, status_of
-from holdfast.writeback.status import STARTING
+from holdfast.jobs.writeback import DirectoryStatus, Mount, status_of
+from holdfast.jobs.writeback.status import STARTING
+from holdfast.system import backoff
+from holdfast.system.linux import locks
+from holdfast.system.linux.wakeup_pipe import wake
 
 _CHECK_S, _LONGEST_CHECK_S = 0.1, 2.0
 _TALK_S = 5.0

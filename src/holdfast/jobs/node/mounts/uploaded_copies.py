@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
-from holdfast.jobs.node.folder import JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_spec import caches
-from holdfast.log import get_logger
-from holdfast.writeback import remove_uploaded
-from holdfast.writeback.status import has_uploader
+from holdfast.jobs.writeback import remove_uploaded
+from holdfast.jobs.writeback.status import has_uploader
+from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 _LIMIT_S = 5.0

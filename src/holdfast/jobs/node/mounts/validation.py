@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.address import hide_secrets
+from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.jobs.node.folder import bucket_folder
+from holdfast.jobs.folder import bucket_folder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.download import exists
 from holdfast.jobs.node.mounts.fetch_limit import check_fetch, fetch_limit
@@ -20,9 +23,6 @@ from holdfast.jobs.node.mounts.private_targets import (
     why_unavailable,
 )
 from holdfast.jobs.task.model import FileMount, MountMode, Task
-from holdfast.store import open_store
-from holdfast.store.address import hide_secrets
-from holdfast.store.endpoints import check_endpoint
 
 _OF_KERNEL = frozenset({"dev", "proc", "sys"})
 _OF_PROGRAMS = frozenset({"bin", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr"})

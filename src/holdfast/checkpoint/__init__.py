@@ -1,0 +1,1 @@
+"""Checkpoints of a run: formats, stores, the state and its copy, the keeper, restore, and the run itself."""

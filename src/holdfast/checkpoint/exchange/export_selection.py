@@ -1,0 +1,147 @@
+"""Part of a checkpoint that is exported: tensors by name, their bytes in order, and the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.exchange.prefixes import select
+from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.nesting import is_optimizer, is_under
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+
+
+@dataclass(slots=True)
+class ExportSelection:
+    """Checkpoint as one rank sees it, or a part of it.
+
+    Attributes:
+        tensors: selected tensors by name, tied ones included.
+        only: selected prefixes; None for all.
+        rename: new prefix by old prefix; "" removes a prefix.
+        every_value: values by top-level key, also those that only other ranks have.
+        num_bytes: bytes of tensors that have been read so far.
+    """
+
+    checkpoint: Checkpoint
+    rank: int
+    only: tuple[str, ...] | None
+    rename: dict[str, str]
+    num_threads: int
+    on_bytes: Callable[[int], None] | None = None
+    tensors: dict[str, Shard] = field(default_factory=dict)
+    every_value: dict[str, Any] = field(default_factory=dict)
+    num_bytes: int = 0
+    _first_of: dict[str, str] = field(default_factory=dict)  # first selected alias of other names
+
+    @classmethod
+    def choose(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        rank: int,
+        only: Iterable[str] | None,
+        rename: Mapping[str, str] | None,
+        num_threads: int,
+    ) -> ExportSelection:
+        """Select the tensors and values with any of the prefixes.
+
+        Raises:
+            NotFound: no name has a prefix of `only`, or a part is missing.
+            InvalidInput: the rank does not exist.
+            Corrupt: a part is damaged.
+        """
+        prefixes = None if only is None else tuple(only)
+        one = cls(checkpoint, rank, prefixes, dict(rename or {}), num_threads)
+        shapes = checkpoint.facts(rank)
+        one.every_value = _join([checkpoint.values(of) for of in checkpoint.structures(rank)])
+        names = [*shapes, *(key for key in one.every_value if key not in shapes)]
+        chosen = select(names, prefixes, f"Step {checkpoint.step}")
+        one.tensors = {name: Shard.whole(name, *shapes[name]) for name in chosen if name in shapes}
+        for name in one.tensors:
+            one.original(name)  # in this order, so that the first alias does not depend on later calls
+        return one
+
+    def original(self, name: str) -> str:
+        """Return the first selected name that is tied to `name`, whose bytes it shares."""
+        root = self.checkpoint.info(name).tied_to or name
+        if root in self.tensors:
+            return root
+        return self._first_of.setdefault(root, name)
+
+    def values(self) -> dict[str, Any]:
+        """Return the selected values by top-level key, with a `TensorRef` in place of each tensor."""
+        if self.only is None:
+            return self.every_value
+        return {
+            key: value
+            for key, value in self.every_value.items()
+            if any(is_under(key, prefix) or is_under(prefix, key) for prefix in self.only)
+        }
+
+    def stream(self, names: Sequence[str]) -> TensorStream:
+        """Return a stream of the bytes of some tensors, one after the other."""
+        return TensorStream(self, names)
+
+
+def _join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of different ranks, such as stages of a pipeline, as one.
+
+    An optimizer gets the groups of all of them. Of other values, those of the first rank count.
+    """
+    joined: dict[str, Any] = {}
+    for values in parts:
+        for key, value in values.items():
+            first = joined.setdefault(key, value)
+            if first is not value and is_optimizer(first) and is_optimizer(value):
+                joined[key] = _join_optimizers(first, value)
+    return joined
+
+
+def _join_optimizers(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Add the groups and the state of another rank's parameters to those of an optimizer."""
+    known = {name for group in first["param_groups"] for name in group["params"]}
+    groups = [
+        {**group, "params": [name for name in group["params"] if name not in known]}
+        for group in other["param_groups"]
+    ]
+    return {
+        **first,
+        "param_groups": [*first["param_groups"], *(group for group in groups if group["params"])],
+        "state": {**other.get("state", {}), **first.get("state", {})},
+    }
+
+
+class TensorStream:
+    """Bytes of tensors in a fixed order, read tensor by tensor."""
+
+    def __init__(self, selection: ExportSelection, names: Sequence[str]) -> None:
+        self._selection = selection
+        self._tensors = [selection.tensors[name] for name in names]
+        self._slices = selection.checkpoint.slices(
+            [tensor.name for tensor in self._tensors if tensor.num_bytes],
+            rank=selection.rank,
+            num_threads=selection.num_threads,
+        )
+        self._at = 0
+
+    def read(self, num_bytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of the next tensor, which has `num_bytes`. A view is valid until the next one.
+
+        Raises:
+            Corrupt: the checkpoint is damaged.
+            NotFound: a file is missing.
+            RetryLater: the store failed.
+        """
+        tensor = self._tensors[self._at]
+        assert tensor.num_bytes == num_bytes, (tensor, num_bytes)
+        self._at += 1
+        left = num_bytes
+        while left:
+            view = next(self._slices).view
+            left -= len(view)
+            self._selection.num_bytes += len(view)
+            if self._selection.on_bytes is not None:
+                self._selection.on_bytes(len(view))
+            yield view

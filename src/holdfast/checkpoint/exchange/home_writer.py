@@ -1,0 +1,249 @@
+"""Writer of a new home with one checkpoint: the data file in blocks, then part and manifest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import xxhash
+
+from holdfast.checkpoint.exchange.source import Source, SourceTensor
+from holdfast.checkpoint.format import manifest, names, part, partitioning, run, values
+from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.hashes import chunk_bytes_for
+from holdfast.checkpoint.format.layout import FileLayout, Shard, check_name, lay_out
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import DataFile
+from holdfast.checkpoint.home.attempts import newest_attempt, note_saved
+from holdfast.checkpoint.home.claim import claim_attempt, new_run
+from holdfast.checkpoint.home.commit import make_manifest, parse_parts
+from holdfast.checkpoint.home.deletion import delete_files
+from holdfast.checkpoint.home.documents import read_run
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.restore.slices import split_into_slices
+from holdfast.checkpoint.store.contract import Store
+from holdfast.errors import Conflict, HoldfastError
+from holdfast.system.units import plural
+
+BUFFER_BYTES = 8 << 20
+"""Size of the buffer for tensors."""
+
+
+class ChunkHashes:
+    """Chunk hashes of a file whose bytes arrive in parts of any length."""
+
+    def __init__(self, file_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes_for(file_bytes)
+        self._file_bytes = file_bytes
+        self._done: list[str] = []
+        self._open = xxhash.xxh3_128()
+        self._filled = 0
+
+    def add(self, view: memoryview) -> None:
+        """Hash the next bytes."""
+        while view:
+            head = view[: self.chunk_bytes - self._filled]
+            self._open.update(head)
+            self._filled += len(head)
+            view = view[len(head) :]
+            if self._filled == self.chunk_bytes:
+                self._close()
+
+    def _close(self) -> None:
+        self._done.append(self._open.hexdigest())
+        self._open.reset()
+        self._filled = 0
+
+    def finish(self) -> DataFile:
+        """Return the size and hashes, after the last byte."""
+        if self._filled:
+            self._close()
+        return DataFile(self._file_bytes, self.chunk_bytes, "".join(self._done))
+
+
+def write_home(
+    store: Store, source: Source, *, step: int, origin: str, on_bytes: Callable[[int], None] | None = None
+) -> DataFile:
+    """Write a home with one checkpoint, as if one rank had saved it.
+
+    `holdfast.json` is written last, so a home without it and without a manifest contains only leftovers of
+    killed imports. The next import begins as a new attempt, and deletes the leftovers once its own manifest
+    is written. If an import is killed after its manifest, only `holdfast.json` is missing, which the next
+    start of the run writes.
+
+    Memory: `BUFFER_BYTES`, plus one read of a region of the source.
+
+    Args:
+        store: new home, or one with leftovers of killed imports.
+        origin: description of the source, for the history.
+        on_bytes: called with a number of bytes after they have been read from the source.
+
+    Returns:
+        The size and hashes of the data file.
+
+    Raises:
+        Conflict: the home is not new, or another run or import has begun in it. The home is as before.
+        InvalidInput: a name or a value cannot be in a checkpoint. Nothing was written.
+        Corrupt: the source is damaged. What had been written was deleted.
+        RetryLater: reading the source or writing to the home failed. What had been written was deleted, if
+            possible.
+
+    Blocks: until the checkpoint is durable.
+    """
+    began = time.perf_counter()
+    encoded = {key: values.encode(value, key) for key, value in source.values.items()}
+    for alias in source.tied:
+        check_name(alias)
+    shards = [tensor.shard for tensor in source]
+    layout = lay_out(shards, 0)
+    refuse_existing_home(store)
+    this_run = read_run(store) or new_run()  # written last
+    attempt = claim_attempt(store, this_run.id, world_size=1).number
+    try:
+        refuse_existing_home(store)  # again, because later imports and runs see the claim
+        store.sweep()
+        hashes = ChunkHashes(layout.file_bytes)
+        parts = _with_hashes(_file_parts(list(source), layout, on_bytes), hashes)
+        store.put_parts(names.data(step, attempt, 0), parts, layout.file_bytes, if_absent=True)
+        file = hashes.finish()
+        texts = make_documents(
+            run_id=this_run.id,
+            step=step,
+            attempt=attempt,
+            shards=shards,
+            layout=layout,
+            file=file,
+            tied=source.tied,
+            values=encoded,
+        )
+        for name, text in texts.items():
+            _check_not_overtaken(store, attempt)
+            store.put(name, text, if_absent=True)
+        _check_not_overtaken(store, attempt)
+    except BaseException:
+        _remove(store, step, attempt)
+        raise
+    note_saved(store, this_run.id, CheckpointId(attempt=attempt, step=step))
+    with suppress(HoldfastError):  # the checkpoint is complete; the next start of the run writes it too
+        store.put(names.RUN, run.document(this_run), if_absent=True)
+    _remove_older(store, attempt)
+    history = History(store, WriterId(this_run.id, attempt, rank=0, world_size=1))
+    detail, seconds = f"imported from {origin}", time.perf_counter() - began
+    history.record("committed", step=step, num_bytes=file.num_bytes, seconds=seconds, detail=detail)
+    return file
+
+
+def make_documents(
+    *,
+    run_id: str,
+    step: int,
+    attempt: int,
+    shards: list[Shard],
+    layout: FileLayout,
+    file: DataFile,
+    tied: dict[str, str],
+    values: dict[str, Any],
+) -> dict[str, bytes]:
+    """Return the documents of a checkpoint of one rank, in the order of writing.
+
+    Args:
+        tied: name by alias.
+        values: tagged JSON by top-level key.
+    """
+    whole, ranks = partitioning.whole(0), (0,)
+    tensors = {shard.name: Tensor(shard.dtype, shard.shape, whole, ranks) for shard in shards}
+    draft = part.draft(
+        run=run_id,
+        step=step,
+        attempt=attempt,
+        rank=0,
+        world_size=1,
+        ancestors=(),
+        values=values,
+        own=(),
+        starts=layout.starts,
+        catalog=catalog_text(Catalog(tensors, tied)),
+    )
+    name = names.part(step, attempt, 0)
+    text = part.finish(draft, file)
+    merged = make_manifest(parse_parts([(name, text)]))
+    return {name: text, names.manifest(step, attempt): manifest.document(merged)}
+
+
+def refuse_existing_home(store: Store) -> None:
+    """Raise if a home contains more than leftovers of killed imports.
+
+    Raises:
+        Conflict: the home has a run, or files of one.
+        RetryLater: the store failed.
+    """
+    home = list_home(store)
+    is_left_over = all(
+        not one.is_committed and one.attempt in home.attempts and {*one.parts, *one.data, *one.frozen} <= {0}
+        for one in home.saved.values()
+    )
+    if is_left_over and store.size(names.RUN) is None:
+        return
+    count = len(home.saved)
+    found = plural(count, "saved step") if count else "a run without checkpoints"
+    raise Conflict(
+        f"{store.url} already contains {found}. An import needs a new home, so that it is not mixed with the "
+        "checkpoints of a run. Nothing was written. Choose another home, or delete this one."
+    )
+
+
+def _check_not_overtaken(store: Store, attempt: int) -> None:
+    newest = newest_attempt(store)
+    if newest > attempt:
+        raise Conflict(
+            f"Another import or a training run has started in {store.url} during this import (attempt "
+            f"{newest} after {attempt}). This import was cancelled, and what it had written was deleted."
+        )
+
+
+def _with_hashes(parts: Iterator[memoryview], hashes: ChunkHashes) -> Iterator[memoryview]:
+    for one in parts:
+        hashes.add(one)
+        yield one
+
+
+def _file_parts(
+    tensors: list[SourceTensor], layout: FileLayout, on_bytes: Callable[[int], None] | None
+) -> Iterator[memoryview]:
+    """Yield the data file from first to last byte. Each part is valid until the next one."""
+    yield memoryview(layout.header)
+    buffer, filled = memoryview(bytearray(BUFFER_BYTES)), 0
+    for index in sorted(range(len(tensors)), key=lambda i: layout.starts[i]):
+        tensor = tensors[index]
+        item_bytes = ITEM_BYTES[tensor.dtype]
+        for region in split_into_slices(tensor.shape, item_bytes, BUFFER_BYTES):
+            num_bytes = region.num_items * item_bytes
+            if filled + num_bytes > BUFFER_BYTES:
+                yield buffer[:filled]
+                filled = 0
+            tensor.read_into(region, buffer[filled : filled + num_bytes])
+            filled += num_bytes
+            if on_bytes is not None:
+                on_bytes(num_bytes)
+    yield buffer[:filled]
+
+
+def _remove(store: Store, step: int, attempt: int) -> None:
+    """Delete what was written, the manifest first, so that no incomplete checkpoint is ever visible."""
+    written = names.manifest(step, attempt), names.part(step, attempt, 0), names.data(step, attempt, 0)
+    with suppress(HoldfastError):  # the error that is being raised explains more
+        delete_files(store, written)
+        store.delete(names.attempt(attempt))
+
+
+def _remove_older(store: Store, attempt: int) -> None:
+    """Delete files of earlier imports that did not write their manifest, and no longer may."""
+    with suppress(HoldfastError):  # they do no harm, and `holdfast rm --incomplete` deletes them
+        for one in list_home(store).saved.values():
+            if one.attempt < attempt and not one.is_committed:
+                delete_files(store, one.names)

@@ -1,0 +1,246 @@
+"""Packed partition: a tree of plain values and tensors, and the kinds of objects in it."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import importlib
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format.values import encode
+from holdfast.checkpoint.state.tensors import is_savable, unsavable
+from holdfast.checkpoint.state.tree import extract_tensors
+from holdfast.errors import InvalidInput, Unsupported
+
+Path = tuple[Any, ...]
+"""Keys and indices of a node in a tree."""
+
+KNOWN = frozenset(
+    {
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    }
+)
+"""Classes of other libraries that are restored as such. Only their attributes are saved, never code."""
+_NAMESPACES: dict[str, type] = {"namespace": argparse.Namespace, "simple-namespace": types.SimpleNamespace}
+_STATE_DICT, _VERSIONS = "state-dict", "versions"
+_SEQUENCES = (list, tuple)
+
+
+class StateDict(collections.OrderedDict[Any, Any]):
+    """State dict of a module or optimizer that was saved whole.
+
+    Both `model.load_state_dict(it)` and `model.load_state_dict(it.state_dict())` work.
+    """
+
+    def state_dict(self) -> StateDict:
+        """Return itself."""
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error, because a checkpoint does not contain code.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(
+            "This is the state dict of an object, not the object itself: a checkpoint holds no code. "
+            "Create the object again and call its load_state_dict() with this."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"A checkpoint holds no code, so an object is loaded as its state dict, which does not have the "
+            f"attribute {name!r}. Create the object again and call its load_state_dict() with this."
+        )
+
+
+@dataclass(slots=True)
+class Packed:
+    """Partition that is ready to be saved."""
+
+    tree: Any  # of plain values and tensors
+    kinds: list[tuple[Path, str, Any]] = field(default_factory=list)  # of objects, outer before inner
+    devices: dict[Path, str] = field(default_factory=dict)  # devices of tensors that were not on the CPU
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors, once per occurrence."""
+        return _tensors(self.tree)
+
+    def check(self, name: str) -> None:
+        """Check that the partition can be saved.
+
+        Raises:
+            InvalidInput: a value cannot be saved. The message has its key path.
+            Unsupported: a tensor that cannot be saved.
+        """
+
+        def emit(path: str, tensor: torch.Tensor) -> None:
+            if not is_savable(tensor):
+                raise unsavable(tensor, path)
+
+        encode(extract_tensors(self.tree, name, emit, composites=False), name)
+
+    def copied(self) -> Packed:
+        """Return the partition with copies of all tensors on the CPU."""
+        copies: dict[Any, torch.Tensor] = {}
+
+        def copy(_: Path, tensor: torch.Tensor) -> torch.Tensor:
+            view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+            if view not in copies or not tensor.numel():
+                copies[view] = tensor.detach().to("cpu", copy=True)
+            return copies[view]
+
+        return Packed(rebuild(self.tree, copy), self.kinds, self.devices)
+
+
+def pack(value: Any, name: str) -> Packed:
+    """Pack the value of a partition. Its tensors are not copied.
+
+    Modules, optimizers and other objects with state_dict() and load_state_dict() become their state dicts,
+    at any depth. Dicts of other types become plain ones; enum members that are numbers or strings become
+    plain numbers and strings.
+
+    Raises:
+        InvalidInput: the value contains itself.
+    """
+    packed = Packed(None)
+    try:
+        packed.tree = _pack(value, (), packed)
+    except RecursionError as error:
+        raise InvalidInput(f"{name} contains itself, or is too deeply nested.", key=name) from error
+    return packed
+
+
+def _pack(value: Any, path: Path, into: Packed) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            into.devices[path] = str(value.device)
+        return value
+    if _is_mapping(value):
+        return _pack_dict(value, path, into)
+    if kind in _SEQUENCES:
+        return kind(_pack(item, (*path, i), into) for i, item in enumerate(value))
+    if kind is collections.deque:
+        items = (_pack(item, (*path, i), into) for i, item in enumerate(value))
+        return collections.deque(items, maxlen=value.maxlen)
+    if isinstance(value, enum.Enum):
+        return value.value if isinstance(value, (int, str)) else value
+    label = _label(value)
+    if label is not None:
+        into.kinds.append((path, label, None))
+        return _pack(dict(vars(value)), path, into)
+    if _has_state_dict(value):
+        into.kinds.append((path, _STATE_DICT, None))
+        return _pack(value.state_dict(), path, into)
+    return value
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict) and type(value) is not collections.Counter
+
+
+def _pack_dict(value: dict[Any, Any], path: Path, into: Packed) -> dict[Any, Any]:
+    items = [(key, _pack(item, (*path, key), into)) for key, item in value.items()]
+    if not isinstance(value, collections.OrderedDict):
+        return dict(items)
+    metadata = getattr(value, "_metadata", None)
+    if isinstance(metadata, Mapping):
+        # Version 1 is the default, and every module has one.
+        versions = {key: dict(one) for key, one in metadata.items() if one.get("version", 1) not in (1, None)}
+        if versions:
+            into.kinds.append((path, _VERSIONS, versions))
+    return collections.OrderedDict(items)
+
+
+def _label(value: Any) -> str | None:
+    kind = type(value)
+    if kind in _NAMESPACES.values():
+        return next(label for label, one in _NAMESPACES.items() if one is kind)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return name if name in KNOWN else None
+
+
+def _has_state_dict(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def unpack(tree: Any, kinds: list[tuple[Path, str, Any]]) -> Any:
+    """Rebuild a packed value from its tree and the kinds of its objects."""
+    at: dict[Path, list[tuple[str, Any]]] = {}
+    for path, kind, detail in kinds:
+        at.setdefault(tuple(path), []).append((kind, detail))
+
+    def revive(path: Path, value: Any) -> Any:
+        for kind, detail in reversed(at.get(path, ())):
+            value = _revive(kind, detail, value)
+        return value
+
+    return rebuild(tree, lambda _, tensor: tensor, revive) if at else tree
+
+
+def _revive(kind: str, detail: Any, value: Any) -> Any:
+    if kind == _VERSIONS:
+        value._metadata = collections.OrderedDict(detail)
+        return value
+    if kind == _STATE_DICT:
+        state = StateDict(value) if isinstance(value, dict) else StateDict(state=value)
+        if "_metadata" in getattr(value, "__dict__", ()):
+            vars(state)["_metadata"] = vars(value)["_metadata"]
+        return state
+    if kind in _NAMESPACES:
+        return _NAMESPACES[kind](**value)
+    if kind not in KNOWN:
+        raise Unsupported(
+            f"Unknown kind of object {kind!r}. A newer Holdfast may have saved it: upgrade to load it."
+        )
+    module, _, name = kind.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return types.SimpleNamespace(**value)  # its library is not installed, but its attributes are saved
+    made = found.__new__(found)
+    vars(made).update(value)
+    return made
+
+
+def rebuild(
+    tree: Any,
+    leaf: Callable[[Path, torch.Tensor], Any],
+    revive: Callable[[Path, Any], Any] = lambda _, value: value,
+    path: Path = (),
+) -> Any:
+    """Rebuild a tree. `leaf` replaces each tensor, `revive` each node, inner ones first."""
+    if isinstance(tree, torch.Tensor):
+        return revive(path, leaf(path, tree))
+    if type(tree) in (dict, collections.OrderedDict):
+        items = ((key, rebuild(item, leaf, revive, (*path, key))) for key, item in tree.items())
+        return revive(path, type(tree)(items))
+    if type(tree) in _SEQUENCES or type(tree) is collections.deque:
+        parts = [rebuild(item, leaf, revive, (*path, i)) for i, item in enumerate(tree)]
+        again = (
+            collections.deque(parts, tree.maxlen) if type(tree) is collections.deque else type(tree)(parts)
+        )
+        return revive(path, again)
+    return revive(path, tree)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)
+    elif isinstance(tree, (*_SEQUENCES, collections.deque)):
+        for item in tree:
+            yield from _tensors(item)

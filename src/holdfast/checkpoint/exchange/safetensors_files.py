@@ -1,0 +1,202 @@
+"""Reader of safetensors files and Hugging Face model folders: headers now, bytes on demand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.exchange.source import FileReader, Source, SourceTensor, read_range
+from holdfast.checkpoint.format.agreement import covers_once
+from holdfast.checkpoint.format.catalog import check_size, columns
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.layout import MAX_HEADER_BYTES, parse_header
+from holdfast.checkpoint.format.limits import MAX_DIMS
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
+from holdfast.system.documents import Fields, decode_object, shown
+
+SHARDING = "DCP_SHARDING_INFO"
+INDEX_SUFFIX = ".safetensors.index.json"
+_MAX_FILE_NAME_BYTES = 255  # the limit of Linux
+
+
+def open_file(path: Path) -> Source:
+    """Open a safetensors file.
+
+    Raises:
+        Corrupt: the file is damaged or truncated.
+        Unsupported: the file has a dtype that a checkpoint cannot hold.
+    """
+    return _open_files([path])
+
+
+def open_folder(folder: Path) -> Source:
+    """Open the safetensors files of a folder: those in its index, or all if it has no index.
+
+    Regions of one tensor in several files are joined, if the files' metadata describe them. DCP's Hugging
+    Face writer and Holdfast write such metadata.
+
+    Raises:
+        Corrupt: a file is damaged or truncated, or a shard is missing.
+        NotFound: a file in the index is missing.
+        Unsupported: a dtype that no checkpoint can hold.
+    """
+    index = find_index(folder, INDEX_SUFFIX)
+    if index is None:
+        return _open_files(sorted(folder.glob("*.safetensors")))
+    return open_index(index)
+
+
+def open_index(index: Path) -> Source:
+    """Open the files in an index.
+
+    Raises:
+        Corrupt: a file is damaged or truncated.
+        NotFound: a file is missing.
+        Unsupported: a dtype that no checkpoint can hold.
+    """
+    weight_map = read_index(index)
+    return _open_files([index.parent / name for name in dict.fromkeys(weight_map.values())], weight_map)
+
+
+def find_index(folder: Path, suffix: str) -> Path | None:
+    """Return the only index in a folder with a suffix, or None.
+
+    Raises:
+        InvalidInput: the folder has several.
+    """
+    found = sorted(path for path in folder.iterdir() if path.name.endswith(suffix))
+    if len(found) > 1:
+        shown = ", ".join(path.name for path in found)
+        raise InvalidInput(
+            f"{folder} contains several models ({shown}). Pass one of these files, or a folder with one "
+            "model.",
+            key=str(folder),
+        )
+    return found[0] if found else None
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file name of each tensor in a Hugging Face index.
+
+    Raises:
+        Corrupt: the file is not an index, or names files outside its folder.
+    """
+    try:
+        size = path.stat().st_size
+        text = bytes(read_range(path, 0, min(size, MAX_HEADER_BYTES + 1)))
+        found = decode_object(text, str(path), max_bytes=MAX_HEADER_BYTES).fields("weight_map")
+    except Corrupt as error:
+        raise Corrupt(f"{path} is not an index with a weight_map: {error}", key=str(path)) from error
+    weight_map = {name: found.text(name, max_chars=1024) for name in found.members}
+    files = set(weight_map.values())
+    outside = [name for name in files if "\0" in name or Path(name).name != name or not _is_file_name(name)]
+    if outside:
+        raise Corrupt(f"{path} names {outside[0]!r}, which is not a file of its folder.", key=str(path))
+    for name in files:
+        if not (path.parent / name).is_file():
+            raise NotFound(
+                f"{path.parent / name} is missing, but {path.name} lists it. Download it again.", key=name
+            )
+    return weight_map
+
+
+def _is_file_name(name: str) -> bool:
+    return 0 < len(name.encode("utf-8", "surrogateescape")) <= _MAX_FILE_NAME_BYTES
+
+
+def _open_files(paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> Source:
+    found: dict[str, list[tuple[str, FileReader]]] = {}
+    for path in paths:
+        for name, dtype, reader in _readers(path):
+            if weight_map is None or weight_map.get(name) == path.name:
+                found.setdefault(name, []).append((dtype, reader))
+    missing = [name for name in weight_map or () if name not in found]
+    if missing and weight_map:
+        raise Corrupt(
+            f"{weight_map[missing[0]]} does not contain {missing[0]}, although the index lists it there.",
+            key=missing[0],
+        )
+    return Source(tuple(_join(name, readers) for name, readers in found.items()))
+
+
+def _join(name: str, readers: list[tuple[str, FileReader]]) -> SourceTensor:
+    dtypes = {dtype for dtype, _ in readers}
+    ranks = {len(reader.region.offsets) for _, reader in readers}
+    if len(dtypes) > 1 or len(ranks) > 1:
+        raise Corrupt(f"Files have different dtypes or dimensions for {name}: {sorted(dtypes)}.", key=name)
+    regions = [reader.region for _, reader in readers]
+    ends = zip(*(map(int.__add__, region.offsets, region.sizes) for region in regions), strict=True)
+    shape = tuple(map(max, ends)) if ranks != {0} else ()
+    if not covers_once(name, shape, regions):
+        raise Corrupt(
+            f"{len(regions)} files contain {name}, but they do not cover the shape {list(shape)} exactly "
+            "once: a shard is missing, or two files contain the same tensor. Pass a folder with an "
+            "index, or with one model.",
+            key=name,
+        )
+    return SourceTensor(name, readers[0][0], shape, tuple(reader for _, reader in readers))
+
+
+def _readers(path: Path) -> list[tuple[str, str, FileReader]]:
+    """Return each tensor in a file: its name, its dtype and a reader."""
+    entries, data_start = _header(path)
+    metadata = entries.pop("__metadata__", {})
+    try:
+        fields = Fields(metadata, "its metadata")
+        sharding = None
+        if SHARDING in fields:
+            text = fields.text(SHARDING, max_chars=MAX_HEADER_BYTES)
+            sharding = decode_object(text, SHARDING, max_bytes=MAX_HEADER_BYTES)
+        readers = [
+            _parse_entry(path, name, Fields(entry, shown(name)), sharding, data_start)
+            for name, entry in entries.items()
+        ]
+        end = _check_overlap(entries) + data_start
+    except (Corrupt, ValueError) as error:
+        raise Corrupt(
+            f"{path} is not a safetensors file: an entry of its header is wrong ({error}).", key=str(path)
+        ) from error
+    if path.stat().st_size < end:
+        raise Corrupt(
+            f"{path} is truncated: expected {end} bytes, found {path.stat().st_size}.", key=str(path)
+        )
+    return readers
+
+
+def _check_overlap(entries: dict[str, Any]) -> int:
+    """Check that tensors do not overlap; return the end of the last one.
+
+    Raises:
+        ValueError: tensors share bytes, which the format does not allow.
+    """
+    end = 0
+    for start, stop in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
+        if start < end and start < stop:
+            raise ValueError(f"two tensors share the bytes from {start} on")
+        end = max(end, stop)
+    return end
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    size = int.from_bytes(read_range(path, 0, 8), "little")
+    num_bytes = min(size, MAX_HEADER_BYTES, path.stat().st_size - 8)  # parse_header reports a wrong size
+    return parse_header(bytes(read_range(path, 0, 8 + num_bytes)), str(path))
+
+
+def _parse_entry(
+    path: Path, name: str, entry: Fields, sharding: Fields | None, data_start: int
+) -> tuple[str, str, FileReader]:
+    dtype, sizes = entry.text("dtype", max_chars=64), entry.integers("shape", max_items=MAX_DIMS)
+    start, stop = columns(list(entry.integers("data_offsets")), 2, "the offsets")
+    if dtype not in ITEM_BYTES:
+        raise Unsupported(f"{name} in {path} has dtype {dtype}, which no checkpoint can hold.", key=name)
+    offsets = (0,) * len(sizes)
+    if sharding is not None and sharding.members:
+        offsets = sharding.fields(name).integers("saved_offsets", max_items=MAX_DIMS)
+    check_size(name, dtype, sizes)
+    if len(offsets) != len(sizes) or stop - start != math.prod(sizes) * ITEM_BYTES[dtype]:
+        raise ValueError(f"{name} has {stop - start} bytes for {dtype}{list(sizes)}")
+    return name, dtype, FileReader(path, data_start + start, Region(offsets, sizes), ITEM_BYTES[dtype])

@@ -1,0 +1,296 @@
+"""Zip archives of torch.save: read by ranges, and written as a stream."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from holdfast.checkpoint.exchange import safe_unpickler
+from holdfast.checkpoint.exchange.safe_unpickler import DTYPE_NAMES, TensorStandIn
+from holdfast.checkpoint.exchange.source import read_range
+from holdfast.checkpoint.exchange.zip_layout import check_layout
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.errors import Corrupt
+
+ALIGN_BYTES = 64
+"""Alignment of storages, so that they can be mapped into memory as tensors."""
+_LOCAL_HEADER_BYTES, _ZIP64_EXTRA_BYTES, _ZIP64_BYTES = 30, 20, 1 << 31
+_MAX_AT_ONCE_BYTES = 1 << 16  # smaller archives are read at once: one read instead of ten
+_ROOT = "archive"
+DAMAGED = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError),
+    *(LookupError, TypeError, ValueError, AttributeError, OverflowError),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLocation:
+    """Position of a tensor's bytes in a file, row-major and without gaps."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def locate_tensor(path: Path, offset: int, length: int) -> TensorLocation | None:
+    """Locate the tensor that was saved alone into a range of a file.
+
+    Returns:
+        The location, or None if the tensor is not contiguous, has another byte order, or is a subclass.
+
+    Raises:
+        Unsupported: the pickle needs a name that is not allowed. None of its code has run.
+        Corrupt: the range is not an archive, or is damaged.
+        NotFound: the file does not exist.
+    """
+    what = f"{path} at byte {offset}"
+    try:
+        with zipfile.ZipFile(_open_range(path, offset, length)) as archive:
+            return _find(archive, path, offset, what)
+    except DAMAGED as error:
+        raise Corrupt(
+            f"{what} ({length} bytes) is not an archive of torch.save: {error}. It is damaged.", key=str(path)
+        ) from error
+
+
+def _find(archive: zipfile.ZipFile, path: Path, offset: int, what: str) -> TensorLocation | None:
+    root = check_layout(archive)
+    members = {info.filename: info for info in archive.infolist()}
+    order = f"{root}byteorder"
+    if order in members and archive.read(order) != b"little":
+        return None
+    tensor = safe_unpickler.load(
+        archive.read(f"{root}data.pkl"), safe_unpickler.TENSOR_NAMES, what, storage=tuple
+    )
+    if not isinstance(tensor, TensorStandIn):
+        return None
+    storage, first, size, stride, *rest = tensor.args
+    if not all(type(number) is int and number >= 0 for number in (first, *size, *stride)):
+        raise ValueError(f"a tensor of size {size} and strides {stride} at {first} is invalid")
+    dtype = DTYPE_NAMES.get(rest[2] if storage[1] == "untyped" else storage[1])
+    if dtype is None or not _is_contiguous(size, stride):
+        return None
+    info = members[f"{root}data/{storage[2]}"]
+    end = (first + math.prod(size)) * ITEM_BYTES[dtype]
+    if info.compress_type != zipfile.ZIP_STORED or end > info.file_size:
+        raise ValueError(f"its storage has {info.file_size} bytes, the tensor needs {end}")
+    head = bytes(read_range(path, offset + info.header_offset, _LOCAL_HEADER_BYTES))
+    skip = sum(struct.unpack_from("<HH", head, 26))  # lengths of the name and of the extra field
+    start = offset + info.header_offset + _LOCAL_HEADER_BYTES + skip
+    return TensorLocation(dtype, tuple(size), start + first * ITEM_BYTES[dtype])
+
+
+def _is_contiguous(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and step != expected and 0 not in size:
+            return False
+        expected *= length
+    return True
+
+
+def _open_range(path: Path, offset: int, length: int) -> IO[bytes]:
+    if length <= _MAX_AT_ONCE_BYTES:
+        return io.BytesIO(read_range(path, offset, length))
+    return io.BufferedReader(_FileRange(path, offset, length))
+
+
+class _FileRange(io.RawIOBase):
+    """Range of a file, as a file object."""
+
+    def __init__(self, path: Path, offset: int, length: int) -> None:
+        self._path = path
+        self._offset = offset
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer)
+        num_bytes = max(0, min(len(view), self._length - self._at))
+        view[:num_bytes] = read_range(self._path, self._offset + self._at, num_bytes)
+        self._at += num_bytes
+        return num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedTensor:
+    """Stand-in for a tensor in a tree to be pickled. The tensor's bytes are a record of the archive."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Record of an archive: its name, its size, and a function that yields its bytes."""
+
+    name: str
+    num_bytes: int
+    read: Callable[[], Iterable[bytes | memoryview]]
+
+    @classmethod
+    def of_bytes(cls, name: str, data: bytes) -> Record:
+        """Return a record of some bytes."""
+        return cls(name, len(data), lambda: (data,))
+
+
+def write_archive(
+    out: IO[bytes],
+    tree: Any,
+    stored: Iterable[ArchivedTensor],
+    read: Callable[[ArchivedTensor], Iterator[memoryview]],
+) -> int:
+    """Write a tree at the end of a file, in the format of `torch.save`.
+
+    Args:
+        out: seekable file, positioned where the archive begins.
+        tree: plain containers and values, with `ArchivedTensor` in place of tensors.
+        stored: each storage once, in the order of the archive.
+        read: yields a storage's bytes.
+
+    Returns:
+        Size of the archive in bytes.
+    """
+    storages = (Record(f"data/{one.key}", one.num_bytes, partial(read, one)) for one in stored)
+    return write_records(out, _pickle(tree), storages)
+
+
+def write_records(out: IO[bytes], pickled: bytes, storages: Iterable[Record]) -> int:
+    """Write a pickle and its storages in the format of `torch.save`.
+
+    Args:
+        out: seekable file, positioned where the archive begins.
+        pickled: pickle that refers to the storages, as `torch.save` writes it.
+        storages: records in the order of the archive; each is written before the next one is asked for.
+
+    Returns:
+        Size of the archive in bytes.
+    """
+    view = _ArchiveFile(out)
+    with zipfile.ZipFile(view, "w", zipfile.ZIP_STORED) as archive:
+        _write(archive, view, "data.pkl", pickled)
+        _write(archive, view, "byteorder", b"little")
+        for one in storages:
+            info = _info(view, one.name, one.num_bytes)
+            with archive.open(info, "w", force_zip64=one.num_bytes >= _ZIP64_BYTES) as record:
+                for part in one.read():
+                    record.write(part)
+        _write(archive, view, "version", b"3\n")
+    return view.seek(0, 2)
+
+
+def _write(archive: zipfile.ZipFile, view: _ArchiveFile, name: str, data: bytes) -> None:
+    archive.writestr(_info(view, name, len(data)), data)
+
+
+def _info(view: _ArchiveFile, name: str, num_bytes: int) -> zipfile.ZipInfo:
+    """Return a member whose data is aligned by an extra field that readers ignore."""
+    info = zipfile.ZipInfo(f"{_ROOT}/{name}", date_time=(1980, 1, 1, 0, 0, 0))
+    info.file_size = num_bytes
+    zip64 = _ZIP64_EXTRA_BYTES if num_bytes >= _ZIP64_BYTES else 0
+    end = view.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + zip64 + 4
+    padding = -end % ALIGN_BYTES
+    info.extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    return info
+
+
+class _ArchiveFile(io.RawIOBase):
+    """Rest of an open file, as a file object: offsets in an archive count from its start."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self._out = out
+        self._base = out.tell()
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._out.tell() - self._base
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._out.seek(offset + (0 if whence else self._base), whence) - self._base
+
+    def write(self, data: Any, /) -> int:
+        return self._out.write(data)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
+def _pickle(tree: Any) -> bytes:
+    data = io.BytesIO()
+    _Pickler(data, protocol=2).dump(tree)  # the protocol of torch.save, which torch.load expects
+    return data.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    stored: ArchivedTensor
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that writes an `ArchivedTensor` as torch.save writes a tensor."""
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        if not isinstance(obj, ArchivedTensor):
+            return NotImplemented
+        import torch  # imported here, because only writing needs torch
+        from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+
+        from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+
+        stride, step = [], 1
+        for size in reversed(obj.shape):
+            stride.append(step)
+            step *= max(size, 1)
+        arguments = (_Storage(obj), 0, obj.shape, tuple(reversed(stride)), False, OrderedDict())
+        dtype = torch_dtype(obj.dtype)
+        if dtype in torch.storage._dtype_to_storage_type_map():
+            return _rebuild_tensor_v2, arguments
+        return _rebuild_tensor_v3, (*arguments, dtype)
+
+    def persistent_id(self, obj: Any, /) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        import torch
+
+        from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+
+        stored = obj.stored
+        dtype = torch_dtype(stored.dtype)
+        name = torch.storage._dtype_to_storage_type_map().get(dtype)
+        kind = torch.UntypedStorage if name is None else getattr(torch, name)
+        count = stored.num_bytes if name is None else math.prod(stored.shape)
+        return ("storage", kind, stored.key, "cpu", count)

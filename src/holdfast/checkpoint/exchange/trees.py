@@ -1,0 +1,173 @@
+"""Conversion between nested trees with tensors, and tensors by name with values by top-level key."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from holdfast.checkpoint.format.values import TensorRef
+from holdfast.errors import Corrupt, InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class FlatTree:
+    """Tensors of a tree by name, names of tied tensors, and the remaining values."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def flatten(tree: Mapping[str, Any]) -> FlatTree:
+    """Flatten a tree. The name of a tensor is its path, joined by dots.
+
+    Raises:
+        InvalidInput: two tensors have the same name, or an object is neither a tensor nor a plain value.
+        Unsupported: a checkpoint cannot hold one of the tensors.
+    """
+    from holdfast.checkpoint.state.tensors import is_savable, unsavable
+    from holdfast.checkpoint.state.tree import extract_tensors
+
+    found = FlatTree()
+    views: dict[object, str] = {}  # name by the memory that a tensor refers to
+
+    def emit(name: str, tensor: torch.Tensor) -> None:
+        if name in found.tensors or name in found.tied:
+            raise InvalidInput(
+                f"Two tensors of the source would be named {name!r}. Rename a key before the import.",
+                key=name,
+            )
+        if not is_savable(tensor):
+            raise unsavable(tensor, name)
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first = views.setdefault(view, name) if tensor.numel() else name
+        if first == name:
+            found.tensors[name] = tensor
+        else:
+            found.tied[name] = first
+
+    for key, item in tree.items():
+        try:
+            stripped = extract_tensors(item, key, emit)
+        except RecursionError as error:
+            raise InvalidInput(
+                f"The value of {key[:60]!r} contains itself, or is nested too deeply. Nothing was imported. "
+                "Save a source without it.",
+                key=key[:60],
+            ) from error
+        if not is_named_tensor(key, stripped):
+            found.values[key] = {} if is_state_dict(key, stripped) else stripped
+    return found
+
+
+def is_named_tensor(key: str, tree: Any) -> bool:
+    """Return True for a top-level tensor, which its name implies."""
+    return isinstance(tree, TensorRef) and tree.name == key
+
+
+def is_state_dict(key: str, tree: Any) -> bool:
+    """Return True for a dict of tensors under their own names, which the names imply."""
+    if type(tree) not in (dict, collections.OrderedDict):
+        return False
+    return all(
+        isinstance(name, str) and isinstance(item, TensorRef) and item.name == f"{key}.{name}"
+        for name, item in tree.items()
+    )
+
+
+def nest(flat: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
+    """Rebuild the tree that DCP flattened, from its leaves by path.
+
+    Raises:
+        Corrupt: a path is empty, or is inside of another leaf.
+    """
+    root: dict[Any, Any] = {}
+    try:
+        for (*parents, last), value in flat.items():
+            node = root
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = value
+    except (AttributeError, TypeError, ValueError) as error:
+        raise Corrupt(f"The paths in the state do not form a tree: {error!r}. They are damaged.") from error
+    return {str(key): _as_lists(value) for key, value in root.items()}
+
+
+def _as_lists(node: Any) -> Any:
+    """Convert dicts with numeric keys to lists.
+
+    DCP flattens lists so, and converts a dict's own keys to strings.
+    """
+    if type(node) not in (dict, collections.OrderedDict):
+        return node
+    if node and all(type(key) is int for key in node):
+        return [_as_lists(node[key]) for key in sorted(node)]
+    return {key: _as_lists(item) for key, item in node.items()}
+
+
+_MAX_INT_BITS = 2000  # torch reads integers of up to 255 bytes
+
+
+def rename_top_level(tree: dict[str, Any], prefixes: Mapping[str, str] | None) -> dict[str, Any]:
+    """Rename top-level keys of a tree. "" moves a key's items to the top level.
+
+    Raises:
+        NotFound: a top-level key does not exist.
+        InvalidInput: two keys become equal, or a value to move to the top level is not a dict.
+    """
+    renamed: dict[str, Any] = {}
+    for key in prefixes or {}:
+        if key not in tree:
+            keys = ", ".join(list(tree)[:10])
+            raise NotFound(
+                f"The top-level key {key!r} to rename does not exist. The keys are: {keys}.", key=key
+            )
+    for key, value in tree.items():
+        new = (prefixes or {}).get(key, key)
+        if not new and not isinstance(value, dict):
+            raise InvalidInput(f"{key} is not a dict, so its name cannot be removed.", key=key)
+        for name, item in value.items() if not new else [(new, value)]:
+            if name in renamed:
+                raise InvalidInput(f"Two top-level keys would be named {name!r}.", key=str(name))
+            renamed[name] = item
+    return renamed
+
+
+def make_plain(value: Any, keep: type) -> Any:
+    """Convert a tree to values that `torch.load(weights_only=True)` accepts.
+
+    Arrays, deques, sets and ranges become lists; paths, dates and integers of more than 2000 bits become
+    strings. Objects of type `keep` are kept.
+    """
+    if isinstance(value, keep):
+        return value
+    if isinstance(value, Mapping):
+        kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        return kind((make_plain(key, keep), make_plain(item, keep)) for key, item in value.items())
+    if isinstance(value, tuple):
+        return tuple(make_plain(item, keep) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return sorted((make_plain(item, keep) for item in value), key=repr)
+    if isinstance(value, (list, collections.deque, range)):
+        return [make_plain(item, keep) for item in value]
+    return _plain_leaf(value)
+
+
+def _plain_leaf(value: Any) -> Any:
+    if value is None or type(value) in (bool, float, str, complex, bytearray):
+        return value
+    if type(value) is int:
+        return value if value.bit_length() <= _MAX_INT_BITS else str(value)
+    if type(value) is bytes:
+        return value or bytearray()  # torch cannot load empty bytes
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if callable(getattr(value, "tolist", None)):  # numpy, which may not be installed
+        return value.tolist()
+    return value if type(value).__module__ == "torch" else str(value)

@@ -1,0 +1,151 @@
+"""Composite tensors: tensors that are stored as other tensors, with a plain description; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.limits import MAX_DIMS
+from holdfast.checkpoint.format.value_bodies import Refused, read_array, read_integer, read_object, read_text
+from holdfast.errors import Unsupported
+from holdfast.system.documents import shown
+
+MAX_INNER = 64
+"""Limit of the inner tensors of one composite tensor."""
+MAX_TYPE_CHARS = 1024
+_MAX_SIZE = 2**53 - 1
+DTYPE = "dtype"
+"""Type of a tensor whose dtype safetensors files do not have."""
+DTENSOR = "dtensor"
+"""Type of a sharded tensor whose local tensor is a composite one."""
+UNDER = "@composites"
+"""Key in a module's values that has the composite tensors of the module by name."""
+SPARSE = {
+    "sparse_coo": ("indices", "values"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+"""Inner tensors by type of a sparse tensor."""
+
+_BYTE_DTYPES = ("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2", "bits8")
+RAW_DTYPES = {
+    "complex128": ("F64", 2),
+    "complex32": ("F16", 2),
+    "bits16": ("U16", 1),
+    **dict.fromkeys(_BYTE_DTYPES, ("U8", 1)),
+    **{f"{sign}int{bits}": ("U8", 1) for sign in ("", "u") for bits in range(1, 8)},
+}
+"""Stored dtype, and stored elements of one element, by the name of a dtype that safetensors lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A composite tensor.
+
+    Args:
+        type: "module:qualified name" of its class, or a name without colon for torch's own kinds.
+        inner: by name, a `TensorRef`, another composite tensor, or in a rebuilt tree the tensor itself.
+        facts: plain values that describe it.
+    """
+
+    type: str
+    inner: dict[str, Any]
+    facts: dict[str, Any]
+
+    @property
+    def is_class(self) -> bool:
+        """True if the type is a class of the program."""
+        return ":" in self.type
+
+
+def read_composite(body: Any) -> tuple[str, dict[str, Any], Any]:
+    """Return type, encoded inner tensors and encoded facts of a `$composite`."""
+    kind, inner, facts = read_array(body, 3)
+    inner = read_object(inner)
+    if not 0 < len(inner) <= MAX_INNER or "" in inner:
+        raise Refused(f"a composite tensor of {len(inner)} inner tensors")
+    return read_text(kind, MAX_TYPE_CHARS), inner, facts
+
+
+def check_composite(saved: SavedTensor) -> SavedTensor:
+    """Return a decoded composite tensor whose description is as its type requires.
+
+    Raises:
+        Refused: it is not.
+        Unsupported: this version does not know the type.
+    """
+    facts = read_object(saved.facts)
+    if saved.is_class:
+        return saved
+    if saved.type in SPARSE:
+        _check_inner(saved, SPARSE[saved.type])
+        _check_numbers(facts.get("size"))
+        if saved.type == "sparse_coo" and type(facts.get("coalesced")) is not bool:
+            raise Refused("a sparse tensor without the member coalesced")
+    elif saved.type == DTYPE:
+        _check_inner(saved, ("raw",))
+        name = read_text(facts.get("dtype"), MAX_TYPE_CHARS)
+        if name not in RAW_DTYPES:
+            raise Unsupported(
+                f"A tensor has the dtype {shown(name)}: written by a newer Holdfast? Upgrade to read it."
+            )
+    elif saved.type == DTENSOR:
+        _check_inner(saved, ("local",))
+        for member in ("shape", "offsets", "sizes"):
+            _check_numbers(facts.get(member))
+    else:
+        raise Unsupported(
+            f"Unknown type {shown(saved.type)} of a composite tensor: written by a newer Holdfast? "
+            "Upgrade to read it."
+        )
+    return saved
+
+
+def _check_inner(saved: SavedTensor, names: tuple[str, ...]) -> None:
+    if tuple(saved.inner) != names:
+        raise Refused(f"a {saved.type} tensor of {shown(list(saved.inner))} instead of {list(names)}")
+
+
+def _check_numbers(found: Any) -> None:
+    numbers = read_array(found)
+    if len(numbers) > MAX_DIMS or not all(0 <= read_integer(one) <= _MAX_SIZE for one in numbers):
+        raise Refused(f"expected sizes of up to {MAX_DIMS} dimensions, found {shown(numbers)}")
+
+
+def composite_items(value: SavedTensor) -> dict[str, Any]:
+    """Return the plain form of a composite tensor: its inner tensors, with its type and its facts."""
+    return {**value.inner, "@composite": value.type, "@facts": value.facts}
+
+
+def shown_type(kind: str, facts: dict[str, Any]) -> str:
+    """Return the type of a composite tensor for a message."""
+    if kind == DTYPE:
+        return f"a torch.{facts['dtype']} tensor"
+    if kind == DTENSOR:
+        return "a DTensor over a composite tensor"
+    return f"a torch.{kind} tensor" if kind in SPARSE else f"a {kind.replace(':', '.')}"
+
+
+def raw_of(dtype: str) -> tuple[str, int]:
+    """Return the stored form of a dtype: another dtype, and its number of elements per element."""
+    stored, count = RAW_DTYPES[dtype]
+    assert stored in ITEM_BYTES
+    return stored, count
+
+
+def composites(tree: Any, path: str) -> Iterator[tuple[str, SavedTensor]]:
+    """Yield key path and description of each composite tensor in decoded values, outer ones first."""
+    if isinstance(tree, SavedTensor):
+        yield path, tree
+        for name, item in tree.inner.items():
+            yield from composites(item, f"{path}.{name}")
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from composites(item, path if key == UNDER else f"{path}.{key}")
+    elif isinstance(tree, (list, tuple)):
+        for i, item in enumerate(tree):
+            yield from composites(item, f"{path}.{i}")

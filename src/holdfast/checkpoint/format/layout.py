@@ -1,0 +1,144 @@
+"""Layout of a rank's data file: safetensors, with the header padded so that data starts at 4 KiB."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.errors import Corrupt, InvalidInput
+from holdfast.system.documents import decode_object, is_text
+
+BLOCK_BYTES = 4096
+MAX_HEADER_BYTES = 100_000_000  # safetensors readers refuse more
+_RESERVED = re.compile(r"@r[0-9]+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part of a tensor.
+
+    `offsets` and `sizes` - its region of the global `shape`. `dtype` - a safetensors name. `per_rank` -
+    every rank has its own tensor (RNG state, a data loader's buffer). `frozen` - no optimizer trains it, so
+    it is in the second data file. `number` - its position among the rank's shards of this tensor, from 0.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    per_rank: bool = False
+    frozen: bool = False
+    number: int = 0
+
+    @classmethod
+    def whole(cls, name: str, dtype: str, shape: tuple[int, ...], *, per_rank: bool = False) -> Shard:
+        """Return the shard that is a whole tensor."""
+        return cls(name, dtype, shape, (0,) * len(shape), shape, per_rank)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this shard."""
+        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this shard is all of its tensor."""
+        return self.sizes == self.shape
+
+    def file_key(self, rank: int) -> str:
+        """Return the key in the safetensors file: the name, or `NAME@rN`.
+
+        For a per-rank tensor N is the rank, otherwise the number of the shard. 0 is left out.
+        """
+        number = rank if self.per_rank else self.number
+        return f"{self.name}@r{number}" if number else self.name
+
+
+def check_name(name: str) -> None:
+    """Raise for a tensor name that the format reserves.
+
+    Raises:
+        InvalidInput: the name is reserved, or cannot be written as UTF-8.
+    """
+    if not is_text(name):
+        raise InvalidInput(f"Tensor name {name!r} is not valid Unicode text. Rename the key.", key=name)
+    if name == "__metadata__" or _RESERVED.search(name):
+        raise InvalidInput(
+            f"Tensor name {name!r} is reserved by the checkpoint format. Rename the key.", key=name
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Positions of all shards in a data file."""
+
+    header: bytes  # from byte 0, including length prefix and padding
+    starts: tuple[int, ...]  # byte offset in the file of each shard, in the order given
+    file_bytes: int
+
+
+def lay_out(shards: list[Shard], rank: int) -> FileLayout:
+    """Lay shards out as one safetensors file.
+
+    Wider dtypes come first, so that every tensor is aligned to its element without holes, which the
+    safetensors format forbids.
+
+    Raises:
+        InvalidInput: a reserved name, two shards of one tensor, or a header over the 100 MB that safetensors
+            readers accept.
+    """
+    order = sorted(range(len(shards)), key=lambda i: -ITEM_BYTES[shards[i].dtype])
+    header: dict[str, Any] = {}
+    sharding: dict[str, Any] = {}
+    starts = [0] * len(shards)
+    position = 0
+    for index in order:
+        shard = shards[index]
+        check_name(shard.name)
+        key, stop = shard.file_key(rank), position + shard.num_bytes
+        if key in header:
+            raise InvalidInput(
+                f"Rank {rank} has two shards of {key}; a data file holds one of each.", key=key
+            )
+        header[key] = {"dtype": shard.dtype, "shape": list(shard.sizes), "data_offsets": [position, stop]}
+        sharding[key] = {"saved_offsets": list(shard.offsets)}
+        starts[index], position = position, stop
+    metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    text = json.dumps({"__metadata__": metadata, **header}, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % BLOCK_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise InvalidInput(
+            f"{len(shards)} tensors need a header of {len(text)} bytes; safetensors allows 100 MB."
+        )
+    prefix = struct.pack("<Q", len(text)) + text
+    return FileLayout(prefix, tuple(len(prefix) + start for start in starts), len(prefix) + position)
+
+
+def header_bytes(head: bytes | memoryview) -> int:
+    """Return the bytes of a safetensors header with its length prefix; 0 for less than a prefix."""
+    return 8 + int(struct.unpack_from("<Q", head)[0]) if len(head) >= 8 else 0
+
+
+def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors header by key, and the offset of the data.
+
+    `__metadata__` is included.
+
+    Args:
+        head: the file's first bytes, at least the whole header.
+
+    Raises:
+        Corrupt: not a safetensors header.
+    """
+    size = struct.unpack_from("<Q", head)[0] if len(head) >= 8 else -1
+    if not 0 < size <= min(MAX_HEADER_BYTES, len(head) - 8):
+        raise Corrupt(f"{what} does not have a safetensors header (length field: {size}).", key=what)
+    header = f"{what}: the safetensors header"
+    entries = decode_object(bytes(head[8 : 8 + size]), header, max_bytes=MAX_HEADER_BYTES)
+    return entries.members, 8 + size

@@ -1,0 +1,289 @@
+"""Manifest: the commit record of a checkpoint, made from all its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.format.agreement import Agreement, agree, has_several
+from holdfast.checkpoint.format.catalog import EACH, SPLIT, Tensor, check_facts, columns
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.health import UNKNOWN, Health, health_members, read_health
+from holdfast.checkpoint.format.limits import (
+    HASH,
+    MAX_ATTEMPT,
+    MAX_DEPTH,
+    MAX_DIMS,
+    MAX_DOCUMENT_BYTES,
+    MAX_RANKS,
+    MAX_STEP,
+    RUN_ID,
+)
+from holdfast.checkpoint.format.names import OfCheckpoint
+from holdfast.checkpoint.format.part import Ancestors, Part, read_ancestors
+from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.format.versions import Versions
+from holdfast.errors import Corrupt, InvalidInput
+from holdfast.system.documents import Fields, decode_object, read_integers, shown
+
+__all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "parse"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartFile:
+    """The manifest's facts about a rank's files."""
+
+    rank: int
+    part_bytes: int
+    part_xxh3: str
+    data_bytes: int
+    frozen_bytes: int | None  # of the second data file; None without one
+    catalog: int  # index of the rank's catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest(OfCheckpoint):
+    """A complete checkpoint."""
+
+    id: str  # random; distinguishes our own commit from others' if an answer was lost
+    run: str
+    step: int
+    attempt: int
+    world_size: int
+    ancestors: Ancestors
+    created_unix_s: float  # for people; never used to order checkpoints
+    parts: tuple[PartFile, ...]
+    tensors: dict[str, Tensor]
+    tied: dict[str, str]
+    catalogs: tuple[bytes, ...]  # each different one, with the bytes of the parts
+    health: Health = UNKNOWN
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(part.data_bytes + (part.frozen_bytes or 0) for part in self.parts)
+
+    @property
+    def base_step(self) -> int | None:
+        """Step that the writing attempt was restored from; None if it started from scratch."""
+        return self.ancestors[-1].step if self.ancestors else None
+
+
+def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
+    """Merge all parts of a checkpoint, each with its document's bytes, into a manifest.
+
+    It reads the parts one after the other and keeps none of them, because those of a thousand ranks contain
+    many hashes.
+
+    Args:
+        parts: of all ranks, in the order of ranks; at least one.
+
+    Raises:
+        Corrupt: a catalog cannot be parsed.
+        InvalidInput: the parts do not belong together, or do not cover each tensor exactly once.
+    """
+    merging = _Merging()
+    try:
+        for part, text in parts:
+            merging.add(part, text)
+        agreed = merging.agree()
+        _check_tied(agreed.tied, agreed.tensors.keys() | merging.each.keys())
+    except InvalidInput as error:
+        step = merging.first.step
+        raise InvalidInput(
+            f"Step {step} was not committed: {error} Earlier checkpoints remain.",
+            step=step,
+            rank=error.rank,
+            key=error.key,
+        ) from error
+    first = merging.first
+    return Manifest(
+        id=id,
+        run=first.run,
+        step=first.step,
+        attempt=first.attempt,
+        world_size=first.world_size,
+        ancestors=first.ancestors,
+        created_unix_s=created_unix_s,
+        parts=tuple(merging.files),
+        tensors=agreed.tensors | {name: tensor for name, (tensor, _) in merging.each.items()},
+        tied=agreed.tied,
+        catalogs=tuple(merging.catalogs.values()),
+    )
+
+
+class _Merging:
+    """Facts about the parts that have been merged so far."""
+
+    def __init__(self) -> None:
+        self.files: list[PartFile] = []
+        self.catalogs: dict[str, bytes] = {}  # by digest
+        self._numbers: dict[str, int] = {}  # of catalogs, by digest
+        self.each: dict[str, tuple[Tensor, int]] = {}  # the first rank's tensor, and that rank
+        self._num_shards: list[int] = []  # by rank
+        self._first: Part | None = None
+
+    @property
+    def first(self) -> Part:
+        """The part of the first rank."""
+        assert self._first is not None
+        return self._first
+
+    def add(self, part: Part, text: bytes) -> None:
+        """Add the next rank's part."""
+        if self._first is None:
+            self._first = part
+        _check_same_checkpoint(part, self._first)
+        if part.rank != len(self.files):
+            raise InvalidInput(
+                f"the part of rank {len(self.files)} is missing; found that of rank {part.rank}.",
+                rank=part.rank,
+            )
+        self.catalogs.setdefault(part.catalog_digest, part.catalog_text)
+        frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
+        catalog = self._numbers.setdefault(part.catalog_digest, len(self._numbers))
+        self.files.append(
+            PartFile(part.rank, len(text), digest(text), part.file.num_bytes, frozen_bytes, catalog)
+        )
+        self._num_shards.append(part.num_shards)
+        for name, dtype, shape, _ in part.own:
+            self.each.setdefault(name, (Tensor(dtype, shape, None), part.rank))
+
+    def agree(self) -> Agreement:
+        """Make the checks that need all parts."""
+        if len(self.files) != self.first.world_size:
+            raise InvalidInput(
+                f"it needs the parts of {self.first.world_size} ranks, found {len(self.files)}."
+            )
+        agreed = agree(tuple(self.catalogs.values()), tuple(file.catalog for file in self.files))
+        for rank, (found, expected) in enumerate(zip(self._num_shards, agreed.num_shards, strict=True)):
+            if found != expected:
+                raise InvalidInput(
+                    f"rank {rank} wrote {found} shards, but the catalogs list {expected}.", rank=rank
+                )
+        for name, (_, rank) in self.each.items():
+            if name in agreed.tensors:
+                raise InvalidInput(
+                    f"Ranks disagree about {name}: rank {rank} has its own, but rank "
+                    f"{agreed.tensors[name].held_by[0]} lists it as shared by several ranks.",
+                    rank=rank,
+                    key=name,
+                )
+        return agreed
+
+
+def _check_same_checkpoint(part: Part, first: Part) -> None:
+    for fact in ("run", "step", "attempt", "world_size", "ancestors"):
+        ours, theirs = getattr(part, fact), getattr(first, fact)
+        if ours != theirs:
+            if fact == "ancestors":
+                ours, theirs = (tuple(map(tuple, ancestors)) for ancestors in (ours, theirs))
+            raise InvalidInput(
+                f"rank {part.rank} has {fact}={ours!r}, rank {first.rank} has {theirs!r}: their parts do not "
+                "belong to one checkpoint.",
+                rank=part.rank,
+            )
+
+
+def _check_tied(tied: Mapping[str, str], names: Set[str]) -> None:
+    for alias, name in tied.items():
+        if name not in names:
+            raise InvalidInput(f"{alias} is an alias of {name}, but no rank has such a tensor.", key=alias)
+
+
+def document(manifest: Manifest) -> bytes:
+    """Return the manifest's sealed document."""
+    each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.partitioning is None}
+    head = dumps(
+        {
+            **VERSIONS.header_of(SEVERAL_REGIONS if has_several(manifest.tensors) else VERSIONS.written),
+            "id": manifest.id,
+            "run": manifest.run,
+            "step": manifest.step,
+            "attempt": manifest.attempt,
+            "world_size": manifest.world_size,
+            "ancestors": manifest.ancestors,
+            "created_unix_s": manifest.created_unix_s,
+            "parts": [
+                [p.rank, p.part_bytes, p.part_xxh3, p.data_bytes, p.frozen_bytes, p.catalog]
+                for p in manifest.parts
+            ],
+            "each": each,
+            **({} if manifest.health == UNKNOWN else {"health": health_members(manifest.health)}),
+        }
+    )
+    return seal(b"\n".join((head, *manifest.catalogs)))
+
+
+def parse(text: bytes, what: str) -> Manifest:
+    """Parse a manifest.
+
+    Raises:
+        Corrupt: its bytes have changed, or it is not a manifest.
+        Unsupported: written by a newer format.
+    """
+    head, *catalogs = unseal_lines(text, what)
+    body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
+    parse_body = VERSIONS.parser(body, what)
+    try:
+        return parse_body(body, tuple(catalogs))
+    except (Corrupt, ValueError) as error:
+        raise Corrupt(f"{what} is sealed but is not a valid manifest: {error}", key=what) from error
+
+
+def _parse_v1(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
+    found = _parse_v2(body, catalogs)
+    if has_several(found.tensors):
+        raise ValueError("a rank holds several regions of one tensor, which version 1 does not allow")
+    return found
+
+
+def _parse_v2(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
+    rows = body.array("parts", max_items=MAX_RANKS)
+    world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
+    parts = tuple(_part_file(row, rank, len(catalogs)) for rank, row in enumerate(rows))
+    if len(parts) != world_size:
+        raise ValueError(f"it has {world_size} ranks but lists the parts of {len(parts)}")
+    agreed = agree(catalogs, tuple(part.catalog for part in parts))
+    each = {name: _each_tensor(name, row) for name, row in body.fields("each").members.items()}
+    if both := each.keys() & agreed.tensors.keys():
+        raise ValueError(f"{shown(min(both))} is listed both as a per-rank tensor and as a shared one")
+    _check_tied(agreed.tied, agreed.tensors.keys() | each.keys())
+    return Manifest(
+        id=body.text("id", max_chars=128),
+        run=body.text("run", pattern=RUN_ID),
+        step=body.integer("step", at_most=MAX_STEP),
+        attempt=body.integer("attempt", at_most=MAX_ATTEMPT),
+        world_size=world_size,
+        ancestors=read_ancestors(body),
+        created_unix_s=body.number("created_unix_s", at_least=0.0),
+        parts=parts,
+        tensors=agreed.tensors | each,
+        tied=agreed.tied,
+        catalogs=catalogs,
+        health=read_health(body),
+    )
+
+
+def _part_file(row: Any, expected_rank: int, num_catalogs: int) -> PartFile:
+    rank, part_bytes, part_xxh3, data_bytes, frozen_bytes, catalog = columns(row, 6, "a part")
+    if rank != expected_rank:
+        raise ValueError(f"expected the part of rank {expected_rank}, found that of {shown(rank)}")
+    read_integers([rank, part_bytes, data_bytes, 0 if frozen_bytes is None else frozen_bytes])
+    read_integers([catalog], at_most=num_catalogs - 1)
+    if type(part_xxh3) is not str or not HASH.fullmatch(part_xxh3):
+        raise ValueError(f"the part of rank {rank} has the hash {shown(part_xxh3)}")
+    return PartFile(rank, part_bytes, part_xxh3, data_bytes, frozen_bytes, catalog)
+
+
+def _each_tensor(name: str, row: Any) -> Tensor:
+    dtype, shape = columns(row, 2, "a tensor of each rank")
+    check_facts(name, dtype)
+    return Tensor(dtype, read_integers(shape, max_items=MAX_DIMS), None)
+
+
+SEVERAL_REGIONS = 2
+"""Version that allows a rank several regions of a tensor. It is written only where that is so."""
+
+VERSIONS = Versions("holdfast-manifest", written=1, parsers={1: _parse_v1, SEVERAL_REGIONS: _parse_v2})

@@ -1,0 +1,352 @@
+"""Part: the document of one rank's files, with their tensors, chunk hashes, and the rank's values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.audit import (
+    AuditedReplicas,
+    ReplicaAt,
+    audit_members,
+    order_line,
+    parse_order,
+    read_audit,
+)
+from holdfast.checkpoint.format.catalog import Catalog, check_facts, check_size, columns, parse_catalog
+from holdfast.checkpoint.format.hashes import DIGITS, digest
+from holdfast.checkpoint.format.health import (
+    TensorHealth,
+    Trend,
+    read_tensors,
+    read_trend,
+    tensor_members,
+    trend_members,
+)
+from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.limits import (
+    HASH,
+    MAX_ATTEMPT,
+    MAX_DEPTH,
+    MAX_DIMS,
+    MAX_DOCUMENT_BYTES,
+    MAX_RANKS,
+    MAX_STEP,
+    RUN_ID,
+)
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.format.versions import Versions
+from holdfast.errors import Corrupt
+from holdfast.system.documents import Fields, decode, decode_object, read_integers
+
+Ancestors = tuple[CheckpointId, ...]
+"""Checkpoints that led to one by restores, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """Size and chunk hashes of a data file."""
+
+    num_bytes: int
+    chunk_bytes: int
+    hashes: str  # xxh3-128 of each chunk, in order, 32 digits each
+
+    def hash_of(self, chunk: int) -> str:
+        """Return the hash of a chunk."""
+        return self.hashes[DIGITS * chunk : DIGITS * (chunk + 1)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's contribution to a checkpoint.
+
+    Its shards are those that the catalog assigns to this rank, in the order of the catalog, followed by
+    `own`: its per-rank tensors.
+    """
+
+    run: str
+    step: int
+    attempt: int
+    rank: int
+    world_size: int
+    ancestors: Ancestors
+    values: dict[str, Any]  # tagged JSON, see values.decode
+    own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start
+    file: DataFile
+    frozen: DataFile | None  # the second data file, with the frozen tensors
+    catalog_digest: str
+    catalog_text: bytes
+    starts_text: bytes  # of the shards that the catalog assigns to this rank
+    what: str  # name of its document, for errors
+    health: TensorHealth | None = None  # of the first data file; None if it was not checked
+    trend: Trend | None = None  # of the recorded metrics, on rank 0
+    audit: AuditedReplicas | None = None  # of tensors that other ranks hold too; None if none was due
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """The catalog, parsed at the first use.
+
+        Raises:
+            Corrupt: it cannot be parsed.
+        """
+        return parse_catalog(self.catalog_text, self.what)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards that the catalog assigns to this rank, counted without parsing their starts."""
+        return 0 if self.starts_text == b"[]" else self.starts_text.count(b",") + 1
+
+    @cached_property
+    def catalog_starts(self) -> tuple[int, ...]:
+        """Byte offset of each shard that the catalog assigns to this rank.
+
+        They are parsed at the first use.
+
+        Raises:
+            Corrupt: they cannot be parsed.
+        """
+        try:
+            return read_integers(decode(self.starts_text, "the starts", max_bytes=MAX_DOCUMENT_BYTES))
+        except (ValueError, Corrupt) as error:
+            raise Corrupt(
+                f"{self.what} is sealed, but its starts cannot be parsed: {error}.",
+                step=self.step,
+                rank=self.rank,
+                key=self.what,
+            ) from error
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """All shards, in the order of `starts`.
+
+        Raises:
+            Corrupt: their number does not match that of the starts.
+        """
+        shared = list(self.catalog.shards_of(self.rank))
+        if len(shared) != len(self.catalog_starts):
+            raise Corrupt(
+                f"{self.what} lists the starts of {len(self.catalog_starts)} shards, but by its catalog "
+                f"rank {self.rank} wrote {len(shared)}.",
+                step=self.step,
+                rank=self.rank,
+                key=self.what,
+            )
+        own = (Shard.whole(name, dtype, shape, per_rank=True) for name, dtype, shape, _ in self.own)
+        return (*shared, *own)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Byte offset of each shard in its data file."""
+        return (*self.catalog_starts, *(start for *_, start in self.own))
+
+    @property
+    def files(self) -> dict[str, DataFile]:
+        """The data files by the names of their objects."""
+        found = {self.file_name(frozen=False): self.file}
+        return found if self.frozen is None else found | {self.file_name(frozen=True): self.frozen}
+
+    def file_name(self, *, frozen: bool) -> str:
+        """Return the name of the object that holds the frozen shards, or the others."""
+        return (names.frozen if frozen else names.data)(self.step, self.attempt, self.rank)
+
+
+def draft(
+    *,
+    run: str,
+    step: int,
+    attempt: int,
+    rank: int,
+    world_size: int,
+    ancestors: Ancestors,
+    values: dict[str, Any],
+    own: Sequence[tuple[str, str, tuple[int, ...], int]],
+    starts: Sequence[int],
+    catalog: bytes,
+) -> bytes:
+    """Return a part without facts about its files, made when a save is staged.
+
+    Args:
+        values: tagged JSON, see `values.encode`.
+        own: name, dtype, shape and start of each per-rank tensor.
+        starts: of the shards that the catalog assigns to this rank, in its order.
+        catalog: from `catalog.catalog_text`.
+    """
+    facts = dumps(
+        {
+            **VERSIONS.header,
+            "run": run,
+            "step": step,
+            "attempt": attempt,
+            "rank": rank,
+            "world_size": world_size,
+            "ancestors": ancestors,
+            "values": values,
+            "own": own,
+            "catalog": digest(catalog),
+        }
+    )
+    return b"\n".join((facts, catalog, dumps(starts)))
+
+
+def add_trend(draft_text: bytes, trend: Trend) -> bytes:
+    """Return a draft with the judgement of the metrics recorded up to its save."""
+    facts, _, lines = draft_text.partition(b"\n")
+    return facts[:-1] + b"," + dumps({"trend": trend_members(trend)})[1:] + b"\n" + lines
+
+
+def add_order(draft_text: bytes, replicas: Sequence[ReplicaAt]) -> bytes:
+    """Return a draft with the order to hash replicas in the arena. The document does not contain it."""
+    return draft_text + b"\n" + order_line(replicas) if replicas else draft_text
+
+
+def order_of(draft_text: bytes, what: str) -> tuple[ReplicaAt, ...]:
+    """Return the replicas that a draft orders to hash.
+
+    Raises:
+        Corrupt: the order cannot be parsed.
+    """
+    _, _, _, *orders = draft_text.split(b"\n", 3)
+    try:
+        return parse_order(orders[0], what) if orders else ()
+    except ValueError as error:
+        raise Corrupt(f"{what} orders an audit that cannot be parsed: {error}", key=what) from error
+
+
+def finish(
+    draft_text: bytes,
+    file: DataFile,
+    frozen: DataFile | None = None,
+    *,
+    health: TensorHealth | None = None,
+    audit: AuditedReplicas | None = None,
+) -> bytes:
+    """Return the part document: the draft and the facts about its files, sealed.
+
+    Args:
+        health: of the tensors in `file`; None if they were not checked.
+        audit: the replicas that the draft ordered to hash.
+    """
+    facts, catalog, starts = draft_text.split(b"\n", 3)[:3]
+    checked = {} if health is None else {"health": tensor_members(health)}
+    checked |= {} if audit is None else {"audit": audit_members(audit)}
+    sizes = dumps({"file": _sizes(file), "frozen": None if frozen is None else _sizes(frozen), **checked})
+    hashes = [dumps(one.hashes) for one in (file, frozen) if one is not None]
+    return seal(b"\n".join((facts[:-1] + b"," + sizes[1:], catalog, starts, *hashes)))
+
+
+def _sizes(file: DataFile) -> list[int]:
+    return [file.num_bytes, file.chunk_bytes]
+
+
+def parse(document: bytes, what: str) -> Part:
+    """Parse a part; its catalog and starts are parsed at the first use.
+
+    Raises:
+        Corrupt: its bytes have changed, or it is not a part.
+        Unsupported: written by a newer format.
+    """
+    head, *lines = unseal_lines(document, what)
+    body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
+    parse_body = VERSIONS.parser(body, what)
+    try:
+        return parse_body(body, lines, what)
+    except (Corrupt, ValueError) as error:
+        raise Corrupt(f"{what} is sealed but is not a valid part: {error}", key=what) from error
+
+
+def _parse_v1_or_v2(body: Fields, lines: list[bytes], what: str) -> Part:
+    if not lines:
+        raise ValueError("it has no line for its catalog")
+    catalog, *hashes = lines
+    return _parse_v3(body, [catalog, dumps(body.integers("starts")), *hashes], what)
+
+
+def _parse_v3(body: Fields, lines: list[bytes], what: str) -> Part:
+    # Hashes and starts are not in the body: a commit needs those of no rank, and would spend most of its time
+    # on decoding them.
+    sizes = [body.integers("file", max_items=2)]
+    if "frozen" in body:
+        sizes.append(body.integers("frozen", max_items=2))
+    catalog_digest = body.text("catalog", pattern=HASH)
+    if len(lines) != 2 + len(sizes):
+        raise ValueError(f"it has {max(0, len(lines) - 2)} lines of hashes for {len(sizes)} files")
+    catalog, starts, *hashes = lines
+    if digest(catalog) != catalog_digest:
+        raise ValueError("its catalog does not match its digest")
+    if not _has_form_of_integers(starts):
+        raise ValueError("its starts are not an array of integers")
+    file, *frozen = (_file(size, line) for size, line in zip(sizes, hashes, strict=True))
+    world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
+    return Part(
+        run=body.text("run", pattern=RUN_ID),
+        step=body.integer("step", at_most=MAX_STEP),
+        attempt=body.integer("attempt", at_most=MAX_ATTEMPT),
+        rank=body.integer("rank", at_most=world_size - 1),
+        world_size=world_size,
+        ancestors=read_ancestors(body),
+        values=body.fields("values").members,
+        own=tuple(_own(row) for row in body.array("own")),
+        file=file,
+        frozen=frozen[0] if frozen else None,
+        catalog_digest=catalog_digest,
+        catalog_text=catalog,
+        starts_text=starts,
+        what=what,
+        health=read_tensors(body),
+        trend=read_trend(body),
+        audit=read_audit(body),
+    )
+
+
+def _has_form_of_integers(line: bytes) -> bool:
+    # The integers are checked at their first use. A commit only counts them, for which digits with one comma
+    # between two of them are enough.
+    items = line[1:-1]
+    if line[:1] + line[-1:] != b"[]" or items.translate(None, b"0123456789,"):
+        return False
+    return not items or b",," not in b",%b," % items
+
+
+def read_ancestors(body: Fields) -> Ancestors:
+    """Return the ancestors in a document.
+
+    Raises:
+        Corrupt: they are missing or something else.
+        ValueError: an item is not an (attempt, step).
+    """
+    return tuple(_ancestor(row) for row in body.array("ancestors"))
+
+
+def _ancestor(row: Any) -> CheckpointId:
+    attempt, step = columns(row, 2, "an ancestor")
+    (attempt,) = read_integers([attempt], at_most=MAX_ATTEMPT)
+    (step,) = read_integers([step], at_most=MAX_STEP)
+    return CheckpointId(attempt=attempt, step=step)
+
+
+def _own(row: Any) -> tuple[str, str, tuple[int, ...], int]:
+    name, dtype, shape, start = columns(row, 4, "a tensor")
+    check_facts(name, dtype)
+    (start,) = read_integers([start])
+    sizes = read_integers(shape, max_items=MAX_DIMS)
+    check_size(name, dtype, sizes)
+    return name, dtype, sizes, start
+
+
+def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
+    num_bytes, chunk_bytes = columns(list(sizes), 2, "the sizes of a file")
+    if chunk_bytes <= 0:
+        raise ValueError(f"a file of {num_bytes} bytes in chunks of {chunk_bytes}")
+    num_chunks = -(-num_bytes // chunk_bytes)
+    if line[:1] + line[-1:] != b'""' or len(line) != DIGITS * num_chunks + 2:
+        raise ValueError(f"{len(line) - 2} digits of chunk hashes for {num_chunks} chunks")
+    return DataFile(num_bytes, chunk_bytes, line[1:-1].decode("ascii"))
+
+
+VERSIONS = Versions(
+    "holdfast-part", written=3, parsers={1: _parse_v1_or_v2, 2: _parse_v1_or_v2, 3: _parse_v3}
+)

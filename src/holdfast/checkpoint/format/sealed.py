@@ -1,0 +1,78 @@
+"""Sealed documents: canonical JSON with its own xxh3-128, so that changed bits are detected."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import xxhash
+
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.limits import MAX_DEPTH, MAX_DOCUMENT_BYTES, MAX_SMALL_BYTES
+from holdfast.errors import Corrupt
+from holdfast.system.documents import Fields, decode_object
+
+_OPEN = b'{"xxh3_128":"'
+_HEAD_BYTES = len(_OPEN) + 32 + 2  # the digest, then `",`
+
+
+def dumps(value: Any) -> bytes:
+    """Return canonical JSON: no white space, keys in the given order, UTF-8, no NaN.
+
+    Every string must be valid Unicode, see `documents.is_text`.
+    """
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def seal(body: bytes) -> bytes:
+    """Return the document whose first member is the hash of `body`.
+
+    Args:
+        body: canonical JSON text of a non-empty object, from `dumps`; other lines may follow it.
+    """
+    return _OPEN + digest(body).encode() + b'",' + body[1:]
+
+
+def unseal(document: bytes, what: str, *, max_bytes: int = MAX_SMALL_BYTES) -> Fields:
+    """Return the members of a sealed document of one line, after checking the seal.
+
+    Raises:
+        Corrupt: not a sealed document, its bytes have changed, or it exceeds a limit.
+    """
+    line = b"\n".join(unseal_lines(document, what, max_bytes=max_bytes))
+    return decode_object(line, what, max_bytes=max_bytes, max_depth=MAX_DEPTH)
+
+
+def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[bytes]:
+    """Check the seal of a document, and return its lines without the seal.
+
+    Raises:
+        Corrupt: not a sealed document, its bytes have changed, or it is longer than `max_bytes`.
+    """
+    if len(document) > max_bytes:
+        raise Corrupt(
+            f"{what} was not read: it has {len(document)} bytes; at most {max_bytes} are allowed.", key=what
+        )
+    document = bytes(document)
+    is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
+    if not is_sealed or len(document) <= _HEAD_BYTES:
+        raise Corrupt(f"{what} is not a sealed Holdfast document, judged by its first bytes.", key=what)
+    expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), _digest_of_rest(document)
+    if expected != found:
+        raise Corrupt(
+            f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found}).", key=what
+        )
+    lines: list[bytes] = []
+    start, stop = _HEAD_BYTES, document.find(b"\n", _HEAD_BYTES)
+    while stop >= 0:  # not split(), which would need a copy of all lines first
+        lines.append(document[start:stop])
+        start, stop = stop + 1, document.find(b"\n", stop + 1)
+    lines.append(document[start:])
+    lines[0] = b"{" + lines[0]
+    return lines
+
+
+def _digest_of_rest(document: bytes) -> str:
+    hashing = xxhash.xxh3_128(b"{")
+    hashing.update(memoryview(document)[_HEAD_BYTES:])
+    return hashing.hexdigest()

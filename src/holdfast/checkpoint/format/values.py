@@ -1,0 +1,494 @@
+"""Non-tensor state as JSON with tagged types; decoding never runs code.
+
+A value that JSON supports natively is stored as it is. Every other supported type is an object with one
+member whose name starts with `$`. Tensors are not values: the caller replaces them by `TensorRef` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import math
+import pathlib
+import re
+import sys
+import types
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.format.array_values import (
+    decode_dtype,
+    decode_ndarray,
+    decode_structured,
+    decode_torch,
+    encoder_of,
+)
+from holdfast.checkpoint.format.composites import SavedTensor, check_composite, read_composite
+from holdfast.checkpoint.format.limits import MAX_VALUE_DEPTH
+from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.checkpoint.format.value_advice import advice_for
+from holdfast.checkpoint.format.value_bodies import (
+    Refused,
+    read_array,
+    read_bytes,
+    read_integer,
+    read_object,
+    read_text,
+)
+from holdfast.errors import Corrupt, InvalidInput, Unsupported
+from holdfast.system.documents import MAX_NUMBER_CHARS, is_text, shown
+
+_SAFE_INT = 2**53
+_MAX_INT_BITS = 8192  # Python reads and writes decimal integers up to 4300 digits
+_MAX_INT_DIGITS = 2467  # of these many bits
+_INT = re.compile(rf"-?[0-9]{{1,{_MAX_INT_DIGITS}}}")
+_MAX_DECIMAL_CHARS = 4096
+_MAX_CLASHES = 10**7  # comparisons of items with the same hash, in one set or dict
+_MAX_TYPE_CHARS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Placeholder for a tensor in a tree of values; `name` is its key in the data files."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRef:
+    """Placeholder for an object in a container; `key` is its own key."""
+
+    key: str
+
+
+def encode(value: Any, path: str) -> Any:
+    """Encode a value as JSON with tagged types.
+
+    Args:
+        path: key path of the value, for the error.
+
+    Raises:
+        InvalidInput: a type or value in it cannot be saved, named with its key path.
+    """
+    try:
+        encoded = _encode(value, path)
+    except RecursionError as error:
+        raise _too_deep(path) from error
+    if _is_deeper(encoded, MAX_VALUE_DEPTH):
+        raise _too_deep(path)
+    return encoded
+
+
+def _too_deep(path: str) -> InvalidInput:
+    message = (
+        f"{path} contains itself, or is nested too deeply (as JSON, more than "
+        f"{MAX_VALUE_DEPTH} arrays and objects in each other), so it cannot be saved. Nothing was written. "
+        "Save it as a flat list, with the index of an item in place of a reference to it."
+    )
+    return InvalidInput(message, key=path)
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [
+            item
+            for one in level
+            if type(one) in (dict, list)
+            for item in (one.values() if type(one) is dict else one)
+            if type(item) in (dict, list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _encode(value: Any, path: str) -> Any:
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is str:
+        return _checked_text(value, path)
+    if kind is int:
+        return value if -_SAFE_INT < value < _SAFE_INT else _encode_int(value, path)
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is list:
+        return [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if kind is dict:
+        return _encode_dict(value, path)
+    if encoder := _ENCODERS.get(kind):
+        return encoder(value, path)
+    if encoder := encoder_of(value):
+        return encoder(value, path)
+    raise InvalidInput(
+        f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: only tensors, numbers, "
+        "strings, bytes, containers of these and objects with state_dict() are supported, so that opening a "
+        f"checkpoint never runs code. Nothing was written. {advice_for(value)}",
+        key=path,
+    )
+
+
+def decode(value: Any) -> Any:
+    """Decode a value from `encode`.
+
+    Raises:
+        Unsupported: this version does not support a tag.
+        Corrupt: the content of a tag is invalid.
+    """
+    try:
+        return _decode(value)
+    except (
+        Refused,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise Corrupt(f"A value cannot be decoded: {str(error)[:200]}.") from error
+
+
+def _decode(value: Any) -> Any:
+    if type(value) is list:
+        return [_decode(item) for item in value]
+    if type(value) is not dict:
+        return value
+    if len(value) == 1:
+        ((tag, body),) = value.items()
+        if tag.startswith("$"):
+            if tag not in _DECODERS:
+                raise Unsupported(
+                    f"Unknown value tag {shown(tag)}: written by a newer Holdfast? Upgrade to read it."
+                )
+            return _DECODERS[tag](body)
+    return {key: _decode(item) for key, item in value.items()}
+
+
+def _checked_text(value: str, path: str) -> str:
+    if not value.isascii() and not is_text(value):
+        raise InvalidInput(
+            f"{path} is the string {value!r}, which is not valid Unicode text (a file name that is not "
+            "UTF-8?), so it cannot be saved. Nothing was written. Save it as bytes, see os.fsencode().",
+            key=path,
+        )
+    return value
+
+
+def _encode_int(value: int, path: str) -> Any:
+    if value.bit_length() > _MAX_INT_BITS:
+        raise InvalidInput(
+            f"{path} is an integer of {value.bit_length()} bits; up to {_MAX_INT_BITS} can be saved. Nothing "
+            "was written. Save it as text, hex(value), or as bytes.",
+            key=path,
+        )
+    return {"$int": str(value)}
+
+
+def _encode_dict(value: dict[Any, Any], path: str) -> Any:
+    if all(type(key) is str for key in value) and not any(key.startswith("$") for key in value):
+        return {
+            _checked_text(key, f"{path}.<key {key!r}>"): _encode(item, f"{path}.{key}" if path else key)
+            for key, item in value.items()
+        }
+    return {"$dict": _encode_items(value, path)}
+
+
+def _encode_items(value: Any, path: str) -> list[Any]:
+    return [[_encode(k, f"{path}.<key {k!r}>"), _encode(v, f"{path}[{k!r}]")] for k, v in value.items()]
+
+
+def _encode_sequence(tag: str) -> Callable[[Any, str], Any]:
+    return lambda value, path: {tag: [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]}
+
+
+def _encode_set(tag: str) -> Callable[[Any, str], Any]:
+    def encoder(value: Any, path: str) -> Any:
+        items = [_encode(item, f"{path}.<item {item!r}>") for item in value]
+        return {tag: sorted(items, key=repr)}  # sets have no order: sort, so that equal sets give equal bytes
+
+    return encoder
+
+
+def _encode_deque(value: Any, path: str) -> Any:
+    return {"$deque": [value.maxlen, [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]]}
+
+
+def _encode_bytesio(value: io.BytesIO, path: str) -> Any:
+    if value.closed:
+        raise InvalidInput(
+            f"{path} is a closed io.BytesIO, which has no content. Nothing was written. Save it before it is "
+            "closed, or leave it out of the state.",
+            key=path,
+        )
+    content = base64.b64encode(value.getvalue()).decode()
+    return {"$bytesio": [content, _encode(value.tell(), path)]}
+
+
+def _encode_decimal(value: decimal.Decimal, path: str) -> Any:
+    text = str(value)
+    if len(text) > _MAX_DECIMAL_CHARS:
+        raise InvalidInput(
+            f"{path} is a Decimal of {len(text)} characters; up to {_MAX_DECIMAL_CHARS} can be saved. "
+            "Nothing was written. Save it as text, str(value).",
+            key=path,
+        )
+    return {"$decimal": text}
+
+
+def _encode_fraction(value: fractions.Fraction, path: str) -> Any:
+    parts = {"numerator": value.numerator, "denominator": value.denominator}
+    return {"$fraction": [_encode(part, f"{path}.{name}") for name, part in parts.items()]}
+
+
+def _encode_time(tag: str) -> Callable[[Any, str], Any]:
+    def encoder(value: Any, path: str) -> Any:
+        if type(value.tzinfo) not in (type(None), datetime.timezone) or value.fold:
+            raise InvalidInput(
+                f"{path} is {value!r}, which would be restored as another value: a checkpoint has neither "
+                "the rules of a time zone, nor which of two equal local times is meant (fold=1). Nothing was "
+                "written. Save it in UTC: value.astimezone(datetime.timezone.utc).",
+                key=path,
+            )
+        return {tag: value.isoformat()}
+
+    return encoder
+
+
+def _encode_pure_path(value: pathlib.PurePath, path: str) -> Any:
+    return {"$purepath": [_FLAVOURS[type(value)], _checked_text(str(value), path)]}
+
+
+def _encode_slice(value: slice, path: str) -> Any:
+    bounds = {"start": value.start, "stop": value.stop, "step": value.step}
+    return {"$slice": [_encode(bound, f"{path}.{name}") for name, bound in bounds.items()]}
+
+
+def _encode_defaultdict(value: Any, path: str) -> Any:
+    if value.default_factory is not None:
+        raise InvalidInput(
+            f"{path} is a defaultdict, whose default_factory cannot be saved. Nothing was written. Save "
+            "dict(...) of it.",
+            key=path,
+        )
+    return {"$defaultdict": _encode_items(value, path)}
+
+
+def _encode_members(tag: str) -> Callable[[Any, str], Any]:
+    return lambda value, path: {tag: _encode_fields(vars(value), path)}
+
+
+def _encode_fields(fields: dict[str, Any], path: str) -> dict[str, Any]:
+    return {_checked_text(name, path): _encode(item, f"{path}.{name}") for name, item in fields.items()}
+
+
+def _encode_named_tuple(value: SavedNamedTuple, path: str) -> Any:
+    return {
+        "$namedtuple": [value.type, [[name, _encode(item, f"{path}.{name}")] for name, item in value.fields]]
+    }
+
+
+def _encode_composite(value: SavedTensor, path: str) -> Any:
+    inner = _encode_fields(value.inner, path)
+    return {"$composite": [value.type, inner, _encode(value.facts, f"{path}.<description>")]}
+
+
+_FLAVOURS: dict[type, str] = {pathlib.PurePosixPath: "posix", pathlib.PureWindowsPath: "windows"}
+
+_ENCODERS: dict[type, Callable[[Any, str], Any]] = {
+    TensorRef: lambda value, path: {"$tensor": value.name},
+    EntryRef: lambda value, path: {"$entry": value.key},
+    SavedTensor: _encode_composite,
+    SavedEnum: lambda value, path: {"$enum": [value.type, value.name]},
+    SavedNamedTuple: _encode_named_tuple,
+    SavedDataclass: lambda value, path: {"$dataclass": [value.type, _encode_fields(value.fields, path)]},
+    argparse.Namespace: _encode_members("$namespace"),
+    types.SimpleNamespace: _encode_members("$simplenamespace"),
+    tuple: _encode_sequence("$tuple"),
+    set: _encode_set("$set"),
+    frozenset: _encode_set("$frozenset"),
+    bytes: lambda value, path: {"$bytes": base64.b64encode(value).decode()},
+    bytearray: lambda value, path: {"$bytearray": base64.b64encode(value).decode()},
+    io.BytesIO: _encode_bytesio,
+    complex: lambda value, path: {"$complex": [repr(value.real), repr(value.imag)]},
+    range: lambda value, path: {"$range": [value.start, value.stop, value.step]},
+    slice: _encode_slice,
+    decimal.Decimal: _encode_decimal,
+    fractions.Fraction: _encode_fraction,
+    uuid.UUID: lambda value, path: {"$uuid": str(value)},
+    collections.defaultdict: _encode_defaultdict,
+    collections.OrderedDict: lambda value, path: {"$odict": _encode_items(value, path)},
+    collections.Counter: lambda value, path: {"$counter": _encode_items(value, path)},
+    collections.deque: _encode_deque,
+    datetime.datetime: _encode_time("$datetime"),
+    datetime.date: lambda value, path: {"$date": value.isoformat()},
+    datetime.time: _encode_time("$time"),
+    datetime.timedelta: lambda value, path: {"$timedelta": [value.days, value.seconds, value.microseconds]},
+    pathlib.PosixPath: lambda value, path: {"$path": _checked_text(str(value), path)},
+    pathlib.PurePosixPath: _encode_pure_path,
+    pathlib.PureWindowsPath: _encode_pure_path,
+}
+
+# The content of a tag may be anything: each decoder checks it.
+
+
+def _decode_int(body: Any) -> int:
+    digits = read_text(body, _MAX_INT_DIGITS + 1)
+    if not _INT.fullmatch(digits):
+        raise Refused(f"expected an integer, found {shown(digits)}")
+    return int(digits)
+
+
+def _decode_float(body: Any) -> float:
+    return float(read_text(body, MAX_NUMBER_CHARS))
+
+
+def _hashable(items: Iterable[Any]) -> list[Any]:
+    """Return the items. Raise if too many have the same hash to make a set of them quickly."""
+    found = list(items)
+    alike = collections.Counter(map(hash, found))
+    if sum(count * count for count in alike.values() if count > 1) > _MAX_CLASHES:
+        raise Refused(f"too many of {len(found)} items have the same hash")
+    return found
+
+
+def _decode_pairs(body: Any) -> list[tuple[Any, Any]]:
+    rows = [read_array(row, 2) for row in read_array(body)]
+    keys = _hashable(_decode(key) for key, _ in rows)
+    return [(key, _decode(value)) for key, (_, value) in zip(keys, rows, strict=True)]
+
+
+def _decode_deque(body: Any) -> Any:
+    length, items = read_array(body, 2)
+    if length is not None and not 0 <= read_integer(length) <= sys.maxsize:
+        raise Refused(f"a deque of length {shown(length)}")
+    return collections.deque((_decode(item) for item in read_array(items)), maxlen=length)
+
+
+def _decode_timedelta(body: Any) -> datetime.timedelta:
+    days, seconds, microseconds = map(read_integer, read_array(body, 3))
+    return datetime.timedelta(days, seconds, microseconds)
+
+
+def _decode_bytesio(body: Any) -> io.BytesIO:
+    content, position = read_array(body, 2)
+    found = io.BytesIO(read_bytes(content))
+    found.seek(read_integer(position))
+    return found
+
+
+def _decode_decimal(body: Any) -> decimal.Decimal:
+    text = read_text(body, _MAX_DECIMAL_CHARS)
+    found = decimal.Decimal(text)
+    if str(found) != text:  # Python also accepts spaces, underscores and other digits
+        raise Refused(f"expected a decimal number, found {shown(text)}")
+    return found
+
+
+def _decode_fraction(body: Any) -> fractions.Fraction:
+    numerator, denominator = (read_integer(_decode(part)) for part in read_array(body, 2))
+    if denominator < 1 or math.gcd(numerator, denominator) != 1:
+        raise Refused(f"expected a fraction in lowest terms, found {shown(body)}")
+    return fractions.Fraction(numerator, denominator)
+
+
+def _decode_pure_path(body: Any) -> pathlib.PurePath:
+    flavour, text = read_array(body, 2)
+    found = next((kind for kind, name in _FLAVOURS.items() if name == flavour), None)
+    if found is None:
+        raise Refused(f"expected the kind of a path, found {shown(flavour)}")
+    return found(read_text(text))
+
+
+def _decode_uuid(body: Any) -> uuid.UUID:
+    text = read_text(body, 36)
+    found = uuid.UUID(text)
+    if str(found) != text:
+        raise Refused(f"expected a UUID, found {shown(text)}")
+    return found
+
+
+def _decode_members(body: Any) -> dict[str, Any]:
+    return {name: _decode(item) for name, item in read_object(body).items()}
+
+
+def _with_members(namespace: Any, body: Any) -> Any:
+    vars(namespace).update(_decode_members(body))
+    return namespace
+
+
+def _decode_enum(body: Any) -> SavedEnum:
+    kind, name = read_array(body, 2)
+    return SavedEnum(read_text(kind, _MAX_TYPE_CHARS), read_text(name, _MAX_TYPE_CHARS))
+
+
+def _decode_namedtuple(body: Any) -> SavedNamedTuple:
+    kind, rows = read_array(body, 2)
+    pairs = [read_array(row, 2) for row in read_array(rows)]
+    fields = tuple((read_text(name), _decode(item)) for name, item in pairs)
+    if len({name for name, _ in fields}) != len(fields):
+        raise Refused("a field twice in a named tuple")
+    return SavedNamedTuple(read_text(kind, _MAX_TYPE_CHARS), fields)
+
+
+def _decode_dataclass(body: Any) -> SavedDataclass:
+    kind, members = read_array(body, 2)
+    return SavedDataclass(read_text(kind, _MAX_TYPE_CHARS), _decode_members(members))
+
+
+def _decode_composite(body: Any) -> SavedTensor:
+    kind, rows, facts = read_composite(body)
+    inner = {name: _decode(item) for name, item in rows.items()}
+    if not all(isinstance(item, (TensorRef, SavedTensor)) for item in inner.values()):
+        raise Refused("an inner tensor that is not a tensor")
+    return check_composite(SavedTensor(kind, inner, _decode(facts)))
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$tensor": lambda body: TensorRef(read_text(body)),
+    "$int": _decode_int,
+    "$float": _decode_float,
+    "$tuple": lambda body: tuple(_decode(item) for item in read_array(body)),
+    "$set": lambda body: set(_hashable(_decode(item) for item in read_array(body))),
+    "$frozenset": lambda body: frozenset(_hashable(_decode(item) for item in read_array(body))),
+    "$bytes": read_bytes,
+    "$bytearray": lambda body: bytearray(read_bytes(body)),
+    "$bytesio": _decode_bytesio,
+    "$complex": lambda body: complex(*map(_decode_float, read_array(body, 2))),
+    "$range": lambda body: range(*map(read_integer, read_array(body, 3))),
+    "$slice": lambda body: slice(*map(_decode, read_array(body, 3))),
+    "$decimal": _decode_decimal,
+    "$uuid": _decode_uuid,
+    "$fraction": _decode_fraction,
+    "$dict": lambda body: dict(_decode_pairs(body)),
+    "$odict": lambda body: collections.OrderedDict(_decode_pairs(body)),
+    "$counter": lambda body: collections.Counter(dict(_decode_pairs(body))),
+    "$deque": _decode_deque,
+    "$datetime": lambda body: datetime.datetime.fromisoformat(read_text(body, 64)),
+    "$date": lambda body: datetime.date.fromisoformat(read_text(body, 64)),
+    "$time": lambda body: datetime.time.fromisoformat(read_text(body, 64)),
+    "$timedelta": _decode_timedelta,
+    "$path": lambda body: pathlib.Path(read_text(body)),
+    "$purepath": _decode_pure_path,
+    "$ndarray": decode_ndarray,
+    "$npscalar": lambda body: decode_ndarray(body)[()],
+    "$structured": decode_structured,
+    "$npdtype": decode_dtype,
+    "$torch": decode_torch,
+    "$composite": _decode_composite,
+    "$entry": lambda body: EntryRef(read_text(body)),
+    "$enum": _decode_enum,
+    "$namedtuple": _decode_namedtuple,
+    "$dataclass": _decode_dataclass,
+    "$defaultdict": lambda body: collections.defaultdict(None, _decode_pairs(body)),
+    "$namespace": lambda body: _with_members(argparse.Namespace(), body),
+    "$simplenamespace": lambda body: _with_members(types.SimpleNamespace(), body),
+}

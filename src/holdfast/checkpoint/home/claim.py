@@ -1,0 +1,221 @@
+"""Claims of a home: the run that it holds, and the next attempt's number for one trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.home.attempts import newest_attempt, newest_number, read_claim
+from holdfast.checkpoint.home.documents import read_run, read_run_document
+from holdfast.checkpoint.home.writer import LiveTrainer
+from holdfast.checkpoint.store.contract import Store
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
+
+
+def claim_run(store: Store) -> str:
+    """Return the id of a home's run; write its document if the home is new, or has lost it.
+
+    Raises:
+        Corrupt: the home's documents are damaged, and nothing in it names the run.
+        RetryLater: the store failed.
+    """
+    found = read_run(store)
+    if found is not None:
+        _repair_run(store, found)
+        return found.id
+    made = new_run()
+    with contextlib.suppress(Conflict):  # another start was quicker: its run it is
+        store.put(names.RUN, run.document(made), if_absent=True)
+        return made.id
+    found = read_run(store)
+    if found is None:
+        raise RetryLater(
+            f"{names.RUN} in {store.url} was created and then deleted by another process. Try again."
+        )
+    return found.id
+
+
+def _read_near_run(near: Store) -> run.Run | None:
+    """Return the run of a nearer tier; None if no document there names one."""
+    with contextlib.suppress(Corrupt):
+        return read_run(near)
+    return None
+
+
+def new_run() -> run.Run:
+    """Return a new run with a random id."""
+    return run.Run(uuid.uuid4().hex, created_unix_s=time.time())
+
+
+def _repair_run(store: Store, found: run.Run) -> None:
+    """Write `holdfast.json` again if it is lost or damaged; other documents name the run."""
+    try:
+        if read_run_document(store) is None:
+            with contextlib.suppress(Conflict):
+                store.put(names.RUN, run.document(found), if_absent=True)
+    except Corrupt:
+        store.put(names.RUN, run.document(found))
+
+
+def claim_attempt(
+    store: Store, run_id: str, *, world_size: int, trainer: int | None = None, above: int = 0
+) -> run.AttemptClaim:
+    """Claim the next attempt's number: every attempt before it is fenced.
+
+    Args:
+        trainer: its process id; this process by default.
+        above: the number is greater than this one, which other tiers have used.
+
+    Returns:
+        The claim, as `format.run.document` writes it.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    number = 1 + max(newest_number(store), above)
+    host, pid = socket.gethostname(), os.getpid() if trainer is None else trainer
+    while True:
+        attempt = run.AttemptClaim(number, run_id, world_size, host, pid, started_unix_s=time.time())
+        try:
+            store.put(names.attempt(number), run.document(attempt), if_absent=True)
+        except Conflict:
+            number += 1  # another start of this run was quicker
+        else:
+            return attempt
+
+
+def check_claim(store: Store, attempt: int, claim: str) -> None:
+    """Check that an attempt still has its number; write its claim again if that was lost.
+
+    Args:
+        claim: the document by which it was claimed; "" leaves out the check.
+
+    Raises:
+        Conflict: another start has claimed the same number, after the claim was lost; or the home was
+            deleted.
+        RetryLater: the store failed.
+    """
+    if not claim:
+        return
+    name = names.attempt(attempt)
+    try:
+        found = store.get(name)
+    except NotFound:
+        _check_not_deleted(store, run.parse(run.AttemptClaim, claim.encode(), name).run)
+        with contextlib.suppress(Conflict):
+            store.put(name, claim.encode(), if_absent=True)
+        found = store.get(name)
+    if found == claim.encode():
+        return
+    try:
+        other = run.parse(run.AttemptClaim, found, name)
+    except (Corrupt, Unsupported):
+        return  # damaged, and still in the way of any other start that would take the number
+    raise Conflict(
+        f"The claim of attempt {attempt} in {store.url} was lost, and process {other.pid} on host "
+        f"{other.host} has claimed the same number since. This process may no longer commit; its earlier "
+        "checkpoints stand. Stop it: the other one continues."
+    )
+
+
+def _check_not_deleted(store: Store, run_id: str) -> None:
+    """Raise if nothing in a home names the run any more: it was deleted, and must not be made anew."""
+    found = read_run(store)
+    if found is not None and found.id == run_id:
+        return
+    now = "nothing in it names this run any more" if found is None else "it holds another run now"
+    raise Conflict(
+        f"{store.url} was deleted while run {run_id} was saving to it: {now}. Nothing is written there, and "
+        "the saves that were not durable are lost. Start again to begin a new run."
+    )
+
+
+def check_no_writer(store: Store, writers: Sequence[tuple[str, LiveTrainer]]) -> None:
+    """Refuse to take a home from a process that may still save to it.
+
+    A process whose attempt is fenced already does not count.
+
+    Args:
+        writers: living trainers, each with its host.
+
+    Raises:
+        Conflict: one of them holds the newest attempt; with its process and start.
+        RetryLater: the store failed.
+    """
+    newest = newest_attempt(store)
+    held = [(host, writer) for host, writer in writers if writer.attempt >= newest]
+    if not held:
+        return
+    host, writer = min(held, key=lambda one: (one[1].rank, one[0]))
+    since = _since(store, writer.attempt)
+    is_own = (host, writer.pid) == (socket.gethostname(), os.getpid())
+    advice = (
+        "Close that Checkpointer first"
+        if is_own
+        else "Stop that process first, or wait for its end; to read beside it, use holdfast.open()"
+    )
+    raise Conflict(
+        f"{store.url} is being written by attempt {writer.attempt}: "
+        f"{'another Checkpointer of this process' if is_own else f'process {writer.pid}'} on host {host}"
+        f"{since}. Nothing was saved or changed. {advice}. Checkpointer(..., take_over=True) takes the home "
+        "over: the other one can then no longer commit."
+    )
+
+
+def _since(store: Store, attempt: int) -> str:
+    with contextlib.suppress(Corrupt, NotFound, Unsupported):
+        started_unix_s = read_claim(store, attempt).started_unix_s
+        since = datetime.datetime.fromtimestamp(started_unix_s, tz=datetime.timezone.utc)
+        return f", since {since:%Y-%m-%d %H:%M:%S} UTC"
+    return ""
+
+
+def check_run(store: Store, run_id: str) -> None:
+    """Make a nearer tier part of the run, unless it belongs to a run already.
+
+    Raises:
+        InvalidInput: it holds another run.
+        RetryLater: the store failed.
+    """
+    there = _read_near_run(store)  # without it, files count only if their parts name the run
+    if there is not None and there.id != run_id:
+        raise _of_another_run(store, run_id, there)
+    _repair_run(store, there or run.Run(run_id, created_unix_s=time.time()))
+
+
+def check_same_run(home: Store, near: Store) -> None:
+    """Raise if a nearer tier and a home are not of one run.
+
+    Raises:
+        Corrupt: the home's documents are damaged, and nothing in it names the run.
+        InvalidInput: the nearer tier is of another run, or home is empty.
+        RetryLater: a store failed.
+    """
+    there = _read_near_run(near)
+    found = None if there is None else read_run(home)
+    if there is not None and (found is None or found.id != there.id):
+        raise _of_another_run(near, "a new one" if found is None else found.id, there)
+
+
+def _of_another_run(store: Store, expected: str, found: run.Run) -> InvalidInput:
+    return InvalidInput(
+        f"{store.url} holds checkpoints of another run (expected {expected}, found {found.id}), so it "
+        "cannot be the local tier of this one. Nothing was written. Give local= a folder of its own for "
+        "each run."
+    )
+
+
+def copy_claim(store: Store, claim: run.AttemptClaim) -> None:
+    """Copy a claim into a nearer tier, to fence writers that do not list home.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    with contextlib.suppress(Conflict):
+        store.put(names.attempt(claim.number), run.document(claim), if_absent=True)

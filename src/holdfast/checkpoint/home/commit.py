@@ -1,0 +1,320 @@
+"""Commit: make a checkpoint visible once every rank's part exists, unless the attempt is fenced."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.health import Squares, TensorHealth, Trend
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import Ancestors, Part
+from holdfast.checkpoint.format.part import parse as parse_part
+from holdfast.checkpoint.format.run import Refusal, document, parse
+from holdfast.checkpoint.home.attempts import check_not_fenced, note_saved
+from holdfast.checkpoint.home.claim import check_claim
+from holdfast.checkpoint.home.listing import missing_ranks, scan
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.store import Store
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater
+from holdfast.system.failpoint import failpoint
+from holdfast.watch.values.judgement import judge
+from holdfast.watch.values.replicas import ReplicaHashes, ReplicaWatch
+
+MAX_REFUSALS = 100
+"""Refusals of the newest attempt that stay, until the next attempt deletes them."""
+
+
+def _none_before(ancestors: Ancestors) -> Sequence[Squares]:
+    """Return nothing: norms are not compared."""
+    return ()
+
+
+def make_manifest(
+    parts: Iterable[tuple[Part, bytes]],
+    *,
+    id: str | None = None,
+    created_unix_s: float | None = None,
+    before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
+    replicas: ReplicaWatch | None = None,
+) -> Manifest:
+    """Return the manifest of a checkpoint from the parts of all its ranks.
+
+    Args:
+        parts: each part with its document, in the order of ranks.
+        id: of the manifest; random by default.
+        created_unix_s: its time; now by default.
+        before: returns the sums of squares of the checkpoints before, by its ancestors, which the health of
+            this one is judged with.
+        replicas: the attempt's earlier audits; none by default.
+
+    Raises:
+        Corrupt: a part is damaged.
+        Unsupported: a part was written by a newer format.
+        InvalidInput: the parts do not fit together.
+    """
+    hashes = ReplicaHashes()
+    tensors: list[TensorHealth | None] = []
+    trends: list[Trend | None] = []
+
+    def noted() -> Iterator[tuple[Part, bytes]]:
+        for part, text in parts:
+            tensors.append(part.health)
+            trends.append(part.trend)
+            _add_audit(hashes, part)
+            yield part, text
+
+    manifest = manifests.merge(
+        noted(),
+        id=uuid.uuid4().hex if id is None else id,
+        created_unix_s=time.time() if created_unix_s is None else created_unix_s,
+    )
+    compared = (replicas or ReplicaWatch()).compare(manifest.step, hashes)
+    if not any(tensors) and not compared.differences:
+        return manifest  # imported, or saved by an earlier version
+    return replace(manifest, health=judge(tensors, trends[0], before(manifest.ancestors), compared))
+
+
+def _add_audit(hashes: ReplicaHashes, part: Part) -> None:
+    """Add the hashes in a part.
+
+    Raises:
+        Corrupt: they do not fit its catalog.
+    """
+    if part.audit is None:
+        return
+    try:
+        hashes.add(part.rank, part.audit, list(part.catalog.tensors))
+    except ValueError as error:
+        raise Corrupt(f"{part.what} has {error}.", step=part.step, key=part.what) from error
+
+
+def parse_parts(texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Part, bytes]]:
+    """Yield each part with its document, for `make_manifest`. Takes names and documents.
+
+    Raises:
+        Corrupt: a part is damaged.
+        Unsupported: a part was written by a newer format.
+    """
+    return ((parse_part(text, name), text) for name, text in texts)
+
+
+def commit(
+    store: Store,
+    writer: WriterId,
+    step: int,
+    *,
+    claim: str = "",
+    before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
+    replicas: ReplicaWatch | None = None,
+) -> Manifest:
+    """Write the manifest of `step` after every rank has written its part. Only rank 0 calls this.
+
+    Args:
+        store: the home, or a nearer tier.
+        writer: rank 0 of the attempt that saved.
+        claim: the document by which the attempt was claimed; "" leaves out the check that it still exists.
+        before, replicas: see `make_manifest`.
+
+    Raises:
+        Conflict: this attempt is fenced.
+        InvalidInput: the parts do not fit together.
+        Corrupt: a part is damaged.
+        RetryLater: the store failed.
+
+    Blocks: until the manifest is durable.
+    """
+    name = names.manifest(step, writer.attempt)
+    check_not_fenced(store, writer.attempt)
+    check_claim(store, writer.attempt, claim)
+    manifest = merge_parts(
+        store,
+        writer,
+        CheckpointId(attempt=writer.attempt, step=step),
+        writer.world_size,
+        before=before,
+        replicas=replicas,
+    )
+    publish(store, writer, step, name, manifests.document(manifest))
+    return manifest
+
+
+def merge_parts(
+    store: Store,
+    writer: WriterId,
+    checkpoint: CheckpointId,
+    world_size: int,
+    *,
+    before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
+    replicas: ReplicaWatch | None = None,
+) -> Manifest:
+    """Return the manifest of a checkpoint whose parts all exist. Only rank 0 calls this.
+
+    If the parts of its own attempt do not fit together, it refuses the save for all ranks.
+
+    Args:
+        store: a place that has the parts.
+        writer: rank 0 of an attempt.
+        attempt: the attempt that saved the checkpoint.
+        before, replicas: see `make_manifest`.
+
+    Raises:
+        InvalidInput: the parts do not fit together.
+        Corrupt: a part is damaged.
+        RetryLater: the store failed.
+    """
+    part_names = [names.part(checkpoint.step, checkpoint.attempt, rank) for rank in range(world_size)]
+    try:
+        found = parse_parts((part_name, store.get(part_name)) for part_name in part_names)
+        return make_manifest(found, before=before, replicas=replicas)
+    except InvalidInput as error:
+        if checkpoint.attempt == writer.attempt and world_size > 1:
+            refuse(store, writer, checkpoint.step, error)
+        raise
+
+
+def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -> None:
+    """Make a checkpoint visible whose files all exist. Raises if this attempt is fenced by now.
+
+    Args:
+        store: the home, or a nearer tier.
+        writer: rank 0 of an attempt, which alone calls this.
+
+    Raises:
+        Conflict: this attempt is fenced.
+        Corrupt: another manifest has this name.
+        RetryLater: the store failed.
+
+    Blocks: until the manifest is durable.
+    """
+    if not put_manifest(store, step, name, text):
+        # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same
+        # parts.
+        _check_same(store, name, manifests.parse(text, name))
+    failpoint("keeper.manifest")
+    try:
+        check_not_fenced(store, writer.attempt)
+    except Conflict:
+        # A newer attempt began between the check and the write, and may already be tidying up after this one.
+        if missing_ranks(store, writer, step):
+            store.delete(name)
+        raise
+    facts = names.parse(name)
+    assert facts is not None
+    note_saved(store, writer.run, facts.checkpoint_id)
+
+
+def put_manifest(store: Store, step: int, name: str, text: bytes) -> bool:
+    """Write a manifest after the names of the checkpoint's files are durable.
+
+    Returns:
+        False if an object of this name exists already; it is durable too then, and unchanged.
+
+    Raises:
+        RetryLater: the store failed.
+
+    Blocks: until the manifest is durable.
+    """
+    # Visible is not yet durable: other ranks' keepers may not have come to the fsync of their files' names.
+    folder = names.step_dir(step)
+    store.sync(folder)
+    try:
+        # The commit: before this object exists the checkpoint does not, afterwards it is complete.
+        store.put(name, text, if_absent=True)
+    except Conflict:
+        store.sync(folder)
+        return False
+    return True
+
+
+def _check_same(store: Store, name: str, expected: Manifest) -> None:
+    found = manifests.parse(store.get(name), name)
+    if (found.run, found.parts) != (expected.run, expected.parts):
+        message = f"{name} in {store.url} describes other files than those of this save. It was not changed."
+        raise Corrupt(message, step=expected.step, key=name)
+
+
+def refuse(store: Store, writer: WriterId, step: int, error: InvalidInput) -> None:
+    """Write a refusal of `step`, with its reason, for the keepers of the other ranks.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    refusal = Refusal(writer.run, writer.attempt, step, str(error), error.rank, error.key)
+    store.put(names.refusal(step, writer.attempt), document(refusal))
+
+
+def check_not_refused(store: Store, writer: WriterId, step: int) -> None:
+    """Raise if a rank has refused the save, with its reason.
+
+    Raises:
+        InvalidInput: the parts of the save do not fit together.
+        Corrupt: the refusal cannot be read.
+        RetryLater: the store failed.
+    """
+    name = names.refusal(step, writer.attempt)
+    if store.size(name) is None:
+        return
+    refusal = parse(Refusal, store.get(name), name)
+    raise InvalidInput(refusal.reason, step=step, rank=refusal.rank, key=refusal.key)
+
+
+def was_retired(store: Store, writer: WriterId, step: int) -> bool:
+    """Return True if retention has deleted a committed save behind a newer one.
+
+    Call this after a part of the save was found missing. A save that was deleted without ever being committed
+    has a refusal, written before its files were deleted.
+
+    Raises:
+        Conflict: a newer attempt has claimed the run, which deletes saves without a refusal.
+        InvalidInput: the save was refused.
+        Corrupt: the refusal cannot be read.
+        RetryLater: the store failed, or so many saves were refused that the refusal may be deleted.
+    """
+    own = [facts for _, facts in scan(store, "step-") if facts.attempt == writer.attempt]
+    newest = max((facts.step for facts in own if facts.kind == "manifest"), default=-1)
+    if newest <= step:
+        return False
+    check_not_refused(store, writer, step)
+    check_not_fenced(store, writer.attempt)
+    refused = [facts.step for facts in own if facts.kind == "refusal"]
+    # Half of the limit, as a listing beside deletions may lack some.
+    if len(refused) >= MAX_REFUSALS // 2 and step < min(refused):
+        raise RetryLater(
+            f"It is not known whether step {step} was committed. Retention deleted its files after {newest} "
+            f"was committed, and the record of saves that attempt {writer.attempt} refused is full. "
+            "See the messages of rank 0.",
+            step=step,
+        )
+    store.sync(names.step_dir(newest))
+    return True
+
+
+def is_committed(store: Store, writer: WriterId, step: int) -> bool:
+    """Return True if the manifest of `step` of this attempt is visible; `Store.sync` makes it durable."""
+    return store.size(names.manifest(step, writer.attempt)) is not None
+
+
+def read_committed(store: Store, writer: WriterId, step: int) -> Manifest | None:
+    """Return the manifest of `step` of this attempt, checked to be of this rank's files; None without one.
+
+    Raises:
+        Corrupt: it is damaged, or names other files.
+        RetryLater: the store failed.
+    """
+    name = names.manifest(step, writer.attempt)
+    try:
+        found = manifests.parse(store.get(name), name)
+        own = digest(store.get(names.part(step, writer.attempt, writer.rank)))
+    except NotFound:
+        return None
+    its_own = next((part.part_xxh3 for part in found.parts if part.rank == writer.rank), None)
+    if (found.run, its_own) != (writer.run, own):
+        message = f"{name} in {store.url} does not name the files that rank {writer.rank} has written."
+        raise Corrupt(message, step=step, rank=writer.rank, key=name)
+    return found

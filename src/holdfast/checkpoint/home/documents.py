@@ -1,0 +1,278 @@
+"""Documents of a home: run, manifests and parts, each checked against its name and the files beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+from holdfast.checkpoint.format import manifest as manifest_format
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.format import part as part_format
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.hashes import MAX_CHUNK_BYTES, digest
+from holdfast.checkpoint.format.layout import BLOCK_BYTES, Shard
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import Part
+from holdfast.checkpoint.home.attempts import read_claim
+from holdfast.checkpoint.home.listing import ListedSave, Listing, candidates, list_home
+from holdfast.checkpoint.store.contract import Store
+from holdfast.checkpoint.store.tiered import first_good
+from holdfast.errors import Corrupt, Denied, NotFound, RetryLater, Unsupported
+from holdfast.system.documents import shown
+
+
+def read_run(store: Store) -> run.Run | None:
+    """Return the run that a home holds; None for a home that was never used.
+
+    Every claim, manifest and part names the run too, so that checkpoints stay readable if `holdfast.json` is
+    damaged or lost.
+
+    Raises:
+        Corrupt: the home's own document is damaged, and nothing else in the home names the run.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    damage: Corrupt | None = None
+    try:
+        found = read_run_document(store)
+    except Corrupt as error:
+        found, damage = None, error
+    found = found or next(_runs_named_elsewhere(store), None)
+    if found is None and damage is not None:
+        raise damage
+    return found
+
+
+def read_run_document(store: Store) -> run.Run | None:
+    """Return the run in `holdfast.json`; None if the file does not exist.
+
+    Raises:
+        Corrupt: it is damaged.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    with contextlib.suppress(NotFound):
+        return first_good(store, lambda copy: run.parse(run.Run, copy.get(names.RUN), names.RUN))
+    return None
+
+
+def _runs_named_elsewhere(store: Store) -> Iterator[run.Run]:
+    home = list_home(store)
+    for number in sorted(home.attempts, reverse=True):
+        with contextlib.suppress(Corrupt, NotFound, Unsupported):
+            claim = first_good(store, lambda copy, number=number: read_claim(copy, number))
+            yield run.Run(claim.run, claim.started_unix_s)
+    for one in candidates(home):
+        with contextlib.suppress(Corrupt, NotFound, Unsupported):
+            manifest = read_manifest(store, one, None)
+            yield run.Run(manifest.run, manifest.created_unix_s)
+    for saved in reversed(home.by_step()):
+        for rank in saved.parts:
+            with contextlib.suppress(Corrupt, NotFound, Unsupported):
+                name = names.part(saved.step, saved.attempt, rank)
+                part = first_good(store, lambda copy, name=name: part_format.parse(copy.get(name), name))
+                yield run.Run(part.run, time.time())
+
+
+def read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) -> Manifest:
+    """Return the manifest of a checkpoint, checked against its name.
+
+    Args:
+        run_id: id of the run that the home holds; None skips that check (a home without `holdfast.json`).
+
+    Raises:
+        NotFound: the manifest does not exist.
+        Corrupt: damaged, or the manifest of another checkpoint or run.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    return first_good(store, lambda copy: _read_manifest(copy, checkpoint, run_id))
+
+
+def _read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) -> Manifest:
+    name = names.manifest(checkpoint.step, checkpoint.attempt)
+    found = manifest_format.parse(store.get(name), name)
+    if found.checkpoint_id != checkpoint:
+        message = f"{name} is the manifest of step {found.step}, attempt {found.attempt}, under a wrong name."
+        raise Corrupt(message, step=checkpoint.step, key=name)
+    if run_id is not None and found.run != run_id:
+        message = f"{name} belongs to another run: expected run {run_id}, found {found.run}."
+        raise Corrupt(message, step=checkpoint.step, key=name)
+    left = found.data_bytes
+    for key, tensor in found.tensors.items():
+        if tensor.partitioning is not None:
+            left -= math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+        if left < 0:
+            message = f"{name} names tensors that need more than the {found.data_bytes} bytes of its files."
+            raise Corrupt(message, step=checkpoint.step, key=key)
+    return found
+
+
+def check_files(listings: Sequence[Listing], manifest: Manifest) -> None:
+    """Check that some copy of every file of a checkpoint has the right size.
+
+    Args:
+        listings: of the tiers, nearest first.
+
+    Raises:
+        NotFound: a file is missing.
+        Corrupt: a file has another size.
+    """
+    step, attempt = manifest.step, manifest.attempt
+    unlisted = ListedSave(step=step, attempt=attempt)
+    copies = [listing.saved.get(manifest.checkpoint_id, unlisted) for listing in listings]
+    for file in manifest.parts:
+        rank = file.rank
+        sizes = [(file.part_bytes, one.parts.get(rank)) for one in copies]
+        _check_sizes(names.part(step, attempt, rank), sizes, step, rank)
+        sizes = [(file.data_bytes, one.data.get(rank)) for one in copies]
+        _check_sizes(names.data(step, attempt, rank), sizes, step, rank)
+        if file.frozen_bytes is not None:
+            sizes = [(file.frozen_bytes, one.frozen.get(rank)) for one in copies]
+            _check_sizes(names.frozen(step, attempt, rank), sizes, step, rank)
+
+
+def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Listing] = ()) -> None:
+    """Check that listings have some copy of every file, with the right size.
+
+    Args:
+        store: the home, in one copy or several.
+        besides: listings of nearer places.
+
+    Raises:
+        NotFound: a file is missing.
+        Corrupt: a file has another size.
+        RetryLater, Denied: a copy could not be listed, and the others do not have every file.
+    """
+    listings, unread = list(besides), []
+    for copy in store.copies():
+        try:
+            listings.append(list_home(copy, step=manifest.step))
+        except (Denied, RetryLater) as error:
+            unread.append(error)
+    if not listings:
+        raise unread[0]
+    try:
+        check_files(listings, manifest)
+    except (Corrupt, NotFound):
+        if unread:
+            raise unread[0] from None
+        raise
+
+
+def _check_sizes(name: str, sizes: list[tuple[int, int | None]], step: int, rank: int) -> None:
+    """Raise the error of the nearest copy, unless some copy has the expected size.
+
+    Args:
+        sizes: (expected, found) for each tier.
+    """
+    errors = [size_error(name, expected, found, step=step, rank=rank) for expected, found in sizes]
+    if None not in errors:
+        wrong = [error for error in errors if isinstance(error, Corrupt)]
+        raise (wrong or [error for error in errors if error])[0]
+
+
+def size_error(
+    name: str, expected: int, found: int | None, *, step: int, rank: int
+) -> NotFound | Corrupt | None:
+    """Return the error for a file of the wrong size, or None. `found` is None for a missing file."""
+    if found is None:
+        return NotFound(f"{name} is missing: expected {expected} bytes.", step=step, rank=rank, key=name)
+    if found == expected:
+        return None
+    how = "truncated" if found < expected else "too long"
+    message = f"{name} is {how}: expected {expected} bytes, found {found}."
+    return Corrupt(message, step=step, rank=rank, key=name)
+
+
+def read_part(store: Store, manifest: Manifest, rank: int) -> Part:
+    """Return a rank's part, checked to be the one that was committed.
+
+    Raises:
+        NotFound: the part does not exist.
+        Corrupt: damaged, or not the one that the manifest names.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    return first_good(store, lambda copy: _read_part(copy, manifest, rank))
+
+
+def _read_part(store: Store, manifest: Manifest, rank: int) -> Part:
+    name = names.part(manifest.step, manifest.attempt, rank)
+    text = store.get(name)
+    expected, found = manifest.parts[rank].part_xxh3, digest(text)
+    if found != expected:
+        message = (
+            f"{name} is not the part that was committed: expected {manifest.parts[rank].part_bytes} bytes "
+            f"with xxh3:{expected}, found {len(text)} bytes with xxh3:{found}."
+        )
+        raise Corrupt(message, step=manifest.step, rank=rank, key=name)
+    part = part_format.parse(text, name)
+    check_part(part, rank, name)
+    expected_sizes = manifest.parts[rank].data_bytes, manifest.parts[rank].frozen_bytes
+    sizes = part.file.num_bytes, None if part.frozen is None else part.frozen.num_bytes
+    if sizes != expected_sizes:
+        message = f"{name} and the manifest disagree about data files: {sizes} and {expected_sizes} bytes."
+        raise Corrupt(message, step=manifest.step, rank=rank, key=name)
+    return part
+
+
+def check_part(part: Part, rank: int, name: str) -> None:
+    """Check a part: its rank, its chunk size, and that its shards are inside its file.
+
+    A part that another program wrote may be sealed and still ask for reads outside its file, or for buffers
+    without limit.
+
+    Raises:
+        Corrupt: one of these is wrong.
+    """
+    if part.rank != rank:
+        raise Corrupt(f"{name} is the part of rank {part.rank}.", step=part.step, rank=rank, key=name)
+    for file in part.files.values():
+        if not 0 < file.chunk_bytes <= MAX_CHUNK_BYTES or file.chunk_bytes % BLOCK_BYTES:
+            message = (
+                f"{name} has chunks of {file.chunk_bytes} bytes: expected a multiple of 4 KiB up to 8 MiB."
+            )
+            raise Corrupt(message, step=part.step, rank=rank, key=name)
+    sizes = {False: part.file.num_bytes, True: part.frozen.num_bytes if part.frozen else -1}
+    left = dict(sizes)  # bytes that no shard has: shared ones would let a small file ask for any memory
+    for shard, start in zip(part.shards, part.starts, strict=True):
+        is_inside = _is_region(shard) and 0 <= start <= sizes[shard.frozen] - shard.num_bytes
+        left[shard.frozen] -= shard.num_bytes if is_inside else 0
+        if not is_inside or (left[shard.frozen] < 0 and shard.num_bytes):
+            where = f"{list(shard.sizes)} at {list(shard.offsets)} of {shard.dtype}{list(shard.shape)}"
+            message = f"{name} places {shown(shard.name)} at byte {start} as {where}, which cannot be."
+            raise Corrupt(message, step=part.step, rank=rank, key=shard.name)
+
+
+def _is_region(shard: Shard) -> bool:
+    if shard.sizes == shard.shape and not any(shard.offsets):
+        return len(shard.offsets) == len(shard.shape) and min(shard.shape, default=0) >= 0
+    if not len(shard.offsets) == len(shard.sizes) == len(shard.shape):
+        return False
+    sides = zip(shard.offsets, shard.sizes, shard.shape, strict=True)
+    return all(0 <= offset <= offset + length <= size for offset, length, size in sides)
+
+
+def read_draft(store: Store, saved: ListedSave, rank: int) -> tuple[Part, bytes]:
+    """Return a rank's part of a save, which may be uncommitted, checked against its files.
+
+    Raises:
+        NotFound: the part does not exist.
+        Corrupt: damaged, or not of the files beside it.
+        Unsupported: written by a newer format.
+        RetryLater: the store failed.
+    """
+    name = names.part(saved.step, saved.attempt, rank)
+    text = store.get(name)
+    part = part_format.parse(text, name)
+    check_part(part, rank, name)
+    frozen_bytes = part.frozen.num_bytes if part.frozen else saved.frozen.get(rank)
+    found = saved.step, saved.attempt, saved.data[rank], saved.frozen.get(rank)
+    if (part.step, part.attempt, part.file.num_bytes, frozen_bytes) != found:
+        message = f"{name} does not describe the data file beside it."
+        raise Corrupt(message, step=saved.step, rank=rank, key=name)
+    return part, text

@@ -1,0 +1,188 @@
+"""Inventory of a home: every checkpoint with its state, from a listing and the manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from holdfast.checkpoint.format.health import UNKNOWN, Health
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
+from holdfast.checkpoint.format.run import encode_metric
+from holdfast.checkpoint.home.documents import check_files, read_manifest
+from holdfast.checkpoint.home.listing import ListedSave, Listing
+from holdfast.checkpoint.home.metrics import read_document
+from holdfast.checkpoint.home.newest import was_deleted
+from holdfast.checkpoint.home.skipped import read_reason
+from holdfast.checkpoint.retention import CheckpointLine, line_of
+from holdfast.checkpoint.store import Store
+from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
+from holdfast.system.units import plural
+
+COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
+DAMAGED, UNSUPPORTED, SKIPPED = "damaged", "unsupported", "skipped"
+"""States. Damaged: the manifest cannot be read, or a file it names is missing or has another size.
+
+Skipped: a restore has found it damaged or could not read it; retention leaves it alone.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row(OfCheckpoint):
+    """One checkpoint, or an incomplete save. `num_bytes` counts all its files."""
+
+    step: int
+    attempt: int
+    state: str
+    is_newest: bool
+    ranks: int | None
+    num_bytes: int
+    created_unix_s: float | None
+    base_step: int | None
+    reason: str | None  # what is wrong, beyond the state
+    tiers: tuple[str, ...] = ()  # where it is, nearest first, if several places were listed
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # recorded for its step
+    metric_steps: Mapping[str, int] = field(default_factory=dict[str, int])  # of those recorded for another
+    metric_modes: Mapping[str, str] = field(default_factory=dict[str, str])  # "min" or "max", of its best
+    health: Health = UNKNOWN
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its members for JSON; `tiers` only if several places were listed."""
+        members = asdict(self)
+        members["metrics"] = {name: encode_metric(value) for name, value in self.metrics.items()}
+        del members["health"]
+        members |= {"healthy": self.health.healthy, "health_reasons": list(self.health.reasons)}
+        if not self.tiers:
+            del members["tiers"]
+        return members
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All checkpoints and incomplete saves of a home, newest first."""
+
+    home: Listing
+    run_id: str | None
+    rows: tuple[Row, ...]
+
+    @property
+    def newest(self) -> Row | None:
+        """The checkpoint that a restore would try first."""
+        return next((row for row in self.rows if row.is_newest), None)
+
+
+def take_inventory(
+    store: Store, home: Listing, run_id: str | None, tiers: Mapping[str, Listing] | None = None
+) -> Inventory:
+    """Read all manifests of a home, and return the state of each checkpoint.
+
+    Args:
+        store: the home, or several tiers of it as one.
+        run_id: id of the run; None if no document names it.
+        tiers: the listing of each tier, to find the tiers of every checkpoint.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    manifests: dict[CheckpointId, Manifest] = {}
+    wrong: dict[CheckpointId, HoldfastError] = {}
+    gone: set[CheckpointId] = set()
+    for key, saved in home.saved.items():
+        if not saved.is_committed:
+            continue
+        try:
+            manifests[key] = read_manifest(store, key, run_id)
+            check_files(list(tiers.values()) if tiers else [home], manifests[key])
+        except (Corrupt, NotFound, Unsupported) as error:
+            if was_deleted(store, key):
+                gone.add(key)
+                manifests.pop(key, None)
+            else:
+                wrong[key] = error
+    skipped = {
+        key: f"skipped by a restore: {read_reason(store, key)}"
+        for key, saved in home.saved.items()
+        if saved.was_skipped
+    }
+    found = {key: one.ancestors for key, one in manifests.items() if key not in skipped}
+    line = line_of(found, max(found), found[max(found)]) if found else CheckpointLine((), ())
+    superseded = set(line.superseded)
+    whole = (key for key in manifests if key not in wrong and key not in superseded and key not in skipped)
+    newest = max(whole, default=None)
+    order = sorted(home.saved.keys() - gone, reverse=True)
+    rows = (
+        _row(home.saved[key], manifests.get(key), wrong.get(key), key in superseded, key == newest)
+        for key in order
+    )
+    rows = (
+        replace(row, state=SKIPPED, reason=skipped[row.checkpoint_id])
+        if row.checkpoint_id in skipped
+        else row
+        for row in rows
+    )
+    placed = (replace(_with_metrics(store, home, row), tiers=_tiers_of(row, tiers or {})) for row in rows)
+    return Inventory(home, run_id, tuple(placed))
+
+
+def _with_metrics(store: Store, home: Listing, row: Row) -> Row:
+    """Return the row of a checkpoint with its metrics; without them where they are damaged."""
+    if not home.saved[row.checkpoint_id].has_metrics:
+        return row
+    try:
+        found = read_document(store, row.checkpoint_id)
+    except (Corrupt, Unsupported):
+        return row
+    return replace(row, metrics=found.values, metric_steps=found.of_steps, metric_modes=found.modes)
+
+
+def _tiers_of(row: Row, tiers: Mapping[str, Listing]) -> tuple[str, ...]:
+    """Return the tiers that have files of a checkpoint, and which ranks' if not all."""
+    found: list[str] = []
+    for tier, listing in tiers.items():
+        saved = listing.saved.get(row.checkpoint_id)
+        if saved is None:
+            continue
+        ranks = sorted(saved.parts.keys() & saved.data.keys())
+        is_whole = saved.is_committed and len(ranks) == row.ranks
+        found.append(tier if is_whole else f"{tier} (ranks {_format_ranks(ranks)})")
+    return tuple(found)
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, such as `0-3, 6`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
+
+
+def _row(
+    saved: ListedSave, manifest: Manifest | None, error: HoldfastError | None, superseded: bool, newest: bool
+) -> Row:
+    reason = str(error) if error else None
+    if not saved.is_committed:
+        state = INCOMPLETE
+        reason = (
+            f"no manifest; {plural(len(saved.data), 'data file')} and "
+            f"{plural(len(saved.parts), 'part')} are there"
+        )
+    elif error:
+        state = UNSUPPORTED if isinstance(error, Unsupported) else DAMAGED
+    else:
+        state = SUPERSEDED if superseded else COMPLETE
+    return Row(
+        step=saved.step,
+        attempt=saved.attempt,
+        state=state,
+        is_newest=newest,
+        ranks=manifest.world_size if manifest else None,
+        num_bytes=saved.num_bytes,
+        created_unix_s=manifest.created_unix_s if manifest else None,
+        base_step=manifest.base_step if manifest else None,
+        reason=reason,
+        health=manifest.health if manifest else UNKNOWN,
+    )

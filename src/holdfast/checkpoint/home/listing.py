@@ -1,0 +1,158 @@
+"""Listings of a home: which checkpoints it holds, complete or not, and which files each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.store.contract import ObjectInfo, Store
+
+
+@dataclass(slots=True)
+class ListedSave(OfCheckpoint):
+    """Files of one step of one attempt, complete or not."""
+
+    step: int
+    attempt: int
+    manifest_bytes: int | None = None  # None: no manifest, so not a checkpoint (yet)
+    parts: dict[int, int] = field(default_factory=dict)  # rank -> bytes
+    data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
+    frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
+    was_skipped: bool = False  # a restore has skipped it, see `holdfast.checkpoint.home.skipped`
+    has_metrics: bool = False  # see `holdfast.checkpoint.home.metrics`
+
+    @property
+    def is_committed(self) -> bool:
+        """True if it has a manifest, which may be damaged."""
+        return self.manifest_bytes is not None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its manifest, parts, data files and metrics."""
+        key = self.step, self.attempt
+        return [
+            *([names.manifest(*key)] if self.is_committed else []),
+            *(names.part(*key, rank) for rank in self.parts),
+            *(names.data(*key, rank) for rank in self.data),
+            *(names.frozen(*key, rank) for rank in self.frozen),
+            *([names.metrics(*key)] if self.has_metrics else []),
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its objects."""
+        return (self.manifest_bytes or 0) + sum(
+            sum(files.values()) for files in (self.parts, self.data, self.frozen)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One listing of a home."""
+
+    attempts: tuple[int, ...]  # claimed, ascending
+    saved: dict[CheckpointId, ListedSave]
+    foreign: tuple[str, ...]  # objects in step directories that Holdfast did not write
+
+    def by_step(self) -> list[ListedSave]:
+        """Return its saves by step, those of one step by attempt."""
+        return sorted(self.saved.values(), key=lambda saved: (saved.step, saved.attempt))
+
+
+def scan(store: Store, prefix: str = "") -> Iterator[tuple[ObjectInfo, names.Parsed]]:
+    """Yield each object of a home with the facts in its name. Every listing of a home comes from here.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    for entry in store.list(prefix):
+        facts = names.parse(entry.name)
+        if facts is not None:
+            yield entry, facts
+
+
+def scan_step(store: Store, step: int) -> Iterator[tuple[ObjectInfo, names.Parsed]]:
+    """Yield each object of one step, of any attempt, with the facts in its name.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    return scan(store, f"{names.step_dir(step)}/")
+
+
+def list_home(store: Store, *, step: int | None = None) -> Listing:
+    """List a home once.
+
+    Args:
+        step: list only this step's directory (attempts are then not listed).
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    attempts: list[int] = []
+    foreign: list[str] = []
+    saved: dict[CheckpointId, ListedSave] = {}
+    notes: list[names.Parsed] = []
+    for entry, facts in scan(store) if step is None else scan_step(store, step):
+        if facts.kind == "attempt":
+            attempts.append(facts.attempt)
+            continue
+        if facts.kind == "refusal":
+            continue  # a message between keepers
+        if facts.kind in ("skipped", "metrics"):
+            notes.append(facts)
+            continue
+        if facts.kind == "step-other":
+            foreign.append(entry.name)
+            continue
+        one = saved.setdefault(facts.checkpoint_id, ListedSave(step=facts.step, attempt=facts.attempt))
+        if facts.kind == "manifest":
+            one.manifest_bytes = entry.num_bytes
+        else:
+            files = {"part": one.parts, "data": one.data, "frozen": one.frozen}[facts.kind]
+            files[facts.rank] = entry.num_bytes
+    for facts in notes:
+        if noted := saved.get(facts.checkpoint_id):  # else only the note about it is left
+            noted.was_skipped |= facts.kind == "skipped"
+            noted.has_metrics |= facts.kind == "metrics"
+    return Listing(tuple(sorted(attempts)), saved, tuple(sorted(foreign)))
+
+
+def candidates(listing: Listing) -> list[CheckpointId]:
+    """Return everything that has a manifest, newest first."""
+    return sorted((one for one, saved in listing.saved.items() if saved.is_committed), reverse=True)
+
+
+def missing_ranks(store: Store, writer: WriterId, step: int) -> list[int]:
+    """Return the ranks of the writer's attempt that have not written their part of `step`.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    found = {
+        facts.rank
+        for _, facts in scan_step(store, step)
+        if facts.kind == "part" and facts.attempt == writer.attempt
+    }
+    return [rank for rank in range(writer.world_size) if rank not in found]
+
+
+def files_of(
+    store: Store, is_chosen: Callable[[names.Parsed], bool] = lambda _: True
+) -> dict[CheckpointId, list[str]]:
+    """Return the names of all files of checkpoints, by checkpoint, complete or not.
+
+    Args:
+        is_chosen: returns True for the facts of a name that counts.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    files: dict[CheckpointId, list[str]] = {}
+    for entry, facts in scan(store, "step-"):
+        if facts.kind not in ("attempt", "step-other") and is_chosen(facts):
+            files.setdefault(facts.checkpoint_id, []).append(entry.name)
+    return files

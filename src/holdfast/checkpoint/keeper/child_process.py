@@ -1,0 +1,132 @@
+"""Process of a keeper, as the trainer that started it sees it: its socket, its stderr and its exit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+
+from holdfast.checkpoint.keeper import packets
+from holdfast.checkpoint.keeper.config import IGNORED_SIGNALS, KeeperConfig
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile
+from holdfast.checkpoint.keeper.messages import Configure
+from holdfast.checkpoint.keeper.outbox import Outbox
+from holdfast.system.entry import command
+from holdfast.system.linux.processes import allow_tracing, read_stat, start_time
+
+_REAP_S = 5.0
+"""Time that a killed keeper may take to exit."""
+_TAIL_BYTES = 4000
+"""Bytes of a dead keeper's stderr that its error shows."""
+
+
+class ChildProcess:
+    """Keeper process started by this trainer.
+
+    Attributes:
+        end: socket to the keeper.
+        outbox: sends messages to it.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], end: socket.socket, *, stderr_fd: int, lockfile: Lockfile
+    ) -> None:
+        self.end = end
+        self.outbox = Outbox(end)
+        self._process = process
+        self._stderr_fd = stderr_fd
+        self._lockfile = lockfile
+
+    @classmethod
+    def start(cls, config: KeeperConfig, *, pulse_fd: int = -1) -> ChildProcess:
+        """Start a keeper, and send it its configuration.
+
+        Args:
+            pulse_fd: descriptor of this process's pulse; -1 without one.
+
+        Raises:
+            OSError: the system cannot create a process or a descriptor.
+            Denied, RetryLater: the runtime folder for its lock file cannot be used.
+            Unsupported: no private runtime folder can be created.
+        """
+        pid = os.getpid()
+        # Busy from the start: it owns what is sent to it while it starts.
+        info = KeeperInfo(
+            config.attempt,
+            config.rank,
+            pid,
+            start_time(pid) or 0,
+            busy=True,
+            pulse_fd=pulse_fd,
+            run=config.run,
+        )
+        lockfile = Lockfile.create(config.home, info)
+        ours, theirs = packets.make_pair()
+        stderr_fd = os.memfd_create("holdfast-keeper-stderr")  # leaves no file behind
+        # A process inherits the mask: blocked signals cannot end the keeper before it ignores them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        try:
+            process = subprocess.Popen(
+                command(
+                    "holdfast.checkpoint.keeper", str(theirs.fileno()), str(lockfile.fd), str(lockfile.path)
+                ),
+                cwd="/",  # keeps no other directory in use
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr_fd,
+                pass_fds=(theirs.fileno(), lockfile.fd),
+                start_new_session=True,  # Ctrl-C and SIGTERM to the trainer's process group do not reach it
+            )
+        except OSError:
+            lockfile.path.unlink(missing_ok=True)
+            os.close(stderr_fd)
+            ours.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
+            lockfile.close()
+        allow_tracing(process.pid)  # py-spy reads the stacks of a trainer that is stopped
+        child = cls(process, ours, stderr_fd=stderr_fd, lockfile=lockfile)
+        child.outbox.send(Configure(config), (pulse_fd,) if pulse_fd >= 0 else ())
+        return child
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def is_done(self) -> bool:
+        """True if the process has stored everything, and at most offers its memory."""
+        return self._lockfile.is_done
+
+    @property
+    def is_running(self) -> bool:
+        """True if the process runs, or waits for a processor or a disk."""
+        stat = read_stat(self.pid)
+        return stat is not None and stat.state in "RD"
+
+    def kill(self) -> None:
+        """Kill the process, even if it is stopped or frozen: it executes no further instruction."""
+        self._process.kill()
+
+    def reap(self) -> str:
+        """Wait for the exit of the process, release everything, and return how it died.
+
+        Blocks: until it has exited, at most 5 s.
+        """
+        self.outbox.close()
+        try:
+            status = self._process.wait(_REAP_S)
+            cause = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        except subprocess.TimeoutExpired:  # frozen by its control group: it dies before it runs again
+            self._process.kill()
+            self._lockfile.path.unlink(missing_ok=True)  # so that no attempt waits for it
+            cause = "killed, but not gone yet"
+        start = max(0, os.fstat(self._stderr_fd).st_size - _TAIL_BYTES)
+        tail = os.pread(self._stderr_fd, _TAIL_BYTES, start).decode(errors="replace").strip()
+        os.close(self._stderr_fd)
+        self.end.close()
+        return f"died ({cause}). Its last output: {tail}" if tail else f"died ({cause})."

@@ -1,0 +1,468 @@
+"""Client of a keeper, in the trainer: submits saves, and receives their outcomes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.metrics import SaveValues
+from holdfast.checkpoint.keeper import messages
+from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.checkpoint.keeper.host_processes import NOTIFY_AFTER_S
+from holdfast.checkpoint.keeper.save import Save
+from holdfast.checkpoint.keeper.supervisor import KeeperOwner, Supervisor
+from holdfast.errors import ERRORS, Denied, HoldfastError, InvalidInput, RetryLater
+from holdfast.system.log import get_logger, reported_if_slow
+
+_log = get_logger("checkpoint.keeper")
+_NO_VALUES = SaveValues()
+_MAX_DELETIONS = 1000
+"""Steps to be deleted that a new keeper is sent again. Older ones have long been deleted."""
+_CLOSED_POLL_S = 0.02
+_MAX_LISTED_ARENAS = 64
+"""Arenas that a message lists. With more, the keeper keeps only the one of the save mapped: a list in each
+message of a long queue would cost more than the saves."""
+_MAX_UNSAVED = 64
+"""Messages since the last save that a new keeper is sent again. Older ones have long been handled."""
+
+_DIFFERENCE = (
+    "THE RANKS' COPIES DIFFER in the checkpoint of step {}, which is marked as unhealthy:\n{}\n"
+    "The checkpoint has one rank's copy of each tensor, and a restore gives it to all. Training continues. "
+    "Resume from a step at which they were equal, and leave out the host if it happens there again. If the "
+    'ranks differ on purpose, mark the object with per_rank(), or set audit="off". See '
+    "`holdfast history "
+)
+_PROBLEMS = {
+    messages.DrainDelayed: "Home cannot be reached. Training continues, and the upload is retried: ",
+    messages.RetentionFailed: "Old checkpoints could not be deleted: ",
+    messages.HistoryFailed: "The history of the run could not be written: ",
+}
+
+
+@dataclass(slots=True)
+class _Submitted:
+    """Save that a new keeper would be sent again."""
+
+    save: Save
+    arena: int
+    arena_fd: int
+    layout: messages.ArenaLayout
+    draft: bytes
+    to_home: bool
+    metrics: SaveValues
+    before: tuple[messages.TrainerMessage, ...] = ()  # must be handled before the save is committed
+    is_persisted: bool = False
+
+
+class Keeper(KeeperOwner):
+    """This rank's keeper, as the trainer sees it.
+
+    Args:
+        released: called with the number of each arena that may be used again.
+        pulse_fd: descriptor of this process's pulse; -1 without one.
+
+    Attributes:
+        problems: texts to show to the user with the next save.
+        fenced: error of a save after a newer attempt has claimed the run.
+        home_lost: error of home, once it has failed for too long.
+
+    Raises:
+        Denied, Unsupported: the runtime folder cannot be used.
+        RetryLater: the process could not be started.
+    """
+
+    def __init__(self, config: KeeperConfig, *, released: Callable[[int], None], pulse_fd: int = -1) -> None:
+        self.config = config
+        self.problems: list[str] = []
+        self.fenced: HoldfastError | None = None
+        self.home_lost: HoldfastError | None = None
+        self._released = released
+        self._submitted: dict[int, _Submitted] = {}
+        self._towards_home: dict[int, Save] = {}  # durable in the local tier, and to be sent home
+        self._arenas_in_use: set[int] = set()
+        self._delayed: Save | None = None  # the last one whose delay was reported
+        self._complete: messages.MarkComplete | None = None  # the last one sent
+        self._best: tuple[messages.DrainBest, ...] = ()  # the last one sent, after the last one that was due
+        self._deletions = deque[messages.DeleteStep](maxlen=_MAX_DELETIONS)
+        self._unsaved: deque[messages.TrainerMessage] = deque(maxlen=_MAX_UNSAVED)  # since the last save
+        self._supervisor = Supervisor(config, self, pulse_fd=pulse_fd)
+        self._lock = self._supervisor.lock
+        self._supervisor.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the current keeper."""
+        return self._supervisor.pid
+
+    # -- messages to the keeper ------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        save: Save,
+        *,
+        arena: int,
+        arena_fd: int,
+        arenas: Sequence[int],
+        layout: messages.ArenaLayout,
+        draft: bytes,
+        to_home: bool = True,
+        metrics: SaveValues = _NO_VALUES,
+    ) -> None:
+        """Submit a staged save.
+
+        Args:
+            save: save to mark with the outcome.
+            arenas: all arenas that exist, so that the keeper unmaps the others.
+            draft: part of the rank without the facts about its files, see `format.part.draft`.
+            to_home: drain the save, if there is a local tier.
+            metrics: metrics of the checkpoint, on rank 0.
+
+        Raises:
+            InvalidInput: the step is not an integer of at least 0.
+            OSError: the system refused a descriptor.
+
+        Blocks: no.
+        """
+        if type(save.step) is not int or save.step < 0:
+            raise InvalidInput(f"A step is an integer of at least 0, got {save.step!r}. Nothing was saved.")
+        with self._lock:
+            before = tuple(self._unsaved)
+            self._unsaved.clear()
+            submitted = _Submitted(save, arena, arena_fd, layout, draft, to_home, metrics, before)
+            self._submitted[save.step] = submitted
+            self._arenas_in_use.add(arena)
+            try:
+                self._send_save(submitted, arenas)
+            except OSError:
+                del self._submitted[save.step]
+                self._arenas_in_use.discard(arena)
+                raise
+
+    def _send_save(self, submitted: _Submitted, arenas: Sequence[int]) -> None:
+        draft_fd = os.memfd_create("holdfast-draft")
+        try:
+            with open(draft_fd, "wb", closefd=False) as file:
+                file.write(submitted.draft)
+            message = messages.SubmitSave(
+                submitted.save.step,
+                submitted.arena,
+                tuple(arenas) if len(arenas) <= _MAX_LISTED_ARENAS else (),
+                submitted.layout,
+                to_home=submitted.to_home,
+                is_resent=submitted.save.state == "staged",
+                metrics=messages.encode_metrics(submitted.metrics.values),
+                of_steps=dict(submitted.metrics.of_steps),
+            )
+            fds = submitted.arena_fd, draft_fd
+            self._supervisor.send(message, fds, on_sent=submitted.save.mark_staged)
+        finally:
+            os.close(draft_fd)
+
+    def drop(self, step: int, reason: str) -> None:
+        """Refuse a save for all ranks, as this one has no copy of it.
+
+        The save then fails at once on all ranks. Otherwise the others would wait for the part of this one.
+        """
+        if self.config.world_size > 1:
+            self._send_surely(messages.DropSave(step, reason[: messages.MAX_DETAIL]))
+
+    def drain(self, save: Save) -> None:
+        """Send a save of this attempt home, whether or not it was due."""
+        with self._lock:
+            if save.failed is not None or save.is_settled_in_home:
+                return
+            self._towards_home[save.step] = save
+            self.drain_checkpoint(CheckpointId(attempt=self.config.attempt, step=save.step))
+
+    def drain_checkpoint(self, checkpoint: CheckpointId) -> None:
+        """Send a checkpoint of the local tier home, of any attempt."""
+        self._supervisor.send(messages.DrainCheckpoint(attempt=checkpoint.attempt, step=checkpoint.step))
+
+    def send_best(self, steps: Sequence[int], *, is_due: bool) -> None:
+        """Send the steps of this attempt's best saves.
+
+        Args:
+            steps: they stay in the local folder until they are in home.
+            is_due: send them home now.
+        """
+        with self._lock:
+            best = messages.DrainBest(tuple(steps), is_due)
+            self._best = (*(one for one in self._best if one.is_due and not is_due), best)
+            self._supervisor.send(best)
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoints of a step once a newer one is complete."""
+        with self._lock:
+            message = messages.DeleteStep(step)
+            self._deletions.append(message)
+            self._supervisor.send(message)
+
+    def update_metrics(self, step: int, metrics: SaveValues) -> None:
+        """Replace the metrics of a save that was submitted before."""
+        values = messages.encode_metrics(metrics.values)
+        self._send_surely(messages.UpdateMetrics(step, values, dict(metrics.of_steps)))
+
+    def mark_complete(self, checkpoint: CheckpointId) -> None:
+        """Notify the keeper that a checkpoint is complete. Its files are in folders of several hosts."""
+        with self._lock:
+            self._complete = messages.MarkComplete(attempt=checkpoint.attempt, step=checkpoint.step)
+            self._supervisor.send(self._complete)
+
+    def record(
+        self,
+        event: str,
+        *,
+        step: int | None,
+        num_bytes: int = 0,
+        seconds: float = 0.0,
+        detail: str = "",
+        tier: str = "",
+    ) -> None:
+        """Record an event of the trainer in the history."""
+        self._supervisor.send(_event(event, step, num_bytes, seconds, detail, tier))
+
+    def record_restored(self, *, step: int, num_bytes: int, seconds: float, detail: str, tier: str) -> None:
+        """Record the restored checkpoint in the history, even if this keeper is killed meanwhile."""
+        self._send_surely(_event("restored", step, num_bytes, seconds, detail, tier))
+
+    def send_metrics(self, steps: list[int], values: Mapping[str, Sequence[Any]]) -> None:
+        """Record training metrics in the history, even if this keeper is killed meanwhile.
+
+        Those sent before a save are recorded before its checkpoint is complete.
+
+        Args:
+            steps: steps of the values, ascending.
+            values: value at each step, by name.
+        """
+        members = {"steps": steps, "values": values}
+        self._send_surely(messages.RecordEvent("metrics", max(steps), time.time(), members=members))
+
+    def _send_surely(self, message: messages.TrainerMessage) -> None:
+        """Send a message. A new keeper is sent it again, unless a later save is persisted."""
+        with self._lock:
+            self._unsaved.append(message)
+            self._supervisor.send(message)
+
+    def close(self, timeout_s: float | None = None, *, frees_memory: bool = False) -> None:
+        """Let the keeper exit once it has completed everything.
+
+        Args:
+            timeout_s: longest wait for that; None for no limit.
+            frees_memory: no later attempt needs the contents of its memory.
+
+        Blocks: until it has exited, at most `timeout_s`. It exits by itself in any case.
+        """
+        with self._lock:
+            _closing.add(self)
+            self._supervisor.close(messages.Close(frees_memory), must_restart=bool(self._submitted))
+        waits = f"waiting for the keeper of rank {self.config.rank} (pid {self.pid}) to complete its work"
+        with reported_if_slow(lambda: _log.info(waits)):
+            self.wait_ended(timeout_s)
+
+    def wait_ended(self, timeout_s: float | None) -> bool:
+        """Wait for the exit of the process after `close`. Return False if the time runs out."""
+        has_ended = self._supervisor.wait_ended(timeout_s)
+        if has_ended:
+            _closing.discard(self)
+        return has_ended
+
+    @property
+    def is_done(self) -> bool:
+        """True if everything is stored: what the process still has in memory may be taken over."""
+        return self._supervisor.is_done
+
+    # -- called by the supervisor ----------------------------------------------------------------------------
+
+    @override
+    def end_with_interpreter(self) -> None:
+        if self._submitted:
+            steps = ", ".join(map(str, self._submitted))
+            _log.warning(
+                f"The program ends without close(), and not in `with Checkpointer(...)`: step {steps} is not "
+                "durable yet. The keeper completes it in the background; an error would be lost."
+            )
+        self._supervisor.close(messages.Close(frees_memory=False), must_restart=False)
+
+    @property
+    @override
+    def expects_replies(self) -> bool:
+        return bool(self._submitted or self._towards_home)
+
+    @override
+    def add_problem(self, text: str) -> None:
+        self.problems.append(text)
+
+    @override
+    def release_unused(self) -> None:
+        still_read = {one.arena for one in self._submitted.values() if not one.is_persisted}
+        for arena in self._arenas_in_use - still_read:
+            self._release(arena)
+
+    @override
+    def fail_all(self, reason: str | None) -> None:
+        for step in list(self._submitted):
+            text = reason or (
+                f"The keeper of rank {self.config.rank} (pid {self.pid}) exited before it reported the "
+                f"outcome of step {step}, which may be complete. Earlier checkpoints remain."
+            )
+            self._finish(step, RetryLater(text, step=step))
+        if reason is not None:
+            for arena in list(self._arenas_in_use):
+                self._release(arena)
+
+    @override
+    def resend(self) -> int:
+        for step, one in list(self._submitted.items()):
+            for message in one.before:
+                self._supervisor.send(message)
+            if one.is_persisted:
+                self._supervisor.send(messages.ResumeCommit(step, one.layout.data_bytes, one.to_home))
+            else:
+                self._resend_save(one)
+        for message in self._unsaved:
+            self._supervisor.send(message)
+        for step in self._towards_home:
+            self.drain_checkpoint(CheckpointId(attempt=self.config.attempt, step=step))
+        for message in (*self._deletions, *self._best, self._complete):
+            if message is not None:
+                self._supervisor.send(message)
+        return len(self._submitted)
+
+    def _resend_save(self, submitted: _Submitted) -> None:
+        try:
+            # No list of all arenas: in a long queue it would be as long as the queue, in each message.
+            self._send_save(submitted, ())
+        except OSError as error:  # raised here, it would end the thread that replaces keepers
+            step = submitted.save.step
+            text = f"Step {step} could not be sent to a new keeper: {error}. Earlier checkpoints remain."
+            self._finish(step, RetryLater(text, step=step))
+
+    @override
+    def receive(self, message: messages.Message) -> None:
+        if isinstance(message, messages.ArenaReleased):
+            self._release(message.arena)
+            return
+        if isinstance(message, messages.ShowHang):
+            _log.error(message.text)
+            self._supervisor.send(messages.HangShown())
+            return
+        if isinstance(message, messages.ShowText):
+            _log.warning(message.text)
+            return
+        if isinstance(message, messages.ReplicasDiffer):
+            self.add_problem(f"{_DIFFERENCE.format(message.step, message.detail)}{self.config.home}`.")
+            return
+        if isinstance(message, messages.SaveDelayed):
+            self._note_delay(message)
+            return
+        with self._lock:  # nothing is logged under it, as standard error may block, and save() needs it
+            self._handle(message)
+
+    def _note_delay(self, message: messages.SaveDelayed) -> None:
+        submitted = self._submitted.get(message.step)
+        if submitted is not None:
+            before, self._delayed = self._delayed, submitted.save
+            submitted.save.mark_delayed(message.detail)
+            if before is None or before.done() or before.delay != message.detail:  # not for each of a queue
+                _log.warning("step %d is not durable yet: %s", message.step, message.detail)
+
+    def _handle(self, message: messages.Message) -> None:
+        match message:
+            case messages.SavePersisted(step):
+                if step in self._submitted:
+                    self._submitted[step].is_persisted = True
+                    self._submitted[step].before = ()
+            case messages.SaveDurable(step):
+                self._supervisor.reset_deaths()
+                self._finish(step, None)
+            case messages.SaveFailed(step):
+                self._finish(step, _error(message))
+            case messages.AttemptFenced(step):
+                self.fenced = _error(message)
+                self._finish(step, self.fenced)
+            case messages.ArrivedHome(step):
+                self.home_lost = None
+                # Older ones that were to be sent will not be any more.
+                for one in [one for one in self._towards_home if one <= step]:
+                    self._towards_home.pop(one).mark_home()
+            case messages.DrainFailed(step):
+                self._fail_drain(step, _error(message, f"Step {step} is not in home: "))
+            case messages.DrainDelayed() | messages.RetentionFailed() | messages.HistoryFailed():
+                self.add_problem(_PROBLEMS[type(message)] + message.detail)
+            case _:
+                pass  # not for a trainer
+
+    # -- outcomes --------------------------------------------------------------------------------------------
+
+    def _release(self, arena: int) -> None:
+        with self._lock:
+            self._arenas_in_use.discard(arena)
+        self._released(arena)
+
+    def _finish(self, step: int, error: HoldfastError | None) -> None:
+        submitted = self._submitted.pop(step, None)
+        if submitted is None:
+            return
+        if error is not None:
+            submitted.save.mark_failed(error)
+            return
+        submitted.save.mark_durable()
+        if self.config.local is None:
+            submitted.save.mark_home()
+        elif submitted.to_home:
+            self._towards_home[step] = submitted.save
+
+    def _fail_drain(self, step: int, error: HoldfastError) -> None:
+        if isinstance(error, (Denied, RetryLater)):  # for too long; other errors concern this step only
+            self.home_lost = error
+        else:
+            self.add_problem(str(error))
+        if step in self._towards_home:
+            self._towards_home.pop(step).mark_home_failed(error)
+
+
+_closing: set[Keeper] = set()
+"""Closed keepers of this process that may still be running."""
+
+
+def wait_for_closed(home: str, *, timeout_s: float, notify: Callable[[str], None]) -> None:
+    """Wait for the closed keepers of a home in this process. They may be about to commit.
+
+    Args:
+        notify: called with one line after a second.
+
+    Blocks: until they have stored everything, at most `timeout_s` each.
+    """
+    for keeper in list(_closing):
+        began, has_notified = time.monotonic(), False
+        while keeper.config.home == home and not (keeper.wait_ended(_CLOSED_POLL_S) or keeper.is_done):
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                break
+            if waited_s > NOTIFY_AFTER_S and not has_notified:
+                has_notified = True
+                notify(
+                    "waiting for the keeper of an earlier Checkpointer of this process to complete its saves"
+                )
+
+
+def _event(
+    event: str, step: int | None, num_bytes: int, seconds: float, detail: str, tier: str
+) -> messages.RecordEvent:
+    return messages.RecordEvent(
+        event, step, time.time(), num_bytes, seconds, detail[: messages.MAX_DETAIL], tier
+    )
+
+
+def _error(
+    message: messages.SaveFailed | messages.AttemptFenced | messages.DrainFailed, prefix: str = ""
+) -> HoldfastError:
+    """Return the error that a keeper has reported. If its class does not exist, it is a RetryLater."""
+    return ERRORS.get(message.error, RetryLater)(prefix + message.detail, step=message.step)

@@ -1,0 +1,93 @@
+"""Configuration of a keeper, sent once at its start: the run, attempt and rank it serves, and its limits."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.retention import Keep
+from holdfast.watch.hang.limit import HangLimits
+
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a training, but not its keepers: the last save must be completed. SIGKILL stops both."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperConfig:
+    """Configuration of the keeper of one rank."""
+
+    home: str
+    run: str
+    attempt: int
+    rank: int
+    world_size: int
+    all_ranks_here: bool  # every rank of the attempt runs on this host
+    keep_last: int | None
+    keep_every: int | None
+    commit_timeout_s: float  # time to wait for other ranks' parts while the trainer is alive
+    linger_s: float  # the same once the trainer has exited
+    claim: str = ""  # document that claimed the attempt; "" to skip the check that it still exists
+    local: str | None = None  # folder of the local tier; None to persist saves in home
+    local_ranks: tuple[int, ...] = ()  # ranks that share this local folder; empty for all
+    keep_local: int = 2  # newest checkpoints to keep in the local tier
+    bandwidth: float | None = None  # bytes per second that this rank may send home
+    patience_s: float = 3600.0  # time that home may fail before that is an error
+    pause_s: float = 0.0  # time that a save is tried again while training waits for it
+    keep_in_memory_s: float = 0.0  # time that file images stay in memory after the trainer's death
+    num_retries: int = 2  # tries after the first, when the store fails
+    retry_s: float = 0.5  # pause before the first retry; doubles with each
+    keep_best: int | None = None  # best checkpoints to keep in home
+    keep_metric: str | None = None  # metric that they are compared by
+    keep_mode: str = "min"
+    healthy_back: int | None = None  # also keep a healthy checkpoint this many steps before the newest
+    on_hang: str = "off"  # "report", "restart" or "off"
+    hang_step_s: float | None = None  # limit of a step; None to learn it
+    hang_first_s: float = 1800.0  # limit of the first step
+    hang_phase_s: float = 1800.0  # limit of a phase
+    on_slow: str = "off"  # "report" or "off"
+    slow_factor: float = 1.15  # own time of a slow rank, as a multiple of that of the others
+    slow_window_s: float = 15.0  # length of the windows of time that ranks are compared in
+
+    @property
+    def writer(self) -> WriterId:
+        """Identity of the rank that the keeper serves."""
+        return WriterId(self.run, self.attempt, self.rank, self.world_size)
+
+    @property
+    def keep(self) -> Keep:
+        """Retention policy of home."""
+        return Keep(self.keep_last, self.keep_every, self.keep_best, self.keep_metric, self.keep_mode)
+
+    @property
+    def modes(self) -> dict[str, str]:
+        """Mode of the metric that the best checkpoints are compared by, for their metrics."""
+        return {} if self.keep_metric is None else {self.keep_metric: self.keep_mode}
+
+    @property
+    def hang_limits(self) -> HangLimits:
+        """Limits of the times without progress."""
+        return HangLimits(self.hang_step_s, self.hang_first_s, self.hang_phase_s)
+
+    @property
+    def nearest(self) -> str:
+        """Place of the tier that saves are committed in first."""
+        return self.home if self.local is None else self.local
+
+    @property
+    def persist_bandwidth(self) -> float | None:
+        """Limit on the rate of persisting saves, in bytes per second; None for no limit."""
+        return self.bandwidth if self.local is None else None
+
+    @property
+    def is_node_local(self) -> bool:
+        """True if no local folder receives the files of all ranks."""
+        return self.local is not None and 0 < len(self.local_ranks) < self.world_size
+
+    def is_responsible_for(self, saved_rank: int) -> bool:
+        """Return True if this keeper drains and deletes a saved rank's files."""
+        if not self.is_node_local:
+            return saved_rank % self.world_size == self.rank
+        if saved_rank in self.local_ranks:
+            return saved_rank == self.rank
+        return self.local_ranks[saved_rank % len(self.local_ranks)] == self.rank

@@ -1,0 +1,194 @@
+"""Inbox of a keeper: a queue of the trainer's messages, filled by a thread while saves are persisted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from holdfast.checkpoint.keeper import messages, packets
+from holdfast.system.failpoint import failpoint
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSave:
+    """Save in an arena, to be persisted. Its descriptors are closed by the worker."""
+
+    request: messages.SubmitSave
+    arena_fd: int
+    draft_fd: int
+    received_s: float
+
+
+_PLAIN = (
+    messages.ResumeCommit,
+    messages.DropSave,
+    messages.DrainCheckpoint,
+    messages.DrainBest,
+    messages.DeleteStep,
+    messages.UpdateMetrics,
+    messages.MarkComplete,
+    messages.RecordEvent,
+)
+Received: TypeAlias = (
+    StagedSave
+    | messages.ResumeCommit
+    | messages.DropSave
+    | messages.DrainCheckpoint
+    | messages.DrainBest
+    | messages.DeleteStep
+    | messages.UpdateMetrics
+    | messages.MarkComplete
+    | messages.RecordEvent
+)
+
+
+class TrainerInbox:
+    """Queue of a trainer's messages, and the way to reply to it.
+
+    Attributes:
+        trainer_gone: the trainer has exited, or sent its last message.
+        has_closed: the trainer has sent its last message.
+        frees_memory: no later attempt needs the contents of this keeper's memory.
+        hang_shown: set once the trainer has printed the text about its hang.
+    """
+
+    def __init__(self, end: socket.socket, trainer_pid: int) -> None:
+        self.trainer_gone = False
+        self.has_closed = False
+        self.frees_memory = False
+        self.hang_shown = threading.Event()
+        self._end = end
+        self._trainer_pid = trainer_pid
+        self._saves: deque[StagedSave] = deque()  # thousands, if the store is slow
+        self._others: deque[Received] = deque()
+        self._delay = ""  # reason for which all saves wait
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        """Start the thread that receives messages."""
+        threading.Thread(target=self._run, name="holdfast-inbox", daemon=True).start()
+
+    def reply(self, message: messages.KeeperMessage) -> None:
+        """Send a message to the trainer, unless it has exited."""
+        with contextlib.suppress(OSError):
+            packets.send(self._end, message)
+
+    def set_delay(self, reason: str) -> None:
+        """Report to the trainer why its saves wait, also those that arrive later; "" ends the wait.
+
+        The first reason of a wait is reported.
+        """
+        with self._changed:
+            if reason and self._delay:
+                return
+            self._delay = reason
+            waiting = [save.request.step for save in self._saves] if reason else []
+        for step in waiting:
+            self._report_delay(step, reason)
+
+    def _report_delay(self, step: int, reason: str) -> None:
+        self.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
+
+    # -- for the worker --------------------------------------------------------------------------------------
+
+    @property
+    def saves(self) -> list[StagedSave]:
+        """Saves in the queue, oldest first."""
+        with self._changed:
+            return list(self._saves)
+
+    @property
+    def has_saves(self) -> bool:
+        """True if a save is in the queue."""
+        return bool(self._saves)
+
+    def receive(self, timeout_s: float | None, *, has_work: bool) -> list[Received] | None:
+        """Remove and return all messages but saves, followed by the oldest save.
+
+        Args:
+            timeout_s: longest wait if the queue is empty; None for no limit.
+            has_work: also wait after the trainer has exited, as the worker is not done.
+
+        Returns:
+            None if the trainer has exited and the queue is empty.
+
+        Blocks: until a message arrives or the trainer exits.
+        """
+        with self._changed:
+            if not (self._saves or self._others) and (has_work or not self.trainer_gone):
+                self._changed.wait(timeout_s)
+            if not (self._saves or self._others):
+                return None if self.trainer_gone else []
+            others = list(self._others)
+            self._others.clear()
+            return [*others, self._saves.popleft()] if self._saves else others
+
+    def put(self, item: Received) -> None:
+        """Add an item from another thread of the keeper."""
+        with self._changed:
+            if isinstance(item, StagedSave):
+                self._saves.append(item)
+            else:
+                self._others.append(item)
+            self._changed.notify_all()
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._receive_all()
+        finally:  # even after a bug: the trainer then starts another keeper, and sends everything again
+            with self._changed:
+                self.trainer_gone = True
+                self._changed.notify_all()
+
+    def _receive_all(self) -> None:
+        """Receive messages until the trainer has exited, and everything that it sent has been received."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._end, selectors.EVENT_READ)
+            # Data loader workers of a killed trainer may keep its end of the socket open, so the process is
+            # watched too.
+            with contextlib.suppress(ProcessLookupError):
+                selector.register(os.pidfd_open(self._trainer_pid), selectors.EVENT_READ)
+            has_exited = len(selector.get_map()) == 1
+            while self._receive_next(selector, timeout_s=0 if has_exited else None):
+                pass
+
+    def _receive_next(self, selector: selectors.BaseSelector, *, timeout_s: float | None) -> bool:
+        ready = [key.fileobj for key, _ in selector.select(timeout_s)]
+        if self._end not in ready:
+            return False  # the process has exited, and all of its messages have been received
+        message, fds = packets.receive(self._end)
+        if message is None:
+            return False
+        if isinstance(message, messages.Ping):
+            self.reply(messages.Pong())
+            return True
+        if isinstance(message, messages.HangShown):
+            self.hang_shown.set()
+            return True
+        with self._changed:
+            self._add(message, fds)
+            self._changed.notify_all()
+            delay = self._delay
+        if delay and isinstance(message, messages.SubmitSave):
+            self._report_delay(message.step, delay)
+        return True
+
+    def _add(self, message: messages.Message, fds: list[int]) -> None:
+        if isinstance(message, messages.Close):  # pings may still follow
+            self.frees_memory = message.frees_memory
+            self.has_closed = self.trainer_gone = True
+        elif isinstance(message, messages.SubmitSave):
+            arena_fd, draft_fd = fds
+            failpoint("keeper.received")
+            self._saves.append(StagedSave(message, arena_fd, draft_fd, time.monotonic()))
+        elif isinstance(message, _PLAIN):
+            self._others.append(message)

@@ -1,0 +1,136 @@
+"""Memory tier: file images that keepers of dead trainers still have in memory, as a read-only store."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+from typing_extensions import override
+
+from holdfast.checkpoint.keeper import packets
+from holdfast.checkpoint.keeper.memory_offer import connect_to_offers
+from holdfast.checkpoint.keeper.messages import ArenaImages, FreeImages, Image, RequestImages
+from holdfast.checkpoint.store.contract import ObjectInfo, Properties
+from holdfast.checkpoint.store.read_only import ReadOnlyStore
+from holdfast.errors import Corrupt, HoldfastError, NotFound
+from holdfast.system.rawbytes import copy_to
+
+_UNUSABLE = (HoldfastError, OSError, ValueError, LookupError)
+"""Errors that an offer raises if it cannot be used."""
+
+
+class MemoryTierStore(ReadOnlyStore):
+    """File images of a home in the memory of keepers on this host.
+
+    An image may have been overwritten in part by a later save: only a reader with its hashes can use it.
+    """
+
+    def __init__(self, home: str) -> None:
+        self.url = "memory"
+        self.properties = Properties(
+            survives_host=False,
+            parallel_reads=len(os.sched_getaffinity(0)),  # reads do not wait for I/O
+            zero_copy_views=True,
+            has_documents=False,
+        )
+        self._images: dict[str, memoryview] = {}
+        # Whatever is wrong with an offer or a lock file, the next tier has the checkpoint.
+        with contextlib.suppress(*_UNUSABLE):
+            for end in connect_to_offers(home):
+                with end, contextlib.suppress(*_UNUSABLE):
+                    packets.send(end, RequestImages())
+                    self._receive(end)
+
+    def _receive(self, end: socket.socket) -> None:
+        while True:
+            message, fds = packets.receive(end)
+            try:
+                if not isinstance(message, ArenaImages):
+                    return
+                self._map(fds[0], message.images)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _map(self, fd: int, images: Sequence[Image]) -> None:
+        """Map an arena, and add the images that it still has memory for."""
+        whole = [image for image in images if _has_memory(fd, image)]
+        if not whole:
+            return
+        # Copy on write: sinks read from writable memory only, and the arena must not be changed.
+        mapped = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        for image in whole:
+            self._images[image.name] = mapped[image.offset : image.offset + image.num_bytes]
+
+    def __bool__(self) -> bool:
+        return bool(self._images)
+
+    def close(self) -> None:
+        """Unmap everything in the background. Views of it stay valid."""
+        images, self._images = self._images, {}
+        if images:
+            threading.Thread(target=images.clear, name="holdfast-unmap").start()  # 40 ms for 1.5 GB here
+
+    @override
+    def read_view(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        image = self._images.get(name)
+        if image is None:
+            raise NotFound(f"No keeper on this host has {name} in memory.", key=name)
+        if offset + num_bytes > len(image):
+            raise Corrupt(
+                f"The keeper's {name} ends at {len(image)}; {num_bytes} bytes at {offset} were requested.",
+                key=name,
+            )
+        return image[offset : offset + num_bytes]
+
+    @override
+    def get(self, name: str) -> bytes:
+        size = self.size(name)
+        return bytes(self.read_view(name, 0, size or 0))
+
+    @override
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        source = self.read_view(name, offset, len(buffer))
+        if buffer:  # a slice assignment would hold the GIL
+            copy_to(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), source)
+
+    @override
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        images = list(self._images.items())
+        return (ObjectInfo(name, len(image)) for name, image in images if name.startswith(prefix))
+
+    @override
+    def size(self, name: str) -> int | None:
+        image = self._images.get(name)
+        return None if image is None else len(image)
+
+    @property
+    @override
+    def reason(self) -> str:
+        return "the memory of a dead trainer's keeper is read-only."
+
+
+def free_memory_tier(home: str) -> None:
+    """Have the keepers of dead trainers free the images in their memory, and exit.
+
+    Only for the attempt that has claimed the home; readers leave the images to it.
+    """
+    with contextlib.suppress(*_UNUSABLE):
+        for end in connect_to_offers(home):
+            with end, contextlib.suppress(OSError):
+                packets.send(end, FreeImages())
+
+
+def _has_memory(fd: int, image: Image) -> bool:
+    """Return True if an arena has memory for an image. The trainer may have freed the pages."""
+    if image.num_bytes < 1 or image.offset + image.num_bytes > os.fstat(fd).st_size:
+        return False
+    try:
+        return os.lseek(fd, image.offset, os.SEEK_DATA) == image.offset
+    except OSError:  # a hole up to the end
+        return False

@@ -1,0 +1,393 @@
+"""Messages between a trainer and its keeper, as frozen dataclasses encoded in JSON; pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, TypeAlias, get_args
+
+from holdfast.checkpoint.format.names import OfCheckpoint
+from holdfast.checkpoint.format.run import encode_metric
+from holdfast.checkpoint.home.metrics import SaveValues
+from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.system.documents import MAX_COUNT, decode_object, read_dataclass, refuse
+
+MAX_MESSAGE_BYTES = 64 << 10
+"""Limit on an encoded message. Messages are small: tensors and drafts are sent as descriptors."""
+MAX_DETAIL = 5000
+"""Characters of free text in a message. As JSON each takes at most 12 bytes."""
+
+EncodedMetrics: TypeAlias = Mapping[str, float | str]
+"""Metrics by name: finite numbers, "nan", "inf" and "-inf"."""
+
+_WHAT = "a message between trainer and keeper"
+_KIND = "kind"
+_NOT_FINITE = ("nan", "inf", "-inf")
+
+
+# -- from the trainer ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Configuration of the keeper. Sent first, and once."""
+
+    config: KeeperConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """Positions of the file images of a save in its arena."""
+
+    data_bytes: int  # size of the data file, which begins at 0
+    frozen_at: int = 0
+    frozen_bytes: int = 0  # size of the file of frozen tensors; 0 without one
+    is_frozen_unchanged: bool = False  # copied on the assumption that it equals that of the previous save
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitSave:
+    """Staged save, sent with the descriptors of its arena and its draft."""
+
+    step: int
+    arena: int
+    arenas: tuple[int, ...]  # all that exist, so that the keeper unmaps the others
+    layout: ArenaLayout
+    to_home: bool
+    is_resent: bool = False  # an earlier keeper of this rank received it, and has died since
+    metrics: EncodedMetrics = field(default_factory=dict[str, "float | str"])  # on rank 0
+    of_steps: Mapping[str, int] = field(
+        default_factory=dict[str, int]
+    )  # of metrics recorded for another step
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeCommit:
+    """Save that an earlier keeper of this rank has persisted; only its commit is left."""
+
+    step: int
+    num_bytes: int
+    to_home: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DropSave:
+    """Save without a copy on this rank, so that no rank can commit it."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainCheckpoint(OfCheckpoint):
+    """Checkpoint of the local tier to be sent home."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainBest:
+    """Steps of this attempt's best saves. They stay in the local folder until they are in home."""
+
+    steps: tuple[int, ...]
+    is_due: bool = False  # send them home now, beside a save that is due there
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteStep:
+    """Step whose checkpoints are deleted once a newer one is complete."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateMetrics:
+    """Metrics of a save, in place of those submitted with it."""
+
+    step: int
+    metrics: EncodedMetrics
+    of_steps: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, slots=True)
+class MarkComplete(OfCheckpoint):
+    """Checkpoint that is complete, though its files are in folders of several hosts."""
+
+    attempt: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """Event of the trainer, for the history of the run."""
+
+    event: str
+    step: int | None
+    unix_s: float
+    num_bytes: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+    tier: str = ""
+    members: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Request for a `Pong`, to detect a keeper that is stopped or frozen."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangShown:
+    """Reply to a `ShowHang`: the trainer has printed the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End of the conversation. The keeper completes what it has, and exits."""
+
+    frees_memory: bool  # no later attempt needs the contents of its memory
+
+
+# -- from the keeper -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """Reply to a `Ping`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaReleased:
+    """Arena that may be used again."""
+
+    arena: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavePersisted:
+    """Save whose files of this rank are durable."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDurable:
+    """Save that is committed, or as durable as a node-local one becomes."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """Save that will not be committed."""
+
+    step: int
+    error: str  # class of the error
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDelayed:
+    """Save that waits, and its reason. The keeper tries again."""
+
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFenced:
+    """Save that may not be committed: a newer attempt has claimed the run."""
+
+    step: int
+    error: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedHome:
+    """Checkpoint that is complete in home."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainDelayed:
+    """Checkpoint that could not be sent home yet. The keeper tries again."""
+
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainFailed:
+    """Checkpoint that will not be sent home."""
+
+    step: int
+    error: str  # class of the error
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionFailed:
+    """Error while old checkpoints were deleted."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryFailed:
+    """Error while an event was written to the history."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasDiffer:
+    """Differences between the ranks' copies of a tensor, found in a committed checkpoint."""
+
+    step: int
+    detail: str  # a line each
+
+
+@dataclass(frozen=True, slots=True)
+class ShowHang:
+    """Text about a hang for the trainer to print."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShowText:
+    """Text for the trainer to print, without a reply."""
+
+    text: str
+
+
+# -- between a keeper and a later attempt --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestImages:
+    """Request for all file images that the keeper has in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeImages:
+    """Request to free the memory. The keeper then exits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """File image in an arena. The arena may have been overwritten in part since: check hashes."""
+
+    name: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaImages:
+    """Images in one arena, sent with its descriptor."""
+
+    images: tuple[Image, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfImages:
+    """End of the reply to `RequestImages`."""
+
+
+TrainerMessage: TypeAlias = (
+    Configure
+    | SubmitSave
+    | ResumeCommit
+    | DropSave
+    | DrainCheckpoint
+    | DrainBest
+    | DeleteStep
+    | UpdateMetrics
+    | MarkComplete
+    | RecordEvent
+    | Ping
+    | HangShown
+    | Close
+)
+KeeperMessage: TypeAlias = (
+    Pong
+    | ArenaReleased
+    | SavePersisted
+    | SaveDurable
+    | SaveFailed
+    | SaveDelayed
+    | AttemptFenced
+    | ArrivedHome
+    | DrainDelayed
+    | DrainFailed
+    | RetentionFailed
+    | HistoryFailed
+    | ReplicasDiffer
+    | ShowHang
+    | ShowText
+)
+MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages | EndOfImages
+Message: TypeAlias = TrainerMessage | KeeperMessage | MemoryMessage
+
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as JSON."""
+    body = {_KIND: type(message).__name__, **asdict(message)}
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def parse(text: bytes) -> Message:
+    """Return the message in a JSON text.
+
+    Raises:
+        Corrupt: it is not a message, or exceeds a limit.
+    """
+    body = decode_object(text, _WHAT, max_bytes=MAX_MESSAGE_BYTES, any_text=True)  # paths may not be UTF-8
+    name = body.choice(_KIND, _KINDS)
+    members = {member: value for member, value in body.members.items() if member != _KIND}
+    what = f"{_WHAT}, {name}"
+    message = read_dataclass(_KINDS[name], members, what)
+    for member, value in _integers(message):
+        if not 0 <= value <= MAX_COUNT:
+            refuse(what, member, f"an integer from 0 to {MAX_COUNT}", value)
+    _check_metrics(message, what)
+    return message
+
+
+def encode_metrics(metrics: Mapping[str, float]) -> EncodedMetrics:
+    """Return metrics for a message."""
+    return {name: encode_metric(value) for name, value in metrics.items()}
+
+
+def decode_metrics(message: SubmitSave | UpdateMetrics) -> SaveValues:
+    """Return the metrics in a message."""
+    return SaveValues({name: float(value) for name, value in message.metrics.items()}, message.of_steps)
+
+
+def _check_metrics(message: Message, what: str) -> None:
+    if isinstance(message, SubmitSave | UpdateMetrics):
+        for value in message.metrics.values():
+            if isinstance(value, str) and value not in _NOT_FINITE:
+                refuse(what, "metrics", "numbers", value)
+        for step in message.of_steps.values():
+            if not 0 <= step <= MAX_COUNT:
+                refuse(what, "of_steps", f"integers from 0 to {MAX_COUNT}", step)
+
+
+def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Yield each integer in the fields of a dataclass, with the name of its field."""
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from _integers(getattr(value, field.name), field.name)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _integers(item, name)
+    elif type(value) is int:
+        yield name, value

@@ -1,0 +1,238 @@
+"""Pulse of a trainer: its newest step, the durations of the last steps and its phase, in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.errors import Corrupt
+
+NUM_DURATIONS = 100
+"""Steps whose durations are kept."""
+_MAGIC = 0x316573_6C757064
+_SIZE = 4096
+_NAME_BYTES = 64
+
+# Positions of 64-bit words in the memory.
+_IS_TRAINING, _STARTED_AT, _BEATS, _STEP, _BEAT_NS = 1, 2, 3, 4, 5
+_PHASE_COUNT, _PHASE_NS, _STACKS_FD, _THREAD, _KERNEL_THREAD = 6, 7, 8, 9, 10
+_NAME = 16
+_ACTIVITY = 24
+_DURATIONS = 32
+NUM_ACTIVITIES = 8
+"""Kinds of samples that are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerProgress:
+    """TrainerProgress of a trainer at one moment.
+
+    Attributes:
+        is_training: within its loop, so that the next step is expected.
+        beats: completed steps of the process.
+        beats_here: completed steps since the loop began, or since its last restore.
+        step: newest completed step.
+        beat_ns: time of its completion, or of the loop's begin, on the machine's monotonic clock.
+        phase: name of the phase that the trainer is in; "" for a step.
+        phase_count: number of phases that have begun or ended.
+        phase_ns: time of the last of them; 0 without any.
+        durations_s: durations of the last steps, without their phases; in no order.
+        thread: identifier of the thread that trains.
+        kernel_thread: the kernel's identifier of it; 0 before a loop began.
+        stacks_fd: the trainer's descriptor of the file that receives its stacks; -1 without one.
+        activity: number of samples of each kind of activity of that thread; see `holdfast.watch.pace`.
+    """
+
+    is_training: bool
+    beats: int
+    beats_here: int
+    step: int
+    beat_ns: int
+    phase: str
+    phase_count: int
+    phase_ns: int
+    durations_s: tuple[float, ...]
+    thread: int
+    stacks_fd: int
+    kernel_thread: int = 0
+    activity: tuple[int, ...] = (0,) * NUM_ACTIVITIES
+
+
+class Pulse:
+    """Writer of a trainer's pulse.
+
+    A step costs a few stores to memory and no system call. The memory is private until `share`.
+
+    Args:
+        stacks_fd: this process's descriptor of the file that receives its stacks; -1 without one.
+    """
+
+    def __init__(self, stacks_fd: int = -1) -> None:
+        self._fd = -1
+        self._words: memoryview[int] = memoryview(bytearray(_SIZE)).cast("q")
+        self._words[0], self._words[_STACKS_FD] = _MAGIC, stacks_fd
+        self._beats = 0
+        self._began_ns = time.monotonic_ns()  # of the running step
+        self._in_phases_ns = 0
+        self._thread = 0
+        self._phases: list[str] = []
+
+    def share(self) -> int:
+        """Return a descriptor of the memory. Other processes of this user open it below /proc."""
+        if self._fd < 0:
+            self._fd = os.memfd_create("holdfast-pulse")
+            os.ftruncate(self._fd, _SIZE)
+            shared = memoryview(mmap.mmap(self._fd, _SIZE)).cast("q")
+            shared[:] = self._words
+            self._words = shared
+        return self._fd
+
+    @property
+    def thread(self) -> int:
+        """Identifier of the thread that trains; 0 before a loop began."""
+        return self._thread
+
+    @property
+    def kernel_thread(self) -> int:
+        """The kernel's identifier of that thread; 0 before a loop began."""
+        return self._words[_KERNEL_THREAD]
+
+    @property
+    def is_in_loop(self) -> bool:
+        """True within a loop that has completed its first step."""
+        words = self._words
+        return bool(words[_IS_TRAINING]) and self._beats > words[_STARTED_AT]
+
+    @property
+    def is_in_phase(self) -> bool:
+        """True within a phase."""
+        return bool(self._phases)
+
+    def count(self, activity: int) -> None:
+        """Count one sample of an activity of the thread that trains. Called by one other thread only."""
+        self._words[_ACTIVITY + activity] += 1
+
+    def begin(self, step: int) -> None:
+        """Record that a loop begins after `step`. Its first step may take long."""
+        words = self._words
+        self._thread = words[_THREAD] = threading.get_ident()
+        words[_KERNEL_THREAD] = threading.get_native_id()
+        self._began_ns = words[_BEAT_NS] = time.monotonic_ns()
+        self._in_phases_ns = 0
+        words[_STARTED_AT], words[_STEP], words[_IS_TRAINING] = self._beats, step, 1
+
+    def beat(self, step: int) -> None:
+        """Record that a step is complete."""
+        words, now_ns = self._words, time.monotonic_ns()
+        if not words[_IS_TRAINING]:
+            self.begin(step)
+        elif self._beats > words[_STARTED_AT]:  # the first step compiles and connects
+            took_ns = max(1, now_ns - self._began_ns - self._in_phases_ns)
+            words[_DURATIONS + self._beats % NUM_DURATIONS] = took_ns
+        self._beats += 1
+        self._began_ns, self._in_phases_ns = now_ns, 0
+        words[_STEP], words[_BEAT_NS], words[_BEATS] = step, now_ns, self._beats
+
+    def end(self) -> None:
+        """Record that no step is expected any more."""
+        self._words[_IS_TRAINING] = 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark a phase of the thread that trains. Other threads change nothing."""
+        if self._thread not in (0, threading.get_ident()):
+            yield
+            return
+        began_ns = time.monotonic_ns()
+        self._phases.append(name)
+        self._write_phase(began_ns)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            now_ns = time.monotonic_ns()
+            if not self._phases:
+                self._in_phases_ns += now_ns - began_ns
+            self._write_phase(now_ns)
+
+    def _write_phase(self, now_ns: int) -> None:
+        name = self._phases[-1] if self._phases else ""
+        raw = name.encode(errors="replace")[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        self._words[_NAME : _NAME + _NAME_BYTES // 8] = memoryview(raw).cast("q")
+        self._words[_PHASE_NS] = now_ns
+        self._words[_PHASE_COUNT] += 1
+
+    def close(self) -> None:
+        """Release the shared memory. Readers keep theirs."""
+        self.end()
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            self._words = memoryview(bytearray(_SIZE)).cast("q")
+            os.close(fd)
+
+
+class PulseReader:
+    """Reader of the pulse of another process. It can be read after the death of that process.
+
+    Args:
+        fd: descriptor of the pulse in this process, which is closed.
+
+    Raises:
+        Corrupt: the descriptor is not that of a pulse.
+    """
+
+    def __init__(self, fd: int) -> None:
+        try:
+            if os.fstat(fd).st_size != _SIZE:
+                raise Corrupt(f"Descriptor {fd} is not that of a pulse.")
+            self._memory = mmap.mmap(fd, _SIZE, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._words = memoryview(self._memory).cast("q")
+        if self._words[0] != _MAGIC:
+            self.close()
+            raise Corrupt(f"Descriptor {fd} is not that of a pulse.")
+
+    @classmethod
+    def of_process(cls, pid: int, fd: int) -> PulseReader:
+        """Return a reader of the pulse of another process of this user.
+
+        Args:
+            fd: descriptor of the pulse in that process.
+
+        Raises:
+            OSError: the process has exited, or has no such descriptor.
+            Corrupt: the descriptor is not that of a pulse.
+        """
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+
+    def read(self) -> TrainerProgress:
+        """Return the present progress."""
+        words = self._words
+        raw = self._memory[8 * _NAME : 8 * _NAME + _NAME_BYTES]
+        durations = words[_DURATIONS : _DURATIONS + NUM_DURATIONS]
+        return TrainerProgress(
+            is_training=bool(words[_IS_TRAINING]),
+            beats=words[_BEATS],
+            beats_here=words[_BEATS] - words[_STARTED_AT],
+            step=words[_STEP],
+            beat_ns=words[_BEAT_NS],
+            phase=raw.rstrip(b"\0").decode(errors="replace"),
+            phase_count=words[_PHASE_COUNT],
+            phase_ns=words[_PHASE_NS],
+            durations_s=tuple(one / 1e9 for one in durations if one > 0),
+            thread=words[_THREAD],
+            stacks_fd=words[_STACKS_FD],
+            kernel_thread=words[_KERNEL_THREAD],
+            activity=tuple(words[_ACTIVITY : _ACTIVITY + NUM_ACTIVITIES]),
+        )
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._words.release()
+        self._memory.close()

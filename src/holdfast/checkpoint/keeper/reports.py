@@ -1,0 +1,161 @@
+"""Reports of a keeper: each outcome is recorded in the history, and sent to the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.retain import Deleted
+from holdfast.checkpoint.keeper import messages
+from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.errors import Conflict, Denied, HoldfastError, Internal, RetryLater
+from holdfast.system.environment import report_progress
+from holdfast.watch.values.replicas import ReplicaDifference
+
+TRANSIENT_ERRORS = (Denied, RetryLater)
+"""Errors of a store that another call may not raise. Nothing is given up after a single one."""
+
+
+class Reports:
+    """Sender of a keeper's reports. Threads may share it.
+
+    Args:
+        tier: tier that saves are committed in first.
+        home: home of the run, as the job knows it.
+    """
+
+    def __init__(self, history: History, inbox: TrainerInbox, tier: str, home: str) -> None:
+        self.history = history
+        self.tier = tier
+        self._inbox = inbox
+        self._home = home
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def persisted(self, step: int, *, num_bytes: int, seconds: float) -> None:
+        """Report that this rank's files of a save are durable."""
+        reply = messages.SavePersisted(step)
+        self._report("persisted", reply, step=step, num_bytes=num_bytes, seconds=seconds)
+
+    def committed(self, step: int, *, num_bytes: int, seconds: float) -> None:
+        """Report that a save is committed."""
+        self._report_to_job(step)
+        self._report("committed", messages.SaveDurable(step), step=step, num_bytes=num_bytes, seconds=seconds)
+
+    def durable(self, step: int) -> None:
+        """Report that a node-local save is durable. Its commit is recorded later."""
+        self._report_to_job(step)
+        self._inbox.reply(messages.SaveDurable(step))
+
+    def _report_to_job(self, step: int) -> None:
+        """Report a checkpoint to the job, if any. The trainer may be dead by now."""
+        if self.history.writer.rank == 0:
+            report_progress(self._home, step)
+
+    def failed(self, step: int, error: HoldfastError) -> None:
+        """Report that a save has failed, or that a newer attempt has fenced this one."""
+        is_fenced = isinstance(error, Conflict)
+        kind = messages.AttemptFenced if is_fenced else messages.SaveFailed
+        reply = kind(step, type(error).__name__, str(error)[: messages.MAX_DETAIL])
+        self._report("fenced" if is_fenced else "failed", reply, step=step, detail=str(error))
+
+    def delayed(self, step: int, reason: str) -> None:
+        """Send the reason of a save that waits."""
+        self._inbox.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
+
+    def differences(self, step: int, found: Sequence[ReplicaDifference]) -> None:
+        """Report replicas that differ in a committed checkpoint."""
+        for one in found:
+            members = {"difference": one.members()}
+            self.history.record(
+                "replicas-differ", step=step, detail=one.text, tier=self.tier, members=members
+            )
+        if found:
+            texts = "\n".join(f"  {one.text}" for one in found)
+            self._inbox.reply(messages.ReplicasDiffer(step, texts[: messages.MAX_DETAIL]))
+
+    # -- home ------------------------------------------------------------------------------------------------
+
+    def arrived_home(self, checkpoint: CheckpointId, *, num_bytes: int, seconds: float) -> None:
+        """Report that a checkpoint is complete in home."""
+        is_own = checkpoint.attempt == self.history.writer.attempt
+        detail = "" if is_own else f"attempt {checkpoint.attempt}"
+        self._report(
+            "drained",
+            messages.ArrivedHome(checkpoint.step),
+            step=checkpoint.step,
+            num_bytes=num_bytes,
+            seconds=seconds,
+            detail=detail,
+            tier="home",
+        )
+
+    def drain_delayed(self, step: int, error: HoldfastError) -> None:
+        """Report that a checkpoint could not be sent home yet."""
+        reply = messages.DrainDelayed(step, str(error)[: messages.MAX_DETAIL])
+        self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
+
+    def drain_failed(self, step: int, error: HoldfastError) -> None:
+        """Report that a checkpoint will not be sent home."""
+        reply = messages.DrainFailed(step, type(error).__name__, str(error)[: messages.MAX_DETAIL])
+        self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
+
+    # -- retention -------------------------------------------------------------------------------------------
+
+    def deleted(self, checkpoint: Deleted, tier: str) -> None:
+        """Record that retention has deleted a checkpoint."""
+        state = "complete" if checkpoint.was_complete else "half done"
+        detail = f"attempt {checkpoint.attempt}, {state}"
+        self.history.record("retained", step=checkpoint.step, detail=detail, tier=tier)
+
+    @contextlib.contextmanager
+    def retention_errors(self, step: int, tier: str) -> Iterator[None]:
+        """Report errors of retention. The next one deletes what is left."""
+        try:
+            with bugs_as_errors(step):
+                yield
+        except HoldfastError as error:
+            reply = messages.RetentionFailed(str(error)[: messages.MAX_DETAIL])
+            self._report("retain-failed", reply, step=step, detail=str(error), tier=tier)
+
+    # -- the trainer's events --------------------------------------------------------------------------------
+
+    def record(self, event: messages.RecordEvent) -> None:
+        """Record an event of the trainer."""
+        self.history.record(**dataclasses.asdict(event))
+
+    def _report(
+        self,
+        event: str,
+        reply: messages.KeeperMessage,
+        *,
+        step: int,
+        num_bytes: int = 0,
+        seconds: float = 0.0,
+        detail: str = "",
+        tier: str | None = None,
+    ) -> None:
+        tier = self.tier if tier is None else tier
+        self.history.record(event, step=step, num_bytes=num_bytes, seconds=seconds, detail=detail, tier=tier)
+        trouble, self.history.trouble = self.history.trouble, None
+        if trouble is not None:
+            self._inbox.reply(messages.HistoryFailed(trouble[: messages.MAX_DETAIL]))
+        self._inbox.reply(reply)
+
+
+@contextlib.contextmanager
+def bugs_as_errors(step: int) -> Iterator[None]:
+    """Raise a bug as the error of one save: if the keeper died, all other saves would fail with it.
+
+    Raises:
+        Internal: a bug.
+    """
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise Internal(f"Step {step} failed because of a bug in Holdfast: {error!r}.") from error

@@ -1,0 +1,169 @@
+"""Files of one rank of a save: data file, file of frozen tensors, and the part that describes them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format import part as parts
+from holdfast.checkpoint.home.attempts import check_not_fenced
+from holdfast.checkpoint.home.claim import check_claim
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.metrics import SaveValues, write_metrics
+from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.checkpoint.keeper.frozen import FrozenFile
+from holdfast.checkpoint.keeper.inbox import StagedSave
+from holdfast.checkpoint.keeper.messages import ArenaLayout, Image
+from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.keeper.replicas import hash_replicas
+from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS
+from holdfast.checkpoint.store import Store
+from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput
+from holdfast.system import backoff
+from holdfast.system.failpoint import failpoint
+from holdfast.watch.values.contents import ContentCheck, can_check
+
+_LONGEST_PAUSE_S = 10.0
+"""Longest pause before another try: a disk that has space again is used soon."""
+
+
+class SaveFiles:
+    """Writer of a rank's files, in the tier that saves are committed in first.
+
+    Args:
+        history: history of the rank, flushed before each part.
+    """
+
+    def __init__(self, store: Store, config: KeeperConfig, history: History) -> None:
+        self._store, self._config, self._history = store, config, history
+        self._frozen = FrozenFile(store, config)
+
+    def persist(
+        self,
+        save: StagedSave,
+        arena: memoryview,
+        metrics: SaveValues,
+        *,
+        has_newer: Callable[[], bool],
+        on_delay: Callable[[HoldfastError], None],
+        retry_for_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Write the files of a save durably.
+
+        Args:
+            metrics: metrics of the checkpoint, on rank 0.
+            has_newer: returns True if a newer save waits, which is worth more than another try of this one.
+            on_delay: called with each new kind of error before another try.
+            retry_for_s: returns the time for which to try again even after the usual number of tries.
+
+        Raises:
+            Conflict: a newer attempt has claimed the run.
+            InvalidInput: the save was written before with other bytes, or may be torn.
+            Denied, RetryLater: the store failed at every try.
+
+        Blocks: until the files are durable.
+        """
+        began_s, reported = time.monotonic(), ""
+        for num_failures in itertools.count(1):
+            try:
+                self._try_persist(save, arena, metrics)
+            except TRANSIENT_ERRORS as error:
+                is_last = num_failures > self._config.num_retries
+                if has_newer() or (is_last and time.monotonic() - began_s >= retry_for_s()):
+                    raise
+                if error.kind != reported:
+                    reported = error.kind
+                    on_delay(error)
+                time.sleep(backoff.doubled(num_failures, self._config.retry_s, _LONGEST_PAUSE_S))
+            else:
+                return
+
+    def replace_metrics(self, step: int, metrics: SaveValues) -> bool:
+        """Replace the metrics of a save. Return False if it has failed, or was deleted.
+
+        Raises:
+            Denied, RetryLater: the store failed.
+        """
+        if self._store.size(names.part(step, self._config.attempt, self._config.rank)) is None:
+            return False
+        self._write_metrics(step, metrics)
+        return True
+
+    def _write_metrics(self, step: int, metrics: SaveValues) -> None:
+        config = self._config
+        write_metrics(
+            self._store, config.writer, step, metrics.values, of_steps=metrics.of_steps, modes=config.modes
+        )
+
+    def images(self, step: int, layout: ArenaLayout) -> tuple[Image, ...]:
+        """Return the images of the files in their arena."""
+        attempt, rank = self._config.attempt, self._config.rank
+        data = Image(names.data(step, attempt, rank), 0, layout.data_bytes)
+        if not layout.frozen_bytes:
+            return (data,)
+        return data, Image(names.frozen(step, attempt, rank), layout.frozen_at, layout.frozen_bytes)
+
+    def _try_persist(self, save: StagedSave, arena: memoryview, metrics: SaveValues) -> None:
+        check_not_fenced(self._store, self._config.attempt)
+        check_claim(self._store, self._config.attempt, self._config.claim)
+        step = save.request.step
+        try:
+            self._create(save, arena, metrics)
+        except Conflict as error:
+            if not self._delete_unfinished(step):
+                raise InvalidInput(
+                    f"Step {step} of attempt {self._config.attempt} was written before with other bytes "
+                    f"({error}), which are never replaced. This save was given up; the files remain. Save a "
+                    "later step.",
+                    step=step,
+                    rank=self._config.rank,
+                ) from error
+            self._create(save, arena, metrics)
+
+    def _delete_unfinished(self, step: int) -> bool:
+        """Delete the data files of an earlier try, unless a part describes them."""
+        attempt, rank = self._config.attempt, self._config.rank
+        if self._store.size(names.part(step, attempt, rank)) is not None:
+            return False
+        self._store.delete(names.data(step, attempt, rank))
+        self._store.delete(names.frozen(step, attempt, rank))
+        return True
+
+    def _create(self, save: StagedSave, arena: memoryview, metrics: SaveValues) -> None:
+        config, step, layout = self._config, save.request.step, save.request.layout
+        frozen = None
+        if layout.frozen_bytes:  # first: if it is refused, nothing else needs to be written
+            image = arena[layout.frozen_at : layout.frozen_at + layout.frozen_bytes]
+            frozen = self._frozen.persist(step, image, must_match=layout.is_frozen_unchanged)
+        name, image = names.data(step, config.attempt, config.rank), arena[: layout.data_bytes]
+        check = _check_of(image)
+        file = persist(
+            self._store,
+            name,
+            image,
+            bytes_per_s=config.persist_bandwidth,
+            on_hashed=None if check is None else check.add,
+        )
+        failpoint("keeper.data")
+        self._history.settle()
+        if metrics.values:  # before the part: a complete checkpoint has its metrics
+            self._write_metrics(step, metrics)
+        draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
+        name = names.part(step, config.attempt, config.rank)
+        health = None if check is None else check.result()
+        audit = hash_replicas(draft, arena, name)
+        self._store.put_once(name, parts.finish(draft, file, frozen, health=health, audit=audit))
+        failpoint("keeper.part")
+
+
+def _check_of(image: memoryview) -> ContentCheck | None:
+    """Return the check of a data file's tensors; None without numpy."""
+    if not can_check():
+        return None
+    try:
+        return ContentCheck(image)
+    except Corrupt:  # it is saved as it was staged, and a restore reports it
+        return None

@@ -1,0 +1,252 @@
+"""Supervisor of a keeper process: starts it, detects that it is dead or stopped, and replaces it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from holdfast.checkpoint.keeper import packets
+from holdfast.checkpoint.keeper.child_process import ChildProcess
+from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.checkpoint.keeper.messages import Close, Message, Ping, Pong, TrainerMessage
+from holdfast.errors import HoldfastError, RetryLater
+from holdfast.system import backoff
+from holdfast.system.process_exit import complete_at_exit
+from holdfast.system.units import format_duration
+
+_MAX_DEATHS = 5
+"""Deaths in a row, without a completed save, after which the saves of the next dead keeper fail."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 60.0
+"""Pauses before another keeper is started, from the second death in a row on. Each is twice the last."""
+_CHECK_S = 1.0
+"""Pause between two checks whether the keeper responds."""
+_MAX_SILENT_CHECKS = 20
+"""Checks in a row without a response, after which a keeper is replaced."""
+_MAX_START_CHECKS = 300
+"""The same before its first response: on a busy machine or a slow disk, Python itself may start slowly.
+
+A process that stands still does not start, so checks at which it does are limited as later ones are.
+"""
+
+
+class KeeperOwner(ABC):
+    """Owner of a supervised keeper. The supervisor calls it from its thread."""
+
+    @abstractmethod
+    def end_with_interpreter(self) -> None:
+        """Send the keeper what it needs to complete its work without this process. The lock is held."""
+
+    @property
+    @abstractmethod
+    def expects_replies(self) -> bool:
+        """True if the keeper has work, so that a silent one is replaced."""
+
+    @abstractmethod
+    def receive(self, message: Message) -> None:
+        """Handle a message of the keeper."""
+
+    @abstractmethod
+    def release_unused(self) -> None:
+        """Release the arenas that the dead keeper had read, but not released. The lock is held."""
+
+    @abstractmethod
+    def resend(self) -> int:
+        """Send a new keeper everything that a dead one may not have done. The lock is held.
+
+        Returns:
+            The number of saves.
+        """
+
+    @abstractmethod
+    def fail_all(self, reason: str | None) -> None:
+        """Fail all saves without a reported outcome. The lock is held.
+
+        Args:
+            reason: text of their errors; None if the keeper has exited after `close`.
+        """
+
+    @abstractmethod
+    def add_problem(self, text: str) -> None:
+        """Report a problem to the user with the next save. The lock is held."""
+
+
+class Supervisor:
+    """Keeps one keeper process running until it is closed.
+
+    Args:
+        owner: receives messages and deaths.
+        pulse_fd: descriptor of this process's pulse; -1 without one.
+
+    Attributes:
+        lock: held while the process is replaced. The owner also holds it to change what it would resend.
+
+    Raises:
+        Denied, Unsupported: the runtime folder cannot be used.
+        RetryLater: the process could not be started.
+    """
+
+    def __init__(self, config: KeeperConfig, owner: KeeperOwner, *, pulse_fd: int = -1) -> None:
+        self.lock = threading.RLock()
+        self._config = config
+        self._owner = owner
+        self._pulse_fd = pulse_fd
+        self._num_deaths = 0
+        self._close: Close | None = None
+        self._must_not_pause = threading.Event()
+        self._has_ended = threading.Event()
+        self._has_left = False  # this process ends before the keeper
+        self._thread: threading.Thread | None = None
+        try:
+            self._child = ChildProcess.start(config, pulse_fd=pulse_fd)
+        except OSError as error:
+            raise RetryLater(
+                f"The keeper of rank {config.rank} could not be started: {error}. Nothing was saved.",
+                rank=config.rank,
+            ) from error
+
+    @property
+    def pid(self) -> int:
+        """Process id of the current keeper."""
+        return self._child.pid
+
+    def start(self) -> None:
+        """Start to receive messages."""
+        self._listen_to(self._child)
+        complete_at_exit(self, is_receiver=True)
+
+    def send(
+        self, message: TrainerMessage, fds: tuple[int, ...] = (), *, on_sent: Callable[[], None] | None = None
+    ) -> None:
+        """Send a message. One that a dying keeper has not received must be sent again by `resend`."""
+        self._child.outbox.send(message, fds, on_sent=on_sent)
+
+    def reset_deaths(self) -> None:
+        """Record that the current keeper has completed a save."""
+        self._num_deaths = 0
+
+    def close(self, message: Close, *, must_restart: bool) -> None:
+        """Let the keeper exit once it has completed everything.
+
+        Args:
+            must_restart: if it has died, still wait to start another one.
+        """
+        with self.lock:
+            self._close = message
+            self.send(message)
+            if not must_restart:
+                self._must_not_pause.set()
+
+    @property
+    def is_done(self) -> bool:
+        """True if the keeper has stored everything, and at most offers its memory."""
+        return self._child.is_done
+
+    def wait_ended(self, timeout_s: float | None) -> bool:
+        """Wait for the exit of the last keeper, after `close`. Return False if the time runs out."""
+        return self._has_ended.wait(timeout_s)
+
+    def end_with_interpreter(self, timeout_s: float) -> None:
+        """Send what is queued, and join the thread. The keeper completes its work, and exits by itself."""
+        with self.lock:
+            if not self._has_ended.is_set() and self._close is None:
+                self._owner.end_with_interpreter()
+        self._child.outbox.flush(timeout_s)
+        self._has_left = True
+        self._must_not_pause.set()
+        with contextlib.suppress(OSError):  # closed, or the keeper has died
+            self._child.end.shutdown(socket.SHUT_RD)  # wakes the thread
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _listen_to(self, child: ChildProcess) -> None:
+        self._child = child
+        self._thread = threading.Thread(
+            target=self._listen, args=(child,), name="holdfast-listen", daemon=True
+        )
+        self._thread.start()
+
+    def _listen(self, child: ChildProcess) -> None:
+        """Receive a keeper's messages until it has died or is silent, and replace it."""
+        num_checks = self._receive_all(child)
+        if self._has_left:
+            child.outbox.close()
+            return
+        if num_checks:
+            child.kill()
+        death = child.reap()
+        if num_checks:
+            limit = format_duration(num_checks * _CHECK_S)
+            death = f"did not answer for {limit}, as if it were stopped or frozen, and was killed."
+        self._replace(f"The keeper of rank {self._config.rank} (pid {child.pid}) {death}")
+
+    def _receive_all(self, child: ChildProcess) -> int:
+        """Handle messages until the keeper dies or is silent for too long.
+
+        Returns:
+            Number of checks without a response; 0 if it has died.
+        """
+        poll, num_checks, num_still, has_responded = select.poll(), 0, 0, False
+        poll.register(child.end, select.POLLIN)
+        while num_checks < _MAX_START_CHECKS and num_still < _MAX_SILENT_CHECKS:
+            # Counts checks instead of reading a clock, as this process may have been stopped itself.
+            if poll.poll(_CHECK_S * 1000):
+                message, _ = packets.receive(child.end)
+                if message is None:
+                    return 0
+                num_checks, num_still, has_responded = 0, 0, True
+                if not isinstance(message, Pong):
+                    self._owner.receive(message)
+            elif self._owner.expects_replies or self._close is not None or child.outbox:
+                num_checks += 1
+                num_still = 0 if not has_responded and child.is_running else num_still + 1
+                if not child.outbox:
+                    child.outbox.send(Ping())
+        return num_checks
+
+    def _replace(self, death: str) -> None:
+        """Start another keeper, and send it everything that the dead one may not have done."""
+        reason = death
+        while True:
+            with self.lock:
+                if self._close is not None:
+                    self._owner.fail_all(None)
+                    self._has_ended.set()
+                    return
+                pause_s = self._count_death(reason)
+            self._must_not_pause.wait(pause_s)
+            if self._has_left:
+                return
+            try:
+                child = ChildProcess.start(self._config, pulse_fd=self._pulse_fd)
+            except (OSError, HoldfastError) as error:
+                reason = f"{death} No other keeper could be started ({error})."
+                continue
+            with self.lock:
+                self._listen_to(child)
+                num_saves = self._owner.resend()
+                if self._close is not None:
+                    self.send(self._close)
+                self._owner.add_problem(
+                    f"{reason} Another one (pid {child.pid}) has taken over its {num_saves} unfinished saves."
+                )
+            return
+
+    def _count_death(self, reason: str) -> float:
+        """Return the seconds to wait before another keeper is started."""
+        self._num_deaths += 1
+        self._owner.release_unused()
+        if self._num_deaths == 1:
+            return 0.0
+        pause_s = backoff.doubled(self._num_deaths - 1, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        if self._num_deaths > _MAX_DEATHS:  # one of the saves may be the cause
+            self._owner.fail_all(
+                f"{reason} It was the {self._num_deaths}th in a row; the saves that it had are given up, and "
+                f"another one is started in {format_duration(pause_s)}. Earlier checkpoints remain."
+            )
+        return pause_s

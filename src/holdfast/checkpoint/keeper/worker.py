@@ -1,0 +1,327 @@
+"""Worker of a keeper: persists staged saves in order, commits them, deletes old ones, and exits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.documents import read_run
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.metrics import SaveValues
+from holdfast.checkpoint.keeper import messages, packets
+from holdfast.checkpoint.keeper.commit_tier import Committed, PendingSave, was_committed
+from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.checkpoint.keeper.inbox import Received, StagedSave, TrainerInbox
+from holdfast.checkpoint.keeper.killed_step import KilledStep
+from holdfast.checkpoint.keeper.lockfile import Lockfile
+from holdfast.checkpoint.keeper.mapped_arenas import MappedArenas
+from holdfast.checkpoint.keeper.memory_offer import offer_images
+from holdfast.checkpoint.keeper.pulse import PulseReader
+from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports, bugs_as_errors
+from holdfast.checkpoint.keeper.save_files import SaveFiles
+from holdfast.checkpoint.keeper.topologies import Surroundings, make_topology
+from holdfast.checkpoint.store import Store, open_store
+from holdfast.errors import Conflict, Corrupt, HoldfastError, RetryLater, Unsupported
+from holdfast.system import backoff
+from holdfast.system.log import reported_if_slow
+from holdfast.watch.hang.keeper import HangWatch
+from holdfast.watch.pace.keeper import PaceWatch
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0
+"""Shortest and longest pause between two checks for other ranks' parts."""
+_LOOK_SHARE = 0.2
+"""Pause between checks, as a share of the time waited so far."""
+_OPEN_PAUSE_S = 1.0
+"""Pause before another try to open a store."""
+_FIND_RUN_S = 60.0
+"""Time that a network file system may take to show a document which another host has written."""
+
+
+def serve(end: socket.socket, lockfile: Lockfile) -> None:
+    """Serve the trainer at the other end of a socket until all work is done."""
+    try:
+        message, fds = packets.receive(end)
+        if isinstance(message, messages.Configure):
+            inbox = TrainerInbox(end, lockfile.info.trainer_pid)
+            inbox.start()
+            worker = Worker(inbox, message.config, lockfile, pulse=PulseReader(*fds) if fds else None)
+            worker.watch_trainer()
+            worker.run()
+            worker.wind_up()
+    finally:
+        lockfile.remove()
+
+
+class Worker:
+    """Main loop of a keeper.
+
+    Args:
+        lockfile: shows other processes whether this keeper has data that is not durable yet.
+        pulse: pulse of the trainer, if it has one.
+
+    Raises:
+        Denied, RetryLater: a store could not be opened before the trainer exited.
+        Conflict: the nearest store was deleted since the run was claimed.
+    """
+
+    def __init__(
+        self,
+        inbox: TrainerInbox,
+        config: KeeperConfig,
+        lockfile: Lockfile,
+        *,
+        pulse: PulseReader | None = None,
+    ) -> None:
+        self._inbox, self._config, self._lockfile = inbox, config, lockfile
+        self._store = open_patiently(config.nearest, inbox)
+        if config.claim:
+            wait_for_run(self._store, config.run, inbox)
+        history = History(self._store, config.writer)
+        self._reports = Reports(history, inbox, "home" if config.local is None else "local", config.home)
+        self._killed_step = KilledStep(pulse, history)
+        self._files = SaveFiles(self._store, config, history)
+        self._arenas = MappedArenas()
+        self._next_step: int | None = None  # of the save that was taken from the inbox
+        self._late_metrics: dict[int, SaveValues] = {}  # not written yet, by step
+        self._pending: list[PendingSave] = []
+        self._topology = make_topology(
+            Surroundings(
+                config=config,
+                inbox=inbox,
+                reports=self._reports,
+                store=self._store,
+                home=None if config.local is None else open_patiently(config.home, inbox),
+                in_work=self._in_work,
+            )
+        )
+
+    def watch_trainer(self) -> None:
+        """Start to watch the trainer's progress and pace, in threads that end with the trainer."""
+        watched = self._config, self._lockfile.info, self._inbox, self._reports.history
+        HangWatch(*watched, self._has_work).start()
+        PaceWatch(*watched).start()
+
+    def _has_work(self) -> bool:
+        return bool(self._pending) or self._inbox.has_saves or self._next_step is not None
+
+    def run(self) -> None:
+        """Work until the trainer has exited and nothing is left in the nearest tier."""
+        while True:
+            received = self._inbox.receive(self._pause_s(), has_work=bool(self._pending))
+            if self._inbox.trainer_gone and not self._inbox.has_closed:
+                self._killed_step.record()
+            if received:
+                self._lockfile.set_busy(True)
+                self._next_step = received[-1].request.step if isinstance(received[-1], StagedSave) else None
+            self._topology.retry_delayed()
+            for item in received or ():
+                self._handle(item)
+            self._replace_metrics()
+            if received is None and not self._pending:
+                break
+            self._commit_ready()
+            self._lockfile.set_busy(self._inbox.has_saves)
+        self._topology.join_retention()
+
+    def wind_up(self) -> None:
+        """Drain what is due, and offer the contents of the memory to the next attempt."""
+        with contextlib.suppress(HoldfastError):  # the history is for people, and the trainer has exited
+            self._store.flush()
+        if self._inbox.frees_memory:
+            self._topology.close(with_newest=False)
+            return
+        self._lockfile.set_done()
+        draining = threading.Thread(
+            target=self._topology.close, kwargs={"with_newest": True}, name="holdfast-wind-up"
+        )
+        draining.start()
+        images = self._arenas.images()
+        if images and self._config.keep_in_memory_s > 0:
+            with contextlib.suppress(OSError):  # the runtime folder is full; everything durable is in home
+                offer_images(self._lockfile, images, timeout_s=self._config.keep_in_memory_s)
+        draining.join()
+
+    def _in_work(self) -> set[CheckpointId]:
+        steps = [save.step for save in tuple(self._pending)]
+        steps += [save.request.step for save in self._inbox.saves]
+        steps += [] if self._next_step is None else [self._next_step]
+        return {CheckpointId(attempt=self._config.attempt, step=step) for step in steps}
+
+    def _pause_s(self) -> float | None:
+        """Return the time until the next check; None for no limit."""
+        if self._pending:
+            return max(0.0, min(save.next_look_s for save in self._pending) - time.monotonic())
+        return _LAST_LOOK_S if self._topology.has_delayed or self._late_metrics else None
+
+    def _handle(self, item: Received) -> None:
+        match item:
+            case StagedSave():
+                self._persist(item)
+            case messages.ResumeCommit():
+                save = PendingSave(item.step, item.num_bytes, item.to_home, time.monotonic())
+                self._pending.append(save)
+            case messages.DropSave():
+                self._topology.drop(item)
+            case messages.DrainCheckpoint():
+                self._topology.drain(item.checkpoint_id)
+            case messages.DrainBest():
+                self._topology.set_best(item.steps, is_due=item.is_due)
+            case messages.DeleteStep():
+                self._topology.delete(item.step)
+            case messages.UpdateMetrics():
+                self._late_metrics[item.step] = messages.decode_metrics(item)
+            case messages.MarkComplete():
+                self._topology.mark_complete(item.checkpoint_id)
+            case messages.RecordEvent():
+                self._reports.record(item)
+
+    # -- persist ---------------------------------------------------------------------------------------------
+
+    def _persist(self, save: StagedSave) -> None:
+        request, began = save.request, time.monotonic()
+        metrics = self._late_metrics.pop(request.step, None) or messages.decode_metrics(request)
+        self._arenas.unmap_except({*request.arenas, request.arena})
+        arena = self._arenas.map(request.arena, save.arena_fd)
+        try:
+            with bugs_as_errors(request.step):
+                if not (request.is_resent and self._was_committed(request.step)):
+                    self._files.persist(
+                        save,
+                        arena,
+                        metrics,
+                        has_newer=lambda: self._inbox.has_saves,
+                        on_delay=lambda error: self._reports.delayed(request.step, str(error)),
+                        retry_for_s=lambda: 0.0 if self._inbox.trainer_gone else self._config.pause_s,
+                    )
+                    if metrics.values:
+                        self._topology.note_metrics(request.step, metrics.values, is_late=False)
+        except HoldfastError as error:
+            self._reports.failed(request.step, error)
+            if self._config.world_size > 1 and not isinstance(error, Conflict):
+                self._topology.drop(messages.DropSave(request.step, str(error)))  # the others wait for it
+        else:
+            # Before the arena is released: a successor of this keeper must not need an arena that is reused.
+            seconds, num_bytes = time.monotonic() - began, request.layout.data_bytes
+            self._reports.persisted(request.step, num_bytes=num_bytes, seconds=seconds)
+            self._arenas.set_images(request.arena, self._files.images(request.step, request.layout))
+            self._pending.append(PendingSave(request.step, num_bytes, request.to_home, save.received_s))
+        finally:
+            self._next_step = None
+            os.close(save.draft_fd)
+            self._inbox.reply(messages.ArenaReleased(request.arena))
+
+    def _was_committed(self, step: int) -> bool:
+        with contextlib.suppress(*TRANSIENT_ERRORS):
+            return was_committed(self._store, self._config.writer, step)
+        return False
+
+    def _replace_metrics(self) -> None:
+        """Write the metrics that were recorded after their save was submitted."""
+        late, self._late_metrics = self._late_metrics, {}
+        if not late:
+            return
+        queued = {save.request.step for save in self._inbox.saves}
+        for step, metrics in late.items():
+            if step in queued:
+                self._late_metrics[step] = metrics  # written with the save
+                continue
+            try:
+                if self._files.replace_metrics(step, metrics):
+                    self._topology.note_metrics(step, metrics.values, is_late=True)
+            except TRANSIENT_ERRORS:
+                self._late_metrics[step] = metrics
+
+    # -- commit ----------------------------------------------------------------------------------------------
+
+    def _commit_ready(self) -> None:
+        """Commit the pending saves whose check is due, where possible."""
+        now_s = time.monotonic()
+        for save in [save for save in self._pending if save.next_look_s <= now_s]:
+            outcome = self._try_commit(save, now_s)
+            if outcome is None:
+                waited_s = now_s - save.received_s
+                pause_s = backoff.proportional(waited_s, _LOOK_SHARE, _FIRST_LOOK_S, _LAST_LOOK_S)
+                save.next_look_s = now_s + pause_s
+                continue
+            self._pending.remove(save)
+            if isinstance(outcome, HoldfastError):
+                self._reports.failed(save.step, outcome)
+            else:
+                self._topology.finish(save, outcome, time.monotonic() - save.received_s)
+
+    def _try_commit(self, save: PendingSave, now_s: float) -> Committed | HoldfastError | None:
+        """Return the commit of a save, its final error, or None if it must wait."""
+        config = self._config
+        limit_s = config.linger_s if self._inbox.trainer_gone else config.commit_timeout_s
+        try:
+            with bugs_as_errors(save.step):
+                return self._topology.try_commit(save, limit_s)
+        except (
+            TRANSIENT_ERRORS
+        ) as error:  # this rank's part is durable; only the check or the manifest failed
+            if now_s - save.received_s > limit_s:
+                return RetryLater(str(error), step=save.step)
+            if save.is_worth_a_line(error.kind):
+                self._reports.delayed(save.step, str(error))
+            return None
+        except HoldfastError as error:
+            return error
+
+
+def open_patiently(place: str, inbox: TrainerInbox) -> Store:
+    """Open a store as soon as it responds.
+
+    Raises:
+        Denied, RetryLater: it did not respond before the trainer exited.
+    """
+    with _reported(inbox, f"{place} has not answered since its keeper started."):
+        while True:
+            try:
+                return open_store(place)
+            except TRANSIENT_ERRORS as error:
+                if inbox.trainer_gone:
+                    raise
+                inbox.set_delay(str(error))
+                time.sleep(_OPEN_PAUSE_S)
+
+
+def wait_for_run(store: Store, run: str, inbox: TrainerInbox) -> None:
+    """Wait until the nearest store shows its run, which the trainer has written there.
+
+    From then on a local store knows its root, and does not make it anew if somebody deletes it.
+
+    Raises:
+        Conflict: it holds another run, or none until the trainer exited or the time ran out: it was deleted.
+    """
+    deadline = time.monotonic() + _FIND_RUN_S
+    with _reported(inbox, f"{store.url} does not show run {run}, which was claimed there."):
+        while True:
+            trainer_gone = inbox.trainer_gone  # before the look
+            try:
+                found = read_run(store)
+            except (*TRANSIENT_ERRORS, Corrupt, Unsupported) as error:
+                inbox.set_delay(str(error))
+            else:
+                if found is not None and found.id == run:
+                    return
+                if found is not None or trainer_gone or time.monotonic() > deadline:
+                    raise Conflict(
+                        f"{store.url} was deleted since run {run} was claimed there: it holds "
+                        f"{'no run' if found is None else f'run {found.id}'}. Nothing is written."
+                    )
+            time.sleep(_OPEN_PAUSE_S)
+
+
+@contextlib.contextmanager
+def _reported(inbox: TrainerInbox, reason: str) -> Iterator[None]:
+    """Report a long wait to the trainer, unless the body has done so."""
+    try:
+        with reported_if_slow(lambda: inbox.set_delay(reason)):
+            yield
+    finally:
+        inbox.set_delay("")

@@ -1,0 +1,242 @@
+"""Policies of when to save, and the cost and delay of saves; pure, with the clock passed in."""
+
+from __future__ import annotations
+
+import datetime
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from holdfast.checkpoint.save_interval import best_interval
+from holdfast.errors import InvalidInput
+from holdfast.system.units import parse_duration
+
+_LATE_S = 60.0
+_LATE_INTERVALS = 3
+_MANY_FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Facts that a save policy bases its decision on."""
+
+    step: int  # optimizer steps completed
+    now_s: float  # monotonic clock
+    saved_step: int  # step of the last save, or where this attempt began
+    saved_s: float  # monotonic clock at that time
+    save_cost_s: float | None = None  # training time lost per save, measured; None before the first
+    durable_s: float | None = None  # from save() to durable, measured; None before the first
+    mtbf_s: float | None = None  # mean time between the run's own failures; None for too few of them
+
+
+class Every(ABC):
+    """Policy of when to save. Policies compose with `|`: a save is due when any of them is."""
+
+    timed: bool = True
+    """True if the answer depends on a clock; then rank 0 decides for all ranks."""
+
+    @abstractmethod
+    def due(self, pace: Pace) -> bool:
+        """Return True if a save is due after `pace.step`."""
+
+    def __or__(self, other: Every) -> Every:
+        return AnyOf((self, other))
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps(Every):
+    """Policy to save after each multiple of `steps`."""
+
+    steps: int
+    timed = False
+
+    @override
+    def due(self, pace: Pace) -> bool:
+        return pace.step > pace.saved_step and pace.step % self.steps == 0
+
+
+@dataclass(frozen=True, slots=True)
+class EveryTime(Every):
+    """Policy to save when `seconds` have passed since the last save."""
+
+    seconds: float
+
+    @override
+    def due(self, pace: Pace) -> bool:
+        return pace.step > pace.saved_step and pace.now_s - pace.saved_s >= self.seconds
+
+
+MIN_FAILURES = 3
+"""Failures of a run from which they count for the interval between its saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalChoice:
+    """Interval between saves, in seconds, with its reason."""
+
+    interval_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EveryAuto(Every):
+    """Policy to save as often as pays, within `budget` of all time.
+
+    The first save comes after `first_steps` steps, to measure what one costs. A save is never due before
+    the last one could have become durable. Once the run has failed a few times, the interval is the best one
+    for its own failures, by Daly's formula, if that is longer than the budget asks for.
+    """
+
+    budget: float = 0.01
+    first_steps: int = 10
+
+    @override
+    def due(self, pace: Pace) -> bool:
+        if pace.save_cost_s is None:
+            return pace.step - pace.saved_step >= self.first_steps
+        interval_s = self.choose(pace.save_cost_s, pace.durable_s, pace.mtbf_s).interval_s
+        return pace.step > pace.saved_step and pace.now_s - pace.saved_s >= interval_s
+
+    def choose(self, cost_s: float, durable_s: float | None, mtbf_s: float | None) -> IntervalChoice:
+        """Return the interval between saves, and its reason.
+
+        Args:
+            cost_s: training time lost per save.
+            durable_s: time until a save is durable; None if it is not known.
+            mtbf_s: mean time between the run's own failures; None for too few of them.
+        """
+        best = None if mtbf_s is None else best_interval(cost_s, mtbf_s)
+        choices = [
+            IntervalChoice(cost_s / self.budget, f"the budget of {self.budget:.3g} of the time"),
+            IntervalChoice(durable_s or 0.0, "the time until a save is durable"),
+        ]
+        if best is not None:
+            choices.append(IntervalChoice(best.daly_s, "Daly's formula for the run's own failures"))
+        return max(choices, key=lambda one: one.interval_s)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Every):
+    """Policy to save when any of `policies` is due."""
+
+    policies: tuple[Every, ...]
+
+    @property
+    @override
+    def timed(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - derived here, fixed elsewhere
+        return any(policy.timed for policy in self.policies)
+
+    @override
+    def due(self, pace: Pace) -> bool:
+        return any(policy.due(pace) for policy in self.policies)
+
+
+def every(value: int | str | datetime.timedelta | Every) -> Every:
+    """Return the policy of an `every=` argument: 500, "10m", a timedelta, "auto" or a policy.
+
+    Raises:
+        InvalidInput: none of these.
+    """
+    if isinstance(value, Every):
+        return value
+    if value == "auto":
+        return EveryAuto()
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value <= 0:
+            raise InvalidInput(f"every must be a positive number of steps, got {value}.")
+        return EverySteps(value)
+    if isinstance(value, (str, datetime.timedelta)):
+        return EveryTime(parse_duration(value, "every"))
+    raise InvalidInput(f"every must be steps (500), a duration ('10m'), 'auto' or a policy, got {value!r}.")
+
+
+def single_policies(value: int | str | datetime.timedelta | Every | None) -> tuple[Every, ...]:
+    """Return the single policies of an `every=` argument; a save is due when any of them is.
+
+    Raises:
+        InvalidInput: see `every`.
+    """
+    if value is None:
+        return ()
+    policy = every(value)
+    if isinstance(policy, AnyOf):
+        return tuple(one for inner in policy.policies for one in single_policies(inner))
+    return (policy,)
+
+
+class Meter:
+    """Meter of the cost of saves: blocked time, and steps slowed while a save is in flight."""
+
+    def __init__(self) -> None:
+        self.save_cost_s: float | None = None
+        self.durable_s: float | None = None
+        self.step_s = 0.0  # the last step
+        self._idle: deque[float] = deque(maxlen=50)  # seconds of undisturbed steps
+        self._costs: deque[float] = deque(maxlen=5)
+        self._slowed_s = 0.0
+
+    def step(self, seconds: float, *, in_flight: bool) -> None:
+        """Add a training step that took `seconds`, without save() itself."""
+        self.step_s = seconds
+        if not in_flight:
+            self._idle.append(seconds)
+        elif self._idle:
+            self._slowed_s += seconds - _median(self._idle)
+
+    def saved(self, *, blocked_s: float, durable_s: float) -> None:
+        """Add a durable save; the time that steps have lost since the last one is its cost."""
+        self._costs.append(max(0.0, blocked_s + self._slowed_s))
+        self._slowed_s = 0.0
+        self.save_cost_s = _median(self._costs)
+        self.durable_s = durable_s
+
+
+class Overdue:
+    """Alarm for when no save has succeeded for long.
+
+    That is after 3 failed saves in a row, or when a save has been under way for 3 times the interval between
+    saves and for a minute; and again whenever it has become twice as much.
+
+    Args:
+        now_s: any clock.
+    """
+
+    def __init__(self, *, now_s: float) -> None:
+        self.num_failed = 0
+        self._succeeded_s = self._begun_s = now_s
+        self._waiting_since_s: float | None = None  # the first save began that has not succeeded
+        self._interval_s = 0.0
+        self._factor = 1
+
+    def begin(self, now_s: float) -> None:
+        """Count a save that begins."""
+        self._interval_s, self._begun_s = now_s - self._begun_s, now_s
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+
+    def fail(self) -> None:
+        """Count a save that failed."""
+        self.num_failed += 1
+
+    def succeed(self, now_s: float) -> None:
+        """Count a save that became durable."""
+        self.num_failed, self._succeeded_s, self._waiting_since_s, self._factor = 0, now_s, None, 1
+
+    def check(self, now_s: float) -> float | None:
+        """Return the seconds since the last success, if that is to be reported now."""
+        waited_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
+        is_late = waited_s > self._factor * max(_LATE_S, _LATE_INTERVALS * self._interval_s)
+        if not is_late and self.num_failed < _MANY_FAILED * self._factor:
+            return None
+        self._factor *= 2
+        return now_s - self._succeeded_s
+
+
+def _median(values: Iterable[float]) -> float:
+    """Return the median of some values."""
+    from statistics import median  # slow, and most processes that use policies never need it
+
+    return median(values)

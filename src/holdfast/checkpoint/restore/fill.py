@@ -1,0 +1,217 @@
+"""Fill of torch tensors with verified bytes of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from holdfast.checkpoint.format.fill_target import FillTarget
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.restore.byte_ranges import contiguous_cover, is_contiguous, item_offset
+from holdfast.checkpoint.restore.parts import Located, Parts
+from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
+from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.store.contract import Store
+from holdfast.errors import InvalidInput, MissingKey
+from holdfast.system.rawbytes import copy_to
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TensorSink:
+    """Sink that writes bytes into a contiguous tensor in row-major order, from byte `base` on.
+
+    Args:
+        tensor: contiguous, of any dtype and device; filled in place, also if it requires grad.
+        base: byte of the tensor for byte 0 of the input.
+    """
+
+    __slots__ = ("_address", "_base", "_limit", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, base: int = 0) -> None:
+        self._tensor = tensor  # keeps the memory behind the address alive
+        self._limit = tensor.nbytes
+        self._base = base
+        self._address = tensor.data_ptr() if tensor.is_cpu else 0
+        if not tensor.is_contiguous():
+            raise InvalidInput(f"A tensor of shape {list(tensor.shape)} must be contiguous to be filled.")
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Copy `view` to byte `base + offset` of the tensor, without the GIL."""
+        num_bytes, at = len(view), self._base + offset
+        assert 0 <= at <= self._limit - num_bytes, (at, num_bytes, self._limit)
+        if self._address:
+            # Not Tensor.copy_: it costs five times as much for few bytes, and for many its thread
+            # pool competes with the reader's threads.
+            copy_to(self._address + at, view)
+            return
+        flat = self._tensor.detach().view(-1).view(torch.uint8)
+        writable = bytearray(view) if view.readonly else view  # torch takes no other
+        flat[at : at + num_bytes].copy_(torch.frombuffer(writable, dtype=torch.uint8))
+
+
+class CollectingSink:
+    """Sink that collects a tensor, and passes it on when it is complete.
+
+    Args:
+        sizes: shape of the tensor.
+        dtype: its dtype.
+        pass_on: called once with the tensor, on the CPU.
+    """
+
+    __slots__ = ("_dtype", "_left", "_lock", "_pass_on", "_sink", "_sizes", "_whole")
+
+    def __init__(
+        self, sizes: tuple[int, ...], dtype: torch.dtype, pass_on: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._sizes, self._dtype, self._pass_on = sizes, dtype, pass_on
+        self._left = math.prod(sizes) * dtype.itemsize
+        self._lock = threading.Lock()
+        self._whole: torch.Tensor | None = None
+        self._sink: TensorSink | None = None
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Add bytes of the tensor. The last ones complete it."""
+        with self._lock:
+            if self._sink is None:  # not earlier: regions come in turn, so few are in memory at once
+                self._whole = torch.empty(self._sizes, dtype=self._dtype, device="cpu")
+                self._sink = TensorSink(self._whole)
+            sink = self._sink
+        sink.write(offset, view)
+        with self._lock:
+            self._left -= len(view)
+            if self._left:
+                return
+        assert self._whole is not None
+        self._pass_on(self._whole)
+        self._whole = self._sink = None
+
+
+def region_sink(tensor: torch.Tensor, place: Region, wanted: Region, rows: Region) -> CollectingSink:
+    """Return a sink that copies a region of collected rows into a tensor.
+
+    Args:
+        tensor: tensor that receives the region.
+        place: region of the saved tensor that it is.
+        wanted: region of that region to copy.
+        rows: region around `wanted` that is read.
+    """
+
+    def copy(whole: torch.Tensor) -> None:
+        same_size = _SAME_SIZE[whole.element_size()]  # as integers, so that no copy rule touches a bit
+        target = _narrowed(tensor.detach().view(same_size), place, wanted)
+        target.copy_(_narrowed(whole.view(same_size), rows, wanted))
+
+    return CollectingSink(rows.sizes, tensor.dtype, copy)
+
+
+def _narrowed(tensor: torch.Tensor, outer: Region, inner: Region) -> torch.Tensor:
+    """Return the region `inner` of a tensor that is the region `outer`."""
+    for dim, (at, start, length) in enumerate(zip(inner.offsets, outer.offsets, inner.sizes, strict=True)):
+        tensor = tensor.narrow(dim, at - start, length)
+    return tensor
+
+
+def plan_fill(
+    manifest: Manifest, targets: Mapping[str, Sequence[FillTarget]], rank: int, parts: Parts
+) -> list[FileRead]:
+    """Return the reads that fill tensors. Changes nothing.
+
+    Args:
+        targets: contiguous tensors of the saved dtype by name or alias of the saved one, each with its region
+            of the saved tensor.
+        rank: rank whose per-rank tensors are read, modulo the saved world size.
+
+    Raises:
+        NotFound: a missing name (`MissingKey`), part or file.
+        InvalidInput: a target of another dtype or shape, or not contiguous.
+        Corrupt: a part is damaged.
+        RetryLater: the store failed.
+    """
+    missing = [name for name in targets if name not in manifest.tensors and name not in manifest.tied]
+    if missing:
+        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        raise MissingKey(f"Step {manifest.step} holds no tensor {shown}.", step=manifest.step, key=missing[0])
+    wanted: dict[tuple[int, bool], list[Want]] = {}
+    for name, target in ((name, one) for name, found in targets.items() for one in found):
+        place = _place(parts, name, target, rank)
+        if not place.num_items:
+            continue
+        for found in parts.shards_of(manifest.tied.get(name, name), rank, place):
+            wanted.setdefault((found.rank, found.shard.frozen), []).append(_want(target.tensor, place, found))
+    return [FileRead(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wanted.items())]
+
+
+def fill(
+    store: Store,
+    manifest: Manifest,
+    targets: Mapping[str, Sequence[FillTarget]],
+    rank: int,
+    *,
+    num_threads: int = 4,
+    on_bytes: Callable[[int], None] | None = None,
+    parts: Parts | None = None,
+) -> ReadStats:
+    """Fill tensors from a checkpoint by name, verified. Reads nothing else.
+
+    Args:
+        targets: see `plan_fill`.
+        rank: rank whose per-rank tensors are read, modulo the saved world size.
+        on_bytes: called with the size of each read when it is done, by one thread at a time.
+        parts: parts of this checkpoint that have been read already.
+
+    Raises:
+        NotFound: a missing name (`MissingKey`), part or file.
+        InvalidInput: a target of another dtype or shape, or not contiguous; nothing has been changed.
+        Corrupt: damage was found; targets may have been partly filled.
+        RetryLater: the store failed; targets may have been partly filled.
+
+    Ranks: not collective.
+    Blocks: until all targets are filled.
+    """
+    jobs = plan_fill(manifest, targets, rank, parts or Parts(store, manifest))
+    return read(store, jobs, num_threads=num_threads, on_bytes=on_bytes)
+
+
+def _place(parts: Parts, name: str, target: FillTarget, rank: int) -> Region:
+    """Return the region of the saved tensor that a target is."""
+    saved = parts.shape_of(parts.manifest.tied.get(name, name), rank)
+    if saved is None:
+        saved_rank, step = rank % parts.manifest.world_size, parts.manifest.step
+        raise MissingKey(
+            f"Rank {saved_rank} saved no {name} of its own at step {step}.",
+            step=step,
+            rank=saved_rank,
+            key=name,
+        )
+    dtype, shape = saved
+    place = Region.whole(shape) if target.region is None else target.region
+    tensor = target.tensor
+    if tensor.dtype is torch_dtype(dtype) and tensor.shape == place.sizes and place.is_inside(shape):
+        return place
+    raise InvalidInput(
+        f"{name} of step {parts.manifest.step} is {dtype}{list(shape)}; the tensor to be filled is "
+        f"{tensor.dtype}{list(tensor.shape)}, as {list(place.sizes)} at {list(place.offsets)} of it. "
+        "Nothing was changed.",
+        step=parts.manifest.step,
+        key=name,
+    )
+
+
+def _want(tensor: torch.Tensor, place: Region, found: Located) -> Want:
+    """Return the read from a saved region for a tensor that is the region `place`."""
+    if found.region == place:
+        return Want(found.start, found.shard.num_bytes, TensorSink(tensor))
+    common = place.overlap(found.region)
+    assert common is not None
+    rows = contiguous_cover(common, found.region)
+    item_bytes = tensor.element_size()
+    start = found.start + item_offset(rows, found.region) * item_bytes
+    num_bytes = rows.num_items * item_bytes
+    if rows == common and is_contiguous(common, place):
+        return Want(start, num_bytes, TensorSink(tensor, item_offset(common, place) * item_bytes))
+    return Want(start, num_bytes, region_sink(tensor, place, common, rows))

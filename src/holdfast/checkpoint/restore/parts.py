@@ -1,0 +1,189 @@
+"""Parts of one checkpoint, each read once, and the shards of tensors in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.manifest import EACH, Manifest, Tensor
+from holdfast.checkpoint.format.part import Part
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.value_index import INDEX, ValueIndex
+from holdfast.checkpoint.home.documents import read_part
+from holdfast.checkpoint.store.contract import Store
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
+from holdfast.system.units import plural
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A region of a tensor, with its position in a data file."""
+
+    rank: int  # the rank that wrote it
+    shard: Shard
+    region: Region
+    start: int  # its first byte in the data file
+
+
+class Parts:
+    """Parts of a checkpoint, read on demand. Not thread-safe."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._store = store
+        self._parts: dict[int, Part] = {}
+        self._shards: dict[int, dict[str, list[tuple[Shard, int]]]] = {}
+
+    def part(self, rank: int) -> Part:
+        """Return the part of a rank.
+
+        Raises:
+            InvalidInput: the checkpoint has no such rank.
+            NotFound: the part is missing.
+            Corrupt: the part is damaged.
+            RetryLater: the store failed.
+        """
+        if not 0 <= rank < self.manifest.world_size:
+            count, step = self.manifest.world_size, self.manifest.step
+            raise InvalidInput(
+                f"Step {step} was saved by {plural(count, 'rank')} (0 to {count - 1}); "
+                f"rank {rank} does not exist.",
+                step=step,
+                rank=rank,
+            )
+        if rank not in self._parts:
+            self._parts[rank] = read_part(self._store, self.manifest, rank)
+        return self._parts[rank]
+
+    def shards_of(self, name: str, rank: int, region: Region | None = None) -> Iterator[Located]:
+        """Yield the saved regions that together hold a region of a tensor. Leaves out empty ones.
+
+        Reads only the parts of the ranks that wrote them.
+
+        Args:
+            name: a tensor of the manifest, not an alias.
+            rank: rank whose copy of a per-rank tensor is found, see `holder`.
+            region: region of the tensor; all of it by default.
+
+        Raises:
+            Corrupt: the parts do not match the manifest.
+            NotFound: a part is missing.
+            RetryLater: the store failed.
+        """
+        tensor = self.manifest.tensors[name]
+        if tensor.partitioning is None:
+            one = self.holder(name, rank)
+            shard, start = self._held(name, one, NotFound)[0]
+            yield Located(one, shard, Region(shard.offsets, shard.sizes), start)
+            return
+        wanted = Region.whole(tensor.shape) if region is None else region
+        for one, expected in tensor.partitioning.touching(wanted, tensor.shape):
+            held = self._held(name, one, Corrupt)
+            facts = tensor.dtype, tensor.shape, *expected
+            same = (
+                row for row in held if (row[0].dtype, row[0].shape, row[0].offsets, row[0].sizes) == facts
+            )
+            shard, start = next(same, (None, 0))
+            if shard is None:
+                raise Corrupt(
+                    f"The manifest of step {self.manifest.step} and the part of rank {one} differ for "
+                    f"{name}: expected {expected} of {tensor.dtype}{list(tensor.shape)} on this rank, found "
+                    f"{', '.join(str(row[0]) for row in held[:8])}.",
+                    step=self.manifest.step,
+                    rank=one,
+                    key=name,
+                )
+            yield Located(one, shard, expected, start)
+
+    def _held(self, name: str, rank: int, error: type[HoldfastError]) -> list[tuple[Shard, int]]:
+        """Return the shards of a tensor that a rank wrote, with their first bytes. There is at least one."""
+        held = self._shards_in(rank).get(name)
+        if held is None:
+            raise error(
+                f"The manifest of step {self.manifest.step} names {name}, but rank {rank} did not save it.",
+                step=self.manifest.step,
+                rank=rank,
+                key=name,
+            )
+        return held
+
+    def structures(self, rank: int) -> list[int]:
+        """Return one rank per distinct catalog, `rank` itself first. Their parts hold all values."""
+        own = rank % self.manifest.world_size
+        first_of = {self.manifest.parts[own].catalog: own}
+        for part in self.manifest.parts:
+            first_of.setdefault(part.catalog, part.rank)
+        return list(first_of.values())
+
+    def value_index(self) -> ValueIndex | None:
+        """Return the index of the values that the ranks have divided; None if each has saved its own.
+
+        Raises:
+            NotFound: the part of rank 0 is missing.
+            Corrupt: it, or its index, is damaged.
+            RetryLater: the store failed.
+        """
+        first = self.part(0)
+        if INDEX not in first.values:
+            return None
+        try:
+            return ValueIndex.parse(first.values[INDEX], first.world_size)
+        except Corrupt as error:
+            raise Corrupt(
+                f"{first.what} has an index of values that cannot be read: {error}",
+                step=first.step,
+                rank=0,
+                key=INDEX,
+            ) from error
+
+    def holder(self, name: str, rank: int) -> int:
+        """Return the rank whose copy of a per-rank tensor is loaded by `rank`.
+
+        It is `rank` modulo the saved world size. If that rank did not save the tensor, it is the first of
+        `structures` that did: ranks that were in another pipeline stage need a buffer of this one.
+        """
+        own = rank % self.manifest.world_size
+        for one in self.structures(rank):
+            if name in self._shards_in(one):
+                return one
+        return own
+
+    def shape_of(self, name: str, rank: int) -> tuple[str, tuple[int, ...]] | None:
+        """Return dtype and shape of a rank's tensor; None for a per-rank tensor that was not saved for it.
+
+        Ranks may differ in the shape of a per-rank tensor; the manifest has that of the first rank.
+
+        Raises:
+            NotFound: a part is missing.
+            Corrupt: a part is damaged.
+            RetryLater: the store failed.
+        """
+        tensor = self.manifest.tensors[name]
+        if tensor.owner != EACH:
+            return tensor.dtype, tensor.shape
+        held = self._shards_in(self.holder(name, rank)).get(name)
+        return None if held is None else (held[0][0].dtype, held[0][0].shape)
+
+    def tensors_for(self, rank: int) -> dict[str, Tensor]:
+        """Return the manifest's tensors by name, per-rank ones as a rank has saved them.
+
+        Raises:
+            HoldfastError: as `shape_of`.
+        """
+        tensors = self.manifest.tensors
+        shapes = {name: self.shape_of(name, rank) for name, one in tensors.items() if one.owner == EACH}
+        own = {
+            name: replace(tensors[name], dtype=shape[0], shape=shape[1])
+            for name, shape in shapes.items()
+            if shape is not None
+        }
+        return {**tensors, **own}
+
+    def _shards_in(self, rank: int) -> dict[str, list[tuple[Shard, int]]]:
+        if rank not in self._shards:
+            part = self.part(rank)
+            found = self._shards[rank] = {}
+            for shard, start in zip(part.shards, part.starts, strict=True):
+                found.setdefault(shard.name, []).append((shard, start))
+        return self._shards[rank]

@@ -1,0 +1,413 @@
+"""Parallel reads with verification: chunks go into a buffer, are hashed, and then delivered."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from holdfast.checkpoint.format.hashes import DIGITS, chunk_ranges, hash_chunks
+from holdfast.checkpoint.format.part import DataFile, Part
+from holdfast.checkpoint.store.contract import Store
+from holdfast.checkpoint.store.tiered import decisive_error
+from holdfast.errors import Corrupt, HoldfastError, Internal, InvalidInput, NotFound
+
+READ_BYTES = 8 << 20
+"""Limit of bytes for reading adjacent chunks together, at least one chunk; a store may set another."""
+
+ByteRange = tuple[int, int]
+"""Start and stop in a file."""
+
+
+class Sink(Protocol):
+    """Receiver of verified bytes."""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Receive the bytes from `offset` on of one `Want`. `view` is valid only during the call.
+
+        Called from several threads at once, on disjoint ranges, each byte once.
+        """
+        ...
+
+
+class Nowhere:
+    """Sink for bytes that are only verified."""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Discard the bytes, which have been hashed."""
+
+
+class Want(NamedTuple):
+    """Request to deliver `num_bytes` from byte `start` of a data file to `sink`."""
+
+    start: int
+    num_bytes: int
+    sink: Sink
+
+
+@dataclass(frozen=True, slots=True)
+class FileRead:
+    """Requests to read one data file."""
+
+    part: Part
+    wanted: Sequence[Want]
+    frozen: bool = False  # from the file of frozen tensors
+
+    @property
+    def file(self) -> DataFile:
+        """Size and hashes of the file.
+
+        Raises:
+            Corrupt: the part has no such file.
+        """
+        name = self.part.file_name(frozen=self.frozen)
+        if name not in self.part.files:
+            raise Corrupt(
+                f"{self.part.what} names no file of frozen tensors, but has some.",
+                step=self.part.step,
+                rank=self.part.rank,
+                key=name,
+            )
+        return self.part.files[name]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """Statistics of a read. `num_bytes` counts whole chunks, as read from the store."""
+
+    num_bytes: int
+    num_reads: int
+    seconds: float
+    sources: Mapping[str, int] = field(default_factory=dict)  # bytes by the URL of the copy they came from
+    recovered_from: tuple[str, ...] = ()  # damage in nearer copies, where a farther one was good
+
+    def plus(self, other: ReadStats) -> ReadStats:
+        """Return the sum of two reads, one after the other."""
+        urls = self.sources.keys() | other.sources.keys()
+        return ReadStats(
+            self.num_bytes + other.num_bytes,
+            self.num_reads + other.num_reads,
+            self.seconds + other.seconds,
+            {url: self.sources.get(url, 0) + other.sources.get(url, 0) for url in urls},
+            self.recovered_from + other.recovered_from,
+        )
+
+
+@dataclass(slots=True)
+class Read:
+    """One read of adjacent chunks of a file, with the requests that it serves."""
+
+    name: str
+    part: Part
+    file: DataFile
+    start: int
+    stop: int
+    wanted: list[Want] = field(default_factory=list)
+
+
+def read(
+    store: Store,
+    jobs: Iterable[FileRead],
+    *,
+    num_threads: int | None = 4,
+    on_bytes: Callable[[int], None] | None = None,
+    on_error: Callable[[HoldfastError], None] | None = None,
+) -> ReadStats:
+    """Read data files, verify every chunk, and deliver the requested bytes to their sinks.
+
+    Reads each needed chunk once. Memory: one buffer per thread, as long as the longest read.
+
+    Args:
+        store: where the data files are.
+        jobs: requests, at most one job per data file.
+        num_threads: threads that read, hash and copy; None for what suits the nearest tier.
+        on_bytes: called with the size of each read when it is done, by one thread at a time.
+        on_error: called with each damaged chunk or failed read, by one thread at a time. The read continues
+            then, and nothing is delivered from there.
+
+    Raises:
+        Corrupt: a chunk does not match its hash, or a file ends early. Sinks may have been written to.
+        NotFound: a file is missing.
+        RetryLater: the store failed.
+
+    Blocks: until all is read, or until the first error has stopped all threads.
+    """
+    if num_threads is not None and num_threads < 1:
+        raise InvalidInput(f"num_threads is {num_threads}; at least 1 thread must read.")
+    began = time.perf_counter()
+    jobs, reads, suited = list(jobs), [], 1
+    for job in jobs:
+        nearest = _nearest(store, job).properties
+        reads += plan_reads(job, nearest.read_bytes)
+        suited = max(suited, nearest.parallel_reads)
+    num_threads = num_threads or suited
+    crew = _Crew(store, deque(reads), on_bytes, on_error)
+    crew.work(min(num_threads, len(reads)))
+    wanted_bytes = sum(want.num_bytes for job in jobs for want in job.wanted)
+    if on_error is None and crew.num_delivered != wanted_bytes:
+        raise Internal(
+            f"{wanted_bytes} bytes were requested from {store.url}, and {crew.num_delivered} were delivered."
+        )
+    num_bytes, seconds = sum(one.stop - one.start for one in reads), time.perf_counter() - began
+    return ReadStats(num_bytes, len(reads), seconds, crew.sources, tuple(crew.recovered_from))
+
+
+def _nearest(store: Store, job: FileRead) -> Store:
+    """Return the copy that a job's file is read from first."""
+    *nearer, last = store.copies()
+    name = job.part.file_name(frozen=job.frozen)
+    return next((copy for copy in nearer if _has(copy, name)), last)
+
+
+def _has(store: Store, name: str) -> bool:
+    """Return True if a copy has an object; False also if it cannot answer."""
+    try:
+        return store.size(name) is not None
+    except HoldfastError:
+        return False
+
+
+def plan_reads(job: FileRead, read_bytes: int = READ_BYTES) -> list[Read]:
+    """Return the reads of a job: its chunks, adjacent ones together.
+
+    Args:
+        read_bytes: limit on the size of one read, unless a chunk is longer.
+    """
+    file = job.file
+    chunk_bytes, file_bytes = file.chunk_bytes, file.num_bytes
+    limit = max(read_bytes // chunk_bytes, 1)
+    name = job.part.file_name(frozen=job.frozen)
+    wanted = sorted((want for want in job.wanted if want.num_bytes), key=lambda want: want.start)
+    reads: list[Read] = []
+    position = 0  # chunks before this one are in a read already
+    first = 0  # first chunk of the open read
+    for start, num_bytes, _ in wanted:
+        chunk, end = start // chunk_bytes, (start + num_bytes - 1) // chunk_bytes + 1
+        if chunk > position or not reads:
+            first = position = max(chunk, position)
+        while position < end:
+            if position - first in (0, limit):
+                first = position
+                reads.append(Read(name, job.part, file, first * chunk_bytes, first * chunk_bytes))
+            position = min(end, first + limit)
+            reads[-1].stop = min(position * chunk_bytes, file_bytes)
+    distribute(wanted, reads)
+    return reads
+
+
+def distribute(wanted: list[Want], reads: list[Read]) -> None:
+    """Add the requests to the reads of one file that they touch."""
+    starts = [one.start for one in reads]
+    for want in wanted:
+        stop = want.start + want.num_bytes
+        index = max(bisect_right(starts, want.start) - 1, 0)  # it may begin before the first of them
+        while index < len(reads) and starts[index] < stop:
+            reads[index].wanted.append(want)
+            index += 1
+
+
+class _Crew:
+    """Threads of one `read`. The first error stops all of them."""
+
+    def __init__(
+        self,
+        store: Store,
+        todo: deque[Read],
+        on_bytes: Callable[[int], None] | None,
+        on_error: Callable[[HoldfastError], None] | None,
+    ) -> None:
+        self.num_delivered = 0
+        self.sources: dict[str, int] = {}
+        self.recovered_from: list[str] = []
+        self._store = store
+        self._todo = todo
+        self._on_bytes = on_bytes
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._buffer_bytes = max((one.stop - one.start for one in todo), default=0)
+
+    def work(self, num_threads: int) -> None:
+        """Do all reads with this number of threads, the calling one included."""
+        others = range(1, num_threads)
+        threads = [threading.Thread(target=self._loop, name=f"holdfast-read-{i}") for i in others]
+        try:
+            for thread in threads:
+                thread.start()
+            self._loop()
+        finally:
+            if self._errors:
+                self._todo.clear()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _loop(self) -> None:
+        try:
+            self._drain()
+        except BaseException as error:  # noqa: BLE001 - must reach the caller from whatever thread
+            self._errors.append(error)
+            self._todo.clear()
+
+    def _drain(self) -> None:
+        if not self._todo:
+            return
+        view = memoryview(mmap.mmap(-1, self._buffer_bytes))  # page-aligned, as direct reads need
+        while not self._errors:
+            try:
+                one = self._todo.popleft()
+            except IndexError:
+                return
+            self._do(one, view[: one.stop - one.start])
+
+    def _do(self, one: Read, buffer: memoryview) -> None:
+        self._deliver(one, fetch(self._store, one, buffer))
+        if self._on_bytes is not None:
+            with self._lock:
+                self._on_bytes(len(buffer))
+
+    def _deliver(self, one: Read, fetched: Fetched) -> None:
+        if fetched.view is None:
+            if self._on_error is None:
+                raise decisive_error(fetched.errors)
+            for error in fetched.errors:
+                self._report(error, self._on_error)
+            return
+        num_bytes = deliver(one, fetched.view)
+        with self._lock:
+            self.num_delivered += num_bytes
+            for url, num_bytes in fetched.sources.items():
+                self.sources[url] = self.sources.get(url, 0) + num_bytes
+            self.recovered_from += map(str, fetched.errors)
+
+    def _report(self, error: HoldfastError, on_error: Callable[[HoldfastError], None]) -> None:
+        with self._lock:
+            on_error(error)
+
+
+class Fetched(NamedTuple):
+    """Result of one read: verified bytes, or errors."""
+
+    view: memoryview | None
+    sources: Mapping[str, int]  # bytes by the URL of the good copy
+    errors: list[HoldfastError]  # of copies that were tried before a good one, or of all
+
+
+def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
+    """Return the verified bytes of one read, each chunk from its nearest good copy.
+
+    Args:
+        store: where the copies are.
+        one: the read.
+        buffer: as long as the read; filled unless a copy has the bytes in memory.
+    """
+    view: memoryview | None = None
+    sources: dict[str, int] = {}
+    errors: list[HoldfastError] = []
+    missing: list[HoldfastError] = []  # a nearer tier need not have an object
+    left = [(one.start, one.stop)]
+    for copy in store.copies():
+        try:
+            view = _read_from(copy, one, buffer, left, view)
+        except NotFound as error:
+            missing.append(error)
+            continue
+        except HoldfastError as error:
+            errors.append(error)
+            continue
+        num_left = _num_bytes(left)
+        left, found = find_damage(one, view, left)
+        errors += found
+        if num_good := num_left - _num_bytes(left):
+            sources[copy.url] = num_good
+        if not left:
+            return Fetched(view, sources, errors)
+    return Fetched(None, {}, errors or missing[-1:])
+
+
+def _read_from(
+    copy: Store, one: Read, buffer: memoryview, ranges: list[ByteRange], view: memoryview | None
+) -> memoryview:
+    """Return the bytes of a read, unverified, with those of some ranges from this copy.
+
+    Args:
+        view: bytes of the read from nearer copies, if any has them; the other ranges come from there.
+    """
+    num_bytes = one.stop - one.start
+    if view is None and copy.properties.zero_copy_views:
+        return copy.read_view(one.name, one.start, num_bytes)
+    whole = buffer[:num_bytes]
+    if view is not None and view.obj is not buffer.obj:
+        whole[:] = view
+    for start, stop in ranges:
+        copy.read_into(one.name, start, whole[start - one.start : stop - one.start])
+    return whole
+
+
+def _num_bytes(ranges: list[ByteRange]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def find_damage(
+    one: Read, view: memoryview, ranges: list[ByteRange]
+) -> tuple[list[ByteRange], list[HoldfastError]]:
+    """Return the ranges of a read's damaged chunks, with an error for each.
+
+    Args:
+        view: bytes of the read.
+        ranges: ranges of the file to check, of whole chunks.
+    """
+    chunk_bytes, hashes = one.file.chunk_bytes, one.file.hashes
+    damaged: list[ByteRange] = []
+    errors: list[HoldfastError] = []
+    for start, stop in ranges:
+        found = hash_chunks(view[start - one.start : stop - one.start], chunk_bytes)
+        at = start // chunk_bytes * DIGITS
+        if found == hashes[at : at + len(found)]:
+            continue
+        for i, (low, high) in enumerate(chunk_ranges(stop - start, chunk_bytes)):
+            number, digits = start // chunk_bytes + i, found[i * DIGITS : (i + 1) * DIGITS]
+            if digits != one.file.hash_of(number):
+                damaged.append((start + low, start + high))
+                errors.append(_damaged_chunk(one, number, start + low, start + high, digits))
+    return damaged, errors
+
+
+def _damaged_chunk(one: Read, number: int, start: int, stop: int, found: str) -> Corrupt:
+    inside = tensors_at(one.part, start, stop, frozen=one.name != one.part.file_name(frozen=False))
+    shown = ", ".join(inside[:5]) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
+    return Corrupt(
+        f"{one.name} is damaged in chunk {number} (bytes {start} to {stop - 1}), which holds "
+        f"{shown or 'the header'}: expected xxh3:{one.file.hash_of(number)}, found xxh3:{found}.",
+        step=one.part.step,
+        rank=one.part.rank,
+        key=inside[0] if inside else one.name,
+    )
+
+
+def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> list[str]:
+    """Return the names of the tensors with bytes between two offsets of a data file."""
+    placed = zip(part.shards, part.starts, strict=True)
+    found = (
+        shard.name
+        for shard, at in placed
+        if shard.frozen == frozen and shard.num_bytes and at < stop and start < at + shard.num_bytes
+    )
+    return list(dict.fromkeys(found))  # a rank may have several regions of a tensor
+
+
+def deliver(one: Read, view: memoryview) -> int:
+    """Deliver verified bytes to the sinks that requested them, and return their number."""
+    first, last, num_bytes = one.start, one.stop, 0
+    for start, length, sink in one.wanted:
+        low, high = max(start, first), min(start + length, last)
+        sink.write(low - start, view[low - first : high - first])
+        num_bytes += high - low
+    return num_bytes

@@ -1,0 +1,314 @@
+"""Restore of the newest or best checkpoint that verifies, the same one on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.home.losses import check_no_losses
+from holdfast.checkpoint.home.patience import Patience
+from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.ranks import RankOutcome, raise_first
+from holdfast.checkpoint.restore.candidates import find_candidates, gather_values
+from holdfast.checkpoint.restore.request import Request, Restored
+from holdfast.checkpoint.restore.stages import Stages
+from holdfast.checkpoint.restore.verdict import (
+    SUPERSEDED,
+    Verdict,
+    format_some,
+    judge,
+    make_mixed_error,
+    make_none_good_error,
+    make_unread_error,
+)
+from holdfast.checkpoint.retention import best_first, line_of
+from holdfast.errors import Denied, HoldfastError, NotFound
+from holdfast.system.units import plural
+
+
+def restore_newest(request: Request) -> Restored | None:
+    """Fill live objects from the newest checkpoint that every rank can verify.
+
+    A checkpoint is skipped when it does not verify on some rank. One that cannot be read may be whole: its
+    reads are retried, and then the restore raises. Saves that lack only their manifest are committed first,
+    or read as they are. A checkpoint that a newer attempt went back behind is skipped, unless its step is
+    requested.
+
+    Returns:
+        The restored checkpoint; None if the home holds none, so that training begins from zero.
+
+    Raises:
+        NotFound: there is no checkpoint of the requested step, or none with a value of the metric, or none
+            that is healthy; or there
+            are checkpoints, and all lack files.
+        Corrupt: there are checkpoints, but none that every rank could restore; each is named with the reason.
+            Or there is none, but signs that there were. Or what can be restored does not hold tensors that a
+            damaged one had already been read into.
+        Unsupported: there are checkpoints, all written by a newer format.
+        RetryLater: a tier, or the newest checkpoint, could not be read until the patience ended.
+        Denied: a store refuses access.
+        InvalidInput: the live objects do not fit the checkpoint, on some rank.
+        HoldfastError: another rank failed with an error that is not Holdfast's.
+
+    Ranks: collective; every rank returns the same step, None, or raises.
+    Blocks: until all ranks are restored.
+    """
+    return _Restore(request).run()
+
+
+class _Restore:
+    """One rank's side of a restore over several candidates."""
+
+    def __init__(self, request: Request) -> None:
+        self._began = time.perf_counter()
+        self._request, self._group, self._url = request, request.group, request.store.url
+        self._patience = Patience(request.patience_s, request.show)
+        self._found = find_candidates(request, self._patience)
+        self._skipped = list(self._found.skipped)
+        self._kinds = [Denied.kind] * len(self._skipped)
+        self._lines: dict[int, dict[int, int]] = {}  # attempt -> last step of each attempt that it continues
+        self._unhealthy: list[str] = []  # checkpoints that were passed, with their health
+        self._touched: set[str] = set()  # live tensors that may hold bytes of a skipped checkpoint
+
+    def run(self) -> Restored | None:
+        """Try the candidates in order; see `restore_newest`."""
+        request = self._request
+        order = self._found.order if request.best is None else self._order_by_value()
+        for index, one in enumerate(order):
+            if self._must_pass(one):
+                continue
+            if request.healthy and self._pass_unhealthy(one, order[index + 1 :]):
+                continue
+            stages, verdict = self._try_patiently(one)
+            if verdict.is_unread:
+                self._raise_unread(one, verdict, order[index + 1 :])
+            self._patience.reset()
+            if verdict.is_good:
+                return self._complete(stages, verdict.ancestors or ())
+            self._skip(one, verdict)
+        self._show_lacking(CheckpointId(attempt=0, step=0))
+        if self._unhealthy and not self._skipped:
+            raise self._make_none_healthy_error()
+        if not order and request.step is None and not self._skipped:
+            check_no_losses(list(self._found.survey.losses), self._url)
+            return None
+        raise make_none_good_error(self._url, self._skipped, self._kinds, self._touched, request.step)
+
+    # -- one candidate ---------------------------------------------------------------------------------------
+
+    def _try_patiently(self, one: CheckpointId, *, only_open: bool = False) -> tuple[Stages, Verdict]:
+        """Try a checkpoint. Retry while some rank cannot read it, within rank 0's patience."""
+        while True:
+            stages = Stages(self._request, self._found, one, self._touched)
+            verdict = self._try(stages, only_open=only_open)
+            if not (verdict.is_unread and self._group.share(self._patience.lasts())):
+                return stages, verdict
+            self._patience.pause(f"step {one.step} of attempt {one.attempt}", verdict.reason)
+
+    def _try(self, stages: Stages, *, only_open: bool) -> Verdict:
+        """Run the stages until some rank fails in one. All ranks agree after each."""
+        group = self._group
+        stages.exchange_parts()
+        opened = group.agree(stages.open)
+        rows = next((one.value for one in opened if one.value is not None), None)
+        ancestors = None if rows is None else tuple(CheckpointId(*row) for row in rows)
+        verdict = judge(opened, group.rank, ancestors)
+        if only_open or not verdict.is_good:
+            return verdict
+        verdict = judge(group.agree(stages.check), group.rank, ancestors)
+        if not verdict.is_good:
+            return verdict
+        planned = group.agree(stages.plan)
+        verdict = judge(planned, group.rank, ancestors)
+        if not verdict.is_good:
+            return verdict
+        for one in planned:
+            if one.value:
+                raise make_mixed_error(one.value, stages.manifest.step, one.rank)
+        verdict = judge(group.agree(stages.read), group.rank, ancestors)
+        if verdict.is_good:
+            self._raise_failed(group.agree(stages.finish))
+        return verdict
+
+    def _raise_failed(self, outcomes: Sequence[RankOutcome[None]]) -> None:
+        failed = [one for one in outcomes if one.error is not None]
+        raise_first(failed, self._group.rank, "failed to restore the state")
+
+    def _must_pass(self, one: CheckpointId) -> bool:
+        """Return True for a checkpoint that is not wanted, or was left behind."""
+        request = self._request
+        if request.choices is not None:
+            return one not in request.choices
+        return request.step is None and request.best is None and self._skip_superseded(one)
+
+    # -- the order -------------------------------------------------------------------------------------------
+
+    def _order_by_value(self) -> Sequence[CheckpointId]:
+        """Return the checkpoints that the newest one continues and that have a value, best first.
+
+        Raises:
+            NotFound: there are checkpoints, but none has a finite value.
+            InvalidInput: the run recorded the other mode.
+            HoldfastError: a rank could not read its tiers.
+        """
+        keep, order = self._request.best, self._found.order
+        assert keep is not None
+        if not order:
+            return order
+        metric = keep.metric or ""
+        found = gather_values(self._request, self._found, metric, self._patience)
+        mode = found.choose_mode(keep.mode, metric)
+        ordered = best_first(line_of(order, *self._find_newest()).current, found.values, mode)
+        if not ordered:
+            raise NotFound(
+                f"{self._url} holds {plural(len(order), 'checkpoint')}, but none has a finite value of "
+                f"{keep.metric!r}. Values are those given to record() for the step of a save. Nothing was "
+                f"restored. `holdfast ls {self._url} --sort {keep.metric}` lists them."
+            )
+        return ordered
+
+    def _find_newest(self) -> tuple[CheckpointId, Ancestors]:
+        """Return the newest checkpoint whose manifest can be read, with its ancestors.
+
+        Raises:
+            RetryLater: one could not be read until the patience ended.
+        """
+        superseding = self._found.survey.rollbacks.superseding
+        order = [one for one in self._found.order if superseding(one) is None]
+        for index, one in enumerate(order):
+            _, verdict = self._try_patiently(one, only_open=True)
+            if verdict.is_unread:
+                self._raise_unread(one, verdict, order[index + 1 :])
+            self._patience.reset()
+            if verdict.is_good and verdict.ancestors is not None:
+                return one, verdict.ancestors
+        return self._found.order[0], ()
+
+    def _pass_unhealthy(self, one: CheckpointId, left: Sequence[CheckpointId]) -> bool:
+        """Pass a checkpoint that is not marked as healthy. Return False if it is, or cannot be read.
+
+        All ranks have its manifest, so all decide the same.
+        """
+        stages, verdict = self._try_patiently(one, only_open=True)
+        if verdict.is_unread:
+            self._raise_unread(one, verdict, left)
+        self._patience.reset()
+        if not verdict.is_good:
+            return False  # it is tried, and skipped with the reason
+        health = stages.manifest.health
+        if health.healthy:
+            return False
+        self._unhealthy.append(
+            f"step {one.step} of attempt {one.attempt} is {health.word}: {'; '.join(health.reasons)}"
+        )
+        self._request.show(f"passed {self._unhealthy[-1]}")
+        self._note_line(one, verdict.ancestors or ())
+        return True
+
+    def _make_none_healthy_error(self) -> NotFound:
+        found = "\n  ".join(self._unhealthy[:10])
+        return NotFound(
+            f"{self._url} holds no checkpoint that is marked as healthy. Nothing was restored. Found:\n  "
+            f"{found}\nrestore() restores the newest one, and restore(step=...) another one, whatever their "
+            "health."
+        )
+
+    def _skip_superseded(self, one: CheckpointId) -> bool:
+        """Skip a checkpoint if a newer attempt resumed from an older one. Otherwise return False."""
+        newer, rollback = self._resumed_before(one), self._found.survey.rollbacks.superseding(one)
+        if newer is not None:
+            base = list(self._lines[newer].values())[-1:] or [0]
+            reason = f"superseded: attempt {newer} continued from step {base[0]}"
+        elif rollback is not None:
+            reason = f"superseded: training went back to step {rollback.base_step} ({rollback.reason})"
+        else:
+            return False
+        self._skipped.append(Skipped(step=one.step, attempt=one.attempt, reason=reason, is_superseded=True))
+        self._kinds.append(SUPERSEDED)
+        return True
+
+    def _resumed_before(self, one: CheckpointId) -> int | None:
+        """Return an attempt that resumed from an earlier step than a checkpoint's; None without one."""
+        found = (newer for newer in self._lines if newer > one.attempt)
+        return next((newer for newer in found if one.step > self._lines[newer].get(one.attempt, -1)), None)
+
+    def _note_line(self, one: CheckpointId, ancestors: Ancestors) -> None:
+        """Remember what the attempt of a checkpoint continues."""
+        self._lines[one.attempt] = {ancestor.attempt: ancestor.step for ancestor in ancestors}
+
+    def _skip(self, one: CheckpointId, verdict: Verdict) -> None:
+        self._skipped.append(Skipped(step=one.step, attempt=one.attempt, reason=verdict.reason))
+        self._kinds += verdict.kinds
+        if verdict.ancestors is not None:
+            self._note_line(one, verdict.ancestors)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _complete(self, stages: Stages, ancestors: Ancestors) -> Restored:
+        manifest, survey = stages.manifest, self._found.survey
+        one = manifest.checkpoint_id
+        self._show_lacking(one)
+        self._sync(manifest.step)
+        damaged = [skipped for skipped in self._skipped if not skipped.is_superseded]
+        if damaged or one in survey.marked:
+            self._mark(damaged, one)
+        return Restored(
+            step=manifest.step,
+            attempt=manifest.attempt,
+            ancestors=ancestors,
+            world_size=manifest.world_size,
+            num_bytes=stages.stats.num_bytes,
+            seconds=time.perf_counter() - self._began,
+            skipped=tuple(self._skipped),
+            sources=stages.stats.sources,
+            recovered_from=stages.stats.recovered_from,
+            finished=survey.finished,
+            whole=survey.whole,
+            seen=self._found.seen,
+            rollbacks=survey.rollbacks,
+        )
+
+    def _sync(self, step: int) -> None:
+        """Make the names of a restored checkpoint durable; its writer may have been killed before that."""
+        for copy in self._request.store.copies() if self._group.rank == 0 else ():
+            with suppress(HoldfastError):  # every byte is verified, and a save notices that the store fails
+                copy.sync(names.step_dir(step))
+
+    def _mark(self, skipped: Sequence[Skipped], restored: CheckpointId) -> None:
+        """Record on every rank which checkpoints were skipped.
+
+        Raises:
+            HoldfastError: some rank could not: retention would delete them.
+        """
+        mark, patience = self._request.mark, self._patience
+        self._raise_failed(
+            self._group.agree(
+                lambda: patience.spend("The note about skipped checkpoints", lambda: mark(skipped, restored))
+            )
+        )
+
+    def _raise_unread(self, one: CheckpointId, verdict: Verdict, left: Sequence[CheckpointId]) -> None:
+        """Raise for a checkpoint that cannot be read, and mark it: an older one may be requested next."""
+        request = self._request
+        newest = Skipped(step=one.step, attempt=one.attempt, reason=verdict.reason)
+        with suppress(HoldfastError):
+            request.mark([newest], None)
+        if verdict.ancestors is not None:
+            self._note_line(one, verdict.ancestors)
+        is_newest = request.step is None and request.best is None
+        older = [other.step for other in left if not is_newest or self._resumed_before(other) is None]
+        choices = older if request.step is None else []
+        raise make_unread_error(self._url, newest, self._patience.spent_s, choices, self._touched)
+
+    def _show_lacking(self, restored: CheckpointId) -> None:
+        """Name the newer saves that are not complete, with the ranks whose files are missing."""
+        for one, ranks in sorted(self._found.lacking.items(), reverse=True):
+            if one > restored:
+                self._request.show(
+                    f"step {one.step} of attempt {one.attempt} is incomplete: the files of ranks "
+                    f"{format_some(ranks)} are missing"
+                )

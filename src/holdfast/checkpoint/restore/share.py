@@ -1,0 +1,346 @@
+"""Shared reads: each chunk is read by one rank and sent to the others that need it, for a slow home."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from holdfast.checkpoint.format.part import Part
+from holdfast.checkpoint.restore.read import READ_BYTES, FileRead, Read, ReadStats, deliver, distribute, fetch
+from holdfast.checkpoint.store.contract import Store
+from holdfast.checkpoint.store.tiered import decisive_error
+from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
+from holdfast.system.rawbytes import view_bytes
+
+OTHER_RANKS = "other ranks"
+"""Source of bytes that came from local folders of other hosts."""
+
+_MAX_AHEAD = 4  # blocks that are read, or being sent, before a rank waits
+
+Key = tuple[int, bool]  # a data file: the rank that wrote it, and whether it is that of the frozen tensors
+Need = tuple[int, int, int, int, int]  # rank, frozen, first chunk, chunk after the last, chunk_bytes
+
+
+class Transfer(Protocol):
+    """A transfer in progress."""
+
+    def wait(self) -> object:
+        """Wait until it is complete."""
+        ...
+
+
+class Exchange(Protocol):
+    """Ranks that can send bytes to each other."""
+
+    rank: int
+
+    def gather(self, value: list[Need]) -> list[list[Need]]:
+        """Return the values of all ranks, by rank. Collective."""
+        ...
+
+    def send(self, data: torch.Tensor, to: int) -> Transfer:
+        """Start sending a uint8 tensor, which must not change until the transfer is complete."""
+        ...
+
+    def receive(self, data: torch.Tensor, source: int) -> Transfer:
+        """Start receiving the next transfer of `source` into a uint8 tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Adjacent chunks of a file that the same ranks need; `reader` reads and verifies them for all."""
+
+    key: Key
+    start: int  # byte in the file
+    stop: int
+    ranks: tuple[int, ...]
+    reader: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """Ranks that read files for others that have no copy."""
+
+    lenders: Mapping[int, Sequence[int]]  # ranks that have the files, by saved rank
+    part_of: Callable[[int], Part]  # returns the part of a saved rank
+
+
+def assign_blocks(
+    needs: Sequence[Iterable[Need]], lenders: Mapping[int, Sequence[int]] | None = None
+) -> list[Block]:
+    """Return the blocks of all files, each with its reader: the rank with the least to read.
+
+    Pure, so that every rank computes the same.
+
+    Args:
+        needs: chunks that each rank needs.
+        lenders: ranks that can read a file, by saved rank; by default all that need it.
+    """
+    by_file: dict[Key, list[tuple[int, int, int]]] = {}
+    chunk_bytes_of: dict[Key, int] = {}
+    for rank, rows in enumerate(needs):
+        for owner, frozen, first, last, chunk_bytes in rows:
+            by_file.setdefault((owner, bool(frozen)), []).append((first, last, rank))
+            chunk_bytes_of[owner, bool(frozen)] = chunk_bytes
+    loads = [0] * len(needs)
+    blocks = []
+    for key in sorted(by_file):
+        chunk_bytes = chunk_bytes_of[key]
+        for first, last, ranks in _segments(by_file[key], max(READ_BYTES // chunk_bytes, 1)):
+            able = ranks if lenders is None else lenders[key[0]]
+            reader = min(able, key=lambda rank: (loads[rank], rank))
+            loads[reader] += last - first
+            blocks.append(Block(key, first * chunk_bytes, last * chunk_bytes, ranks, reader))
+    return blocks
+
+
+def _segments(
+    intervals: list[tuple[int, int, int]], limit: int
+) -> Iterable[tuple[int, int, tuple[int, ...]]]:
+    """Yield runs of at most `limit` chunks, with the ranks that need them."""
+    borders = sorted({edge for first, last, _ in intervals for edge in (first, last)})
+    starting: dict[int, list[int]] = {}
+    ending: dict[int, list[int]] = {}
+    for first, last, rank in intervals:
+        starting.setdefault(first, []).append(rank)
+        ending.setdefault(last, []).append(rank)
+    count: dict[int, int] = {}
+    for border, after in zip(borders, [*borders[1:], borders[-1]], strict=True):
+        for rank in ending.get(border, ()):
+            count[rank] -= 1
+        for rank in starting.get(border, ()):
+            count[rank] = count.get(rank, 0) + 1
+        ranks = tuple(sorted(rank for rank, times in count.items() if times))
+        for first in range(border, after, limit) if ranks else ():
+            yield first, min(first + limit, after), ranks
+
+
+def read_shared(
+    store: Store,
+    jobs: Sequence[FileRead],
+    exchange: Exchange,
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+    lending: Lending | None = None,
+) -> ReadStats:
+    """Read each chunk on one rank, which sends it to the others; else as `read`.
+
+    With `lending` a chunk is read by one of the ranks that have it, whether or not that one needs it.
+
+    Memory: a few blocks of 8 MiB.
+
+    Args:
+        jobs: requests of this rank, at most one job per data file.
+        on_bytes: called with the size of each block when this rank has it.
+        lending: ranks that have each file; by default every rank can read every file.
+
+    Raises:
+        Corrupt: a chunk does not match its hash, here or on the rank that read it for this one.
+        NotFound: a file is missing.
+        RetryLater: the store failed, or a rank did not answer.
+
+    Ranks: collective.
+    Blocks: until this rank has received every block that it needs, and sent every block that others need.
+    """
+    began = time.perf_counter()
+    wanted = {(job.part.rank, job.frozen): job for job in jobs}
+    needs = exchange.gather([need for job in wanted.values() for need in _needs(job)])
+    blocks = assign_blocks(needs, lending.lenders if lending else None)
+    mine = [block for block in blocks if exchange.rank in (*block.ranks, block.reader)]
+    if lending is not None:
+        lent = {block.key for block in mine} - wanted.keys()
+        wanted |= {key: FileRead(lending.part_of(key[0]), [], frozen=key[1]) for key in lent}
+    reads = _reads(mine, wanted)
+    own = [one for block, one in zip(mine, reads, strict=True) if block.reader == exchange.rank]
+    ahead = _Ahead(store, own)
+    try:
+        errors = _transfer(list(zip(mine, reads, strict=True)), ahead, exchange, on_bytes)
+    finally:
+        ahead.close()
+    if errors:
+        raise errors[0]
+    seconds = time.perf_counter() - began
+    received = sum(
+        one.stop - one.start
+        for block, one in zip(mine, reads, strict=True)
+        if lending and block.reader != exchange.rank
+    )
+    sources = ahead.sources | ({OTHER_RANKS: received} if received else {})
+    return ReadStats(ahead.num_bytes, ahead.num_reads, seconds, sources, tuple(ahead.recovered_from))
+
+
+def _needs(job: FileRead) -> list[Need]:
+    """Return the chunks that a job needs, as intervals that do not touch."""
+    chunk_bytes = job.file.chunk_bytes
+    intervals: list[list[int]] = []
+    for start, num_bytes, _ in sorted(job.wanted, key=lambda want: want.start):
+        if not num_bytes:
+            continue
+        first, last = start // chunk_bytes, (start + num_bytes - 1) // chunk_bytes + 1
+        if intervals and first <= intervals[-1][1]:
+            intervals[-1][1] = max(intervals[-1][1], last)
+        else:
+            intervals.append([first, last])
+    return [(job.part.rank, int(job.frozen), first, last, chunk_bytes) for first, last in intervals]
+
+
+def _reads(mine: list[Block], wanted: dict[Key, FileRead]) -> list[Read]:
+    """Return blocks as reads, each with the requests of this rank."""
+    reads: dict[Key, list[Read]] = {}
+    every = []
+    for block in mine:
+        job = wanted[block.key]
+        stop = min(block.stop, job.file.num_bytes)
+        name = job.part.file_name(frozen=job.frozen)
+        every.append(Read(name, job.part, job.file, block.start, stop))
+        reads.setdefault(block.key, []).append(every[-1])
+    for key, of_file in reads.items():
+        wants = [want for want in wanted[key].wanted if want.num_bytes]
+        distribute(sorted(wants, key=lambda want: want.start), of_file)
+    return every
+
+
+def _transfer(
+    pairs: list[tuple[Block, Read]], ahead: _Ahead, exchange: Exchange, on_bytes: Callable[[int], None] | None
+) -> list[HoldfastError]:
+    """Read, send or receive all blocks. The order is the same on every rank, which excludes deadlocks."""
+    errors: list[HoldfastError] = []
+    sending: deque[tuple[torch.Tensor, list[Transfer]]] = deque()
+    for block, one in pairs:
+        if block.reader == exchange.rank:
+            data, error = ahead.next_block()
+            others = [rank for rank in block.ranks if rank != exchange.rank]
+            sending.append((data, [exchange.send(data, rank) for rank in others]))
+        else:
+            data = torch.empty(one.stop - one.start + 1, dtype=torch.uint8, device="cpu")
+            _wait(exchange.receive(data, block.reader))
+            error = _received_error(data, block, one)
+        if error is not None:
+            errors.append(error)
+            ahead.give_up()
+        else:
+            deliver(one, _view(data))
+        if on_bytes is not None:
+            on_bytes(one.stop - one.start)
+        while len(sending) > _MAX_AHEAD:
+            _finish(sending.popleft())
+    while sending:
+        _finish(sending.popleft())
+    return errors
+
+
+def _finish(sent: tuple[torch.Tensor, list[Transfer]]) -> None:
+    for transfer in sent[1]:
+        _wait(transfer)
+
+
+def _wait(transfer: Transfer) -> None:
+    try:
+        transfer.wait()
+    except RuntimeError as error:
+        raise RetryLater(f"A rank was lost while the ranks sent blocks to each other: {error}") from error
+
+
+_TROUBLES: tuple[type[HoldfastError], ...] = (RetryLater, Corrupt, NotFound)
+"""Errors that are sent with a block, by number."""
+
+
+def _number(error: HoldfastError) -> int:
+    return next((i for i, kind in enumerate(_TROUBLES) if isinstance(error, kind)), 0)
+
+
+def _view(data: torch.Tensor) -> memoryview:
+    """Return the bytes of a block without the last one, which is its error number."""
+    return view_bytes(data)[:-1]
+
+
+def _received_error(data: torch.Tensor, block: Block, one: Read) -> HoldfastError | None:
+    """Return the error that the reader of a block has sent with it; None for a good one."""
+    number = int(data[-1])
+    if not number:
+        return None
+    message = f"{one.name} could not be read by rank {block.reader}, which reads it for others."
+    return _TROUBLES[number - 1](message, step=one.part.step, rank=one.part.rank, key=one.name)
+
+
+class _Ahead:
+    """Thread that reads and verifies a rank's own blocks, a few ahead of their use."""
+
+    def __init__(self, store: Store, reads: list[Read]) -> None:
+        self.num_bytes = 0
+        self.num_reads = 0
+        self.sources: dict[str, int] = {}
+        self.recovered_from: list[str] = []
+        self._store = store
+        self._reads = reads
+        self._ready: deque[tuple[torch.Tensor, HoldfastError | None]] = deque()
+        self._lock = threading.RLock()  # taken directly: Ctrl+C in Condition.__enter__ leaves it locked
+        self._changed = threading.Condition(self._lock)
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-read-ahead", daemon=True)
+        self._thread.start()
+
+    def next_block(self) -> tuple[torch.Tensor, HoldfastError | None]:
+        """Return the next block, which ends with its error number, and its error if any.
+
+        Blocks: until it is read.
+        """
+        with self._lock:
+            self._changed.wait_for(lambda: self._ready)
+            block = self._ready.popleft()
+            self._changed.notify_all()
+        return block
+
+    def give_up(self) -> None:
+        """Stop reading. The remaining blocks are sent as unreadable."""
+        self._is_over = True
+
+    def close(self) -> None:
+        """Stop the thread, and wait for its end."""
+        with self._lock:
+            self._is_over = True
+            self._ready.clear()
+            self._reads = []
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        for one in self._reads:
+            block = self._read(one)
+            with self._lock:
+                self._changed.wait_for(lambda: len(self._ready) < _MAX_AHEAD or not self._reads)
+                self._ready.append(block)
+                self._changed.notify_all()
+
+    def _read(self, one: Read) -> tuple[torch.Tensor, HoldfastError | None]:
+        # page-aligned, as direct reads need
+        data = torch.frombuffer(mmap.mmap(-1, one.stop - one.start + 1), dtype=torch.uint8)
+        error: HoldfastError | None
+        if self._is_over:
+            message = f"{one.name} was not read, since another block could not be read."
+            error = RetryLater(message, step=one.part.step, rank=one.part.rank, key=one.name)
+        else:
+            error = self._fetch(one, _view(data))
+        data[-1] = 0 if error is None else 1 + _number(error)
+        return data, error
+
+    def _fetch(self, one: Read, view: memoryview) -> HoldfastError | None:
+        fetched = fetch(self._store, one, view)
+        if fetched.view is None:
+            return decisive_error(fetched.errors)
+        if fetched.view is not view:
+            view[:] = fetched.view
+        self.num_bytes += len(view)
+        self.num_reads += 1
+        for url, num_bytes in fetched.sources.items():
+            self.sources[url] = self.sources.get(url, 0) + num_bytes
+        self.recovered_from += map(str, fetched.errors)
+        return None

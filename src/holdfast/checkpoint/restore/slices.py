@@ -1,0 +1,155 @@
+"""Slices of tensors: verified bytes of any number of tensors, in order, with bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.restore.byte_ranges import byte_ranges, item_offset
+from holdfast.checkpoint.restore.parts import Parts
+from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
+from holdfast.checkpoint.store.contract import Store
+
+SLICE_BYTES = 32 << 20
+"""Bytes in memory at once: large enough for several parallel reads."""
+
+
+def split_into_slices(shape: tuple[int, ...], item_bytes: int, limit_bytes: int) -> Iterator[Region]:
+    """Yield regions of at most `limit_bytes` that cover a tensor in row-major order.
+
+    Each has at least one element. It is one element long in some first dimensions, a range of the next one,
+    and all of the others. So it is contiguous in the tensor, and its overlap with any other region is
+    contiguous in that region.
+    """
+    if 0 in shape:
+        return
+    dim = 0  # the first dimension of which a single index fits
+    while dim < len(shape) and math.prod(shape[dim + 1 :]) * item_bytes > limit_bytes:
+        dim += 1
+    if dim >= len(shape):
+        yield Region((), ())
+        return
+    rest = shape[dim + 1 :]
+    step = max(limit_bytes // (math.prod(rest) * item_bytes), 1)
+    for number in range(math.prod(shape[:dim])):
+        first = []
+        for size in reversed(shape[:dim]):
+            number, index = divmod(number, size)
+            first.append(index)
+        for start in range(0, shape[dim], step):
+            offsets = (*reversed(first), start, *(0 for _ in rest))
+            yield Region(offsets, (*(1 for _ in first), min(step, shape[dim] - start), *rest))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """Slice of a tensor: contiguous bytes, from byte `start` on. `view` is valid until the next slice."""
+
+    name: str
+    start: int
+    view: memoryview
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Runs of bytes of tensors that are read together."""
+
+    slices: list[tuple[str, int, Region, int]] = field(default_factory=list)  # name, start, region, bytes
+    num_bytes: int = 0
+
+
+class _SliceSink:
+    """Sink that writes a part of a shard to its position in a slice."""
+
+    def __init__(self, room: memoryview, inside: Shard) -> None:
+        self._room = room
+        self._inside = inside
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write bytes of the shard into the slice."""
+        for start, at, num_bytes in byte_ranges(self._inside, offset, offset + len(view)):
+            self._room[at : at + num_bytes] = view[start - offset : start - offset + num_bytes]
+
+
+def read_slices(
+    store: Store,
+    parts: Parts,
+    wanted: Sequence[str],
+    rank: int,
+    *,
+    slice_bytes: int = SLICE_BYTES,
+    num_threads: int = 4,
+    on_read: Callable[[ReadStats], None] | None = None,
+) -> Iterator[TensorSlice]:
+    """Yield all bytes of tensors in the given order, each from first to last.
+
+    Memory: `slice_bytes`, and the buffers of `read`. A chunk that two slices share is read and hashed twice.
+
+    Args:
+        wanted: names of tensors, without aliases; those that `rank` did not save are left out. A tensor
+            without elements has no slice.
+        rank: rank whose per-rank tensors are read.
+        slice_bytes: bytes that are read together.
+        on_read: called with the statistics of each read, before its slices are yielded.
+
+    Raises:
+        Corrupt: damage was found; the slices before it are good.
+        NotFound: a file is missing.
+        RetryLater: the store failed.
+    """
+    room = memoryview(bytearray(slice_bytes))
+    for batch in _batches(parts, wanted, rank, slice_bytes):
+        wants_of: dict[tuple[int, bool], list[Want]] = {}
+        at = 0
+        for name, _, region, num_bytes in batch.slices:
+            for key, want in _wants(parts, name, rank, region, room[at : at + num_bytes]):
+                wants_of.setdefault(key, []).append(want)
+            at += num_bytes
+        jobs = [
+            FileRead(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wants_of.items())
+        ]
+        stats = read(store, jobs, num_threads=num_threads)
+        if on_read is not None:
+            on_read(stats)
+        at = 0
+        for name, start, _, num_bytes in batch.slices:
+            yield TensorSlice(name, start, room[at : at + num_bytes])
+            at += num_bytes
+
+
+def _batches(parts: Parts, wanted: Sequence[str], rank: int, limit_bytes: int) -> Iterator[_Batch]:
+    batch = _Batch()
+    for name in wanted:
+        saved = parts.shape_of(name, rank)
+        if saved is None:
+            continue
+        dtype, shape = saved
+        start = 0
+        for region in split_into_slices(shape, ITEM_BYTES[dtype], limit_bytes):
+            num_bytes = region.num_items * ITEM_BYTES[dtype]
+            if batch.num_bytes + num_bytes > limit_bytes:
+                yield batch
+                batch = _Batch()
+            batch.slices.append((name, start, region, num_bytes))
+            batch.num_bytes += num_bytes
+            start += num_bytes
+    if batch.slices:
+        yield batch
+
+
+def _wants(
+    parts: Parts, name: str, rank: int, region: Region, room: memoryview
+) -> Iterator[tuple[tuple[int, bool], Want]]:
+    """Yield the requests of one slice, each with its file: the saved rank, and whether it is frozen."""
+    for found in parts.shards_of(name, rank, region):
+        common = region.overlap(found.region)
+        assert common is not None, (region, found)
+        dtype = found.shard.dtype
+        offsets = tuple(map(int.__sub__, common.offsets, region.offsets))
+        inside = Shard(name, dtype, region.sizes, offsets, common.sizes)
+        start = found.start + item_offset(common, found.region) * ITEM_BYTES[dtype]
+        yield (found.rank, found.shard.frozen), Want(start, inside.num_bytes, _SliceSink(room, inside))

@@ -1,0 +1,178 @@
+"""Stages of restoring one checkpoint on one rank: open, check, plan, read, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.documents import check_listed, read_manifest
+from holdfast.checkpoint.home.recovery import merge_in_memory
+from holdfast.checkpoint.ranks import RankOutcome, values_of
+from holdfast.checkpoint.restore.candidates import Candidates
+from holdfast.checkpoint.restore.fill import plan_fill
+from holdfast.checkpoint.restore.node_local import NodeLocalCheckpoint, assemble, read_texts
+from holdfast.checkpoint.restore.parts import Parts
+from holdfast.checkpoint.restore.read import FileRead, Nowhere, ReadStats, Want, read
+from holdfast.checkpoint.restore.request import Loading, Request
+from holdfast.checkpoint.restore.share import Lending, read_shared
+from holdfast.checkpoint.store.contract import Store
+from holdfast.checkpoint.store.tiered import TieredStore
+from holdfast.errors import InvalidInput
+
+
+@dataclass(slots=True)
+class _Opened:
+    """Documents of the checkpoint, and the store that has them."""
+
+    store: Store
+    manifest: Manifest
+    parts: Parts
+
+
+class Stages:
+    """Stages of restoring one checkpoint. Each runs once, after all ranks have completed the one before.
+
+    What a stage returns is sent to the other ranks, so it is small. Nothing live changes before `read`.
+
+    Args:
+        one: the checkpoint.
+        touched: names of live tensors that may have been overwritten; `read` adds to it.
+    """
+
+    def __init__(self, request: Request, found: Candidates, one: CheckpointId, touched: set[str]) -> None:
+        self._request, self._found = request, found
+        self._checkpoint = one
+        self._node_local: NodeLocalCheckpoint | None = found.node_local.get(one)
+        self._is_whole = one in found.survey.whole
+        self._touched = touched
+        self._texts: list[RankOutcome[list[tuple[int, str]]]] = []
+        self._opened: _Opened | None = None
+        self._values: Sequence[Mapping[str, Any]] = ()
+        self._loading: Loading | None = None
+        self._jobs: Sequence[FileRead] = ()
+        self.stats = ReadStats(0, 0, 0.0)
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the checkpoint, after `open`."""
+        return self._open.manifest
+
+    @property
+    def _open(self) -> _Opened:
+        assert self._opened is not None
+        return self._opened
+
+    def exchange_parts(self) -> None:
+        """Send this rank's parts of a node-local checkpoint, and receive those of other ranks.
+
+        An error is kept for `open`.
+
+        Ranks: collective.
+        """
+        node_local, group = self._node_local, self._request.group
+        if node_local is None:
+            return
+        own = node_local.sent_by(group.rank)
+        # As pairs: JSON makes texts of the keys of an object.
+        self._texts = group.agree(lambda: list(read_texts(self._request.store, own).items()))
+
+    def open(self) -> list[tuple[int, ...]]:
+        """Read the manifest, and return the checkpoint's ancestors as the rows of a message."""
+        store, run = self._request.store, self._found.survey.run
+        if self._node_local is not None:
+            rows = values_of(self._texts, self._request.group.rank, "could not send the parts that it has")
+            texts = {rank: text for theirs in rows for rank, text in theirs}
+            store = TieredStore([assemble(self._node_local, texts), *store.copies()])
+        elif self._is_whole:
+            made = merge_in_memory(store, self._checkpoint, run)
+            store = store if made is None else TieredStore([made, *store.copies()])
+        manifest = read_manifest(store, self._checkpoint, run)
+        self._opened = _Opened(store, manifest, Parts(store, manifest))
+        return [tuple(ancestor) for ancestor in manifest.ancestors]
+
+    def check(self) -> None:
+        """Check that all files exist with their sizes, and read this rank's values."""
+        opened = self._open
+        besides = [] if self._node_local is None else [self._node_local.listing]
+        check_listed(opened.store, opened.manifest, besides=besides)
+        ranks = opened.parts.structures(self._source())
+        self._values = [opened.parts.part(rank).values for rank in ranks]
+
+    def _source(self) -> int:
+        """Return the saved rank whose per-rank state this rank loads.
+
+        Raises:
+            InvalidInput: the caller's function returns a rank that the checkpoint does not have.
+        """
+        request, saved = self._request, self.manifest.world_size
+        rank, world_size = request.group.rank, request.group.world_size
+        if request.source_rank is None:
+            return rank % saved
+        source = request.source_rank(rank, world_size, saved)
+        if source not in range(saved):
+            raise InvalidInput(
+                f"source_rank returned {source!r} for rank {rank} of {world_size}; the checkpoint was saved "
+                f"by ranks 0 to {saved - 1}. Nothing was changed.",
+                step=self._checkpoint.step,
+                rank=rank,
+            )
+        return source
+
+    def plan(self) -> list[str]:
+        """Plan the reads. Returns overwritten tensors that this checkpoint does not hold."""
+        opened, source = self._open, self._source()
+        own = replace(opened.manifest, tensors=opened.parts.tensors_for(source))
+        self._loading = self._request.load(own, self._values)
+        self._jobs = plan_fill(opened.manifest, self._loading.targets, source, opened.parts)
+        if self._request.verify:
+            self._jobs = [*self._jobs, *self._whole_files()]
+        return sorted(self._touched - self._loading.targets.keys())[:100]
+
+    def _whole_files(self) -> Iterator[FileRead]:
+        """Yield jobs that read this rank's share of all files.
+
+        With node-local folders these are files of its own tiers.
+        """
+        group, parts = self._request.group, self._open.parts
+        for saved in range(self.manifest.world_size):
+            holders = range(group.world_size) if self._node_local is None else self._node_local.holders[saved]
+            readers = sorted(holders) or range(group.world_size)
+            if readers[saved % len(readers)] != group.rank:
+                continue
+            part = parts.part(saved)
+            for frozen in (False, True)[: len(part.files)]:
+                num_bytes = part.files[part.file_name(frozen=frozen)].num_bytes
+                yield FileRead(part, [Want(0, num_bytes, Nowhere())], frozen)
+
+    def read(self) -> None:
+        """Fill the live tensors with verified bytes."""
+        request = self._request
+        assert self._loading is not None
+        self._touched.update(self._loading.targets)
+        if self._node_local is not None:
+            self.stats = self._read_node_local(self._node_local)
+        elif request.share_reads and request.group.world_size > 1:
+            self.stats = read_shared(request.store, self._jobs, request.group, on_bytes=request.on_bytes)
+        else:
+            self.stats = read(
+                request.store, self._jobs, num_threads=request.num_threads, on_bytes=request.on_bytes
+            )
+
+    def _read_node_local(self, node_local: NodeLocalCheckpoint) -> ReadStats:
+        """Read the files in this rank's own tiers, and receive the rest from other ranks."""
+        request, holders = self._request, node_local.holders
+        near = [job for job in self._jobs if request.group.rank in holders[job.part.rank]]
+        far = [job for job in self._jobs if request.group.rank not in holders[job.part.rank]]
+        # First the files that others may need from us: a rank that fails below must not be waited for.
+        lending = Lending(holders, self._open.parts.part)
+        lent = read_shared(request.store, far, request.group, on_bytes=request.on_bytes, lending=lending)
+        own = read(request.store, near, num_threads=request.num_threads, on_bytes=request.on_bytes)
+        return lent.plus(own)
+
+    def finish(self) -> None:
+        """Set everything that is not a tensor."""
+        assert self._loading is not None
+        self._loading.finish()

@@ -1,0 +1,475 @@
+"""Attempt: one start of the training, with its restore, claim, saves and end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from holdfast.checkpoint.format import run as runs
+from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.keeper import Keeper, KeeperConfig, Save, wait_for_closed, wait_for_orphans
+from holdfast.checkpoint.restore.request import Restored
+from holdfast.checkpoint.run.components import Components
+from holdfast.checkpoint.run.pipeline import Order
+from holdfast.checkpoint.run.restoration import Restoration, Selection
+from holdfast.checkpoint.run.restore_differences import Differences
+from holdfast.checkpoint.run.save_interval import SaveInterval
+from holdfast.checkpoint.run.saves import Saves, remaining_s
+from holdfast.checkpoint.run.space_warning import warn_of_space
+from holdfast.checkpoint.run.step_sync import StepSync
+from holdfast.checkpoint.run.takeover import claim_together
+from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, TimedOut
+from holdfast.system.callsite import warn
+from holdfast.system.environment import report_failed_save, report_progress
+from holdfast.system.log import get_logger
+from holdfast.system.units import format_duration, plural
+from holdfast.watch.compiled import UploadResult, download_cache, start_uploads, warn_of_problems
+from holdfast.watch.preemption import NoticeWatcher
+
+_log = get_logger("checkpoint.run")
+_MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
+_PAUSE_LINE_S = 60.0
+_PAUSE_ROUND_S = 0.2  # longest time until a notice on any rank ends a pause
+
+
+class Attempt:
+    """One attempt of a run: restore, claim, keeper, saves, end. Going back to a checkpoint makes a new one.
+
+    Args:
+        run: id of the run, if an earlier attempt of this process has claimed it.
+
+    Attributes:
+        keeper: this rank's keeper; None before the claim.
+        saves: saves of this attempt.
+        step_sync: exchange of the ranks after each step.
+        ancestors: checkpoints that this attempt continues.
+    """
+
+    def __init__(self, components: Components, *, run: str | None = None) -> None:
+        self.keeper: Keeper | None = None
+        self.ancestors: Ancestors = ()
+        self._components, self._run = components, run
+        self._tiers, self._ranks, self._pipeline = components.tiers, components.ranks, components.pipeline
+        self._limits = components.options.limits
+        self.saves = Saves(
+            self._limits.patience_s,
+            self._pipeline.stager,
+            world_size=self._ranks.world_size,
+            on_durable=self._on_durable,
+            on_failed=self._report_failed,
+        )
+        self.step_sync = StepSync(components, self.saves)
+        self._restoration = Restoration(components)
+        self._interval = SaveInterval(components)
+        self._early_notes: list[dict[str, Any]] = []  # events for the history, until the claim
+        self._early_deletions: list[int] = []  # steps, until the claim
+        self._guarantee: str | None = None
+        self._has_noted_end = False
+        self._has_warned_of_unmeasured = False
+
+    @property
+    def base_step(self) -> int | None:
+        """Step that this attempt was restored from; None if it started from scratch."""
+        return self.ancestors[-1].step if self.ancestors else None
+
+    @property
+    def differences(self) -> Differences:
+        """Differences of the restored checkpoint from the state, on this rank."""
+        return self._restoration.differences
+
+    @property
+    def base_attempt(self) -> int | None:
+        """Attempt that saved the checkpoint of `base_step`."""
+        return self.ancestors[-1].attempt if self.ancestors else None
+
+    def prepare(self) -> None:
+        """Prepare the first save: the claim and the keeper too, if `restore` has chosen what it follows.
+
+        Ranks: collective, the first time after `restore`.
+        Blocks: until the staging memory is ready and the state is in huge pages.
+        """
+        if self._restoration.has_run:
+            self.begin()  # first: it may change the names of the state
+        self._pipeline.prepare()
+
+    def latest(self) -> int | None:
+        """Return the newest durable step of this attempt, else the step that was restored."""
+        self.saves.settle()
+        return self.saves.newest_durable if self.saves.newest_durable is not None else self.base_step
+
+    # -- claim -----------------------------------------------------------------------------------------------
+
+    def begin(self, *, restores_later: bool = False) -> Keeper:
+        """Claim an attempt number and start the keeper, once.
+
+        Args:
+            restores_later: claim the home before it is read, so that no other process can commit in between.
+
+        Ranks: collective, the first time.
+        """
+        if self.keeper is not None:
+            return self.keeper
+        all_here, local_ranks = self._meet()
+        claim = claim_together(
+            self._tiers,
+            self._ranks,
+            local_ranks,
+            base=None if restores_later else self._restoration.base,
+            is_fresh=not (restores_later or self._restoration.has_run),
+            take_over=self._components.options.take_over,
+        )
+        self._run = claim.run
+        config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
+        pulse = self._components.pulse
+        self.keeper = keeper = Keeper(
+            config,
+            released=self._pipeline.release,
+            pulse_fd=-1 if pulse is None else pulse.share(),
+        )
+        if self._components.sampler is not None:
+            self._components.sampler.start()
+        for note in self._early_notes:
+            keeper.record(**note)
+        for step in self._early_deletions:
+            keeper.delete(step)
+        self._early_notes.clear()
+        self._early_deletions.clear()
+        if self._components.compiled is not None:
+            start_uploads(
+                self._components.compiled, self._ranks, attempt=claim.number, notify=self._note_compiled
+            )
+        self._restoration.end_claim(keeper)
+        self._interval.begin(keeper)
+        if self._ranks.rank == 0:
+            warn_of_space(self._tiers.home, self._tiers.local)
+        return keeper
+
+    def _config(
+        self, claim: runs.AttemptClaim, *, all_here: bool, local_ranks: tuple[int, ...]
+    ) -> KeeperConfig:
+        options = self._components.options
+        return KeeperConfig(
+            run=claim.run,
+            attempt=claim.number,
+            claim=runs.document(claim).decode(),
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            all_ranks_here=all_here,
+            local_ranks=local_ranks,
+            keep_last=options.keep.last,
+            keep_every=options.keep.every,
+            commit_timeout_s=max(options.limits.commit_timeout_s, options.limits.pause_s),
+            patience_s=options.limits.patience_s,
+            pause_s=options.limits.pause_s,
+            linger_s=min(30.0, options.limits.commit_timeout_s),
+            keep_best=options.keep.best,
+            keep_metric=options.keep.metric,
+            keep_mode=options.keep.mode,
+            healthy_back=options.spike.healthy_back,
+            on_hang=options.hang.action,
+            hang_step_s=options.hang.limits.step_s,
+            hang_first_s=options.hang.limits.first_s,
+            hang_phase_s=options.hang.limits.phase_s,
+            on_slow=options.slow.action,
+            slow_factor=options.slow.factor,
+            slow_window_s=options.slow.window_s,
+            **self._tiers.config,
+        )
+
+    def _meet(self) -> tuple[bool, tuple[int, ...]]:
+        """Wait for earlier keepers, agree on the state's names, and load compiled code.
+
+        Returns:
+            Whether all ranks are on this host, and which ranks share this one's local folder.
+
+        Ranks: collective.
+        """
+        timeout_s, compiled = self._components.options.limits.commit_timeout_s, self._components.compiled
+        show = self._components.show
+        wait_for_closed(self._tiers.home, timeout_s=timeout_s, notify=show)
+        wait_for_orphans(self._tiers.home, timeout_s=timeout_s, notify=show)
+        self._pipeline.objects.agree(self._ranks.gather)
+        self._ranks.gather(None)  # every host's keepers have ended before rank 0 reads the home
+        if compiled is not None:
+            download_cache(compiled, self._ranks, record=self.note, show=show)
+            warn_of_problems(compiled)
+        return self._ranks.all_here(), self._ranks.ranks_sharing(self._tiers.local or "")
+
+    def restore(self, selection: Selection) -> Restored | None:
+        """Restore the newest checkpoint that verifies, or the selected one.
+
+        Ranks: collective.
+        """
+        _, local_ranks = self._meet()
+        if self.keeper is not None:
+            self._components.metrics.flush(self.keeper)  # before its history goes back
+        found = self._restoration.run(selection, self.keeper, run=self._run, local_ranks=local_ranks)
+        if found is not None:
+            self.ancestors = (*found.ancestors, found.checkpoint_id)
+            self._pipeline.forget_plan()
+        return found
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def save(self, step: int, *, must: bool, notices: NoticeWatcher, to_home: bool = False) -> Save:
+        """Begin a save of `step`. Return the earlier one if the step was saved already.
+
+        Args:
+            notices: preemption notices of this rank, which end a pause.
+            must: copy everything at once, and wait for staging memory instead of skipping the save.
+            to_home: send it home whether or not that is due.
+        """
+        pipeline, cadence = self._pipeline, self._components.cadence
+        began, waited_before_s = time.perf_counter(), pipeline.waited_for_memory_s
+        pipeline.stager.check_thread()
+        if self._limits.pause_s and not must:
+            self._pause(notices)
+        self.surface()
+        last = self.saves.last
+        if last is not None and self.saves.has(step):
+            return last
+        self._check_step(step)
+        self._warn_of_unmeasured()
+        keeper = self.begin()
+        self.step_sync.score_alone(keeper)
+        to_home = cadence.home.decide(
+            step, time.monotonic(), must=must or to_home, alone=self._ranks.world_size == 1
+        )
+        save = Save(step)
+        pending = pipeline.run(Order(save, self.ancestors, to_home, must), keeper)
+        if pending is None:
+            self._skip(save, keeper)
+            return save
+        self.saves.add(pending)
+        if to_home:
+            self.step_sync.send_best_home(keeper)
+        save.blocked_s = time.perf_counter() - began
+        self._components.done.delete()
+        self._note_guarantee(keeper)
+        waited_s = pipeline.waited_for_memory_s - waited_before_s
+        detail = f"waited {waited_s:.3f} s for memory" if waited_s >= _MIN_REPORTED_WAIT_S else ""
+        keeper.record("saved", step=step, num_bytes=save.num_bytes, seconds=save.blocked_s, detail=detail)
+        cadence.save(step, time.monotonic())
+        return save
+
+    def _pause(self, notices: NoticeWatcher) -> None:
+        """Wait until the saves before are durable or have failed on all ranks; a notice ends the wait.
+
+        Ranks: collective, as all pause for the one whose save is late.
+        """
+        saves, began_s = self.saves.pending, time.monotonic()
+        reported_s = began_s
+        while True:
+            # New phases are no hang, however long the pause is.
+            with self._components.phase("a pause until a save is durable"):
+                late = next((save for save in saves if not _ends_soon(save)), None)
+                rows = self._ranks.gather((late is not None, notices.reason is not None))
+            if not any(is_late for is_late, _ in rows) or any(is_preempted for _, is_preempted in rows):
+                break
+            now_s = time.monotonic()
+            if late is not None and now_s - reported_s >= _PAUSE_LINE_S:
+                reported_s = now_s
+                _log.warning(
+                    f"training is paused for at most {format_duration(self._limits.pause_s)} "
+                    f'(Limits(failed_saves="pause")): step {late.step} is not durable after '
+                    f"{format_duration(now_s - began_s)}. {late.delay}"
+                )
+        for save in saves:
+            if save.delay and self.keeper is not None:
+                paused_s = time.monotonic() - began_s
+                self.keeper.record("paused", step=save.step, seconds=paused_s, detail=save.delay)
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoints of `step` once a newer one is complete."""
+        if self.keeper is None:
+            self._early_deletions.append(step)  # only a claimed attempt may delete
+        else:
+            self.keeper.delete(step)
+
+    def _check_step(self, step: int) -> None:
+        """Check that a save of `step` may follow the last one."""
+        last = self.saves.last
+        if last is None or step > last.step:
+            return
+        if step < last.step:
+            raise InvalidInput(
+                f"Step {step} comes after step {last.step} was saved. To go back, call "
+                "restore(step=...) first.",
+                step=step,
+            )
+        if self._ranks.world_size > 1:
+            # The others have saved this step, perhaps before a write that it includes now.
+            raise InvalidInput(
+                f"The save of step {step} has failed on rank {self._ranks.rank}, and cannot be made "
+                "again under the same number: the other ranks have saved that step as it was then. "
+                f"Earlier checkpoints remain. Save a later step. The cause: {last.failed}",
+                step=step,
+                rank=self._ranks.rank,
+            )
+
+    def _skip(self, save: Save, keeper: Keeper) -> None:
+        self._pipeline.num_skipped += 1
+        save.mark_skipped()
+        message = (
+            f"step {save.step} was skipped: earlier saves still hold all staging memory "
+            f"({self._pipeline.num_skipped} so far)"
+        )
+        warn(f"{message}. Raise memory=, or save less often.", SaveWarning)
+        keeper.record("skipped", step=save.step, detail=message)
+
+    def _note_guarantee(self, keeper: Keeper) -> None:
+        """Record how torn copies are detected, at the first save and when that changes."""
+        guarantee = self._pipeline.guarantee()
+        if guarantee == self._guarantee:
+            return
+        self._guarantee = guarantee
+        keeper.record("tear-check", step=None, detail=guarantee)
+        audit = self._pipeline.audit()
+        if audit:
+            keeper.record("replica-check", step=None, detail=audit)
+        _log.debug(
+            "rank %d of %s: torn copies are detected by %s", self._ranks.rank, self._tiers.home, guarantee
+        )
+
+    def _on_durable(self, save: Save) -> None:
+        if self._components.compiled is not None:
+            self._components.compiled.upload_soon()
+        self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
+        if self.keeper is not None:
+            self._interval.note(save.step, self.keeper)
+
+    def _report_failed(self, save: Save) -> None:
+        if self.keeper is not None:
+            report_failed_save(self.keeper.config.attempt, save.step)
+
+    def report_progress(self, step: int) -> None:
+        """Report the newest checkpoint to the job that this training is part of, if any."""
+        if self._ranks.rank == 0:
+            report_progress(self._tiers.home, step)
+
+    # -- problems and waits ----------------------------------------------------------------------------------
+
+    def surface(self) -> None:
+        """Raise or warn about what has failed in the background since the last call."""
+        with self.saves.lock:
+            keeper = self.keeper
+            if keeper is not None:
+                while keeper.problems:
+                    warn(keeper.problems.pop(0), SaveWarning)
+                if keeper.fenced is not None:
+                    raise keeper.fenced
+                if keeper.home_lost is not None:
+                    raise keeper.home_lost
+            if self._components.compiled is not None:
+                warn_of_problems(self._components.compiled)
+            self.saves.surface()
+            self.warn_if_overdue()
+
+    def warn_if_overdue(self) -> None:
+        """Warn that no save has succeeded for a long time. Each further warning waits twice as long."""
+        overdue = self.saves.overdue()
+        if overdue is None:
+            return
+        newest, (since_s, num_failed) = self.latest(), overdue
+        found = f"The newest checkpoint is of step {newest}" if newest is not None else "No checkpoint exists"
+        warn(
+            f"NO SAVE HAS SUCCEEDED for {format_duration(since_s)}, in which {num_failed} failed. "
+            f"{found}; a crash now would lose everything since. The reasons are in "
+            f"`holdfast history {self._tiers.home}`.",
+            SaveWarning,
+        )
+
+    def _warn_of_unmeasured(self) -> None:
+        """Warn once if the last save has a metric of weights without a checkpoint."""
+        keep, last = self._components.options.keep, self.saves.last
+        if last is None or keep.best is None or keep.metric is None or self._has_warned_of_unmeasured:
+            return
+        measured = self._components.metrics.unsaved_step(last.step, keep.metric)
+        if measured is not None:
+            self._has_warned_of_unmeasured = True
+            warn(
+                f"The best checkpoint may have other weights than those measured: {keep.metric!r} was "
+                f"recorded for step {measured}, which was not saved, so the checkpoint of step {last.step} "
+                "has that value. Save where you evaluate: in a loop over steps(), call ckpt.save(step + 1) "
+                f"before ckpt.record({keep.metric}=...).",
+                SaveWarning,
+            )
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all saves are durable, and the newest is in home.
+
+        Raises:
+            HoldfastError: the newest save failed.
+            RetryLater: not within `timeout_s`; also a TimeoutError.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.saves.wait(deadline)
+        self._wait_home(deadline)
+        self.surface()
+
+    def _wait_home(self, deadline: float | None) -> None:
+        """Wait until the newest save is in home, whether or not it was due there."""
+        save, keeper = self.saves.last, self.keeper
+        if self._tiers.local is None or save is None or keeper is None or save.failed is not None:
+            return
+        self.step_sync.score_alone(keeper)
+        self.step_sync.send_best_home(keeper)
+        keeper.drain(save)
+        try:
+            save.wait_home(remaining_s(deadline))
+        except RetryLater as error:
+            if keeper.home_lost is not None:
+                raise
+            kind = TimedOut if isinstance(error, TimedOut) else RetryLater
+            raise kind(
+                f"Step {save.step} is complete in {self._tiers.local}, and not yet in {self._tiers.home}: "
+                f"{error}",
+                step=save.step,
+            ) from error
+
+    # -- history and end -------------------------------------------------------------------------------------
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Write an event into the history, now or once the attempt is claimed."""
+        if self.keeper is None:
+            self._early_notes.append({"event": event, **facts})
+        else:
+            self.keeper.record(event, **facts)
+
+    def _note_compiled(self, result: UploadResult, seconds: float) -> None:
+        files = plural(result.num_files, "file")
+        self.note(
+            "compiled-sent", step=None, num_bytes=result.num_bytes, seconds=seconds, detail=files, tier="home"
+        )
+
+    def note_end(self, reason: str) -> None:
+        """Write into the history how this attempt ends; only the first call counts."""
+        if self.keeper is None:
+            return
+        self.saves.settle()
+        self._components.metrics.flush(self.keeper)
+        self._warn_of_unmeasured()
+        if not self._has_noted_end:
+            self._has_noted_end = True
+            newest = max(self._components.cadence.saved_step, self._components.metrics.num_done)
+            self.keeper.record("ended", step=newest, detail=reason)
+
+    def go_back(self, reason: str = "") -> Attempt:
+        """End this attempt, and return the one that restores and saves from an earlier step."""
+        with contextlib.suppress(HoldfastError):
+            self.wait()  # training goes back, so a failed save no longer matters
+        self._pipeline.stager.wait()
+        if self.keeper is not None:
+            self.note_end(f"went back ({reason})" if reason else "went back")
+            self.keeper.close(frees_memory=True)
+        return Attempt(self._components, run=self._run)
+
+
+def _ends_soon(save: Save) -> bool:
+    """Wait a moment for the end of a save, and return True if it came."""
+    try:
+        save.exception(_PAUSE_ROUND_S)
+    except TimedOut:
+        return False
+    return True

@@ -1,0 +1,174 @@
+"""Cadence of saves: which step is saved and which save is sent home, as all ranks decide alike; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.checkpoint.policy import Every, EveryAuto, Meter, Pace
+
+
+class Flags(NamedTuple):
+    """Flags that a rank sends after a step; in the received ones each is True if any rank has set it."""
+
+    is_preempted: bool = False  # a preemption notice has arrived
+    is_due: bool = False  # by the clock of rank 0, or because the machine may be reclaimed
+    is_due_home: bool = False  # by the clock of rank 0
+    lacks_proposal: bool = False  # see `StableStep`
+    is_torn: bool = False  # the last save is torn
+    is_spiking: bool = False  # by the metrics of rank 0, and the ranks have to decide about it
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Outcome of one exchange, equal on all ranks."""
+
+    is_due: bool  # save this step
+    is_repeat: bool  # the last save was torn on some rank, and this step replaces it
+
+
+class Cadence:
+    """Schedule of saves, from policies, measured costs and the flags of all ranks.
+
+    Args:
+        every: policies; a save is due when any of them is.
+        home: cadence of the saves that are sent home.
+        rank: this rank; the clock of rank 0 counts for all.
+        world_size: number of ranks; alone, flags are received at once instead of one step later.
+        now_s: monotonic clock.
+    """
+
+    def __init__(
+        self, every: Sequence[Every], home: HomeCadence, *, rank: int, world_size: int, now_s: float
+    ) -> None:
+        self.home = home
+        self.meter = Meter()
+        self.mtbf_s: float | None = None  # mean time between the run's own failures, if there are enough
+        self._every = every
+        self._is_clock, self._is_alone = rank == 0, world_size == 1
+        self._sent_step = 0  # step of the flags on their way
+        self._step_ended_s: float | None = None
+        self.restart(0, now_s)
+
+    def restart(self, step: int, now_s: float) -> None:
+        """Count from `step`, which was saved or restored just now."""
+        self.saved_step, self._saved_s = step, now_s
+
+    def save(self, step: int, now_s: float) -> None:
+        """Record that a save of `step` has begun; the time since the last step was the save's."""
+        self.restart(step, now_s)
+        self._step_ended_s = now_s
+
+    def end_step(self, now_s: float, *, in_flight: bool) -> None:
+        """Measure the training step that has just ended.
+
+        Args:
+            in_flight: a save was being written during the step.
+        """
+        if self._step_ended_s is not None:
+            self.meter.step(now_s - self._step_ended_s, in_flight=in_flight)
+
+    def begin_step(self, now_s: float) -> None:
+        """Start measuring the next training step."""
+        self._step_ended_s = now_s
+
+    def flags(
+        self,
+        step: int,
+        now_s: float,
+        *,
+        is_preempted: bool,
+        is_advised: bool,
+        lacks_proposal: bool,
+        is_torn: bool,
+        is_spiking: bool = False,
+    ) -> Flags:
+        """Return the flags of this rank to send after `step`.
+
+        Args:
+            is_preempted: a preemption notice has arrived here.
+            is_advised: the machine may be reclaimed, so one save is due.
+            lacks_proposal: see `StableStep.propose`.
+            is_torn: the last save is torn here.
+            is_spiking: training has to go back because of a metric.
+        """
+        return Flags(
+            is_preempted=is_preempted,
+            is_due=is_advised or (self._is_clock and self._is_due(step, now_s, timed=True)),
+            is_due_home=self._is_clock and self.home.is_due(step, now_s, timed=True),
+            lacks_proposal=lacks_proposal,
+            is_torn=is_torn,
+            is_spiking=is_spiking,
+        )
+
+    def decide(self, step: int, now_s: float, received: Flags) -> Decision:
+        """Return the decision after `step`, from the flags that all ranks sent one step before."""
+        sent_step, self._sent_step = (step if self._is_alone else self._sent_step), step
+        is_new = self.saved_step < sent_step  # else a save has begun since the flags were sent
+        self.home.receive(is_due=received.is_due_home, sent_step=sent_step)
+        is_repeat = received.is_torn and is_new
+        is_due = (
+            self._is_due(step, now_s, timed=False)
+            or received.is_preempted
+            or is_repeat
+            or (received.is_due and is_new)
+        )
+        return Decision(is_due, is_repeat)
+
+    @property
+    def auto(self) -> EveryAuto | None:
+        """The policy that chooses its interval, if there is one."""
+        return next((one for one in self._every if isinstance(one, EveryAuto)), None)
+
+    def _is_due(self, step: int, now_s: float, *, timed: bool) -> bool:
+        costs = self.meter.save_cost_s, self.meter.durable_s, self.mtbf_s
+        return _is_due(self._every, Pace(step, now_s, self.saved_step, self._saved_s, *costs), timed=timed)
+
+
+class HomeCadence:
+    """Schedule of the saves that are sent home.
+
+    Args:
+        every: policies; None if all saves are.
+        now_s: monotonic clock.
+    """
+
+    def __init__(self, every: Sequence[Every] | None, *, now_s: float) -> None:
+        self._every = every
+        self._sent_step, self._sent_s = 0, now_s  # the last save that was sent home
+        self._is_due = False  # by the clock of rank 0, as all ranks have received it
+
+    def is_due(self, step: int, now_s: float, *, timed: bool) -> bool:
+        """Return True if a policy wants the save of `step` in home.
+
+        Args:
+            timed: ask the policies that depend on a clock, which only rank 0 decides; else the others.
+        """
+        return _is_due(self._every or (), Pace(step, now_s, self._sent_step, self._sent_s), timed=timed)
+
+    def receive(self, *, is_due: bool, sent_step: int) -> None:
+        """Record the decision of rank 0's clock, which it sent at `sent_step`."""
+        self._is_due = is_due and self._sent_step < sent_step  # else a save has been sent home since
+
+    def decide(self, step: int, now_s: float, *, must: bool, alone: bool) -> bool:
+        """Return True if the save of `step` is sent home at once; count it as sent. Equal on every rank.
+
+        Args:
+            must: send it whether or not it is due.
+            alone: there is one rank only, so its own clock decides, also without an exchange.
+        """
+        goes = (
+            self._every is None
+            or must
+            or self._is_due
+            or self.is_due(step, now_s, timed=False)
+            or (alone and self.is_due(step, now_s, timed=True))
+        )
+        if goes:
+            self._is_due, self._sent_step, self._sent_s = False, step, now_s
+        return goes
+
+
+def _is_due(policies: Sequence[Every], pace: Pace, *, timed: bool) -> bool:
+    return any(policy.due(pace) for policy in policies if policy.timed == timed)

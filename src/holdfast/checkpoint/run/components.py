@@ -1,0 +1,131 @@
+"""Components of a Checkpointer that all its attempts share: tiers, ranks, pipeline, cadence, metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.keeper.pulse import Pulse
+from holdfast.checkpoint.ranks import RankGroup, Ranks
+from holdfast.checkpoint.run.cadence import Cadence, HomeCadence
+from holdfast.checkpoint.run.done_marker import DoneMarker
+from holdfast.checkpoint.run.metrics import MetricsBuffer
+from holdfast.checkpoint.run.options import Options
+from holdfast.checkpoint.run.pipeline import Pipeline
+from holdfast.checkpoint.run.tiers import Tiers
+from holdfast.checkpoint.state import State
+from holdfast.checkpoint.state.loader_watch import watch_loaders
+from holdfast.checkpoint.state.review import refuse_snapshots
+from holdfast.system.log import get_logger
+from holdfast.watch.compiled import CompiledCode
+from holdfast.watch.hang.handlers import install_handlers
+from holdfast.watch.pace.sampler import ActivitySampler
+
+_log = get_logger("checkpoint.run")
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """Components of a Checkpointer that outlive its attempts."""
+
+    options: Options
+    tiers: Tiers
+    ranks: RankGroup
+    pipeline: Pipeline
+    cadence: Cadence
+    metrics: MetricsBuffer
+    done: DoneMarker
+    compiled: CompiledCode | None
+    pulse: Pulse | None  # None if neither hangs nor slow ranks are watched
+    sampler: ActivitySampler | None  # None if ranks are not compared
+    has_state: bool  # otherwise each save brings its own
+
+    @classmethod
+    def make(
+        cls, options: Options, state: MutableMapping[str, Any] | None, group: RankGroup | None
+    ) -> Components:
+        """Return the components of one Checkpointer.
+
+        Args:
+            options: its options.
+            state: objects to save, by name; None if each save brings its own.
+            group: ranks that save together; None for all of torch.distributed's process group.
+
+        Raises:
+            InvalidInput: an option or an entry of `state` cannot be used.
+            Unsupported: other processes cannot reach the home.
+        """
+        tiers = Tiers(
+            options.home,
+            options.local,
+            keep_in_memory_s=options.memory.keep_for_s,
+            restore_patience_s=options.reads.patience_s,
+        )
+        compiled = _compiled(tiers, options)
+        refuse_snapshots(state or {})
+        watch_loaders()  # here, since its scan would make the first save slow
+        objects = State(
+            {} if state is None else state, world=None if group is None else (group.rank, group.world_size)
+        )
+        ranks: RankGroup = group or Ranks(timeout_s=options.limits.rank_timeout_s)
+        metrics, now_s = MetricsBuffer(), time.monotonic()
+        pipeline = Pipeline(
+            objects,
+            ranks,
+            metrics,
+            memory_bytes=options.memory.limit_bytes,
+            skips_when_full=options.memory.skips_when_full(is_far=tiers.is_far),
+            audit=options.audit,
+        )
+        cadence = Cadence(
+            options.policies,
+            HomeCadence(tiers.home_every, now_s=now_s),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            now_s=now_s,
+        )
+        pulse, sampler = _watched(options, ranks)
+        done = DoneMarker(tiers.home_store, rank=ranks.rank)
+        return cls(
+            options,
+            tiers,
+            ranks,
+            pipeline,
+            cadence,
+            metrics,
+            done,
+            compiled,
+            pulse=pulse,
+            sampler=sampler,
+            has_state=state is not None,
+        )
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the context of a stretch that may take longer than a step."""
+        return contextlib.nullcontext() if self.pulse is None else self.pulse.phase(name)
+
+    def show(self, text: str) -> None:
+        """Log a line for the user on rank 0, unless the option `quiet` is set."""
+        if self.ranks.rank == 0 and not self.options.quiet:
+            _log.info(text)
+
+
+def _watched(options: Options, ranks: RankGroup) -> tuple[Pulse | None, ActivitySampler | None]:
+    """Return the pulse and the sampler that the options ask for."""
+    watches_hangs = options.hang.action != "off"
+    compares = options.slow.action != "off" and ranks.world_size > 1
+    if not (watches_hangs or compares):
+        return None, None
+    pulse = Pulse(install_handlers() if watches_hangs else -1)
+    return pulse, ActivitySampler(pulse, options.slow.window_s) if compares else None
+
+
+def _compiled(tiers: Tiers, options: Options) -> CompiledCode | None:
+    cache = options.compile_cache
+    if cache is None:
+        return None
+    return CompiledCode(tiers.home_store, tiers.home, limit_bytes=cache.limit_bytes, trust_home=cache.trust)

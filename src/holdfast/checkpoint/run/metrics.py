@@ -1,0 +1,251 @@
+"""Training metrics such as the loss: collected during steps, sent to the keeper in batches."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from types import MappingProxyType
+from typing import Any, Protocol, SupportsFloat
+
+from holdfast.checkpoint.format.health import Trend
+from holdfast.checkpoint.format.run import encode_metric
+from holdfast.checkpoint.home.metrics import SaveValues
+from holdfast.checkpoint.run.save_metrics import SaveMetrics
+from holdfast.checkpoint.stage import PendingScalar, copy_scalar
+from holdfast.errors import InvalidInput
+from holdfast.watch.values.watch import SpikeWatch
+
+PERIOD_S = 2.0
+"""Longest time between two batches. A save sends everything that was recorded before it."""
+MAX_NAMES = 32
+"""Maximum number of names in one training."""
+MAX_NAME = 64
+"""Maximum length of a name, in characters."""
+THIN_AFTER = 1_000_000
+"""Values after which only every tenth step of an attempt is recorded, after as many again every 100th."""
+_MAX_BATCH = 800  # values; with their names they fit into one message to a keeper
+_MAX_WAITING = 20_000  # values that no keeper has received; older ones are dropped
+
+Number = float | str | None
+"""A finite number, "nan", "inf" or "-inf"; None where a step has no value of that name."""
+
+
+class Receiver(Protocol):
+    """Receiver of recorded metrics."""
+
+    def send_metrics(self, steps: list[int], values: Mapping[str, Sequence[Number]]) -> None:
+        """Receive a batch: steps, and for each name a value per step."""
+        ...
+
+    def update_metrics(self, step: int, metrics: SaveValues) -> None:
+        """Receive the metrics of a save that were recorded after it was submitted."""
+        ...
+
+
+_Row = tuple[int, int, dict[str, float]]
+"""Step of the values, step of the save that they are about, and the values."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedSpike:
+    """Spike of a recorded metric that has not ended: the step of its first high value, and a description."""
+
+    first_step: int
+    detail: str
+
+
+class MetricsBuffer:
+    """Buffer of metrics by step, in the order of recording.
+
+    A value on a device is read once it has arrived on the host, so that no step waits for it.
+
+    Attributes:
+        num_done: newest step that is known to be complete; what is recorded now belongs to the next one.
+    """
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        self._rows: deque[tuple[int, int, dict[str, float | PendingScalar]]] = deque()  # step, save's step
+        self._saves = SaveMetrics()
+        self._watch = SpikeWatch()
+        self._num_watched = 0  # rows, from the first, that the watch has observed
+        self._names: set[str] = set()
+        self._num_recorded = 0
+        self._sent_s = -math.inf
+        self._lock = threading.Lock()
+
+    def restart(self, step: int, before: Mapping[int, Mapping[str, float]] = MappingProxyType({})) -> None:
+        """Continue from `step`, which was restored: what is recorded now belongs to the next one.
+
+        Args:
+            before: values that were recorded for the steps before, in ascending order.
+        """
+        with self._lock:
+            self.num_done, self._saves = step, SaveMetrics()
+            self._watch = SpikeWatch()
+            for at, values in before.items():
+                self._watch.observe(at, values)
+
+    def go_back(self, step: int) -> None:
+        """Continue from `step`, which was restored because of a spike. Values before it still count."""
+        with self._lock:
+            self.num_done, self._saves = step, SaveMetrics()
+            self._watch.go_back()
+
+    def watch(self) -> ObservedSpike | None:
+        """Observe the values of complete steps as far as they have arrived. Return the present spike."""
+        with self._lock:
+            rows = islice(self._rows, self._num_watched, None)
+            arrived = takewhile(
+                lambda row: row[0] <= self.num_done and all(map(_has_arrived, row[2].values())), rows
+            )
+            self._observe([(step, of_save, _read_all(values)) for step, of_save, values in arrived])
+            first = self._watch.spike
+            trend = None if first is None else self._watch.trend()
+            return None if first is None or trend is None else ObservedSpike(first.step, trend.detail)
+
+    def begin_save(self, step: int) -> None:
+        """Record that a save of `step` begins."""
+        with self._lock:
+            self.num_done = step
+            self._saves.begin_save(step)
+
+    def of_save(self, step: int) -> SaveValues:
+        """Return the metrics of a save that is submitted now. Call `flush` with its step before."""
+        with self._lock:
+            return self._send(step)
+
+    def _send(self, step: int) -> SaveValues:
+        return SaveValues(self._saves.send(step), self._saves.of_other_steps(step))
+
+    def value_of_save(self, step: int, metric: str | None) -> float | None:
+        """Return the value of a metric that a save has so far; None without one."""
+        with self._lock:
+            return self._saves.value(step, metric or "")
+
+    def unsaved_step(self, step: int, metric: str) -> int | None:
+        """Return the step of a save's metric, if that step was not saved."""
+        with self._lock:
+            at = self._saves.of_other_steps(step).get(metric)
+            return None if at is None or self._saves.has(at) else at
+
+    def add(self, step: int, values: Mapping[str, SupportsFloat], *, of_save: int | None = None) -> None:
+        """Add the values of a step.
+
+        Args:
+            values: by name.
+            of_save: the save that they are about; by default that of the step.
+
+        Raises:
+            InvalidInput: a value is not a number, a name is not valid, or there are too many.
+        """
+        numbers = {name: copy_scalar(value, name) for name, value in values.items() if self._check_name(name)}
+        stride = 10 ** (self._num_recorded // THIN_AFTER)
+        if not numbers or step % stride:
+            return
+        self._num_recorded += len(numbers)
+        with self._lock:
+            key = step, step if of_save is None else of_save
+            if self._rows and self._rows[-1][:2] == key:
+                self._rows[-1][2].update(numbers)
+            else:
+                self._rows.append((*key, numbers))
+            if key[1] <= self._saves.newest:
+                self._sent_s = -math.inf  # a save waits for them
+            while len(self._rows) * max(1, len(self._names)) > _MAX_WAITING:
+                self._drop_first()
+
+    def _check_name(self, name: str) -> bool:
+        if name not in self._names:
+            is_fit = 0 < len(name) <= MAX_NAME and name.isprintable()
+            if not is_fit or len(self._names) >= MAX_NAMES:
+                raise InvalidInput(
+                    f"{name[:100]!r} cannot be recorded: a name has at most {MAX_NAME} printable "
+                    f"characters, and one training at most {MAX_NAMES} names. Nothing was recorded."
+                )
+            self._names.add(name)
+        return True
+
+    def flush_if_due(self, receiver: Receiver) -> None:
+        """Send what has arrived, if a batch is full or due."""
+        now_s = time.monotonic()
+        is_much = len(self._rows) * len(self._names) >= _MAX_BATCH
+        if is_much or now_s - self._sent_s >= PERIOD_S:
+            self._sent_s = now_s
+            self.flush(receiver, upto=-1)
+
+    def flush(self, receiver: Receiver, *, upto: int | None = None) -> None:
+        """Send what was recorded, in order.
+
+        Args:
+            upto: send later steps only as far as their values have arrived; None to wait for all.
+
+        Blocks: for the values up to that step that are still on a device.
+        """
+        with self._lock:  # held while sending, which keeps the order
+            while rows := self._next(upto):
+                receiver.send_metrics([step for step, _, _ in rows], _columns(rows))
+                self._observe(rows[self._num_watched :])
+                for _ in rows:
+                    self._drop_first()
+                changed = [self._saves.add(of_save, values) for _, of_save, values in rows]
+                for step in sorted({step for step in changed if step is not None}):
+                    receiver.update_metrics(step, self._send(step))
+
+    def trend(self) -> Trend | None:
+        """Return the judgement of the values that were sent; None without a loss or a norm of gradients."""
+        with self._lock:
+            return self._watch.trend()
+
+    def _observe(self, rows: Sequence[_Row]) -> None:
+        for step, _, values in rows:
+            self._watch.observe(step, values)
+            self._num_watched += 1
+
+    def _drop_first(self) -> None:
+        self._rows.popleft()
+        self._num_watched = max(0, self._num_watched - 1)
+
+    def _next(self, upto: int | None) -> list[_Row]:
+        """Return the next rows that fit into one batch."""
+        found: list[_Row] = []
+        for step, of_save, values in islice(self._rows, max(1, _MAX_BATCH // max(1, len(self._names)))):
+            must_wait = upto is None or step <= upto
+            if not must_wait and not all(_has_arrived(value) for value in values.values()):
+                break
+            found.append((step, of_save, _read_all(values)))
+        return found
+
+
+def _has_arrived(value: float | PendingScalar) -> bool:
+    try:
+        return not isinstance(value, PendingScalar) or value.is_ready
+    except RuntimeError:
+        return True  # its device has failed, so it never arrives
+
+
+def _read_all(values: Mapping[str, float | PendingScalar]) -> dict[str, float]:
+    return {name: _read(value) for name, value in values.items()}
+
+
+def _read(value: float | PendingScalar) -> float:
+    if not isinstance(value, PendingScalar):
+        return value
+    try:
+        return value.read()
+    except RuntimeError:  # the device has failed, which training raises by itself
+        return math.nan
+
+
+def _columns(rows: list[_Row]) -> dict[str, list[Number]]:
+    names = dict.fromkeys(name for _, _, values in rows for name in values)
+    return {name: [_encode(values.get(name)) for _, _, values in rows] for name in names}
+
+
+def _encode(value: float | None) -> Any:
+    return None if value is None else encode_metric(value)

@@ -1,0 +1,509 @@
+"""Options of a Checkpointer: values that group the settings of one concern, checked when they are made.
+
+The first field is what most users set. The Checkpointer also accepts it alone: `home="s3://b/run"` is
+`home=Home("s3://b/run")`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
+from holdfast.checkpoint.policy import Every, every
+from holdfast.checkpoint.retention import Keep
+from holdfast.errors import InvalidInput
+from holdfast.system.environment import KEEP_IN_MEMORY
+from holdfast.system.units import Duration, parse_bytes, parse_duration
+from holdfast.watch.hang.limit import HangLimits
+from holdfast.watch.pace.judgement import FACTOR
+
+HANG_ACTIONS = ("report", "restart", "off")
+"""Responses to a training that makes no progress."""
+FAILED_SAVE_ACTIONS = ("warn", "pause", "raise")
+"""Responses to a save that fails."""
+SPIKE_ACTIONS = ("report", "rollback", "off")
+"""Responses to a spike of the recorded loss or norm of gradients."""
+_MOST_NOTICED_STEPS = 16
+"""Steps after which a spike is usually noticed, on all ranks."""
+_MIN_WINDOW_S = 0.2
+_DEFAULT_CACHE = "1GiB"
+_NO_LIMIT_S = 1e9  # 30 years: a keeper's configuration is JSON, which has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Folder or URL of a run's checkpoints, and the rules for copying saves there.
+
+    Args:
+        url: path or URL; one run, one home.
+        every: with `local`, which saves are copied to home: steps (500), a duration ("10m"), a policy, or
+            None for all. The newest save is always copied at the end, and by `wait`.
+        bandwidth: bytes per second that each rank may send, or as "200MB"; None for no limit. Without `local`
+            a save becomes durable only in home, and occupies its staging memory until then.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    url: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int | str | datetime.timedelta | Every | None = None
+    bandwidth: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            every(self.every)
+        if self.bandwidth is not None:
+            parse_bytes(self.bandwidth, "Home(bandwidth=)")
+
+    @property
+    def bandwidth_bytes(self) -> int | None:
+        """Bytes per second that each rank may send; None for no limit."""
+        return None if self.bandwidth is None else parse_bytes(self.bandwidth, "Home(bandwidth=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Folder on each host's fast disk, for a home that is slow or far.
+
+    Saves are durable there first, and are copied to home in the background. Each host has its own.
+
+    Args:
+        path: folder on this host.
+        keep: number of newest checkpoints to keep there.
+
+    Raises:
+        InvalidInput: `keep` is less than 1.
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            raise InvalidInput(f"Local(keep=) must be a whole number from 1, got {self.keep!r:.100}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Staging memory of one rank: saves are copied there first, and written from it in the background.
+
+    Args:
+        limit: largest size, in bytes or as "8GiB".
+        keep_for: how long the last save stays in memory for the next start on this host when this process
+            dies; 0 for not at all. By default the value of HOLDFAST_KEEP_IN_MEMORY, else "2m".
+        when_full: what `save` does when earlier saves still use all of it: "wait" or "skip". By default it
+            waits for a disk, and skips where saves go straight to a bucket, which may not answer for minutes.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    limit: int | str = "8GiB"
+    _: KW_ONLY
+    keep_for: Duration | None = None
+    when_full: str | None = None
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.limit, "Memory(limit=)")
+        if self.keep_for is not None:
+            _duration_or_zero(self.keep_for, "Memory(keep_for=)")
+        if self.when_full not in ("wait", "skip", None):
+            raise InvalidInput(f"Memory(when_full=) must be 'wait' or 'skip', got {self.when_full!r:.100}.")
+
+    @property
+    def limit_bytes(self) -> int:
+        """Largest size, in bytes."""
+        return parse_bytes(self.limit, "Memory(limit=)")
+
+    def skips_when_full(self, *, is_far: bool) -> bool:
+        """Return True if saves are skipped while the memory is full.
+
+        Args:
+            is_far: saves go straight to a bucket.
+        """
+        return is_far if self.when_full is None else self.when_full == "skip"
+
+    @property
+    def keep_for_s(self) -> float:
+        """Seconds that the last save stays in memory after the death of its process."""
+        if self.keep_for is None:
+            return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "").strip() or "2m", KEEP_IN_MEMORY)
+        return _duration_or_zero(self.keep_for, "Memory(keep_for=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Reads of a restore.
+
+    Args:
+        patience: how long `restore` retries what cannot be read, before it raises. A checkpoint that cannot
+            be read may be whole, so no older one is restored in its place.
+        threads: number of parallel reads; by default what suits the storage.
+        shared: read what several ranks need once, and send it from rank to rank: for a home that is slower
+            than the network between the ranks.
+        source_rank: function that returns the saved rank whose per-rank state (random numbers, data loaders)
+            a rank loads, given its rank, the world size and the saved world size. By default a rank loads
+            that of the same number, or on fewer saved ranks `rank % saved`.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    _: KW_ONLY
+    patience: Duration = "2m"
+    threads: int | None = None
+    shared: bool = False
+    source_rank: Callable[[int, int, int], int] | None = None
+
+    def __post_init__(self) -> None:
+        _duration_or_zero(self.patience, "Reads(patience=)")
+        if self.threads is not None:
+            _check_count(self.threads, "Reads(threads=)", least=1)
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time of retries, in seconds."""
+        return _duration_or_zero(self.patience, "Reads(patience=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """Sources of preemption notices.
+
+    Args:
+        sources: "aws", "gcp", "azure", "ray", "slurm", "deadline=11h", "file:PATH", several with commas,
+            "none", or "auto" for Ray Train in its workers, else the cloud of this machine, and the time limit
+            of a Slurm job. By default the value of HOLDFAST_PREEMPTION, else "auto".
+        signals: take SIGTERM, SIGUSR1, SIGHUP and SIGINT as notices (in the main thread only), from the first
+            call of `steps`, `step_done` or `should_save` on.
+    """
+
+    sources: str | None = None
+    _: KW_ONLY
+    signals: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Response to a training that makes no progress, and the limits of that.
+
+    Args:
+        action: "report" the stacks of all ranks; "restart": also end all ranks once their saves are durable,
+            with status 63, so that a launcher starts them again; "off" to watch nothing.
+        limit: longest step, such as "5m"; by default learnt from the steps before: ten times their median,
+            twice the longest, and at least a minute.
+        first: longest first step of a loop, which compiles and connects, and any step until the limit is
+            learnt.
+        phase: longest phase, such as an evaluation, a restore or a save; or ten times the longest of
+            its name.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    action: str = "report"
+    _: KW_ONLY
+    limit: Duration | None = None
+    first: Duration = "30m"
+    phase: Duration = "30m"
+
+    def __post_init__(self) -> None:
+        if self.action not in HANG_ACTIONS:
+            raise InvalidInput(
+                f"on_hang= must be one of {', '.join(HANG_ACTIONS)}, got {self.action!r:.100}."
+            )
+        if self.limit is not None:
+            parse_duration(self.limit, "Hang(limit=)")
+        parse_duration(self.first, "Hang(first=)")
+        parse_duration(self.phase, "Hang(phase=)")
+
+    @property
+    def limits(self) -> HangLimits:
+        """The limits in seconds."""
+        return HangLimits(
+            None if self.limit is None else parse_duration(self.limit, "Hang(limit=)"),
+            parse_duration(self.first, "Hang(first=)"),
+            parse_duration(self.phase, "Hang(phase=)"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """Response to a spike of the recorded loss, or of the norm of gradients.
+
+    Args:
+        action: "report" it; "rollback": also go back to the newest healthy checkpoint before it, and leave
+            out the samples since then; "off" to do neither.
+        max_rollbacks: rollbacks in a row, without a healthy checkpoint after the last spike; one more and
+            the run raises `Diverged`.
+        back: least number of steps between the checkpoint and the first high value.
+        skip: steps whose samples are left out after those of the spike too. The range doubles with each
+            further rollback in a row.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+
+    Source: "rollback" is the recipe of PaLM (arXiv 2204.02311): go back about 100 steps, and skip the
+        batches around the spike.
+    """
+
+    action: str = "report"
+    _: KW_ONLY
+    max_rollbacks: int = 3
+    back: int = 20
+    skip: int = 0
+
+    def __post_init__(self) -> None:
+        if self.action not in SPIKE_ACTIONS:
+            raise InvalidInput(
+                f"on_spike= must be one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r:.100}."
+            )
+        _check_count(self.max_rollbacks, "Spike(max_rollbacks=)", least=1)
+        _check_count(self.back, "Spike(back=)", least=0)
+        _check_count(self.skip, "Spike(skip=)", least=0)
+
+    @property
+    def healthy_back(self) -> int | None:
+        """Steps from a healthy checkpoint that is kept to the newest one; None for no limit.
+
+        The newest checkpoint may be of a step of the spike, which is noticed only after some.
+        """
+        return self.back + _MOST_NOTICED_STEPS if self.action == "rollback" else None
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRanks:
+    """Response to a rank that all others wait for, step after step.
+
+    Args:
+        action: "report" it once in the history and on stderr; "off" to compare no ranks.
+        factor: own time of a slow rank, as a multiple of that of a usual one. Own time is what it does not
+            spend waiting for other ranks.
+        window: time over which own times are averaged. A rank is slow if it is in six of eight windows.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    action: str = "report"
+    _: KW_ONLY
+    factor: float = FACTOR
+    window: Duration = "15s"
+
+    def __post_init__(self) -> None:
+        if self.action not in ("report", "off"):
+            raise InvalidInput(f"on_slow= must be one of report, off, got {self.action!r:.100}.")
+        if not (isinstance(self.factor, (int, float)) and 1 < self.factor < math.inf):
+            raise InvalidInput(f"SlowRanks(factor=) must be a number above 1, got {self.factor!r:.100}.")
+        if self.window_s < _MIN_WINDOW_S:
+            raise InvalidInput(f"SlowRanks(window=) must be at least 0.2 s, got {self.window!r:.100}.")
+
+    @property
+    def window_s(self) -> float:
+        """Length of a window, in seconds."""
+        return parse_duration(self.window, "SlowRanks(window=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Comparison of the tensors that several ranks hold, at each save some of them.
+
+    Args:
+        within: number of saves within which every tensor is compared. "auto" bounds the cost instead: at each
+            save 64 MiB, or an eighth of the bytes that the rank writes, and every tensor within 64 saves.
+            "off" to compare nothing.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    within: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.within not in ("auto", "off"):
+            _check_count(self.within, "audit=, if not 'auto' or 'off',", least=1)
+
+    @property
+    def num_turns(self) -> int | None:
+        """Number of saves within which every tensor is compared; None to bound the cost instead."""
+        return self.within if isinstance(self.within, int) else None
+
+    @property
+    def is_off(self) -> bool:
+        """True if nothing is compared."""
+        return self.within == "off"
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCache:
+    """Cache in home for compiled code: a start on another machine loads it instead of compiling.
+
+    Args:
+        limit: largest size, in bytes or as "1GiB". It is sent in the background after saves.
+        trust: whether compiled code from this home may be loaded, and so run; by default only if
+            `holdfast trust` or HOLDFAST_TRUST_HOMES names the home.
+
+    Raises:
+        InvalidInput: `limit` is not a size.
+    """
+
+    limit: int | str = _DEFAULT_CACHE
+    _: KW_ONLY
+    trust: bool | None = None
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.limit, "CompileCache(limit=)")
+
+    @property
+    def limit_bytes(self) -> int:
+        """Largest size, in bytes."""
+        return parse_bytes(self.limit, "CompileCache(limit=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Response to failed saves, and limits after which a run raises instead of training on.
+
+    With "pause" a `save` first waits until the one before is durable, on all ranks, so that training is never
+    more than one save ahead of what it can resume from.
+
+    Args:
+        failed_saves: response to a failed save, whatever the cause, such as a full disk, refused access or a
+            store that is away: "warn" and train on; "pause" the training until the save is durable, which
+            the keeper tries again; or "raise" the error.
+        patience: how long saves may fail in a row, from the call of the first one, before the error is raised
+            with "warn" and "pause" too; None for no limit. With `local`, also how long home may fail.
+        commit_timeout: how long a rank's keeper waits for the other ranks' parts of a save.
+        rank_timeout: how long a rank waits for the others in `restore` and `should_save`.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    _: KW_ONLY
+    failed_saves: str = "warn"
+    patience: Duration | None = "1h"
+    commit_timeout: Duration = "10m"
+    rank_timeout: Duration = "1h"
+
+    def __post_init__(self) -> None:
+        if self.failed_saves not in FAILED_SAVE_ACTIONS:
+            raise InvalidInput(
+                f"Limits(failed_saves=) must be one of {', '.join(FAILED_SAVE_ACTIONS)}, "
+                f"got {self.failed_saves!r:.100}."
+            )
+        if self.patience is not None:
+            parse_duration(self.patience, "Limits(patience=)")
+        parse_duration(self.commit_timeout, "Limits(commit_timeout=)")
+        parse_duration(self.rank_timeout, "Limits(rank_timeout=)")
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time of failures, in seconds; 0 to raise the first one."""
+        if self.failed_saves == "raise":
+            return 0.0
+        return _NO_LIMIT_S if self.patience is None else parse_duration(self.patience, "Limits(patience=)")
+
+    @property
+    def pause_s(self) -> float:
+        """Longest pause of the training, in seconds; 0 for none."""
+        return self.patience_s if self.failed_saves == "pause" else 0.0
+
+    @property
+    def commit_timeout_s(self) -> float:
+        """Longest wait for the other ranks' parts, in seconds."""
+        return parse_duration(self.commit_timeout, "Limits(commit_timeout=)")
+
+    @property
+    def rank_timeout_s(self) -> float:
+        """Longest wait for the other ranks, in seconds."""
+        return parse_duration(self.rank_timeout, "Limits(rank_timeout=)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All options of a Checkpointer but its state and group, parsed."""
+
+    home: Home
+    policies: tuple[Every, ...]  # a save is due when any of them is
+    keep: Keep
+    local: Local | None
+    memory: Memory
+    reads: Reads
+    preemption: Preemption
+    compile_cache: CompileCache | None
+    limits: Limits
+    hang: Hang
+    spike: Spike
+    slow: SlowRanks
+    audit: Audit
+    take_over: bool
+    quiet: bool
+
+
+def parse_home(value: str | os.PathLike[str] | Home) -> Home:
+    """Return the value of a `home=` argument."""
+    return value if isinstance(value, Home) else Home(value)
+
+
+def parse_local(value: str | os.PathLike[str] | Local | None) -> Local | None:
+    """Return the value of a `local=` argument; None without a local folder."""
+    return value if value is None or isinstance(value, Local) else Local(value)
+
+
+def parse_keep(value: int | Keep | None) -> Keep:
+    """Return the value of a `keep=` argument."""
+    return value if isinstance(value, Keep) else Keep(value)
+
+
+def parse_memory(value: int | str | Memory) -> Memory:
+    """Return the value of a `memory=` argument."""
+    return value if isinstance(value, Memory) else Memory(value)
+
+
+def parse_preemption(value: str | Preemption | None) -> Preemption:
+    """Return the value of a `preemption=` argument."""
+    return value if isinstance(value, Preemption) else Preemption(value)
+
+
+def parse_hang(value: str | Hang) -> Hang:
+    """Return the value of an `on_hang=` argument."""
+    return value if isinstance(value, Hang) else Hang(value)
+
+
+def parse_spike(value: str | Spike) -> Spike:
+    """Return the value of an `on_spike=` argument."""
+    return value if isinstance(value, Spike) else Spike(value)
+
+
+def parse_slow(value: str | SlowRanks) -> SlowRanks:
+    """Return the value of an `on_slow=` argument."""
+    return value if isinstance(value, SlowRanks) else SlowRanks(value)
+
+
+def parse_audit(value: int | str) -> Audit:
+    """Return the value of an `audit=` argument."""
+    return Audit(value)
+
+
+def parse_compile_cache(value: int | str | bool | CompileCache) -> CompileCache | None:
+    """Return the value of a `compile_cache=` argument; None if it is off."""
+    if value is False:
+        return None
+    if isinstance(value, CompileCache):
+        return value
+    return CompileCache(_DEFAULT_CACHE if value is True else value)
+
+
+def _duration_or_zero(value: Duration, name: str) -> float:
+    return 0.0 if value in (0, "0") else parse_duration(value, name)
+
+
+def _check_count(value: object, name: str, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInput(f"{name} must be a whole number from {least}, got {value!r:.100}.")

@@ -1,0 +1,326 @@
+"""Pipeline of a save: capture the state, plan its files, copy it into an arena, submit it to the keeper."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast.checkpoint.format import part as parts
+from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.keeper import ArenaLayout, Keeper, Save
+from holdfast.checkpoint.ranks import RankGroup
+from holdfast.checkpoint.run.metrics import MetricsBuffer
+from holdfast.checkpoint.run.options import Audit
+from holdfast.checkpoint.run.replica_audit import AuditedSave, ReplicaAudit
+from holdfast.checkpoint.stage import Arena, Arenas, SavePlan, Stager, Staging
+from holdfast.checkpoint.state import CapturedState, State, catalog_of
+from holdfast.errors import HoldfastError, InvalidInput, RetryLater
+from holdfast.system.failpoint import failpoint
+from holdfast.system.log import get_logger, reported_if_slow
+from holdfast.system.units import plural
+
+_log = get_logger("checkpoint.run")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Request for one save."""
+
+    save: Save
+    ancestors: Ancestors  # checkpoints that this one continues
+    to_home: bool
+    must: bool  # copy everything at once, and wait for staging memory instead of skipping the save
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCopy:
+    """A save with its copy."""
+
+    save: Save
+    staging: Staging
+
+    @property
+    def is_torn(self) -> bool:
+        """True if the copy mixed two moments, as the stager or the keeper has detected."""
+        error = self.save.failed
+        by_keeper = self.staging.is_frozen_unchanged and isinstance(error, InvalidInput)
+        return error is not None and (self.staging.torn or by_keeper)
+
+
+class Pipeline:
+    """Stages of every save of this process. Stager and keeper call it from their threads.
+
+    Args:
+        objects: the state, as named tensors and values.
+        metrics: recorded numbers, sent to the keeper ahead of each save.
+        memory_bytes: limit of the staging memory.
+        skips_when_full: skip a save that no staging memory is free for, instead of waiting.
+        audit: comparison of the tensors that other ranks hold too.
+
+    Attributes:
+        arenas: staging memory.
+        stager: background copies.
+        num_skipped: saves that were skipped because no staging memory was free.
+        waited_for_memory_s: time that saves have waited for staging memory, in all.
+    """
+
+    def __init__(
+        self,
+        objects: State,
+        ranks: RankGroup,
+        metrics: MetricsBuffer,
+        *,
+        memory_bytes: int,
+        skips_when_full: bool,
+        audit: Audit,
+    ) -> None:
+        self.objects = objects
+        self.arenas = Arenas(memory_bytes)
+        self.stager = Stager(self.objects.optimizers())
+        self.num_skipped = 0
+        self.waited_for_memory_s = 0.0
+        self._ranks = ranks
+        self._skips_when_full = skips_when_full
+        self._metrics = metrics
+        self._in_use: dict[int, Arena] = {}
+        self._plan: SavePlan | None = None
+        self._structure: object = None  # of the state that the plan was made for
+        self._audit_option = audit
+        self._audit: ReplicaAudit | None = None  # of the plan
+        self._num_saves = 0  # also of those that failed: all ranks count the same
+
+    # -- one save --------------------------------------------------------------------------------------------
+
+    def run(self, order: Order, keeper: Keeper) -> PendingCopy | None:
+        """Start a save, and return it with its copy; None if no staging memory was free.
+
+        Raises:
+            InvalidInput: a value cannot be saved, or the state does not fit into the staging memory.
+            RetryLater: the system refused memory.
+
+        Ranks: collective if a save may be skipped.
+        Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
+        """
+        number, self._num_saves = self._num_saves, self._num_saves + 1
+        captured = self.objects.capture()
+        plan = self._plan_for(captured)
+        assert self._audit is not None
+        audited = self._audit.begin(plan, number, keeper.config.attempt)
+        draft = _draft(order, keeper, plan, captured)
+        arena = self._acquire(plan.arena_bytes, may_skip=self._skips_when_full and not order.must)
+        if arena is None:
+            return None
+        self.watch_optimizers()
+        self._metrics.begin_save(order.save.step)
+        order.save.num_bytes = plan.num_bytes
+        submit = partial(self._submit, order=order, plan=plan, draft=draft, audited=audited, keeper=keeper)
+        try:
+            staging = self.stager.stage(
+                plan,
+                captured.tensors,
+                arena,
+                then=submit,
+                at_once=order.must,
+                is_lent=self.objects.are_lent,
+                witnesses=audited.witnesses,
+            )
+        except BaseException:
+            self.release(arena.number)
+            raise
+        return PendingCopy(order.save, staging)
+
+    def _plan_for(self, captured: CapturedState) -> SavePlan:
+        if self._plan is None or captured.structure is not self._structure:
+            self._structure = captured.structure
+            catalog, rank = catalog_of(captured), self._ranks.rank
+            self._audit = ReplicaAudit.make(captured, catalog, rank, self._audit_option)
+            make = partial(
+                SavePlan.make,
+                captured.tensors,
+                catalog=catalog,
+                per_rank=captured.per_rank,
+                owned=captured.owned,
+                temporary=captured.structure.temporary,
+                places=captured.structure.places,
+                rank=rank,
+            )
+            plan = make(witnesses=self._audit.witnesses, witness_bytes=self._audit.witness_bytes)
+            self._plan = plan if self._has_room(plan) else make()
+        return self._plan
+
+    def _has_room(self, plan: SavePlan) -> bool:
+        """Return True if the witnesses leave room for as many saves, up to two."""
+        with_witnesses, without = (
+            self.arenas.cap_bytes // (num_bytes + mmap.PAGESIZE)
+            for num_bytes in (plan.arena_bytes, plan.image_bytes)
+        )
+        return with_witnesses >= min(without, 2)
+
+    def _acquire(self, num_bytes: int, *, may_skip: bool) -> Arena | None:
+        if may_skip and not all(self._ranks.gather(self.arenas.has_room(num_bytes))):
+            return None  # all ranks skip together: a checkpoint of some ranks can never be complete
+        began = time.perf_counter()
+        has_room = self.arenas.has_room(num_bytes)
+        with contextlib.nullcontext() if has_room else reported_if_slow(self._report_full):
+            arena = self.arenas.acquire(num_bytes)
+        assert arena is not None
+        self.waited_for_memory_s += time.perf_counter() - began
+        self._in_use[arena.number] = arena
+        return arena
+
+    def _report_full(self) -> None:
+        _log.info(
+            "save() waits for staging memory: %s not written yet. Raise memory=, or save less often.",
+            plural(len(self._in_use), "save is", "saves are"),
+        )
+
+    def release(self, number: int) -> None:
+        """Return an arena for the next save. The keeper calls this once it has read the arena."""
+        arena = self._in_use.pop(number, None)
+        if arena is not None:
+            self.arenas.release(arena)
+
+    def _submit(
+        self,
+        staging: Staging,
+        *,
+        order: Order,
+        plan: SavePlan,
+        draft: bytes,
+        audited: AuditedSave,
+        keeper: Keeper,
+    ) -> None:
+        """Submit a complete copy to the keeper. Runs in the staging thread."""
+        save, arena = order.save, staging.arena
+        error = _error_of(staging, save.step)
+        if error is not None:
+            keeper.record("dropped", step=save.step, detail=str(error))
+            keeper.drop(save.step, str(error))
+            self.release(arena.number)
+            save.mark_failed(error)  # last: whoever waits for it may save again at once
+            return
+        failpoint("trainer.staged")
+        self._metrics.flush(keeper, upto=save.step)  # first, so that they precede the commit
+        trend = self._metrics.trend()
+        if trend is not None:
+            draft = parts.add_trend(draft, trend)
+        draft = parts.add_order(draft, audited.without(staging.torn_witnesses))
+        try:
+            keeper.submit(
+                save,
+                arena=arena.number,
+                arena_fd=arena.fd,
+                arenas=self.arenas.numbers(),
+                layout=_arena_layout(plan, staging),
+                draft=draft,
+                to_home=order.to_home,
+                metrics=self._metrics.of_save(save.step),
+            )
+        except OSError as failure:
+            self.release(arena.number)
+            error = RetryLater(
+                f"Step {save.step} could not be sent to the keeper: {failure}.", step=save.step
+            )
+            keeper.drop(save.step, str(error))
+            save.mark_failed(error)
+            return
+        failpoint("trainer.handed")
+        keeper.record("staged", step=save.step, num_bytes=plan.num_bytes, seconds=save.staged_s or 0.0)
+
+    # -- between saves ---------------------------------------------------------------------------------------
+
+    @property
+    def has_plan(self) -> bool:
+        """True if a plan of the present state exists."""
+        return self._plan is not None
+
+    def guarantee(self) -> str:
+        """Return how torn copies of the current plan are detected."""
+        assert self._plan is not None
+        return self.stager.guarantee(self._plan)
+
+    def audit(self) -> str:
+        """Return how the replicas of the current plan are compared."""
+        assert self._plan is not None
+        assert self._audit is not None
+        has_memory = self._plan.witnesses == self._audit.witnesses
+        return self._audit.describe(has_memory=has_memory)
+
+    def forget_plan(self) -> None:
+        """Drop the plan: the state was replaced by a restore."""
+        self._plan = None
+
+    def watch_optimizers(self) -> None:
+        """Have the steps of the state's optimizers wait for a copy under way."""
+        self.stager.watch(self.objects.optimizers())
+
+    def prepare(self) -> None:
+        """Prepare the staging memory for the first save.
+
+        Blocks: until the memory is ready and the state is in huge pages.
+        """
+        plan, captured = self._prepare_arena()
+        self.arenas.wait_prepared()
+        self.stager.settle(plan, captured.tensors)
+
+    def prepare_in_background(self) -> None:
+        """Start preparing the staging memory for the first save."""
+        plan, captured = self._prepare_arena()
+        self.stager.settle_in_background(plan, captured.tensors)
+
+    def _prepare_arena(self) -> tuple[SavePlan, CapturedState]:
+        captured = self.objects.capture()
+        plan = self._plan_for(captured)
+        self.watch_optimizers()
+        self.arenas.prepare(plan.arena_bytes, then=plan.preparation())
+        return plan, captured
+
+
+def _draft(order: Order, keeper: Keeper, plan: SavePlan, captured: CapturedState) -> bytes:
+    config = keeper.config
+    return parts.draft(
+        run=config.run,
+        step=order.save.step,
+        attempt=config.attempt,
+        rank=config.rank,
+        world_size=config.world_size,
+        ancestors=order.ancestors,
+        values=captured.values,
+        own=plan.own,
+        starts=plan.shared_starts,
+        catalog=plan.catalog,
+    )
+
+
+def _error_of(staging: Staging, step: int) -> HoldfastError | None:
+    """Return why a copy cannot be used; None if it can."""
+    if staging.torn:
+        return _torn(step, staging.changed)
+    if staging.error is None or isinstance(staging.error, HoldfastError):
+        return staging.error
+    return RetryLater(f"The copy of step {step} failed: {staging.error!r}. Earlier checkpoints remain.")
+
+
+def _torn(step: int, changed: Sequence[str]) -> InvalidInput:
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    return InvalidInput(
+        f"The save of step {step} was dropped: {changed[0]}{more} was written while it was being copied, and "
+        "not by step() of an optimizer, so the copy may mix two moments. Earlier checkpoints are whole. The "
+        "next call of should_save() asks for another save in its place, and the next saves copy such tensors "
+        "before save() returns, which takes longer. To keep saves short, write to them before save(), or "
+        "call save(...).wait_staged() first.",
+        step=step,
+        key=changed[0],
+    )
+
+
+def _arena_layout(plan: SavePlan, staging: Staging) -> ArenaLayout:
+    if plan.frozen_file is None:
+        return ArenaLayout(plan.file.file_bytes)
+    return ArenaLayout(
+        plan.file.file_bytes, plan.frozen_at, plan.frozen_file.file_bytes, staging.is_frozen_unchanged
+    )

@@ -1,0 +1,203 @@
+"""Restore of one attempt, with its records in home; some wait for the claim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.keeper import Keeper
+from holdfast.checkpoint.restore.request import Request, Restored
+from holdfast.checkpoint.restore.resume import restore_newest
+from holdfast.checkpoint.run.components import Components
+from holdfast.checkpoint.run.restore_differences import Differences
+from holdfast.checkpoint.run.tiers import Base
+from holdfast.checkpoint.state import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Checkpoint and state entries that a restore is asked for."""
+
+    step: int | None
+    strict: bool
+    only: Collection[str] | None
+    rename: Mapping[str, str] | Callable[[str], str] | None
+    best: bool = False
+    healthy: bool = False
+    is_new: bool = False  # into new tensors and values
+    with_rng: bool = True  # with the random number generators of the process
+    verify: bool = False  # everything, also what is not loaded
+    choices: tuple[CheckpointId, ...] | None = None  # the newest of these and no other
+    kept: Collection[str] = ()  # key paths of objects that stay as they are
+
+
+class Restoration:
+    """Restore of an attempt, before its claim or after it.
+
+    Attributes:
+        has_run: `run` was called.
+        differences: those of the restored checkpoint from the state, on this rank.
+    """
+
+    def __init__(self, components: Components) -> None:
+        self.has_run = False
+        self.differences = Differences()
+        self._load: Load | None = None  # of the checkpoint that is tried
+        self._found: Restored | None = None
+        self._components = components
+        self._tiers, self._ranks = components.tiers, components.ranks
+        # Skipped and restored checkpoints that are to be marked in home after the claim.
+        self._marks: list[tuple[Sequence[Skipped], CheckpointId | None]] = []
+
+    @property
+    def base(self) -> Base:
+        """Basis of the attempt's claim."""
+        found = self._found
+        return Base(None) if found is None else Base(found.checkpoint_id, frozenset(found.seen))
+
+    def run(
+        self, selection: Selection, keeper: Keeper | None, *, run: str | None, local_ranks: tuple[int, ...]
+    ) -> Restored | None:
+        """Restore the newest checkpoint that verifies, or the selected one.
+
+        Args:
+            selection: checkpoint and state entries.
+            keeper: this rank's; None before the claim.
+            run: id of the run, if it is known.
+            local_ranks: ranks that share this one's local folder.
+
+        Ranks: collective.
+        """
+        if keeper is None and self._tiers.local is not None:
+            self._ranks.first_of(range(self._ranks.world_size), self._tiers.check_one_run)
+        is_node_local = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
+
+        def mark(skipped: Sequence[Skipped], restored: CheckpointId | None) -> None:
+            if restored is None or keeper is not None:
+                # Also without a claim if nothing was restored: the next start may be another process.
+                self._mark(skipped, restored, run=run, is_node_local=is_node_local)
+            else:
+                self._marks.append((skipped, restored))
+
+        options = self._components.options
+        with self._tiers.reading() as store:
+            request = Request(
+                store,
+                self._loader(selection),
+                self._ranks,
+                step=selection.step,
+                best=options.keep if selection.best else None,
+                healthy=selection.healthy,
+                choices=selection.choices,
+                num_threads=options.reads.threads,
+                share_reads=options.reads.shared,
+                source_rank=options.reads.source_rank,
+                own_local=self._tiers.local_store if is_node_local else None,
+                may_commit=keeper is not None,
+                show=self._components.show,
+                patience_s=self._tiers.restore_patience_s,
+                verify=selection.verify,
+                mark=mark,
+            )
+            self._found = restore_newest(request)
+        self.differences = Differences.of(None if self._found is None else self._load)
+        self._load = None  # it holds memory
+        self.has_run = True
+        if keeper is not None:
+            self._complete(keeper)
+        return self._found
+
+    def _loader(self, selection: Selection) -> Callable[[Manifest, Sequence[Mapping[str, Any]]], Load]:
+        def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:
+            own, *others = values
+            objects, is_own_rank = (
+                self._components.pipeline.objects,
+                manifest.world_size == self._ranks.world_size,
+            )
+            if selection.is_new:
+                self._load = objects.load_new(
+                    manifest.tensors,
+                    manifest.tied,
+                    own,
+                    only=selection.only,
+                    with_rng=selection.with_rng,
+                    own_rank=is_own_rank,
+                )
+                return self._load
+            self._load = objects.load(
+                manifest.tensors,
+                manifest.tied,
+                own,
+                others=others,
+                strict=selection.strict,
+                only=selection.only,
+                kept=selection.kept,
+                rename=selection.rename,
+                with_rng=selection.with_rng,
+                own_rank=is_own_rank,
+            )
+            return self._load
+
+        return load
+
+    def end_claim(self, keeper: Keeper) -> None:
+        """Write the records that had to wait for the claim.
+
+        Ranks: collective.
+        """
+        self._ranks.first_of(range(self._ranks.world_size), lambda: self._write_marks(keeper))
+        self._complete(keeper)
+
+    def _write_marks(self, keeper: Keeper) -> None:
+        """Mark in home what was skipped before the claim, so that retention keeps it."""
+        while self._marks:
+            self._mark(*self._marks[0], run=keeper.config.run, is_node_local=keeper.config.is_node_local)
+            self._marks.pop(0)
+
+    def _mark(
+        self,
+        skipped: Sequence[Skipped],
+        restored: CheckpointId | None,
+        *,
+        run: str | None,
+        is_node_local: bool,
+    ) -> None:
+        self._tiers.mark(skipped, restored, run=run, rank=self._ranks.rank, is_node_local=is_node_local)
+
+    def _complete(self, keeper: Keeper) -> None:
+        """Record what the attempt continues, and complete commits, which only a claimed attempt may."""
+        found = self._found
+        if self.has_run:
+            self._tiers.end_held()
+        if found is None:
+            return
+        if self._ranks.rank == 0:
+            for one, url in (
+                *found.finished,
+                *self._tiers.finish_commits(keeper.config.run, found.whole),
+            ):
+                detail = f"attempt {one.attempt}, which ended before it could write the manifest"
+                keeper.record("committed", step=one.step, detail=detail, tier=self._tiers.name_of({url: 1}))
+        if self._tiers.local is not None:
+            keeper.drain_checkpoint(found.checkpoint_id)  # its own attempt may not have drained it
+        if keeper.config.is_node_local:
+            keeper.mark_complete(found.checkpoint_id)
+        keeper.record_restored(
+            step=found.step,
+            num_bytes=found.num_bytes,
+            seconds=found.seconds,
+            detail="; ".join(
+                (f"attempt {found.attempt}", *describe_skipped(found), *self.differences.for_history())
+            ),
+            tier=self._tiers.name_of(found.sources),
+        )
+
+
+def describe_skipped(found: Restored) -> list[str]:
+    """Return a line for each checkpoint that a restore skipped or repaired."""
+    skipped = [f"skipped step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.skipped]
+    return [*skipped, *found.recovered_from]

@@ -1,0 +1,186 @@
+"""Saves of one attempt: those under way, the durable and failed ones, and the limit of failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.policy import Overdue
+from holdfast.checkpoint.run.pipeline import PendingCopy
+from holdfast.checkpoint.run.stable_step import StableStep
+from holdfast.checkpoint.stage import Stager
+from holdfast.errors import HoldfastError, InvalidInput, SaveWarning
+from holdfast.system.callsite import warn
+
+
+class Saves:
+    """Saves of one attempt that any thread may begin, wait for and settle.
+
+    Args:
+        limit_s: time for which saves may fail in a row before the error is raised.
+        stager: copies more at once after a torn save.
+        on_durable: called with each save that has become durable.
+        on_failed: called with each save that has failed.
+
+    Attributes:
+        lock: held while outcomes are settled.
+        last: the newest save, whatever its outcome.
+        newest_durable: step of the newest durable save.
+        stable: newest step that all ranks have.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        stager: Stager,
+        *,
+        world_size: int,
+        on_durable: Callable[[Save], None],
+        on_failed: Callable[[Save], None],
+    ) -> None:
+        self.lock = threading.RLock()
+        self.last: Save | None = None
+        self.newest_durable: int | None = None
+        self.stable = StableStep()
+        self._limit_s, self._stager = limit_s, stager
+        self._on_durable, self._on_failed = on_durable, on_failed
+        self._has_others = world_size > 1
+        self._last: PendingCopy | None = None
+        self._pending: deque[PendingCopy] = deque()
+        self._overdue = Overdue(now_s=time.monotonic())
+        self._failing_since_s: float | None = None  # call of the first save that failed, of those in a row
+        self._counted: set[int] = set()  # steps whose saves have failed
+        self._torn_elsewhere: int | None = None  # newest step that only other ranks have torn
+        self._has_warned_of_tear = False
+
+    @property
+    def pending(self) -> list[Save]:
+        """The saves that are not settled yet."""
+        with self.lock:
+            return [one.save for one in self._pending]
+
+    @property
+    def has_pending(self) -> bool:
+        """True if a save is not settled yet."""
+        return bool(self._pending)
+
+    def add(self, pending: PendingCopy) -> None:
+        """Add a save that has begun."""
+        with self.lock:
+            self._overdue.begin(time.monotonic())
+            self._pending.append(pending)
+            self._last, self.last = pending, pending.save
+
+    def has(self, step: int) -> bool:
+        """Return True if the last save is of `step` and has not failed."""
+        return self.last is not None and self.last.step == step and self.last.failed is None
+
+    # -- torn saves ------------------------------------------------------------------------------------------
+
+    @property
+    def must_repeat(self) -> bool:
+        """True if the last save was torn: the next step replaces it."""
+        return self._last is not None and self._last.is_torn
+
+    def note_tear(self) -> None:
+        """Copy more at once from now on, if only another rank's save was torn."""
+        if self._last is not None:
+            self._note_tear(self._last)
+
+    def _note_tear(self, one: PendingCopy) -> None:
+        if one.save.step != self._torn_elsewhere and not one.is_torn:
+            self._torn_elsewhere = one.save.step
+            self._stager.repeats.record_torn_elsewhere()
+
+    # -- outcomes --------------------------------------------------------------------------------------------
+
+    def settle(self) -> list[PendingCopy]:
+        """Settle the saves that have become durable; count those that have failed, and return them."""
+        failed: list[PendingCopy] = []
+        with self.lock:
+            for one in [one for one in self._pending if one.save.done()]:  # a queue may be long
+                if not one.save.durable:
+                    self._count_failed(one.save)
+                    failed.append(one)
+                    continue
+                self._pending.remove(one)
+                self._failing_since_s = None
+                self._overdue.succeed(time.monotonic())
+                self.newest_durable = one.save.step
+                self.stable.add(one.save.step)
+                self._on_durable(one.save)
+        return failed
+
+    def _count_failed(self, save: Save) -> None:
+        if save.failed is not None and save.step not in self._counted:
+            self._counted.add(save.step)
+            self._on_failed(save)
+
+    def surface(self) -> None:
+        """Settle all saves that have ended, and warn of the failed ones.
+
+        Raises:
+            HoldfastError: they have failed for longer than the limit.
+        """
+        with self.lock:
+            for one in self.settle():
+                if one.save.failed is not None:
+                    self._pending.remove(one)
+                    self._surface_failed(one, one.save.failed)
+
+    def _surface_failed(self, one: PendingCopy, error: HoldfastError | None) -> None:
+        assert error is not None
+        by_keeper = one.is_torn and not one.staging.torn  # else the stager has counted it
+        self._stager.distrust_frozen(for_long=by_keeper)
+        if self._has_others and isinstance(error, InvalidInput):
+            self._note_tear(one)  # also in loops that never call should_save()
+        if self._failing_since_s is None:
+            self._failing_since_s = one.save.began_s
+        self._overdue.fail()
+        self._count_failed(one.save)
+        if time.monotonic() - self._failing_since_s > self._limit_s:
+            raise error
+        if not (one.is_torn and self._has_warned_of_tear):  # later ones are in the history
+            warn(str(error), SaveWarning)
+        self._has_warned_of_tear |= one.is_torn
+
+    def overdue(self) -> tuple[float, int] | None:
+        """Return seconds and failures since the last success, if they are to be reported now."""
+        since_s = self._overdue.check(time.monotonic())
+        return None if since_s is None else (since_s, self._overdue.num_failed)
+
+    def wait(self, deadline: float | None) -> None:
+        """Wait until all saves are durable or have failed.
+
+        Args:
+            deadline: of the monotonic clock; None for no limit.
+
+        Raises:
+            HoldfastError: the newest save failed.
+            RetryLater: a save is not durable at the deadline; also a TimeoutError.
+        """
+        for save in self.pending:
+            try:
+                save.wait_durable(remaining_s(deadline))
+            except HoldfastError:
+                if save.failed is None:
+                    raise  # not yet durable, but on its way
+                if save is self.last and self._drop(save):
+                    raise
+
+    def _drop(self, save: Save) -> bool:
+        """Remove a save whose error is raised now and must not be raised again."""
+        with self.lock:
+            found = [one for one in self._pending if one.save is save]
+            for one in found:
+                self._pending.remove(one)
+                self._count_failed(save)
+            return bool(found)
+
+
+def remaining_s(deadline: float | None) -> float | None:
+    """Return the seconds left until a deadline, at least 0; None without one."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

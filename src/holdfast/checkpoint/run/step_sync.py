@@ -1,0 +1,112 @@
+"""Exchange of the ranks after each step: the decision to save it, and the saves that all have."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.keeper import Keeper
+from holdfast.checkpoint.run.cadence import Flags
+from holdfast.checkpoint.run.components import Components
+from holdfast.checkpoint.run.saves import Saves
+from holdfast.checkpoint.run.scores import Scores
+from holdfast.watch.preemption import NoticeWatcher
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Outcome of an exchange, equal on all ranks.
+
+    Attributes:
+        is_due: all ranks save this step.
+        is_preempted: a rank has received a preemption notice.
+        is_spiking: the ranks have to decide about a spike.
+    """
+
+    is_due: bool
+    is_preempted: bool
+    is_spiking: bool
+
+
+class StepSync:
+    """One rank's side of the exchange that follows each step of an attempt."""
+
+    def __init__(self, components: Components, saves: Saves) -> None:
+        self._components, self._saves = components, saves
+        self._is_late = components.ranks.world_size > 1  # flags arrive with the next exchange
+        self._scores = Scores(components.options.keep, is_alone=components.ranks.world_size == 1)
+
+    def exchange(
+        self, step: int, keeper: Keeper | None, notices: NoticeWatcher, *, is_spiking: bool = False
+    ) -> StepOutcome:
+        """Exchange flags about a completed step with the other ranks.
+
+        Args:
+            step: optimizer steps completed.
+            keeper: this rank's; None before the claim.
+            notices: preemption notices of this rank.
+            is_spiking: the ranks have to decide about a spike.
+
+        Ranks: collective.
+        """
+        saves, cadence, now_s = self._saves, self._components.cadence, time.monotonic()
+        cadence.end_step(now_s, in_flight=saves.has_pending)
+        notices.expect_save(cadence.meter.step_s + (cadence.meter.durable_s or 0.0))
+        saves.settle()
+        newest, lacks_proposal = saves.stable.propose()
+        flags = cadence.flags(
+            step,
+            now_s,
+            is_preempted=notices.reason is not None,
+            is_advised=notices.pop_rebalance() is not None,
+            lacks_proposal=lacks_proposal,
+            is_torn=saves.must_repeat,
+            is_spiking=is_spiking,
+        )
+        values, (lowest, score) = self._components.ranks.exchange_flags(
+            step, flags, (newest, self._score_of_last())
+        )
+        received = self._without_old(Flags(*values))
+        self._receive_stable(lowest, keeper, is_lacked=received.lacks_proposal)
+        self._receive_score(score, keeper)
+        decision = cadence.decide(step, now_s, received)
+        if decision.is_repeat:
+            saves.note_tear()
+        is_saved = saves.last is not None and saves.last.step == step
+        return StepOutcome(decision.is_due and not is_saved, received.is_preempted, received.is_spiking)
+
+    def _without_old(self, received: Flags) -> Flags:
+        """Return the received flags; at first without what an attempt before has sent about its steps."""
+        is_old, self._is_late = self._is_late, False
+        return Flags(is_preempted=received.is_preempted) if is_old else received
+
+    def _receive_stable(self, lowest: int, keeper: Keeper | None, *, is_lacked: bool) -> None:
+        """Process the exchange about the newest step that all ranks have; see `StableStep`."""
+        step = self._saves.stable.receive(lowest, is_lacked=is_lacked)
+        if step is not None and keeper is not None and keeper.config.is_node_local:
+            keeper.mark_complete(CheckpointId(attempt=keeper.config.attempt, step=step))
+
+    def _score_of_last(self) -> int:
+        """Return the value of the last save's metric as it is exchanged; see `Scores`."""
+        last, components = self._saves.last, self._components
+        if components.tiers.local is None or last is None:
+            return self._scores.send(None, None)
+        metric = components.options.keep.metric
+        return self._scores.send(last.step, components.metrics.value_of_save(last.step, metric))
+
+    def _receive_score(self, number: int, keeper: Keeper | None) -> None:
+        """Process the exchange about the last save's metric: the best saves are kept for home."""
+        best = self._scores.receive(number)
+        if best is not None and keeper is not None:
+            keeper.send_best(best, is_due=False)
+
+    def score_alone(self, keeper: Keeper | None) -> None:
+        """Find the best saves without an exchange, if there is one rank."""
+        if self._components.ranks.world_size == 1:
+            self._receive_score(self._score_of_last(), keeper)
+
+    def send_best_home(self, keeper: Keeper) -> None:
+        """Send the best saves home, beside a save that is due there: so all ranks send the same."""
+        if self._scores.best:
+            keeper.send_best(self._scores.best, is_due=True)

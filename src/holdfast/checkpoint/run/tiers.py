@@ -1,0 +1,310 @@
+"""Tiers of a run's checkpoints, nearest first: memory of keepers, local folder, home."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.run import AttemptClaim
+from holdfast.checkpoint.home.attempts import newest_number
+from holdfast.checkpoint.home.claim import (
+    check_no_writer,
+    check_run,
+    check_same_run,
+    claim_attempt,
+    claim_run,
+    copy_claim,
+)
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.losses import check_no_losses, find_losses
+from holdfast.checkpoint.home.recovery import recover_commit
+from holdfast.checkpoint.home.skipped import Skipped, drop_note, note_skipped
+from holdfast.checkpoint.home.writer import LiveTrainer
+from holdfast.checkpoint.keeper import MemoryTierStore, free_memory_tier
+from holdfast.checkpoint.policy import single_policies
+from holdfast.checkpoint.restore.share import OTHER_RANKS
+from holdfast.checkpoint.run.options import Home, Local
+from holdfast.checkpoint.store import Store, open_store
+from holdfast.checkpoint.store.factory import absolute_place
+from holdfast.checkpoint.store.overlap import check_disjoint
+from holdfast.checkpoint.store.tiered import TieredStore
+from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
+from holdfast.system.environment import sandboxed
+from holdfast.system.units import format_bytes
+
+
+class TierConfig(TypedDict):
+    """Tier-related fields of `KeeperConfig`."""
+
+    home: str
+    local: str | None
+    keep_local: int
+    bandwidth: float | None
+    keep_in_memory_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Checkpoints that a trainer found, and the one it restored: the basis of its claim.
+
+    `restored` is None for a trainer that found nothing.
+    """
+
+    restored: CheckpointId | None
+    seen: frozenset[CheckpointId] = frozenset()  # everything that could have been restored
+
+
+class Tiers:
+    """Tiers of one run, as this rank sees them.
+
+    Args:
+        home: folder or URL, with the rules for copying saves there.
+        local: folder on this host; None without such a tier.
+        keep_in_memory_s: seconds that a keeper offers the last save from memory after the trainer's death.
+        restore_patience_s: seconds that a restore retries what cannot be read.
+
+    Raises:
+        InvalidInput: an argument cannot be used; or the local folder and home are one place, or one is inside
+            the other.
+        Unsupported: a home that other processes cannot reach.
+    """
+
+    def __init__(
+        self, home: Home, local: Local | None, *, keep_in_memory_s: float, restore_patience_s: float
+    ) -> None:
+        self.home = sandboxed(absolute_place(home.url))
+        self.local = None if local is None else sandboxed(absolute_place(local.path))
+        for place in (self.home, self.local or ""):
+            if place.startswith("memory://"):
+                raise Unsupported(
+                    f"{place} is memory of this process, and checkpoints are written by another one. Give a "
+                    "path."
+                )
+        if home.every is not None and local is None:
+            raise InvalidInput(
+                "Home(every=) needs local=: without a local folder, a save that is not copied to home is "
+                "stored nowhere. Give local= a folder, or save less often with every=."
+            )
+        self.home_every = None if home.every is None else single_policies(home.every)
+        """Policies that send a save home; None if every save is sent."""
+        self.config = TierConfig(
+            home=self.home,
+            local=self.local,
+            keep_local=1 if local is None else local.keep,
+            bandwidth=home.bandwidth_bytes,
+            keep_in_memory_s=keep_in_memory_s,
+        )
+        self.restore_patience_s = restore_patience_s
+        self.home_store = open_store(self.home)
+        self._local_store = None if self.local is None else open_store(self.local)
+        if self._local_store is not None:
+            check_disjoint(self.home_store, self._local_store)
+
+    @property
+    def local_store(self) -> Store | None:
+        """Store of the local folder; None without one."""
+        return self._local_store
+
+    @property
+    def is_far(self) -> bool:
+        """True if saves go straight to a store beyond this machine."""
+        return self.durable_stores()[0].properties.survives_host
+
+    def durable_stores(self) -> list[Store]:
+        """Return all tiers but memory, nearest first."""
+        return [self.home_store] if self._local_store is None else [self._local_store, self.home_store]
+
+    def complete_checkpoints(self) -> set[CheckpointId]:
+        """Return every complete checkpoint in the local folder and home.
+
+        Raises:
+            RetryLater: a store failed.
+        """
+        return {one for tier in self.durable_stores() for one in candidates(list_home(tier))}
+
+    # -- claim and restore -----------------------------------------------------------------------------
+
+    def newest_local_number(self) -> int:
+        """Return the highest attempt number that the local folder has used; 0 without a folder.
+
+        Raises:
+            RetryLater: the store failed.
+        """
+        return 0 if self._local_store is None else newest_number(self._local_store)
+
+    def claim(
+        self,
+        *,
+        world_size: int,
+        base: Base | None,
+        above: int = 0,
+        writers: Sequence[tuple[str, LiveTrainer]] = (),
+    ) -> AttemptClaim:
+        """Claim the next attempt of the run, which is created if it is new. Rank 0 only.
+
+        Args:
+            base: checkpoint that the trainer has restored; None if it restores after the claim.
+            above: highest attempt number that local folders have used.
+            writers: living trainers of this home, each with its host.
+
+        Raises:
+            Conflict: a writer lives, or has committed since the trainer read the home.
+            Corrupt: the run's id is lost, or the trainer would begin from zero beside lost checkpoints.
+            InvalidInput: the local folder holds another run.
+            Unsupported: home replaces an object that must not be replaced.
+            RetryLater: a store failed.
+        """
+        self.home_store.check()
+        check_no_writer(self.home_store, writers)
+        if base is not None:
+            self._check_base(base)
+        run = claim_run(self.home_store)
+        if self._local_store is not None:
+            check_run(self._local_store, run)
+        claim = claim_attempt(self.home_store, run, world_size=world_size, above=above)
+        if self._local_store is not None:
+            copy_claim(self._local_store, claim)
+        return claim
+
+    def check_fresh(self, base: Base) -> None:
+        """Check that the restored checkpoint is still the newest; done before and after the claim.
+
+        Raises:
+            Conflict: another attempt has committed since.
+            RetryLater: a store failed.
+        """
+        found = self.complete_checkpoints()
+        newer = [one for one in found - base.seen if base.restored is None or one > base.restored]
+        if not newer:
+            return
+        newest = max(newer)
+        restored = "nothing" if base.restored is None else f"step {base.restored.step}"
+        raise Conflict(
+            f"Attempt {newest.attempt} has committed step {newest.step} to {self.home} since this process "
+            f"looked there and restored {restored}. Nothing was saved: it would replace what the other one "
+            "has saved. Is another training at work there? Stop one of the two, and call restore() again "
+            "here.",
+            step=newest.step,
+        )
+
+    def _check_base(self, base: Base) -> None:
+        self.check_fresh(base)
+        if base.restored is None:
+            check_no_losses(find_losses(self.durable_stores()), self.home)
+
+    def refuse_unrestored(self) -> None:
+        """Refuse to save beside checkpoints that the trainer has not restored. Rank 0 only.
+
+        Raises:
+            InvalidInput: the home holds checkpoints.
+            RetryLater: a store failed.
+        """
+        found = self.complete_checkpoints()
+        if found:
+            raise InvalidInput(
+                f"{self.home} holds checkpoints, the newest of step {max(found).step}, and restore() was not "
+                "called: a save now would start from scratch beside them, and retention would delete them in "
+                "time. Nothing was saved. Call restore() first, or start from scratch in another home."
+            )
+
+    def finish_commits(self, run: str, whole: Collection[CheckpointId]) -> list[tuple[CheckpointId, str]]:
+        """Write the missing manifests of complete saves of ended attempts. Rank 0 only, with a claim.
+
+        Args:
+            whole: these saves.
+
+        Returns:
+            Each of them whose manifest was written, with the URL of the store.
+
+        Raises:
+            RetryLater: a store failed.
+        """
+        finished: list[tuple[CheckpointId, str]] = []
+        for tier in self.durable_stores() if whole else ():
+            finished += [
+                (saved.checkpoint_id, tier.url)
+                for saved in list_home(tier).by_step()
+                if saved.checkpoint_id in whole and recover_commit(tier, saved, run)
+            ]
+        return finished
+
+    def join(self, claim: AttemptClaim, *, fresh: bool) -> None:
+        """Add the local folder of another host to the run and the attempt.
+
+        Raises:
+            InvalidInput: the folder holds another run; or `fresh`, but it holds files of checkpoints.
+            RetryLater: a store failed.
+        """
+        assert self._local_store is not None
+        if fresh and list_home(self._local_store).saved:
+            raise InvalidInput(
+                f"{self.local} holds files of checkpoints, and restore() was not called. Nothing was saved. "
+                "Call restore() first, or start from scratch in another home and another folder."
+            )
+        check_run(self._local_store, claim.run)
+        copy_claim(self._local_store, claim)
+
+    def check_one_run(self) -> None:
+        """Check that this rank's local folder and home belong to one run.
+
+        Raises:
+            Corrupt: the id of home's run is lost.
+            InvalidInput: they belong to different runs.
+            RetryLater: a store failed.
+        """
+        if self._local_store is not None:
+            check_same_run(self.home_store, self._local_store)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Store]:
+        """Yield all tiers as one store. Views of memory stay valid afterwards."""
+        held = MemoryTierStore(self.home)
+        tiers = [held, *self.durable_stores()] if held else self.durable_stores()
+        try:
+            yield tiers[0] if len(tiers) == 1 else TieredStore(tiers)
+        finally:
+            held.close()
+
+    def end_held(self) -> None:
+        """Let keepers of dead trainers free the memory that they hold for a restore."""
+        free_memory_tier(self.home)
+
+    def mark(
+        self,
+        skipped: Sequence[Skipped],
+        restored: CheckpointId | None,
+        *,
+        run: str | None,
+        rank: int,
+        is_node_local: bool,
+    ) -> None:
+        """Record durably which checkpoints a restore skipped, in every tier where retention deletes.
+
+        Args:
+            skipped: checkpoints that did not verify, or could not be read.
+            restored: the verified checkpoint; a note about it is deleted.
+            is_node_local: hosts have local folders of their own; else rank 0 does it for all.
+
+        Raises:
+            RetryLater: a store failed.
+        """
+        stores = self.durable_stores() if rank == 0 else self.durable_stores()[:-1] if is_node_local else []
+        for store in stores:
+            with contextlib.suppress(Denied):  # it takes no saves either, so nothing is deleted there
+                note_skipped(store, skipped, run)
+                if restored is not None:
+                    drop_note(store, restored)
+
+    def name_of(self, sources: Mapping[str, int]) -> str:
+        """Return the tier that most bytes came from: "memory", "local" or "home"."""
+        url = max(sources, key=lambda one: sources[one], default=self.home)
+        return {"memory": "memory", self.local: "local", OTHER_RANKS: "local"}.get(url, "home")
+
+    def describe_sources(self, sources: Mapping[str, int]) -> str:
+        """Return the source of restored bytes as text: one URL, or each with its number of bytes."""
+        if len(sources) < 2:
+            return next(iter(sources), self.home)
+        return " and ".join(f"{url} ({format_bytes(count)})" for url, count in sources.items())

@@ -1,0 +1,547 @@
+"""Training of this process: its steps, saves, restores and end, over all attempts."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NoReturn, SupportsFloat
+
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.home.recorded_values import read_recent_values
+from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.restore.request import Restored
+from holdfast.checkpoint.run.attempt import Attempt
+from holdfast.checkpoint.run.call_guard import CallGuard
+from holdfast.checkpoint.run.components import Components
+from holdfast.checkpoint.run.position import Position
+from holdfast.checkpoint.run.restoration import Selection
+from holdfast.checkpoint.run.restore_differences import DifferenceReport
+from holdfast.checkpoint.run.rollback import positions_of, ranges_to_skip, record_rollback
+from holdfast.checkpoint.run.skipped_samples import describe_skipped_samples, leave_out
+from holdfast.checkpoint.run.spike_response import SpikeResponse
+from holdfast.checkpoint.run.status_lines import (
+    show_restored,
+    show_rollback,
+    show_what_is_left,
+    warn_of_doubts,
+    warn_of_gradients,
+    warn_of_loaders,
+    warn_of_samples,
+)
+from holdfast.checkpoint.run.step_followers import StepFollowers
+from holdfast.checkpoint.run.trial import Trial
+from holdfast.checkpoint.state import stepping
+from holdfast.checkpoint.state.load import renamer
+from holdfast.checkpoint.state.loader_watch import unwatched_loaders
+from holdfast.errors import (
+    PREEMPTED_STATUS,
+    HoldfastError,
+    InvalidInput,
+    Preempted,
+    RetryLater,
+    SaveWarning,
+)
+from holdfast.system.callsite import warn
+from holdfast.system.environment import report_preemption
+from holdfast.system.failpoint import failpoint
+from holdfast.system.process_exit import hard_exit, hard_exit_at_exit
+from holdfast.watch.compiled import CLOSE_LIMIT_S
+from holdfast.watch.preemption import NoticeWatcher
+from holdfast.watch.preemption.signals import is_loading
+from holdfast.watch.values.spikes import NUM_RECENT, WINDOW
+
+_OTHERS_S = 5.0
+"""Time that other ranks have to make a save durable, when an error has ended this one after a notice."""
+
+
+class Training:
+    """Training of this process, between the calls of a Checkpointer.
+
+    Attributes:
+        attempt: current attempt. Going back to a checkpoint replaces it.
+        position: newest completed step of the loop.
+        preempted: reason why the run has to stop, agreed by all ranks; None while it need not.
+    """
+
+    def __init__(self, components: Components) -> None:
+        self.attempt = Attempt(components)
+        self.position = Position(self._mark)
+        self.preempted: str | None = None
+        self._interrupted = Position(self._mark)
+        """Position of the loop that an exception has ended."""
+        self._saved = Position(self._mark)
+        """Step of the last save, as long as training has not changed the state since."""
+        self._components = components
+        self._pipeline, self._cadence = components.pipeline, components.cadence
+        self._followers = StepFollowers(components.pipeline.objects)
+        self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
+        self._has_restored = False  # from the attempt's base; the script may have changed the state since
+        self._differences = DifferenceReport(components)
+        self._spikes = SpikeResponse(components)
+        self._trial = Trial.of_environment()
+        self._calls = CallGuard()
+        self._has_reviewed = False
+        # An exception that was being handled here already does not make the end of a loop disorderly.
+        self._around = id(sys.exc_info()[1])
+        preemption = components.options.preemption
+        self.notices = NoticeWatcher(preemption.sources)
+        self._is_watching = False
+        self._end_at_exit = partial(_end_at_exit, weakref.ref(self))
+        atexit.register(self._end_at_exit)
+        if preemption.signals:
+            self.notices.protect_workers()  # before a loop begins: it may read from iterators made earlier
+        self.notices.poll_clouds(is_first_here=self._ranks.is_first_here())
+
+    def _mark(self) -> object:
+        """Return a value that changes with the state."""
+        return self._pipeline.stager.num_steps, self._pipeline.objects.marks()
+
+    @property
+    def is_open(self) -> bool:
+        """True until the end, in the process that made it."""
+        return self._calls.is_open
+
+    @contextlib.contextmanager
+    def guard(self, name: str, *, alone: bool = False, is_phase: bool = True) -> Iterator[None]:
+        """Guard a call of the Checkpointer; see `CallGuard.guard`.
+
+        Args:
+            name: name of the call.
+            alone: wait for the calls of other threads that must run alone too.
+            is_phase: it may take longer than a step.
+        """
+        with self._calls.guard(name, alone=alone), self.phase(name) if is_phase else contextlib.nullcontext():
+            yield
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return the context of a stretch that may take longer than a step."""
+        return self._components.phase(name)
+
+    @contextlib.contextmanager
+    def phase_of_user(self, name: str) -> Iterator[None]:
+        """Mark a phase of the user's loop. Data loaders that it reads do not feed the training."""
+        with unwatched_loaders(), self.phase(name):
+            yield
+
+    def _watch_signals(self) -> None:
+        """Take over signals: from now on a loop asks for notices after each step."""
+        if self._components.options.preemption.signals and not self._is_watching:
+            self._is_watching = True
+            self.notices.watch_signals()
+
+    def _release_signals(self) -> None:
+        """Give signals back: no loop is left to stop."""
+        self._is_watching = False
+        self.notices.release_signals()
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def begin_loop(self, total: int) -> int:
+        """Claim the home, restore unless the script has; return the first step of a loop."""
+        self._calls.check()
+        self._watch_signals()
+        if self._has_restored and self.attempt.saves.last is None:
+            self.attempt.begin()  # what the script has set since its restore stays
+            step = self.attempt.base_step or 0
+        else:
+            self.attempt.begin(restores_later=True)
+            with self.guard("restore()", alone=True):
+                step = self.restore(Selection(None, True, None, None)) or 0
+        self._has_restored = False
+        self._cadence.restart(step, time.monotonic())
+        show_what_is_left(self._components, step, total)
+        self._pipeline.watch_optimizers()
+        if self._components.pulse is not None:
+            self._components.pulse.begin(step)
+        return step
+
+    def end_step(self, step: int) -> bool:
+        """Record that a step is complete; return True if all ranks save it."""
+        self._watch_signals()
+        attempt, self._metrics.num_done = self.attempt, step
+        self._followers.reach(step)
+        if self._components.pulse is not None:
+            self._components.pulse.beat(step)
+        self._spikes.check()
+        is_spiking = self._spikes.observe(attempt)
+        outcome = attempt.step_sync.exchange(step, attempt.keeper, self.notices, is_spiking=is_spiking)
+        attempt.warn_if_overdue()
+        if outcome.is_spiking and not outcome.is_preempted:
+            with self.phase("the decision about a spike"):
+                self._spikes.decide(step, attempt)
+        if outcome.is_preempted and self.preempted is None:
+            self.preempted = self.notices.reason or "another rank's notice"
+        if self._components.has_state and not self._pipeline.has_plan:
+            self._pipeline.prepare_in_background()
+        self._cadence.begin_step(time.monotonic())
+        is_due = outcome.is_due and self._spikes.planned is None
+        if self._trial is not None:
+            is_due = self._trial.reach(step, is_due=is_due, wait=attempt.wait)
+        self.position.reach(step)
+        return is_due
+
+    @property
+    def spike(self) -> str | None:
+        """Reason why training has to go back, agreed by all ranks; None while it need not."""
+        return None if self._spikes.planned is None else self._spikes.planned.reason
+
+    def record(self, step: int | None, values: Mapping[str, SupportsFloat]) -> None:
+        """Record metrics of a step; of the one that is running if it is None."""
+        of_save = self._saved.step_now() if step is None else None
+        step = self._metrics.num_done + 1 if step is None else step
+        if of_save is None:
+            self._saved.clear()
+        if self._trial is not None:
+            self._trial.note("recorded", {name: repr(float(one)) for name, one in values.items()}, step)
+        if self._ranks.rank == 0:
+            self._metrics.add(step, values, of_save=of_save)
+            if self.attempt.keeper is not None:
+                self._metrics.flush_if_due(self.attempt.keeper)
+
+    def leave(self, *, is_orderly: bool | None) -> None:
+        """Save at the end of a loop that was left early.
+
+        Args:
+            is_orderly: it was not left by an exception; None if that is not known, and `close` decides.
+        """
+        if not self.is_open:
+            return
+        self._expect_no_step()
+        if is_orderly or self.notices.reason is None:  # else the end of a worker must not interrupt the save
+            self._release_signals()
+        if is_orderly is None:
+            return
+        try:
+            with self.guard("the save at the end of the loop"):
+                if is_orderly and (save := self._save_rest()) is not None:
+                    save.wait_staged()  # the process may end at once
+        except HoldfastError as error:  # an error raised here would be lost with the generator
+            warn(f"The last steps of the loop were not saved: {error}", SaveWarning)
+        self._interrupted, self.position = self.position, Position(self._mark)
+
+    def stop(self, step: int) -> NoReturn:
+        """End a preempted run: wait until everything is durable, then raise SystemExit."""
+        with self.guard("the save after a preemption notice"):
+            self._save_last(step)
+            self.attempt.wait()
+        reason = self.preempted or "notice"
+        self._end_run(step, reason)
+        self.close(None)
+        raise Preempted(step, reason)
+
+    def end_preempted(self, error: BaseException | None) -> None:
+        """End the run if an error has ended its loop after a preemption notice.
+
+        Errors of Holdfast have a meaning of their own, and are left as they are. The notice may have ended
+        workers of a data loader too: if the trainer was waiting for the first batch of a step, it saves the
+        step before. Other ranks do the same, and this one waits for them only shortly: they may wait for it.
+
+        Raises:
+            Preempted: otherwise nothing is done.
+        """
+        reason = self.notices.reason
+        if reason is None or not isinstance(error, Exception) or isinstance(error, HoldfastError):
+            return
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        left = self._interrupted if self.position.step is None else self.position
+        step = left.step_between() if is_loading(frames) else None
+        is_alone = self._ranks.world_size == 1
+        with self.guard("the save after a preemption notice"):
+            can_save = self._components.has_state and (is_alone or self.attempt.keeper is not None)
+            if can_save and step is not None and step > (self.attempt.latest() or 0):
+                self._save_last(step)
+            with contextlib.nullcontext() if is_alone else contextlib.suppress(RetryLater):
+                self.attempt.wait(None if is_alone else _OTHERS_S)
+        newest = self.attempt.latest()
+        self._end_run(newest, f"{reason}; {type(error).__name__} has ended the step: {error}")
+        self.abandon(reason)
+        raise Preempted(newest or 0, reason) from error
+
+    def _end_run(self, step: int | None, reason: str) -> None:
+        """Record and show that a preempted run ends, with its newest durable step."""
+        self.attempt.note_end(f"preempted ({reason})")
+        report_preemption(step or 0)
+        durable = "nothing was saved" if step is None else f"step {step} is durable"
+        self._components.show(f"preempted ({reason}); {durable}")
+        if self._ranks.world_size > 1:  # gloo's threads may abort this rank, which would look like a crash
+            hard_exit_at_exit(PREEMPTED_STATUS)
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def save_given(
+        self, step: int, state: Mapping[str, Any], optimizers: Iterable[Optimizer], *, to_home: bool
+    ) -> Save:
+        """Save objects other than the Checkpointer's own, and release the references to them."""
+        with self._pipeline.objects.lent(dict(state), optimizers):
+            return self.save(step, to_home=to_home)
+
+    def save(self, step: int, *, to_home: bool) -> Save:
+        """Save the present state as the checkpoint of `step`."""
+        if (optimizer := stepping()) is not None:
+            raise InvalidInput(
+                f"save({step}) was called in the middle of {optimizer}.step(), by a signal handler or by "
+                "the step itself, when only some parameters have been updated. Nothing was saved. Save "
+                "between two steps: let the handler set a flag that the loop checks.",
+                step=step,
+            )
+        if self._trial is not None:
+            self._trial.begin_save(step, wait=self.attempt.wait)
+        save = self._save(step, must=False, to_home=to_home)
+        self.position.follow(step)
+        if self._trial is not None and self._trial.is_last(step):
+            self.attempt.wait()
+            self._release(None, goodbye=True)
+            hard_exit(0)
+        return save
+
+    def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
+        self._followers.reach(step)
+        save = self.attempt.save(step, must=must, notices=self.notices, to_home=to_home)
+        if self.position.step == step:
+            warn_of_gradients(self._components)
+        if self._ranks.rank == 0:
+            self._saved.reach(step)
+        if self._has_reviewed and self._trial is None:
+            warn_of_loaders(self._components)  # the first save may have been between two epochs
+        elif not (self._has_reviewed or save.skipped):
+            self._has_reviewed = True
+            if self._trial is not None:
+                doubts = self._pipeline.objects.review(
+                    self._pipeline.stager.stepped(), has_live_objects=self._components.has_state
+                )
+                self._trial.note("doubts", [asdict(doubt) for doubt in doubts])
+            else:
+                warn_of_doubts(self._components, is_new_run=self.attempt.base_step is None)
+        return save
+
+    def _save_last(self, step: int) -> None:
+        """Save `step` unless it is saved; a save of it that turns out to be torn is repeated."""
+        self._pipeline.stager.wait()
+        if self.attempt.saves.has(step):
+            return
+        if not self._components.has_state:
+            raise InvalidInput(
+                f"Step {step} was not saved, and this Checkpointer was made without a state to save. Nothing "
+                f"was written. Call save({step}, state) first.",
+                step=step,
+            )
+        self._save(step, must=True)
+
+    def _save_rest(self) -> Save | None:
+        """Save the steps since the last save, if they were counted."""
+        if not self._components.has_state:
+            return None
+        last, step = self.attempt.saves.last, self.position.step_now()
+        newest = last.step if last is not None else self.attempt.base_step or 0
+        if step is None and self.position.step is not None:
+            self._components.show(
+                f"training continued after step {self.position.step} without counting its steps; the newest "
+                f"save is that of step {newest}. Call finish(step) to save the end"
+            )
+        if step is None or (step <= newest and not self._can_repeat(step)):
+            return None
+        return self._save(step, must=True)
+
+    def _can_repeat(self, step: int) -> bool:
+        """Return True if the last save is of `step`, was torn and may be repeated."""
+        self._pipeline.stager.wait()
+        saves = self.attempt.saves
+        is_last = saves.last is not None and saves.last.step == step
+        return is_last and saves.must_repeat and self._ranks.world_size == 1
+
+    # -- restores --------------------------------------------------------------------------------------------
+
+    def restore(self, selection: Selection) -> int | None:
+        """Restore the newest checkpoint that verifies, or the selected one."""
+        if self.attempt.saves.last is not None:
+            self.attempt = self.attempt.go_back()  # checkpoints of both must not mix
+        found = self.attempt.restore(selection)
+        self._has_restored = True
+        if found is None:
+            self._followers.restart(0)
+            return None
+        self._metrics.restart(found.step, self._read_values_before(found))
+        self._continue_from(found, selection)
+        return found.step
+
+    def _read_values_before(self, found: Restored) -> Mapping[int, Mapping[str, float]]:
+        """Return the values recorded before a restored checkpoint, which later ones are compared with."""
+        if self._components.options.spike.action == "off" or self._ranks.rank != 0:
+            return {}
+        line = (*found.ancestors, found.checkpoint_id)
+        return read_recent_values(self._components.tiers.durable_stores(), line, WINDOW + NUM_RECENT)
+
+    def _continue_from(self, found: Restored, selection: Selection) -> None:
+        """Continue from a checkpoint that was restored, without the samples of earlier rollbacks."""
+        show_restored(self._components, found)
+        self.position.clear()  # the state is no longer that of the step which a loop has reached
+        self._saved.clear()
+        self._followers.restart(found.step)
+        self._spikes.restart(found.rollbacks)
+        self._differences.show(found.step, self.attempt.differences)
+        objects = self._pipeline.objects
+        unknown = leave_out(objects.skippables(), found.rollbacks.skipped(), renamer(selection.rename))
+        if self._ranks.rank == 0:
+            warn_of_samples(found, unknown, has_kept=bool(selection.kept))
+        if self._trial is not None:
+            self._trial.note("restored", found.step)
+        self._cadence.restart(found.step, time.monotonic())
+        self.attempt.report_progress(found.step)
+
+    def roll_back(self) -> int:
+        """Go back to the agreed checkpoint, save it anew, and return its step.
+
+        If this process is killed before the record is written, nothing has happened: the next start resumes
+        from the newest checkpoint, and notices the spike again. After that, no start resumes from the stretch
+        that the record names.
+        """
+        plan = self._spikes.planned
+        if plan is None:
+            raise InvalidInput(
+                'roll_back() is for a loop of your own with on_spike="rollback", once `spike` is set. '
+                "Nothing was done."
+            )
+        objects, config = self._pipeline.objects, self.attempt.begin().config
+        before, kept = positions_of(objects.skippables()), tuple(objects.streams())
+        self.attempt = self.attempt.go_back(plan.reason)
+        selection = Selection(None, True, None, None, choices=plan.choices, kept=kept)
+        found = self.attempt.restore(selection)
+        assert found is not None  # one of those that were chosen, or an error was raised
+        failpoint("rollback.restored")
+        self._has_restored = False
+        self._metrics.go_back(found.step)
+        self._continue_from(found, selection)
+        ranges = self._ranks.share(
+            ranges_to_skip(
+                before,
+                objects.skippables(),
+                plan,
+                restored_step=found.step,
+                extra_steps=self._components.options.spike.skip,
+            )
+        )
+        rollback = record_rollback(self._components, config, plan, found, ranges, kept)
+        failpoint("rollback.noted")
+        leave_out(objects.skippables(), {key: [one] for key, one in ranges.items()}, lambda key: key)
+        self._spikes.finish(rollback)
+        show_rollback(self._components, rollback)
+        samples = describe_skipped_samples(rollback.skipped, rollback.kept)
+        self.attempt.note("rollback", step=found.step, detail=f"{rollback.reason}; {samples}")
+        self._save(found.step, must=True)
+        return found.step
+
+    def load(self, selection: Selection, into: MutableMapping[str, Any]) -> bool:
+        """Load the newest checkpoint that verifies, or the selected one; return False without any."""
+        with self._pipeline.objects.lent(into):
+            return self.restore(selection) is not None
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def finish(self, step: int | None) -> None:
+        """Save the last step, wait until it is durable, and mark the run as finished."""
+        step = self._last_step() if step is None else step
+        if step != self.attempt.base_step:
+            self._save_last(step)
+        self.attempt.wait()
+        self.attempt.note_end("finished")
+        if not self._is_marked(step):
+            config = self.attempt.begin().config  # only a claimed attempt may write the marker
+            self._done.write(config.run, config.attempt, step)
+        self.position.clear()
+        self._expect_no_step()
+        self._release_signals()
+
+    def _expect_no_step(self) -> None:
+        if self._components.pulse is not None:
+            self._components.pulse.end()
+
+    def _is_marked(self, step: int) -> bool:
+        """Return True if the run is marked as finished at `step`; before the claim, on all ranks."""
+        is_marked = self._done.step == step
+        return is_marked if self.attempt.keeper is not None else self._ranks.share(is_marked)
+
+    def _last_step(self) -> int:
+        """Return the step of the present state.
+
+        Raises:
+            InvalidInput: it is not known.
+        """
+        step, last = self.position.step_now(), self.attempt.saves.last
+        if step is None and self.position.step is None:
+            step = last.step if last is not None else self.attempt.base_step
+        if step is None:
+            raise InvalidInput(
+                "finish() cannot determine the last step: training continued after the newest call of "
+                "should_save(), or never called it. Nothing was done. Call finish(step)."
+            )
+        return step
+
+    def close(self, timeout_s: float | None, *, is_orderly: bool | None = None) -> None:
+        """Wait until everything saved is durable, and let the keeper end.
+
+        Args:
+            timeout_s: longest wait; None for no limit.
+            is_orderly: save the last step too; by default unless an exception is being handled.
+        """
+        if not self.is_open:
+            return
+        if is_orderly is None:
+            is_orderly = id(sys.exc_info()[1]) == self._around
+        if not is_orderly:
+            self.end_preempted(sys.exc_info()[1])
+        with self.guard("close()"):
+            try:
+                if is_orderly:
+                    self._save_rest()
+                self._pipeline.stager.wait()
+                self.attempt.wait(timeout_s)
+                self.attempt.note_end("closed")
+                self._ranks.barrier_and_close()
+            except BaseException:
+                self._release(timeout_s, goodbye=False)
+                raise
+            self._release(timeout_s, goodbye=True)
+
+    def abandon(self, reason: str) -> None:
+        """End without waiting; the keeper completes what was staged."""
+        if self.is_open:
+            self.attempt.note_end(reason)
+            self._release(timeout_s=0.0, goodbye=False)
+
+    def _release(self, timeout_s: float | None, *, goodbye: bool) -> None:
+        """Release everything that this object holds; the keeper ends when it is done."""
+        self._calls.close()
+        atexit.unregister(self._end_at_exit)
+        self.notices.close()
+        self._expect_no_step()
+        self._pipeline.stager.close()
+        compiled, keeper = self._components.compiled, self.attempt.keeper
+        if compiled is not None:
+            compiled.close(min(CLOSE_LIMIT_S, CLOSE_LIMIT_S if timeout_s is None else timeout_s))
+        if keeper is not None:
+            keeper.close(timeout_s, frees_memory=goodbye)
+        self._pipeline.arenas.close()
+        if self._components.sampler is not None:
+            self._components.sampler.close()
+        if self._components.pulse is not None:
+            self._components.pulse.close()
+
+
+def _end_at_exit(training: weakref.ref[Training]) -> None:
+    """End a preempted run with its own status if no code has handled the error."""
+    found = training()
+    if found is None or not found.is_open:
+        return
+    try:
+        found.end_preempted(getattr(sys, "last_value", None))
+    except Preempted:
+        hard_exit_at_exit(PREEMPTED_STATUS)

@@ -1,0 +1,241 @@
+"""Captured states: live tensors and values by name, and the collector that finds them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.state.composites import is_composite
+from holdfast.checkpoint.state.holders import HolderAgreement
+from holdfast.checkpoint.state.replication import Replication
+from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, local_of
+from holdfast.checkpoint.state.tensor_table import Role, StateStructure, TensorTable
+from holdfast.checkpoint.state.tensors import is_savable
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedState:
+    """A state at one moment: its tensors still live, its values already encoded.
+
+    `tensors` are detached and share memory with the training objects; of tied tensors only the first is
+    included. A sharded tensor appears as this rank's part, perhaps empty; a rank outside a tensor's mesh does
+    not list it. The order is the same on every rank whose state has the same structure.
+
+    `structure` is the same object as in the previous capture if only bytes and values have changed: the names
+    and their order, dtypes, shapes, devices, `shardings`, `per_rank`, `owned`, `frozen` and `tied` have not.
+    Otherwise it is a new object.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    shardings: dict[str, Sharding]  # of every name that is not per rank: the region of each rank
+    per_rank: frozenset[str]  # names with a different tensor on every rank
+    owned: frozenset[str]  # changed only by a step of an optimizer in the state
+    frozen: frozenset[str]  # module parameters that no optimizer trains, if the state has an optimizer
+    tied: dict[str, str]  # alias -> name of the same tensor
+    values: dict[str, Any]  # top-level key -> tagged JSON, with {"$tensor": name} for tensors
+    structure: StateStructure  # compare by identity
+    lowest: dict[str, ShardLayout] = field(default_factory=dict)  # see `StateStructure.lowest`
+
+
+@dataclass(frozen=True, slots=True)
+class _Emit:
+    """Function for `extract_tensors` that collects tensors with one role."""
+
+    collector: TensorCollector
+    role: Role
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> str:
+        return self.collector.collect(name, tensor, self.role)
+
+    def per_rank(self, name: str, tensor: torch.Tensor) -> str:
+        """Collect a tensor that is different on every rank."""
+        role = self.role._replace(replication=Replication.PER_RANK, follows=None)
+        return self.collector.collect(name, tensor, role)
+
+
+class TensorCollector:
+    """Collects tensors by name while a state is walked.
+
+    It follows the table of the previous capture as long as the same tensors come in the same order, which
+    costs one comparison each. At the first difference it starts a new table, and searches for ties again.
+
+    Args:
+        world_size: number of ranks; with one rank, nothing is per rank.
+        checked: names that have passed the check for reserved names; grows.
+        followed: table of the previous capture, if any.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, checked: set[str], followed: TensorTable | None = None
+    ) -> None:
+        is_usable = followed is not None and (followed.rank, followed.world_size) == (rank, world_size)
+        self._followed = followed if is_usable else None
+        self._new_table = TensorTable(rank, world_size, checked)
+        self._row = 0  # of the table that is followed: all before it are confirmed
+        self._owner = 0
+        self._composites: list[str] = []  # of the table that is followed: names that are confirmed
+        self._replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
+        self._replaced_at: set[int] = set()  # their addresses
+
+    @property
+    def table(self) -> TensorTable:
+        """The table in use: the followed one, or the new one."""
+        return self._followed or self._new_table
+
+    @property
+    def parameter_names(self) -> dict[int, str]:
+        """First name of each live parameter, by id. The same object while nothing in it changes."""
+        return self.table.parameter_names
+
+    def add(self, name: str, tensor: torch.Tensor, replication: Replication) -> str:
+        """Collect a tensor with no special role; see `collect`."""
+        return self.collect(name, tensor, Role(replication))
+
+    def collect(self, name: str, tensor: torch.Tensor, role: Role) -> str:
+        """Collect a tensor; return the name that holds its bytes, another one if it is tied.
+
+        Raises:
+            Unsupported: the tensor cannot be saved.
+            InvalidInput: the name is in use or reserved.
+        """
+        if self._followed is not None:
+            if self._confirm(self._followed, name, tensor, role):
+                self._row += 1
+                return self._followed.holders[self._row - 1]
+            self._leave(self._followed)
+        return self._new_table.add(name, tensor, role)
+
+    def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> bool:
+        """Collect several tensors; quick if they are the objects of the previous capture.
+
+        Returns:
+            False if one of them is a composite tensor; then none was collected.
+        """
+        if self._followed is not None and self._followed.are_same(self._row, names, roles, tensors):
+            self._row += len(names)
+            return True
+        if any(map(is_composite, tensors)):
+            return False
+        for name, role, tensor in zip(names, roles, tensors, strict=True):
+            self.collect(name, tensor, role)
+        return True
+
+    def name_composite(self, name: str, tensor: torch.Tensor, inner: list[str]) -> None:
+        """Record a parameter that is a composite tensor, with the names of its inner tensors."""
+        if self._followed is not None:
+            if self._followed.has_composite(name, tensor, inner):
+                self._composites.append(name)
+                return
+            self._leave(self._followed)
+        self._new_table.name_composite(name, tensor, inner)
+
+    def callback(self, replication: Replication) -> Callable[[str, torch.Tensor], object]:
+        """Return a function for `extract_tensors` that collects tensors with no special role."""
+        return self.callback_for(Role(replication))
+
+    def callback_for(self, role: Role) -> Callable[[str, torch.Tensor], object]:
+        """Return a function for `extract_tensors` that collects tensors with one role."""
+        return _Emit(self, role)
+
+    def own(self, parameters: list[torch.Tensor]) -> None:
+        """Mark an optimizer's parameters as changed only by its steps. Call after all named tensors."""
+        table, i = self._followed, self._owner
+        if table is not None:
+            if i < len(table.owners) and _are_same_objects(table.owners[i], parameters):
+                self._owner += 1
+                return
+            self._leave(table)
+        self._new_table.own(parameters)
+
+    def own_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark all in the memory of these tensors as changed only by optimizers.
+
+        Only for a state that is lent: no table is followed then.
+        """
+        self.table.own_memory(tensors)
+
+    def is_per_rank(self, name: str) -> bool:
+        """Return True if each rank has its own tensor under `name`."""
+        return self.table.is_per_rank(name)
+
+    def captured(
+        self,
+        values: dict[str, Any],
+        structure: StateStructure | None,
+        agreement: HolderAgreement,
+        *,
+        is_frozen_known: bool,
+    ) -> CapturedState:
+        """Return the collected tensors with the encoded values.
+
+        Args:
+            values: encoded values by top-level key.
+            structure: of the previous capture, made by the same agreement; kept if it still holds.
+            agreement: holders of plain tensors.
+            is_frozen_known: the parameters of every optimizer in the state are known.
+        """
+        if self._followed is not None and not self._is_at_end(self._followed):
+            self._leave(self._followed)
+        is_kept = self._followed is not None and not self._put_replaced(self._followed)
+        if structure is None or not is_kept:
+            new = self.table.structure(agreement, is_frozen_known=is_frozen_known)
+            structure = structure if structure is not None and structure.has_same_facts(new) else new
+        return CapturedState(
+            tensors=dict(self.table.tensors),  # a copy: a later capture may put new tensors into the table
+            shardings=structure.shardings,
+            per_rank=structure.per_rank,
+            owned=structure.owned,
+            frozen=structure.frozen,
+            tied=structure.tied,
+            values=values,
+            structure=structure,
+            lowest=structure.lowest,
+        )
+
+    def _confirm(self, table: TensorTable, name: str, tensor: torch.Tensor, role: Role) -> bool:
+        """Return True if the next row matches this name, role and tensor.
+
+        Also if only the tensor was replaced, and no other row depends on it.
+        """
+        row = self._row
+        if not table.has(row, name, role):
+            return False
+        if table.is_same(row, tensor):
+            return True
+        if not is_savable(local_of(tensor)) or not table.can_replace(row, tensor):
+            return False
+        address = local_of(tensor).data_ptr()
+        if address and address in self._replaced_at:
+            return False
+        self._replaced_at.add(address)
+        self._replaced[row] = tensor
+        return True
+
+    def _is_at_end(self, table: TensorTable) -> bool:
+        is_named = len(self._composites) == len(table.composites)
+        return is_named and self._row == len(table.names) and self._owner == len(table.owners)
+
+    def _leave(self, table: TensorTable) -> None:
+        """Copy the confirmed rows into the new table, and continue with that one."""
+        self._followed = None
+        for row in range(self._row):
+            tensor = self._replaced.get(row)
+            live = table.live(row) if tensor is None else tensor
+            self._new_table.add(table.names[row], live, table.roles[row])
+        for name in self._composites:
+            self._new_table.name_composite(name, *table.composites[name])
+        for parameters in table.owners[: self._owner]:
+            self._new_table.own(parameters)
+
+    def _put_replaced(self, table: TensorTable) -> bool:
+        """Put the replaced tensors into the followed table; return True if its structure changes."""
+        changes = [table.replace(row, tensor) for row, tensor in self._replaced.items()]
+        return any(changes)
+
+
+def _are_same_objects(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))

@@ -1,0 +1,108 @@
+"""Restore of composite tensors: their live inner tensors are filled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from holdfast.checkpoint.format.composites import SavedTensor
+from holdfast.checkpoint.state.composite_fit import misfit, needs_live
+from holdfast.checkpoint.state.composites import (
+    is_composite,
+    is_sparse,
+    put_together,
+    set_content,
+    take_apart,
+)
+from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.tensors import unfillable
+from holdfast.checkpoint.state.tree import insert_tensors, references
+from holdfast.errors import InvalidInput
+
+
+def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | None:
+    """Return how a saved composite tensor and the live one differ, or None."""
+    why = misfit(saved, live)
+    if why is not None:
+        return why
+    for name, item in take_apart(live).inner.items():
+        one = saved.inner[name]
+        if isinstance(one, SavedTensor):
+            if not is_sparse(live) and (why := difference(plan, one, item)) is not None:
+                return f"{name}: {why}"
+            continue
+        there, here = (plan.dtype(one.name), plan.shape(one.name)), (item.dtype, tuple(item.shape))
+        is_free = is_sparse(live) and (name != "values" or there[0] is here[0])  # its content is replaced
+        if there != here and not is_free:
+            return f"{name} was saved as {there[0]} {list(there[1])}, but is {here[0]} {list(here[1])}"
+    return None
+
+
+def fill_composite(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+    """Plan to fill a live composite tensor from a saved one. It stays the same object.
+
+    Raises:
+        InvalidInput: its class, its description or one of its inner tensors differs.
+        Unsupported: it is on the meta device.
+    """
+    _check_fit(plan, saved, live, label)
+    _fill(plan, saved, live, label)
+
+
+def read_composite(
+    plan: LoadPlan, saved: SavedTensor, device: torch.device
+) -> Callable[[], torch.Tensor] | None:
+    """Plan to read a composite tensor of a kind of torch's own into new memory.
+
+    Returns:
+        A function that makes the tensor after all targets are filled; None if its class is the program's.
+    """
+    if needs_live(saved):
+        return None
+    for name in references(saved):
+        plan.read_new(name, device)
+    return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
+
+
+def _check_fit(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+    """Raise unless a live composite tensor can be filled from a saved one."""
+    why = difference(plan, saved, live)
+    if why is not None:
+        raise InvalidInput(
+            f"{label} cannot be restored: {why}. A composite tensor is only restored into a live one of the "
+            "same class with the same description. Nothing was changed. Build it as it was, or leave it out "
+            "with only= or rename=.",
+            key=label,
+        )
+    if live.is_meta:
+        raise unfillable(
+            live, label, "it is on the meta device. Call to_empty(device=...) on the module first."
+        )
+
+
+def _fill(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+    if is_sparse(live):
+        _replace_content(plan, saved, live)
+        return
+    for name, item in take_apart(live).inner.items():
+        one = saved.inner[name]
+        if isinstance(one, SavedTensor):
+            _fill(plan, one, item, f"{label}.{name}")
+        else:
+            assert not is_composite(item), label
+            plan.fill(one.name, item, f"{label}.{name}")
+
+
+def _replace_content(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> None:
+    """Plan to replace the content of a sparse tensor, whose number of elements may differ."""
+    for name in references(saved):
+        plan.read_new(name, live.device)
+
+    def finish() -> None:
+        inner = {name: insert_tensors(item, plan.tensor) for name, item in saved.inner.items()}
+        # A copy: names that were tied when they were saved share one object.
+        new = put_together(SavedTensor(saved.type, inner, saved.facts), None)
+        set_content(live, new.to(device=live.device, copy=True))
+
+    plan.add_step(LoadPhase.COPY, finish)

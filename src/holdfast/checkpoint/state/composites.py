@@ -1,0 +1,235 @@
+"""Composite tensors: live tensors taken apart into plain ones, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from holdfast.checkpoint.format.composites import (
+    DTENSOR,
+    DTYPE,
+    MAX_INNER,
+    RAW_DTYPES,
+    SPARSE,
+    SavedTensor,
+    raw_of,
+)
+from holdfast.checkpoint.state.dtensor import is_dtensor
+from holdfast.checkpoint.state.sharding import (
+    is_pending,
+    is_sharded_tensor,
+    layout_of,
+    local_of,
+    reshaped_like,
+    shard_like,
+)
+from holdfast.checkpoint.state.tensors import PLAIN, SHARD_ATTRIBUTES
+from holdfast.checkpoint.state.torch_dtypes import NAMES, torch_dtype
+from holdfast.errors import Corrupt, Unsupported
+from holdfast.system.documents import shown
+
+RAW: dict[torch.dtype, str] = {getattr(torch, name): name for name in RAW_DTYPES if hasattr(torch, name)}
+"""Name of a dtype that safetensors files do not have, by torch dtype."""
+_LAYOUTS: dict[torch.layout, str] = {getattr(torch, name): name for name in SPARSE}
+_STRIDED = torch.strided
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """A live composite tensor, taken apart.
+
+    Args:
+        type: as in `SavedTensor`.
+        inner: its inner tensors, detached; they share its memory.
+        facts: plain values that describe it.
+        context: further description of a class's own, of any types; only if `has_context`.
+    """
+
+    type: str
+    inner: dict[str, torch.Tensor]
+    facts: dict[str, Any] = field(default_factory=dict)
+    context: Any = None
+    has_context: bool = False
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor that is saved as other tensors."""
+    kind = type(tensor)
+    if kind in PLAIN:
+        is_plain = tensor.layout is _STRIDED and tensor.dtype in NAMES
+        return not is_plain and (tensor.layout in _LAYOUTS or tensor.dtype in RAW)
+    if is_dtensor(tensor):
+        local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+        return not is_pending(local) and is_composite(local)
+    return not is_pending(tensor) and not is_sharded_tensor(tensor) and is_traceable_wrapper_subclass(tensor)
+
+
+def take_apart(tensor: torch.Tensor) -> Composite:
+    """Return the inner tensors and the description of a composite tensor.
+
+    Raises:
+        Unsupported: it cannot be put together again from these.
+    """
+    if is_dtensor(tensor):
+        return _of_dtensor(tensor)
+    if all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES):
+        raise Unsupported(
+            "its global_shape shows shards of a global tensor, but they are read only from plain tensors of "
+            "safetensors' dtypes. Save a view() of it with such a dtype and these attributes, or remove them "
+            "and mark it with per_rank() to restore it on the same number of ranks."
+        )
+    if type(tensor) not in PLAIN:
+        return _of_class(tensor)
+    if tensor.layout in _LAYOUTS:
+        return _of_sparse(tensor)
+    return Composite(DTYPE, {"raw": _raw(tensor)}, {"dtype": RAW[tensor.dtype]})
+
+
+def put_together(saved: SavedTensor, live: torch.Tensor | None) -> Any:
+    """Return a new composite tensor over inner tensors, which it shares the memory of.
+
+    Args:
+        saved: its description, with a tensor in place of each reference.
+        live: a tensor of the same type with the same facts; None to do without.
+
+    Returns:
+        The tensor, or `saved` itself if the type needs a live tensor and there is none.
+
+    Raises:
+        Corrupt: the inner tensors and the description do not fit each other.
+    """
+    if saved.type in SPARSE:
+        return _sparse(saved)
+    if saved.type == DTYPE:
+        raw = saved.inner["raw"]
+        if not is_dtensor(raw):
+            return _from_raw(raw, saved.facts["dtype"])
+        assert live is not None
+        return shard_like(_from_raw(local_of(raw), saved.facts["dtype"]), live)
+    if live is None:
+        return saved
+    if saved.type == DTENSOR:
+        return shard_like(saved.inner["local"], live)
+    flat: Any = live
+    _, context = flat.__tensor_flatten__()
+    return type(flat).__tensor_unflatten__(dict(saved.inner), context, live.shape, live.stride())
+
+
+@torch.no_grad()
+def set_content(live: torch.Tensor, new: torch.Tensor) -> None:
+    """Make a live sparse tensor equal to a new one, which it takes over. It stays the same object."""
+    if live.layout is torch.sparse_coo:
+        live.data = new  # copy_() would leave out whether it is coalesced
+    else:
+        live.resize_as_sparse_(new)
+        live.copy_(new)
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Return True for a plain tensor with one of torch's sparse layouts."""
+    return type(tensor) in PLAIN and tensor.layout in _LAYOUTS
+
+
+def _of_class(tensor: Any) -> Composite:
+    kind = type(tensor)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if tensor.layout is not _STRIDED:
+        raise Unsupported(
+            f"it is a {name} of layout {tensor.layout}. Save its values() and offsets() instead, and "
+            "build it from these."
+        )
+    names, context = tensor.__tensor_flatten__()
+    inner = {one: getattr(tensor, one) for one in names}
+    is_complete = 0 < len(inner) <= MAX_INNER and "" not in inner
+    if not is_complete or not all(isinstance(one, torch.Tensor) for one in inner.values()):
+        raise Unsupported(
+            f"it is a {name}, whose __tensor_flatten__() does not return the names of 1 to {MAX_INNER} "
+            "tensors. Save the tensors that it is made of."
+        )
+    facts = {"shape": [int(size) for size in tensor.shape], "dtype": str(tensor.dtype)}
+    detached = {one: each.detach() for one, each in inner.items()}
+    return Composite(f"{kind.__module__}:{kind.__qualname__}", detached, facts, context, has_context=True)
+
+
+def _of_dtensor(tensor: Any) -> Composite:
+    local = local_of(tensor)
+    if type(local) in PLAIN and local.dtype in RAW and local.layout is _STRIDED:
+        raw = _raw(local)
+        shape = (*tensor.shape, *raw.shape[local.dim() :])
+        return Composite(DTYPE, {"raw": reshaped_like(raw, tensor, shape)}, {"dtype": RAW[local.dtype]})
+    layout = layout_of(tensor)
+    assert layout is not None
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    regions = layout.regions_of(rank, tuple(tensor.shape))
+    if not regions:
+        raise Unsupported(
+            "it is a DTensor on a mesh without this rank, over a tensor of another class. Leave it out of "
+            "the state on this rank."
+        )
+    facts = {
+        "shape": list(tensor.shape),
+        "offsets": list(regions[0].offsets),
+        "sizes": list(regions[0].sizes),
+    }
+    return Composite(DTENSOR, {"local": local}, facts)
+
+
+def _of_sparse(tensor: torch.Tensor) -> Composite:
+    kind, flat = _LAYOUTS[tensor.layout], tensor.detach()
+    facts: dict[str, Any] = {"size": list(tensor.shape)}
+    if kind == "sparse_coo":
+        facts["coalesced"] = tensor.is_coalesced()
+        return Composite(kind, {"indices": flat._indices(), "values": flat._values()}, facts)
+    return Composite(kind, {name: getattr(flat, name)() for name in SPARSE[kind]}, facts)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor with a stored dtype."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise Unsupported(
+            f"it is a conjugate or negative view of {tensor.dtype}. Use its resolve_conj().resolve_neg()."
+        )
+    flat = tensor.detach()
+    if tensor.is_complex():
+        return torch.view_as_real(flat)
+    return flat.view(torch_dtype(raw_of(RAW[tensor.dtype])[0]))
+
+
+def _from_raw(raw: torch.Tensor, name: str) -> torch.Tensor:
+    stored, count = raw_of(name)
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        raise Unsupported(
+            f"A tensor is saved as torch.{name}, which torch {torch.__version__} does not have. Install a "
+            "newer torch to read it."
+        )
+    if raw.dtype is not torch_dtype(stored) or (count > 1 and tuple(raw.shape[-1:]) != (count,)):
+        raise Corrupt(f"A {name} tensor is stored as {raw.dtype} of shape {list(raw.shape)}.")
+    return torch.view_as_complex(raw) if count > 1 else raw.view(dtype)
+
+
+def _sparse(saved: SavedTensor) -> torch.Tensor:
+    inner: Mapping[str, torch.Tensor] = saved.inner
+    size = tuple(saved.facts["size"])
+    try:
+        if saved.type != "sparse_coo":
+            layout = getattr(torch, saved.type)
+            return torch.sparse_compressed_tensor(
+                *inner.values(), size=size, layout=layout, check_invariants=True
+            )
+        return torch.sparse_coo_tensor(
+            inner["indices"],
+            inner["values"],
+            size,
+            is_coalesced=saved.facts["coalesced"],
+            check_invariants=True,
+        )
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise Corrupt(
+            f"A {saved.type} tensor of size {shown(list(size))} cannot be made of its inner tensors: "
+            f"{str(error)[:200]}."
+        ) from error

@@ -1,0 +1,267 @@
+"""FSDP1 modules, with parameters in flat tensors, saved through FSDP1's sharded state dicts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from holdfast.checkpoint.format.values import encode
+from holdfast.checkpoint.state.capture import TensorCollector
+from holdfast.checkpoint.state.dtensor import is_dtensor
+from holdfast.checkpoint.state.entry import StateEntry
+from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.modules import EXTRA, canonical
+from holdfast.checkpoint.state.optimizer_layout import is_state_tensor_name
+from holdfast.checkpoint.state.replication import Replication
+from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer
+from holdfast.checkpoint.state.sharding import is_sharded_tensor, note_copies
+from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
+from holdfast.errors import InvalidInput
+
+_WRAPPED = "_fsdp_wrapped_module"
+
+
+def is_fsdp1(module: torch.nn.Module) -> bool:
+    """Return True if a module contains FSDP1."""
+    fsdp = _fsdp()
+    return fsdp is not None and any(
+        isinstance(child, fsdp.FullyShardedDataParallel) for child in module.modules()
+    )
+
+
+def _fsdp() -> Any:
+    """Return FSDP1's package if it is imported, or None."""
+    return sys.modules.get("torch.distributed.fsdp")
+
+
+@contextlib.contextmanager
+def _sharded(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield FSDP1's class; within the block its state dicts are sharded."""
+    from torch.distributed import fsdp
+
+    roots = fsdp.FullyShardedDataParallel.fsdp_modules(module, root_only=True)
+    with contextlib.ExitStack() as stack:
+        for root in roots:
+            kind = fsdp.StateDictType.SHARDED_STATE_DICT
+            stack.enter_context(fsdp.FullyShardedDataParallel.state_dict_type(root, kind))
+        yield fsdp.FullyShardedDataParallel
+
+
+@final
+class FSDP1ModuleEntry(StateEntry):
+    """A module that contains FSDP1.
+
+    Its state dict holds copies, so none of its tensors is owned by an optimizer.
+
+    Ranks: capture, plan and finish are collective over the module's process group: FSDP1 gathers each
+        parameter and splits it again.
+    """
+
+    _has_noted = False
+
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        extra: dict[str, Any] = {}
+        for name, fqn, value, role in self.rows():
+            if isinstance(value, torch.Tensor):
+                collector.collect(name, value, role)
+            else:
+                extra[fqn] = encode(
+                    extract_tensors(value, name, collector.callback(role.replication), composites=False), name
+                )
+        return {EXTRA: extra} if extra else {}
+
+    def _note_copies(self) -> None:
+        """Record which ranks hold the same shards.
+
+        Needed if FSDP1 shards within groups and copies across them.
+        """
+        if self._has_noted:
+            return
+        self._has_noted = True
+        seen: set[str] = set()
+        for child in _fsdp().FullyShardedDataParallel.fsdp_modules(self.value):
+            across = getattr(child, "_inter_node_pg", None)
+            if across is not None and child.process_group.group_name not in seen:
+                seen.add(child.process_group.group_name)
+                copies: list[Any] = [None] * across.size()
+                own = torch.distributed.get_process_group_ranks(child.process_group)
+                torch.distributed.all_gather_object(copies, own, group=across)
+                note_copies(child.process_group, copies)
+
+    def rows(self) -> list[tuple[str, str, Any, Role]]:
+        """Return name, name within the module, value and role of the state dict's items."""
+        module: torch.nn.Module = self.value
+        self._note_copies()
+        with _sharded(module):
+            state = module.state_dict()
+        buffers = {_bare(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+        rows = []
+        for key, value in state.items():
+            fqn, parameter, buffer = canonical(module, key)
+            replication = self.replication or (buffer if key in buffers else parameter)
+            role = Role(replication, in_module=key not in buffers, is_temporary=True)
+            rows.append((f"{self.key}.{fqn}", fqn, value, role))
+        return rows
+
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        module: torch.nn.Module = self.value
+        self._note_copies()
+        with _sharded(module):
+            state = module.state_dict()
+        trees: dict[str, Any] = {}
+        saved_key = plan.saved_key(self.key)
+        for values in plan.all_values(self.key):
+            found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
+            trees = {**{plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in found.items()}, **trees}
+        for key, value in state.items():
+            name = f"{self.key}.{canonical(module, key)[0]}"
+            saved = plan.saved_names.get(name)
+            if saved is not None and isinstance(value, torch.Tensor):
+                plan.fill(saved, value, name)
+            elif name in trees:
+                for reference in references(trees[name]):
+                    plan.read_new(reference)
+            else:
+                plan.missing.append(name)
+
+        def finish() -> None:
+            for key in state:
+                tree = trees.get(f"{self.key}.{canonical(module, key)[0]}")
+                if tree is not None:
+                    state[key] = insert_tensors(tree, plan.tensor)
+            with _sharded(module):
+                module.load_state_dict(state)
+
+        plan.add_step(LoadPhase.MODULE, finish)
+
+
+@final
+class FSDP1OptimizerEntry(StateEntry):
+    """An optimizer of a module that contains FSDP1.
+
+    Args:
+        module: the module's entry.
+
+    Ranks: capture, plan and finish are collective over the module's process group.
+    """
+
+    def __init__(
+        self, key: str, value: Optimizer, replication: Replication | None, module: FSDP1ModuleEntry
+    ) -> None:
+        super().__init__(key, value, replication)
+        self._module = module
+
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        state = self._state_dict()
+        other: dict[str, Any] = {}
+        role = Role(self.replication or Replication.REPLICATED, is_temporary=True)
+        for fqn, layout in state["state"].items():
+            name = self._name(fqn)
+            for key, value in layout.items():
+                if isinstance(value, torch.Tensor) and is_state_tensor_name(key):
+                    collector.collect(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
+                else:
+                    other.setdefault(name, {})[key] = extract_tensors(
+                        value,
+                        f"{self.key}.state.{name}.{key}",
+                        collector.callback_for(role),
+                        composites=False,
+                    )
+        groups = [self._capture_group(i, group, collector) for i, group in enumerate(state["param_groups"])]
+        return {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
+
+    def _capture_group(self, index: int, group: dict[str, Any], collector: TensorCollector) -> dict[str, Any]:
+        label = f"{self.key}.param_groups.{index}"
+        emit = collector.callback(self.replication or Replication.REPLICATED)
+        options = {
+            k: extract_tensors(v, f"{label}.{k}", emit, composites=False)
+            for k, v in group.items()
+            if k != "params"
+        }
+        return {"params": [self._name(fqn) for fqn in group["params"]], **encode(options, label)}
+
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        if plan.lacks(self.key):
+            return
+        saved = SavedOptimizer(self.key, plan)
+        models = {name: value for name, _, value, _ in self._module.rows()}
+        groups = self._state_dict()["param_groups"]
+        chosen = [saved.choose(i, [self._name(f) for f in g["params"]]) for i, g in enumerate(groups)]
+        made: dict[str, dict[str, Any]] = {}
+        shared: set[str] = set()  # parameters that are given the saved state of another one too
+        for group in groups:
+            for fqn in group["params"]:
+                name = self._name(fqn)
+                one, is_shared = saved.state_of(name)
+                if one is None:
+                    continue
+                shared.update({fqn} if is_shared else ())
+                made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in one.tensors.items()}
+                for reference in references(one.trees):
+                    plan.read_new(reference)
+                made[fqn].update({k: _grafted(plan, tree) for k, tree in one.trees.items()})
+        saved.skip_the_rest()
+        for options in chosen:
+            for reference in references(options):
+                plan.read_new(reference)
+
+        def finish() -> None:
+            new = []
+            for group, options in zip(groups, chosen, strict=True):
+                kept = {k: v for k, v in (options or {}).items() if k not in ("params", "param_names")}
+                new.append({**group, **insert_tensors(kept, plan.tensor)})
+            state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
+            state.update({fqn: deepcopy(state[fqn]) for fqn in shared & state.keys()})
+            self._load({"state": state, "param_groups": new})
+
+        plan.add_step(LoadPhase.OPTIMIZER, finish)
+
+    def _state_dict(self) -> dict[str, Any]:
+        module = self._module.value
+        with _sharded(module) as fsdp:
+            return fsdp.optim_state_dict(module, self.value)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        module = self._module.value
+        try:
+            with _sharded(module) as fsdp:
+                self.value.load_state_dict(fsdp.optim_state_dict_to_load(module, self.value, state))
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise InvalidInput(
+                f"{self.key}: FSDP's optim_state_dict_to_load() rejected the saved state: {error}. The "
+                "state may be partly restored: do not train with it. Wrap the module as it was when it was "
+                f"saved, or leave {self.key} out with only=.",
+                key=self.key,
+            ) from error
+
+    def _name(self, fqn: str) -> str:
+        return f"{self._module.key}.{canonical(self._module.value, fqn)[0]}"
+
+
+def _new(plan: LoadPlan, saved: str, model: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Plan to read a state tensor, sharded like a parameter of the same shape."""
+    is_cut = is_dtensor(model) or is_sharded_tensor(model)
+    if is_cut and plan.shape(saved) and plan.shape(saved) == tuple(model.shape):
+        return plan.read_like(saved, model, saved)
+    plan.read_new(saved)
+    return lambda: plan.tensor(saved)
+
+
+def _grafted(plan: LoadPlan, tree: Any) -> Callable[[], Any]:
+    return lambda: insert_tensors(tree, plan.tensor)
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)

@@ -1,0 +1,261 @@
+"""Holders of plain tensors: the ranks that hold each, as agreed by all ranks. Agreement is rare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.format.agreement import check_regions
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.sealed import dumps
+from holdfast.checkpoint.state.sharding import ShardLayout, held_by
+from holdfast.errors import InvalidInput
+
+Gather = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """Facts that a rank sends about one tensor.
+
+    `shape` is that of the whole tensor; `layout` is None if it is plain.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: ShardLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankInventory:
+    """Contents of one rank's state.
+
+    Args:
+        keys: top-level keys of its state.
+        tensors: by name, those of modules and single tensors that are not per rank.
+        others: names of its other module tensors.
+    """
+
+    keys: frozenset[str]
+    tensors: dict[str, HeldTensor]
+    others: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class HolderAgreement:
+    """Holders of each tensor.
+
+    A plain tensor is held by the first of these that applies: the ranks that the user has named; the ranks
+    that had its name at the agreement; for an optimizer's tensor, the ranks that hold its parameter; all
+    ranks, if all are alike. Otherwise a module's tensor is held by this rank alone, and any other by all
+    ranks that have its top-level key.
+
+    Args:
+        is_alike: all ranks have the same names under the same keys, according to the agreement.
+        layouts: by name; empty if all ranks have the same.
+        keys: the ranks that have a top-level key; empty if all ranks have the same.
+        names: names that any rank has; empty if all ranks have the same.
+        marked: top-level key -> ranks that the user has named.
+    """
+
+    rank: int
+    world_size: int
+    is_alike: bool = True
+    layouts: Mapping[str, ShardLayout] = field(default_factory=dict)
+    keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+    marked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def layout(self, name: str, raw: ShardLayout | None, *, is_lowest: bool, in_module: bool) -> ShardLayout:
+        """Return the layout of a tensor that belongs to no parameter.
+
+        Args:
+            raw: layout read from the tensor itself, or None if it is plain.
+            is_lowest: only the lowest of its ranks has the true bytes.
+            in_module: it is a module's.
+        """
+        known = self._marked(name) if raw is None and self.marked else None
+        agreed = self.layouts.get(name)
+        if agreed is not None and agreed.regions is not None and raw is None:
+            agreed = None  # a shard then, and a whole tensor now
+        known = known or agreed or raw or self._unknown(name, in_module=in_module)
+        return held_by((min(known.holders),)) if is_lowest and raw is None else known
+
+    def follow(
+        self, raw: ShardLayout | None, parameter: ShardLayout, parameter_raw: ShardLayout | None
+    ) -> ShardLayout:
+        """Return the layout of an optimizer's tensor.
+
+        Args:
+            raw: layout read from the tensor itself, or None if it is plain.
+            parameter: agreed layout of its parameter.
+            parameter_raw: layout read from the parameter itself.
+        """
+        if raw is None:
+            return held_by(tuple(sorted(parameter.holders)))
+        return parameter if raw == parameter_raw else raw
+
+    def _marked(self, name: str) -> ShardLayout | None:
+        key = _key_of(name, self.marked)
+        return None if key is None else held_by(self.marked[key])
+
+    def _unknown(self, name: str, *, in_module: bool) -> ShardLayout:
+        if self.is_alike:
+            return held_by(tuple(range(self.world_size)))
+        key = None if in_module else _key_of(name, self.keys)
+        return held_by((self.rank,) if key is None else self.keys[key])
+
+
+def agree(mine: RankInventory, rank: int, world_size: int, gather: Gather) -> HolderAgreement:
+    """Determine the holders of all tensors, together with the other ranks.
+
+    Digests are compared first. Only if they differ, one rank of each kind sends its inventory.
+
+    Raises:
+        InvalidInput: two ranks have different tensors under one name.
+
+    Ranks: collective if there are several; `gather` returns the values of all ranks, by rank.
+    Blocks: on `gather`.
+    """
+    if world_size == 1:
+        return HolderAgreement(rank, world_size)
+    table = _plain_values(mine)
+    digests = gather(digest(dumps(table)))
+    first = {one: i for i, one in reversed(list(enumerate(digests)))}
+    has_own = any(one.layout is not None and one.layout.is_own for one in mine.tensors.values())
+    if len(first) == 1 and not has_own:
+        return HolderAgreement(rank, world_size)
+    tables = gather(table if first[digests[rank]] == rank else None)
+    kinds = [
+        (tables[i], [r for r, one in enumerate(digests) if one == kind])
+        for kind, i in sorted(first.items(), key=lambda pair: pair[1])
+    ]
+    return _merged(kinds, rank, world_size)
+
+
+def _plain_values(mine: RankInventory) -> dict[str, Any]:
+    """Return an inventory as plain values, with each layout once."""
+    numbers: dict[int, int] = {}
+    layouts: list[Any] = []
+    tensors: dict[str, Any] = {}
+    for name, known in sorted(mine.tensors.items()):
+        layout = known.layout
+        number = None
+        if layout is not None:
+            if id(layout) not in numbers:
+                numbers[id(layout)] = len(layouts)
+                regions = None if layout.regions is None else tuple(map(tuple, layout.regions))
+                layouts.append([layout.splits, layout.copies, regions, layout.is_own])
+            number = numbers[id(layout)]
+        tensors[name] = [known.dtype, list(known.shape), number]
+    return {"keys": sorted(mine.keys), "layouts": layouts, "tensors": tensors, "others": sorted(mine.others)}
+
+
+@dataclass(slots=True)
+class _Merge:
+    """Facts about one name, merged so far, and the rank that they come from."""
+
+    rank: int
+    fact: tuple[Any, ...]
+    copies: set[tuple[int, ...]]
+    holders: dict[Region, list[int]]  # of each region, if each rank lists its own
+
+
+def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size: int) -> HolderAgreement:
+    merges: dict[str, _Merge] = {}
+    keys: dict[str, list[int]] = {}
+    names: set[str] = set()
+    for table, ranks in kinds:
+        names.update(table["tensors"], table["others"])
+        for key in table["keys"]:
+            keys.setdefault(key, []).extend(ranks)
+        each = [(one,) for one in ranks]
+        for name, (dtype, shape, number) in table["tensors"].items():
+            splits, copies, regions, is_own = (
+                ((), each, None, False) if number is None else table["layouts"][number]
+            )
+            regions = None if regions is None else tuple(Region(*one) for one in regions)
+            fact = (dtype, tuple(shape), splits, () if is_own else regions)
+            merge = merges.setdefault(name, _Merge(ranks[0], fact, set(), {}))
+            if merge.fact != fact:
+                raise _disagreement(name, merge, ranks[0], fact)
+            if is_own:
+                listed = [Region.whole(tuple(shape))] if regions is None else regions
+                for region, one in zip(listed, copies[0], strict=True):
+                    merge.holders.setdefault(region, []).append(one)
+            else:
+                merge.copies.update(copies)
+    for name, merge in merges.items():
+        if merge.fact[-1] == ():
+            _join(name, merge)
+    layouts = _shared(merges)
+    return HolderAgreement(
+        rank,
+        world_size,
+        is_alike=all(_names(table) == _names(kinds[0][0]) for table, _ in kinds),
+        layouts=layouts,
+        keys={key: tuple(sorted(ranks)) for key, ranks in keys.items()},
+        names=frozenset(names),
+    )
+
+
+def _join(name: str, merge: _Merge) -> None:
+    """Make one layout of the regions that each rank has listed. Ranks with the same region are copies.
+
+    Raises:
+        InvalidInput: they overlap or leave a gap.
+    """
+    dtype, shape, splits, _ = merge.fact
+    rows = sorted(merge.holders.items())
+    try:
+        check_regions(name, shape, [(ranks[0], region) for region, ranks in rows])
+    except InvalidInput as error:
+        raise InvalidInput(f"{error} Nothing was saved.", key=name, rank=error.rank) from error
+    regions = tuple(region for region, _ in rows)
+    merge.fact = dtype, shape, splits, None if regions == (Region.whole(shape),) else regions
+    for copy in range(max((len(ranks) for _, ranks in rows), default=0)):
+        merge.copies.add(tuple(ranks[copy % len(ranks)] for _, ranks in rows))
+
+
+def _names(table: dict[str, Any]) -> list[set[str]]:
+    return [set(table["keys"]), set(table["tensors"]), set(table["others"])]
+
+
+def _shared(merges: dict[str, _Merge]) -> dict[str, ShardLayout]:
+    """Return the merged layouts. Equal ones are one object."""
+    known: dict[Any, ShardLayout] = {}
+    layouts: dict[str, ShardLayout] = {}
+    for name, merge in merges.items():
+        _, _, splits, regions = merge.fact
+        key = (splits, regions, frozenset(merge.copies))
+        if key not in known:
+            copies = tuple(sorted(merge.copies))
+            is_whole = not splits and regions is None
+            known[key] = (
+                held_by(tuple(r for (r,) in copies)) if is_whole else ShardLayout(splits, copies, regions)
+            )
+        layouts[name] = known[key]
+    return layouts
+
+
+def _disagreement(name: str, merge: _Merge, rank: int, fact: tuple[Any, ...]) -> InvalidInput:
+    def described(fact: tuple[Any, ...]) -> str:
+        dtype, shape, splits, regions = fact
+        is_whole = not splits and regions is None
+        split = "whole" if is_whole else f"split by {list(splits)}" if splits else "split into regions"
+        return f"{dtype}{list(shape)}, {split}"
+
+    message = (
+        f"{name} is {described(merge.fact)} on rank {merge.rank} but {described(fact)} on rank {rank}. "
+        "Nothing was saved. Use different keys for different tensors, or mark their object with per_rank() "
+        "if every rank has its own."
+    )
+    return InvalidInput(message, key=name, rank=rank)
+
+
+def _key_of(name: str, keys: Mapping[str, Any]) -> str | None:
+    """Return the longest key that contains a name."""
+    found = [key for key in keys if name == key or name.startswith(f"{key}.")]
+    return max(found, key=len, default=None)

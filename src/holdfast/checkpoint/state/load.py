@@ -1,0 +1,576 @@
+"""Load: the plan to restore saved tensors and values into the live state, and its final steps."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format.composites import shown_type
+from holdfast.checkpoint.format.fill_target import FillTarget
+from holdfast.checkpoint.format.manifest import Tensor
+from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.values import decode
+from holdfast.checkpoint.state.composites import RAW, is_composite, take_apart
+from holdfast.checkpoint.state.dtensor import is_dtensor
+from holdfast.checkpoint.state.filled_memory import FilledMemory, Range, holds, range_of
+from holdfast.checkpoint.state.fitting import Fitting, Misfit, fit
+from holdfast.checkpoint.state.read_only_memory import refuse_read_only
+from holdfast.checkpoint.state.sharding import (
+    is_divided,
+    is_sharded_tensor,
+    local_of,
+    local_shards_like,
+    shape_of,
+    shard_like,
+    shards_of,
+)
+from holdfast.checkpoint.state.tensors import (
+    PLAIN,
+    copy,
+    is_local_shard,
+    is_plain_memory,
+    is_same_view,
+    laid_out_like,
+    unfillable,
+)
+from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.state.tree import references
+from holdfast.checkpoint.state.updates import Updates
+from holdfast.errors import Corrupt, InvalidInput, Unsupported
+
+Rename = Callable[[str], str]
+_MAX_LISTED = 10
+PARAMETER_MARK = ".param_groups: "
+"""Separator between an optimizer's key and its parameter in names of unexpected parameters."""
+_SHARED = "it shares memory with another live tensor, but was saved with other values; the later name wins."
+_UNTIED = "tied in the live state but saved as two tensors; the later name wins."
+
+
+class LoadPhase(enum.IntEnum):
+    """Phase of a step of `Load.finish`. Each phase may rely on the ones before it."""
+
+    CARVE = 0  # parts are copied out of tensors that were read whole
+    SWAP = 1  # meta tensors become real
+    COPY = 2  # targets that were not live go into live tensors
+    OPTIMIZER = 3
+    MODULE = 4
+    OBJECT = 5
+    VALUE = 6
+    RNG = 7  # last, because any step before may draw random numbers
+
+
+class Load:
+    """A plan to fill the live state. Making it changes nothing live.
+
+    Most of `targets` are the live tensors themselves, so filling them already changes the live state. Once
+    filling has begun, only a completed load, of this or another checkpoint, leaves a consistent state.
+
+    Raises:
+        InvalidInput: a live tensor is in memory that is mapped read-only.
+    """
+
+    def __init__(self, plan: LoadPlan, unexpected: list[str]) -> None:
+        self.targets: dict[str, list[FillTarget]] = plan.targets()
+        """Saved name -> this rank's targets. Parts without elements are not included."""
+        self.missing: list[str] = plan.missing
+        """Names in the live state but not in the checkpoint; they stay unchanged."""
+        self.unexpected: list[str] = unexpected
+        """Names in the checkpoint but not in the live state; they are not read."""
+        self.notes: list[str] = plan.notes
+        """Notes on values that differ from the saved ones, such as casts."""
+        self.generator_notes: list[str] = plan.generator_notes
+        """Notes on generators of the process that are not set as saved; `finish` adds them."""
+        self._steps = plan.steps
+        refuse_read_only(plan.written)
+
+    def finish(self) -> None:
+        """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
+
+        Call it once, after all targets are filled.
+
+        Raises:
+            InvalidInput: an object of the state rejects its own saved state.
+
+        Ranks: not collective by itself; a user's load_state_dict() may be.
+        """
+        steps, self._steps = self._steps, []
+        for _, step in sorted(steps, key=lambda pair: pair[0]):
+            step()
+
+
+class LoadPlan:
+    """Collector of a load's actions, one entry of the state after the other.
+
+    Args:
+        tensors: saved tensors by saved name.
+        tied: saved alias -> saved name.
+        values: encoded values by saved top-level key.
+        rename: saved name -> live name.
+        others: encoded values of further parts, used for keys that `values` lacks.
+        rank: this rank, whose parts of sharded tensors are filled.
+
+    Raises:
+        InvalidInput: two saved names are renamed to one.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        tied: Mapping[str, str],
+        values: Mapping[str, Any],
+        rename: Rename,
+        *,
+        others: Sequence[Mapping[str, Any]] = (),
+        rank: int = 0,
+    ) -> None:
+        self.tensors = tensors
+        self.tied = tied
+        self.rename = rename
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.notes: list[str] = []  # on values that differ from the saved ones
+        self.generator_notes: list[str] = []  # on generators of the process
+        self.misfits: list[Misfit] = []  # of values that stay unchanged unless the load is strict
+        self.steps: list[tuple[LoadPhase, Callable[[], None]]] = []
+        self.written: dict[str, torch.Tensor] = {}  # live tensors that are written to, by live name
+        self.used: set[str] = set()  # saved names, aliases included, that fill something live
+        self.saved_names = _renamed([*tensors, *tied], rename)
+        self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
+        self._rank = rank
+        self._parts: dict[str, list[FillTarget]] = {}  # by saved name, also those without elements
+        self._claimed: set[str] = set()  # saved names that are in a live tensor or become one
+        self.updates = Updates()
+        self._memory = FilledMemory()  # of all live tensors
+        self._swapped: set[int] = set()  # ids of meta tensors that become real
+        self._real: dict[int, torch.device] = {}  # id of a meta tensor -> its device once real
+
+    def saved_key(self, key: str) -> str | None:
+        """Return the saved top-level key that fills the live key, or None."""
+        return next((keys[key] for keys, _ in self._sources if key in keys), None)
+
+    def saved_keys(self) -> list[str]:
+        """Return all saved top-level keys."""
+        return list(dict.fromkeys(key for keys, _ in self._sources for key in keys.values()))
+
+    def values(self, key: str) -> Any:
+        """Return new decoded values of a live top-level key, or None without saved ones."""
+        return next(self.all_values(key), None)
+
+    def all_values(self, key: str) -> Iterator[Any]:
+        """Yield decoded values of a live top-level key from every part, this rank's first."""
+        return (decode(values[keys[key]]) for keys, values in self._sources if key in keys)
+
+    def lacks(self, key: str) -> bool:
+        """Return True, and record the key as missing, if the checkpoint does not have it."""
+        if self.saved_key(key) is not None:
+            return False
+        self.missing.append(key)
+        return True
+
+    def leave(self, key: str) -> None:
+        """Leave out a saved top-level key with its tensors, which then are not unexpected."""
+        self.used.update(name for live, name in self.saved_names.items() if _is_under(live, [key]))
+
+    def fit(self, saved: Any, live: Any, path: str) -> Fitting | None:
+        """Fit a saved tree to the live value at a key path; return None, and record why, if it does not.
+
+        Fields that only one of them has are recorded as missing or unexpected.
+        """
+        try:
+            found = fit(saved, live, path)
+        except Misfit as error:
+            self.misfits.append(error)
+            self.used.update(references(saved))
+            return None
+        self.missing += found.missing
+        self.unexpected += found.unexpected
+        return found
+
+    def add_step(self, phase: LoadPhase, step: Callable[[], None]) -> None:
+        """Add a step for `Load.finish`. Within a phase, steps run in the order they were added."""
+        self.steps.append((phase, step))
+
+    def read_new(self, name: str, device: torch.device | str = "cpu") -> None:
+        """Plan to read a whole saved tensor into new memory, unless that is planned already; see `tensor`."""
+        saved = self._use(name)
+        if saved not in self._parts:
+            self._parts[saved] = [self._new_target(saved, device, None)]
+        else:
+            self._widen(saved)
+
+    def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
+        """Return the filled tensor of a saved name. Names that were tied when saved share one object."""
+        (target,) = self._parts[self.tied.get(name, name)]
+        assert target.region is None, name
+        return target.tensor if device is None else target.tensor.to(device)
+
+    def read_like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+        """Plan to read this rank's part of a saved tensor into new memory.
+
+        Args:
+            name: saved name, of a tensor with the shape of `model`.
+            model: a sharded tensor with the wanted layout.
+            label: name of `model`, for messages.
+
+        Returns:
+            A function that makes the sharded tensor after all targets are filled.
+        """
+        saved, device = self._use(name), self.device_of(model)
+        regions = [region for _, region in self._parts_of(model, label)]
+        sources = self._new_sources(saved, device, regions)
+        return lambda: _like([source().to(device) for source in sources], model, self.dtype(name), device)
+
+    def targets(self) -> dict[str, list[FillTarget]]:
+        """Return the targets to fill; parts of sharded tensors only if they have an element."""
+        return {
+            name: found
+            for name, parts in self._parts.items()
+            if (found := [one for one in parts if one.region is None or one.region.num_items])
+        }
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a saved tensor."""
+        return torch_dtype(self._spec(name).dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a saved tensor."""
+        return tuple(self._spec(name).shape)
+
+    def fill(self, name: str, live: torch.Tensor, label: str) -> None:
+        """Plan to fill a live tensor from a saved one, in place if possible.
+
+        Args:
+            name: saved name.
+            label: live name, for messages.
+
+        Raises:
+            InvalidInput: the shapes differ.
+            Unsupported: this kind of tensor cannot be filled.
+        """
+        self._check(name, live, label)
+        saved = self._use(name)
+        parts = self._parts_of(live, label, is_whole=self._is_own(name, live))
+        self.written[label] = local_of(live)
+        if live.device.type == "meta":
+            self._make_real(saved, live, [region for _, region in parts], label)
+        elif saved not in self._parts:
+            self._parts[saved] = [self._fill_first(saved, part, region, label) for part, region in parts]
+        else:
+            filled = [target.tensor for target in self._parts[saved]]
+            for part, region in parts:
+                source = self._source(saved, region)
+                if not any(_is_same_memory(part, one) for one in filled):
+                    self._add_memory(part)
+                    self.add_step(LoadPhase.COPY, partial(_copy_from, source, part))
+        self._claimed.add(saved)
+
+    def device_of(self, live: torch.Tensor) -> torch.device:
+        """Return the device of a live tensor, or the device chosen for a meta tensor."""
+        return self._real.get(id(live), torch.device("cpu")) if live.device.type == "meta" else live.device
+
+    def set_real_device(self, live: torch.Tensor, device: torch.device) -> None:
+        """Set the device where a meta tensor becomes real. Call it before planning to fill it."""
+        self._real[id(live)] = device
+
+    def _check(self, name: str, live: torch.Tensor, label: str) -> None:
+        if is_composite(live) and live.dtype not in RAW:
+            one = take_apart(live)
+            why = (
+                f"it was saved as a plain tensor, but is {shown_type(one.type, one.facts)}. Build it as it "
+                "was when it was saved, or leave it out with only= or rename=."
+            )
+            raise unfillable(live, label, why)
+        is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
+        if not is_known or live.layout is not torch.strided:
+            raise unfillable(live, label)
+        expected, found = shape_of(live), self.shape(name)
+        if expected != found and not self._is_own(name, live):
+            raise InvalidInput(
+                f"{label} has shape {list(expected)} in the live state but {list(found)} in the checkpoint. "
+                "Nothing was changed. Build the same model, or leave it out with only= or rename=.",
+                key=label,
+            )
+        if live.dtype is not self.dtype(name):
+            self.notes.append(f"{label}: saved as {self.dtype(name)}, cast to {live.dtype}.")
+
+    def _is_own(self, name: str, live: torch.Tensor) -> bool:
+        """Return True if each rank has saved its own, in the live shape."""
+        own = type(live) in PLAIN and self._spec(name).partitioning is None
+        return own and tuple(live.shape) == self.shape(name)
+
+    def _parts_of(
+        self, live: torch.Tensor, label: str, *, is_whole: bool = False
+    ) -> list[tuple[torch.Tensor, Region | None]]:
+        """Return this rank's parts of a live tensor and their regions. None is the whole tensor."""
+        if is_whole:
+            return [(live, None)]
+        try:
+            local, shards = local_of(live), shards_of(live, self._rank)
+        except Unsupported as error:
+            raise unfillable(live, label, str(error)) from error
+        if type(local) not in PLAIN or local.layout is not torch.strided:
+            raise unfillable(local, label)
+        whole = Region.whole(shape_of(live))
+        if not shards and not is_local_shard(live):  # its sharding has other ranks only
+            return [(local, Region(whole.offsets, whole.offsets))]
+        return [(shard, None if region == whole else region) for shard, region in shards]
+
+    def _new_target(self, saved: str, device: torch.device | str, region: Region | None) -> FillTarget:
+        return FillTarget(self._empty(saved, device, region), region)
+
+    def _new_sources(
+        self, saved: str, device: torch.device | str, regions: list[Region | None]
+    ) -> list[Callable[[], torch.Tensor]]:
+        """Plan to read regions into new memory, unless they are read already; return their sources."""
+        if saved not in self._parts:
+            self._parts[saved] = [self._new_target(saved, device, region) for region in regions]
+        return [self._source(saved, region) for region in regions]
+
+    def _source(self, saved: str, region: Region | None) -> Callable[[], torch.Tensor]:
+        """Return a function that returns a region of a saved tensor after filling."""
+        for target in self._parts[saved]:
+            if target.region == region:
+                return lambda: target.tensor
+        self._widen(saved)
+        (target,) = self._parts[saved]
+        whole = target.tensor
+        return lambda: whole if region is None else whole[region.slices].contiguous()
+
+    def _widen(self, saved: str) -> None:
+        """Plan to read all of a saved tensor instead of parts."""
+        parts = self._parts[saved]
+        if any(part.region is None for part in parts):
+            return
+        whole = self._empty(saved, "cpu")
+        self._parts[saved] = [FillTarget(whole, None)]
+        for part in parts:
+            assert part.region is not None
+            self.add_step(LoadPhase.CARVE, partial(copy, whole[part.region.slices], part.tensor))
+
+    def read_apart(self, name: str, live: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Plan to read a tensor into new memory if its live one shares memory.
+
+        Args:
+            name: saved name.
+            live: tensor of a container, which could contain another one in its place.
+
+        Returns:
+            A function that returns `live` with the saved values after all targets are filled, or a new tensor
+            if they differ from those that the others have there. None if `live` shares no memory or is not
+            plain.
+        """
+        if (
+            type(live) is not torch.Tensor
+            or live.requires_grad
+            or is_divided(live)
+            or self.tied.get(name, name) in self._parts
+        ):
+            return None
+        if tuple(live.shape) != self.shape(name) or live.dtype is not self.dtype(name):
+            return None
+        place = range_of(live)
+        shared = [] if place is None else self._memory.overlap(*place)
+        if not shared:
+            return None
+        self.read_new(name)
+
+        def choose() -> torch.Tensor:
+            new = self.tensor(name, live.device)
+            if not holds(live, new, shared):
+                return new
+            copy(new, live)
+            return live
+
+        return choose
+
+    def _add_memory(self, live: torch.Tensor) -> list[Range]:
+        """Note that a live tensor is filled; return its addresses that others fill too."""
+        if (place := range_of(live)) is None:
+            return []
+        shared = self._memory.overlap(*place)
+        self._memory.add(*place)
+        return shared
+
+    def _fill_first(self, saved: str, live: torch.Tensor, region: Region | None, label: str) -> FillTarget:
+        shared = self._add_memory(live)
+        if not shared and is_plain_memory(live) and live.dtype is self.dtype(saved):
+            return FillTarget(live.detach(), region)
+        target = self._empty(saved, "cpu", region)
+
+        def copy_over() -> None:
+            if shared and not holds(live, target, shared):
+                self.notes.append(f"{label}: {_SHARED}")
+            copy(target, live)
+
+        self.add_step(LoadPhase.COPY, copy_over)
+        return FillTarget(target, region)
+
+    def _make_real(self, saved: str, live: torch.Tensor, regions: list[Region | None], label: str) -> None:
+        device = self._real.setdefault(id(live), torch.device("cpu"))
+        is_second = id(live) in self._swapped
+        self._swapped.add(id(live))
+        is_shared = saved in self._claimed
+        sources = self._new_sources(saved, device, regions)
+        if not is_second:
+            self.add_step(LoadPhase.SWAP, lambda: _swap(live, sources, device, label, is_shared=is_shared))
+        elif not is_shared:
+            self.notes.append(f"{label}: {_UNTIED}")
+            self.add_step(LoadPhase.COPY, lambda: self._copy_again(sources, live, label))
+
+    def _copy_again(self, sources: list[Callable[[], torch.Tensor]], live: torch.Tensor, label: str) -> None:
+        for source, (part, _) in zip(sources, self._parts_of(live, label), strict=True):
+            copy(source(), part)
+
+    def _empty(self, saved: str, device: torch.device | str, region: Region | None = None) -> torch.Tensor:
+        spec = self._spec(saved)
+        sizes = tuple(spec.shape) if region is None else region.sizes
+        return torch.empty(sizes, dtype=torch_dtype(spec.dtype), device=device)
+
+    def _use(self, name: str) -> str:
+        self.used.add(name)
+        return self.tied.get(name, name)
+
+    def _spec(self, name: str) -> Tensor:
+        saved = self.tied.get(name, name)
+        if saved not in self.tensors:
+            raise Corrupt(f"The checkpoint refers to a tensor {saved!r} that it does not contain.", key=saved)
+        return self.tensors[saved]
+
+
+def _copy_from(source: Callable[[], torch.Tensor], live: torch.Tensor) -> None:
+    copy(source(), live)
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and is_same_view(a, b)
+
+
+def _like(
+    parts: list[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Return a tensor with the sharding of `model` and this rank's parts."""
+    if is_local_shard(model):
+        return local_shards_like(parts, model, dtype, device)
+    (part,) = parts
+    return shard_like(part, model)
+
+
+def _swap(
+    live: torch.Tensor,
+    sources: list[Callable[[], torch.Tensor]],
+    device: torch.device,
+    label: str,
+    *,
+    is_shared: bool,
+) -> None:
+    """Make a meta tensor real in place. Modules and optimizers keep the same object."""
+    parts = [source().detach().to(device=device, dtype=live.dtype, copy=is_shared) for source in sources]
+    is_part = is_divided(live) and not (type(live) in PLAIN and [one.shape for one in parts] == [live.shape])
+    real = _like(parts, live, live.dtype, device) if is_part else laid_out_like(parts[0], live)
+    if isinstance(live, torch.nn.Parameter):
+        real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
+    vars(real).update(vars(live))
+    try:
+        torch.utils.swap_tensors(live, real)
+    except RuntimeError as error:
+        raise InvalidInput(
+            f"{label} is on the meta device and cannot be made real in place: {error} "
+            "Call to_empty(device=...) on the module before you restore.",
+            key=label,
+        ) from error
+
+
+def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
+    renamed: dict[str, str] = {}
+    for name in names:
+        live = rename(name)
+        if live in renamed:
+            raise InvalidInput(
+                f"rename= maps both {renamed[live]!r} and {name!r} to {live!r}. Nothing was changed.",
+                key=live,
+            )
+        renamed[live] = name
+    return renamed
+
+
+def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
+    """Return the function that maps saved names to live ones. In a mapping, the longest prefix wins.
+
+    Prefixes end at dots: "a.b" matches "a.b" and "a.b.c", not "a.bc".
+    """
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    prefixes = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+
+    def renamed(name: str) -> str:
+        for old, new in prefixes:
+            if name == old or name.startswith(f"{old}."):
+                return new + name[len(old) :]
+        return name
+
+    return renamed
+
+
+def leftover(
+    plan: LoadPlan,
+    live_keys: Collection[str],
+    wanted: Collection[str] | None,
+    held: tuple[Collection[str], Collection[str]] | None,
+) -> list[str]:
+    """Return the saved names that fill nothing live. A completely unused key is listed as one name.
+
+    Args:
+        live_keys: top-level keys of the live state.
+        wanted: top-level keys (live names) to restore, or None for all.
+        held: (live names, top-level keys) that any rank has, if ranks differ: these do not count.
+    """
+    names = [
+        name
+        for live, name in plan.saved_names.items()
+        if name not in plan.used and (wanted is None or _is_under(live, wanted))
+    ]
+    found = list(plan.unexpected)
+    if held is not None:
+        names = [name for name in names if not _is_held(plan.rename(name), held, live_keys)]
+        found = [name for name in found if plan.rename(name.rpartition(PARAMETER_MARK)[2]) not in held[0]]
+        live_keys = {*live_keys, *held[1]}
+    for key in plan.saved_keys():
+        if plan.rename(key) in live_keys or (wanted is not None and not _is_under(plan.rename(key), wanted)):
+            continue
+        if not any(_is_under(name, [key]) for name in plan.used):
+            names = [name for name in names if not _is_under(name, [key])]
+            found.append(key)
+    return found + names
+
+
+def _is_held(name: str, held: tuple[Collection[str], Collection[str]], live_keys: Collection[str]) -> bool:
+    """Return True if another rank has a name, or the key that contains it."""
+    names, keys = held
+    return name in names or _is_under(name, [key for key in keys if key not in live_keys])
+
+
+def _is_under(name: str, keys: Collection[str]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
+
+
+def mismatch(missing: list[str], unexpected: list[str]) -> InvalidInput:
+    """Return the error of a strict load whose names differ."""
+    parts = [
+        f"{len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{', ...' if len(names) > _MAX_LISTED else ''}"
+        for names, what in (
+            (missing, "in the live state but not in the checkpoint"),
+            (unexpected, "in the checkpoint but not in the live state"),
+        )
+        if names
+    ]
+    advice = (
+        "Nothing was changed. Use strict=False to restore the names that match, only= to choose keys, or "
+        "rename= to map saved names to live ones."
+    )
+    return InvalidInput(f"The checkpoint does not fit the live state. {'. '.join(parts)}. {advice}")

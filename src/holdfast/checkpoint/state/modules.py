@@ -1,0 +1,372 @@
+"""Modules: parameters and buffers by canonical name, regardless of wrappers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from holdfast.checkpoint.format.composites import UNDER, SavedTensor
+from holdfast.checkpoint.format.plain_forms import placed_composites
+from holdfast.checkpoint.format.values import encode
+from holdfast.checkpoint.state.capture import TensorCollector
+from holdfast.checkpoint.state.composite_load import fill_composite
+from holdfast.checkpoint.state.composite_rows import capture_composite, inner_rows
+from holdfast.checkpoint.state.composites import is_composite
+from holdfast.checkpoint.state.entry import StateEntry
+from holdfast.checkpoint.state.fitting import Fitting
+from holdfast.checkpoint.state.hidden import HIDDEN, hidden_state, set_hidden_state
+from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.load_rehearsal import find_adaptable, has_load_code
+from holdfast.checkpoint.state.replication import Replication
+from holdfast.checkpoint.state.saved_forms import has_saved_form
+from holdfast.checkpoint.state.sharding import is_divided, shape_of
+from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensors import PLAIN
+from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
+from holdfast.errors import Corrupt, InvalidInput
+
+_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+_PLAIN = frozenset(PLAIN)
+_WRAPPER_PARTS = frozenset({"module", "_orig_mod", _CHECKPOINT_WRAPPED})
+EXTRA = "extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Facts about one key of a module's state_dict()."""
+
+    fqn: str
+    name: str
+    parameter: Replication
+    buffer: Replication
+
+    def role(self, value: object) -> Role:
+        """Return the role of a tensor under the key."""
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        return Role(self.parameter if is_parameter else self.buffer, is_named=is_parameter, in_module=True)
+
+
+class _ModuleNames:
+    """The names of a module, valid while its keys and its wrappers stay the same."""
+
+    def __init__(
+        self, keys: list[str], wrappers: tuple[str, ...], facts: list[object], rows: tuple[_Row, ...]
+    ) -> None:
+        self.keys = keys
+        self.wrappers = wrappers  # paths that may hold a wrapper
+        self.facts = facts  # facts about the modules at these paths
+        self.rows = rows
+        self.names = [row.name for row in rows]
+        self.kinds: list[object] | None = None  # of the values in the previous capture
+        self.roles: list[Role] | None = None  # None if some of these values are not tensors
+
+    def set_kinds(self, kinds: list[object], values: list[object]) -> None:
+        """Record the kinds of the values, and the roles if all of them are tensors."""
+        self.kinds = kinds
+        is_all_tensors = all(isinstance(value, torch.Tensor) for value in values)
+        rows = zip(self.rows, values, strict=True)
+        self.roles = [row.role(value) for row, value in rows] if is_all_tensors else None
+
+
+@final
+class ModuleEntry(StateEntry):
+    """A module, wrapped or not.
+
+    Names are those of `torch.distributed.checkpoint.state_dict`: the parts that DDP, torch.compile and
+    activation checkpointing add are left out.
+    """
+
+    def __init__(self, key: str, value: torch.nn.Module, replication: Replication | None = None) -> None:
+        super().__init__(key, value, replication)
+        self._structure: _ModuleNames | None = None
+
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        state = self.value.state_dict(keep_vars=True)
+        structure, values = self._current(state), list(state.values())
+        kinds = _kinds(values)
+        if kinds != structure.kinds:
+            structure.set_kinds(kinds, values)
+        hidden = hidden_state(self.value)
+        own = {HIDDEN: encode(hidden, self.key)} if hidden else {}
+        if structure.roles is not None and collector.collect_all(structure.names, structure.roles, values):
+            return own
+        extra: dict[str, Any] = {}
+        under: dict[str, Any] = {}
+        for row, value in zip(structure.rows, values, strict=True):
+            if isinstance(value, torch.Tensor) and is_composite(value):
+                under[row.fqn] = capture_composite(collector, row.name, value, row.role(value))
+            elif isinstance(value, torch.Tensor):
+                collector.collect(row.name, value, row.role(value))
+            else:
+                emit = collector.callback(row.buffer)
+                extra[row.fqn] = encode(extract_tensors(value, row.name, emit, named_types=True), row.name)
+        if under:
+            own[UNDER] = under
+        return {**own, EXTRA: extra} if extra else own
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor, Role]]:
+        """Yield tensors by the names that `capture` uses, with their roles, also those on meta."""
+        state = self.value.state_dict(keep_vars=True)
+        for row, value in zip(self._current(state).rows, state.values(), strict=True):
+            if isinstance(value, torch.Tensor):
+                yield from inner_rows(row.name, value, row.role(value))
+
+    def has_meta(self) -> bool:
+        """Return True if the module has tensors on the meta device. A restore makes them real."""
+        return any(tensor.is_meta for tensor in chain(self.value.parameters(), self.value.buffers()))
+
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        module: torch.nn.Module = self.value
+        state = module.state_dict(keep_vars=True)
+        live = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
+        self._plan_meta(plan)
+        trees = self._saved_extra(plan)
+        composites = self._saved_composites(plan)
+        adapted = self._find_adapted(plan, state)
+        special: dict[str, Any] = {}  # key -> _New for a tensor, or a tree
+        for row, (key, value) in zip(self._current(state).rows, state.items(), strict=True):
+            saved = plan.saved_names.get(row.name)
+            tree = composites.pop(row.name, trees.pop(row.name, None) if saved is None else None)
+            if isinstance(tree, SavedTensor) and id(value) in live:
+                fill_composite(plan, tree, value, row.name)
+            elif saved is not None and id(value) in adapted and tree is None:
+                special[key] = _plan_adapted(plan, saved, value)
+            elif saved is not None and id(value) in live and tree is None:
+                plan.fill(saved, value, row.name)
+            elif tree is not None:
+                _plan_tree(plan, tree, value, row.name, key, special)
+            elif saved is not None:
+                special[key] = _plan_new(plan, saved, value, row.name)
+            else:
+                plan.missing.append(row.name)
+        plan.unexpected += [*trees, *composites]
+        for composite in composites.values():
+            plan.used.update(references(composite))
+        if special or has_load_code(module):
+            plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, special))
+        hidden = next((one[HIDDEN] for one in plan.all_values(self.key) if _has_hidden(one)), None)
+        if hidden is not None:
+            plan.add_step(LoadPhase.MODULE, lambda: set_hidden_state(module, hidden))
+
+    def _find_adapted(self, plan: LoadPlan, state: dict[str, Any]) -> frozenset[int]:
+        """Return the ids of live tensors that get their saved shapes from load code."""
+        rows = zip(self._current(state).rows, state.values(), strict=True)
+        names = {
+            id(value): plan.saved_names[row.name]
+            for row, value in rows
+            if isinstance(value, torch.Tensor) and row.name in plan.saved_names
+        }
+        shapes = {id(value): shape_of(value) for value in state.values() if id(value) in names}
+        if all(plan.shape(name) == shapes[one] for one, name in names.items()):
+            return frozenset()
+        with torch.device("meta"):
+            saved = {
+                one: torch.empty(plan.shape(name), dtype=plan.dtype(name)) for one, name in names.items()
+            }
+        return find_adaptable(self.value, saved)
+
+    def _finish(self, plan: LoadPlan, special: dict[str, Any]) -> None:
+        """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
+        state = self.value.state_dict(keep_vars=True)
+        live = {id(tensor) for tensor in chain(self.value.parameters(), self.value.buffers())}
+        for key, value in list(state.items()):
+            found = special.get(key)
+            if isinstance(found, _New):
+                state[key] = found.make()
+            elif id(value) in live and not is_composite(value):
+                continue
+            elif key in special:
+                state[key] = insert_tensors(found, plan.tensor)
+            else:
+                del state[key]
+        try:
+            with torch.no_grad():
+                self.value.load_state_dict(state, strict=False)
+        except Exception as error:
+            raise InvalidInput(
+                f"{self.key}: load_state_dict() rejected the saved state_dict(): {error}. The state may be "
+                "partly restored: do not train with it. Build the module as it was when it was saved, or "
+                "leave it out with only=.",
+                key=self.key,
+            ) from error
+
+    def _saved_extra(self, plan: LoadPlan) -> dict[str, Any]:
+        """Return saved trees that are not tensors, by live name."""
+        saved_key = plan.saved_key(self.key)
+        extra: dict[str, Any] = {}
+        for values in plan.all_values(self.key):  # the first one with a name wins
+            found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
+            if not isinstance(found, dict):
+                raise Corrupt(f"{self.key}: the saved extra state of a module is damaged.", key=self.key)
+            extra = {**found, **extra}
+        return {plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in extra.items()}
+
+    def _saved_composites(self, plan: LoadPlan) -> dict[str, SavedTensor]:
+        """Return saved composite tensors by live name."""
+        saved_key = plan.saved_key(self.key)
+        found: dict[str, SavedTensor] = {}
+        for values in plan.all_values(self.key):  # the first one with a name wins
+            under = placed_composites(values) if isinstance(values, dict) else {}  # also of an imported dict
+            found = {**{k: v for k, v in under.items() if isinstance(v, SavedTensor)}, **found}
+        return {plan.rename(f"{saved_key}.{fqn}"): one for fqn, one in found.items()}
+
+    def _plan_meta(self, plan: LoadPlan) -> None:
+        """Choose where meta tensors become real. Raise for those that no checkpoint holds."""
+        if not self.has_meta():
+            return
+        module: torch.nn.Module = self.value
+        tensors = list(chain(module.parameters(), module.buffers()))
+        lost = [
+            ".".join(part for part in (path, name) if part)
+            for path, child in module.named_modules()
+            for name in sorted(child._non_persistent_buffers_set)
+            if (buffer := child._buffers.get(name)) is not None and buffer.is_meta
+        ]
+        if lost:
+            raise InvalidInput(
+                f"{self.key} has non-persistent buffers on the meta device, which no checkpoint holds: "
+                f"{', '.join(lost[:10])}. Nothing was changed. Make them real before you restore: build the "
+                "module on a real device, or call to_empty() and initialize these buffers.",
+                key=f"{self.key}.{lost[0]}",
+            )
+        real = next((t.device for t in tensors if not t.is_meta), torch.get_default_device())
+        device = torch.device("cpu") if real.type == "meta" else real
+        for tensor in tensors:
+            if tensor.is_meta:
+                plan.set_real_device(tensor, device)
+
+    def _current(self, state: dict[str, Any]) -> _ModuleNames:
+        """Return the names of a state_dict(), made again if keys or wrappers have changed."""
+        keys, known = list(state), self._structure
+        if known is None or known.keys != keys or known.facts != self._facts(known.wrappers):
+            self._structure = known = self._read(keys)
+        return known
+
+    def _read(self, keys: list[str]) -> _ModuleNames:
+        wrappers = tuple(dict.fromkeys(path for key in keys for path in _wrapper_paths(key)))
+        return _ModuleNames(
+            keys=keys,
+            wrappers=wrappers,
+            facts=self._facts(wrappers),
+            rows=tuple(self._row(key) for key in keys),
+        )
+
+    def _facts(self, wrappers: tuple[str, ...]) -> list[object]:
+        return [_facts(_at(self.value, path)) for path in wrappers]
+
+    def _row(self, key: str) -> _Row:
+        fqn, parameter, buffer = canonical(self.value, key)
+        return _Row(fqn, f"{self.key}.{fqn}", self.replication or parameter, self.replication or buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class _New:
+    """Source of a saved tensor that goes through the module's own load code."""
+
+    make: Callable[[], torch.Tensor]
+
+
+def _plan_new(plan: LoadPlan, saved: str, value: torch.Tensor, label: str) -> _New:
+    """Plan to read a tensor that a hook of the module makes.
+
+    It becomes a DTensor if the hook makes one. The module's load code may combine it with other DTensors,
+    and these do not mix with plain tensors.
+    """
+    if is_divided(value) and shape_of(value) == plan.shape(saved):
+        return _New(plan.read_like(saved, value, label))
+    plan.read_new(saved)
+    return _New(lambda: plan.tensor(saved))
+
+
+def _plan_adapted(plan: LoadPlan, saved: str, live: torch.Tensor) -> _New:
+    """Plan to read a tensor that load code gives its saved shape."""
+    device = live.device
+    plan.read_new(saved, device)
+    return _New(lambda: plan.tensor(saved, device))
+
+
+def _plan_tree(plan: LoadPlan, tree: Any, value: Any, label: str, key: str, special: dict[str, Any]) -> None:
+    """Plan to pass a saved tree to the module's own load code."""
+    fitting = plan.fit(tree, value, label) if has_saved_form(tree) else Fitting(tree)
+    if fitting is not None:
+        special[key] = fitting.tree
+        for name in references(fitting.tree):
+            plan.read_new(name)
+
+
+def _has_hidden(values: Any) -> bool:
+    return isinstance(values, dict) and isinstance(values.get(HIDDEN), dict)
+
+
+def _kinds(values: list[object]) -> list[object]:
+    """Return the facts that roles of values depend on: their types, and which DTensors are parameters."""
+    kinds: list[object] = list(map(type, values))
+    if _PLAIN.issuperset(kinds):
+        return kinds
+    return [
+        kind if kind in _PLAIN else (kind, isinstance(value, torch.nn.Parameter))
+        for kind, value in zip(kinds, values, strict=True)
+    ]
+
+
+def canonical(root: torch.nn.Module, key: str) -> tuple[str, Replication, Replication]:
+    """Return a state_dict() key without wrappers, and its replication as parameter and as buffer."""
+    parameter, buffer = Replication.REPLICATED, Replication.OWN
+    parts: list[str] = []
+    module: Any = _unwrapped(root)
+    steps = key.split(".")
+    for i, part in enumerate(steps):
+        if isinstance(module, DistributedDataParallel) and part == "module":
+            if ".".join(steps[i + 1 :]) in module.parameters_to_ignore:
+                parameter, buffer = Replication.OWN, Replication.OWN
+            elif module.broadcast_buffers:
+                buffer = Replication.LOWEST
+        elif not (part == _CHECKPOINT_WRAPPED or (part == "_orig_mod" and _is_compiled(module))):
+            parts.append(part)
+        module = _child(module, part)
+    return ".".join(parts), parameter, buffer
+
+
+def _wrapper_paths(key: str) -> list[str]:
+    """Return the paths of the wrapped modules in a key: those before a wrapper's part."""
+    parts = key.split(".")
+    return [".".join(parts[:i]) for i, part in enumerate(parts) if part in _WRAPPER_PARTS]
+
+
+def _at(root: torch.nn.Module, path: str) -> Any:
+    module: Any = _unwrapped(root)
+    for part in path.split(".") if path else ():
+        module = _child(module, part)
+    return module
+
+
+def _child(module: Any, part: str) -> Any:
+    return module if part == _CHECKPOINT_WRAPPED else _unwrapped(getattr(module, part, None))
+
+
+def _unwrapped(module: Any) -> Any:
+    """Return a module without the wrapper of activation checkpointing, which names leave out."""
+    while isinstance(module, torch.nn.Module) and _CHECKPOINT_WRAPPED in module._modules:
+        module = module._modules[_CHECKPOINT_WRAPPED]
+    return module
+
+
+def _facts(module: Any) -> object:
+    """Return the facts about a possible wrapper that names and replication depend on."""
+    if isinstance(module, DistributedDataParallel):
+        return (type(module), module.broadcast_buffers, frozenset(module.parameters_to_ignore))
+    return type(module)
+
+
+def _is_compiled(module: Any) -> bool:
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -1,0 +1,85 @@
+"""Content of a checkpoint as new tensors and values, without live objects to fill."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterator, MutableMapping
+from typing import Any
+
+from holdfast.checkpoint.format.composites import SavedTensor
+from holdfast.checkpoint.format.named_types import NAMED_TYPES
+from holdfast.checkpoint.format.nesting import insert, is_under
+from holdfast.checkpoint.format.plain_forms import place_entries, placed_composites
+from holdfast.checkpoint.state.containers import kind_of
+from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.tree import insert_tensors, references
+from holdfast.errors import ResumeWarning
+from holdfast.system import units
+from holdfast.system.callsite import warn
+
+
+def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[str]) -> None:
+    """Plan to put the saved values of some keys into a mapping.
+
+    Their tensors are whole, and in new memory.
+
+    Args:
+        plan: receives the tensors to read, and the step that fills `target`.
+        target: receives the values. Nothing in it is changed before all tensors are filled.
+        keys: top-level keys that the checkpoint has.
+    """
+    trees = {key: plan.values(key) for key in keys}
+    referenced = [name for tree in trees.values() for name in references(tree)]
+    implied = _implied(plan, keys, set(referenced))
+    for name in (*referenced, *implied):
+        plan.read_new(name)
+
+    _warn_of_types([found for key, tree in trees.items() for found in _named(tree, key)])
+
+    def finish() -> None:
+        new = {key: _placed(insert_tensors(tree, plan.tensor, is_live=False)) for key, tree in trees.items()}
+        for name in implied:
+            insert(new, name, plan.tensor(name))
+        target.update(place_entries(new))
+
+    plan.add_step(LoadPhase.VALUE, finish)
+
+
+def _warn_of_types(named: list[tuple[str, str]]) -> None:
+    """Warn that values come back as other types than they were saved with."""
+    if not named:
+        return
+    path, kind = named[0]
+    others = "" if len(named) == 1 else f", and {units.plural(len(named) - 1, 'other value')} likewise"
+    warn(
+        f"{path} was saved as {kind}{others}. A checkpoint only names types, so load() returns the content "
+        "without them: SavedEnum, SavedDataclass or SavedNamedTuple objects, and a defaultdict without its "
+        "factory. Pass load(into=...) with a value of the type in its place, or save a plain value there.",
+        ResumeWarning,
+    )
+
+
+def _named(tree: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield path and type of each value whose type is only named."""
+    if isinstance(tree, NAMED_TYPES):
+        yield path, f"a {tree.type.replace(':', '.')}"
+    elif type(tree) is collections.defaultdict:
+        yield path, "a collections.defaultdict"
+    elif (kind := kind_of(tree)) is not None and not isinstance(tree, SavedTensor):
+        keys = tree if isinstance(tree, dict) else ()
+        yield from (one for key in keys for one in _named(key, f"{path}.<key>"))
+        for step, item in kind.items(tree):
+            yield from _named(item, f"{path}.{step}")
+
+
+def _placed(value: Any) -> Any:
+    return placed_composites(value) if type(value) is dict else value
+
+
+def _implied(plan: LoadPlan, keys: Collection[str], referenced: Collection[str]) -> list[str]:
+    """Return the tensors that no value refers to: those of modules and optimizers."""
+    return [
+        name
+        for name in plan.saved_names
+        if name not in referenced and any(is_under(name, key) for key in keys)
+    ]

@@ -1,0 +1,302 @@
+"""State entries besides modules and optimizers: objects with state_dict(), tensors, generators, values."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from holdfast.checkpoint.format.composites import SavedTensor
+from holdfast.checkpoint.format.values import TensorRef, encode
+from holdfast.checkpoint.state.capture import TensorCollector
+from holdfast.checkpoint.state.composite_load import fill_composite
+from holdfast.checkpoint.state.composite_rows import capture_composite, inner_rows
+from holdfast.checkpoint.state.composites import is_composite
+from holdfast.checkpoint.state.entry import StateEntry
+from holdfast.checkpoint.state.entry_kinds import has_only_entries
+from holdfast.checkpoint.state.hidden import HIDDEN, hidden_state, set_hidden_state
+from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.load_rehearsal import rehearse
+from holdfast.checkpoint.state.replication import MarkedObject, Replication
+from holdfast.checkpoint.state.review import is_repeatable
+from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_state
+from holdfast.checkpoint.state.saved_forms import has_saved_form
+from holdfast.checkpoint.state.sharding import is_divided, may_be_sharded, shape_of
+from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, match_tensors, references
+from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
+from holdfast.system.callsite import warn
+
+
+def _content(state: Any, key: str) -> tuple[Any, list[torch.Tensor]]:
+    """Return the encoded values of a state_dict(), and copies of its tensors."""
+    tensors: list[torch.Tensor] = []
+    values = encode(
+        extract_tensors(
+            state, key, lambda _, tensor: tensors.append(tensor.detach().clone()), named_types=True
+        ),
+        key,
+    )
+    return values, tensors
+
+
+def _is_equal(a: tuple[Any, list[torch.Tensor]], b: tuple[Any, list[torch.Tensor]]) -> bool:
+    return a[0] == b[0] and all(
+        one.shape == other.shape and torch.equal(one.cpu().nan_to_num(), other.to(one).cpu().nan_to_num())
+        for one, other in zip(a[1], b[1], strict=True)
+    )
+
+
+@final
+class StatefulEntry(StateEntry):
+    """An object with state_dict() and load_state_dict(): a scheduler, a scaler, a data loader.
+
+    Optimizers with save code of their own are included. If tensors may be sharded, `state_dict()` is also
+    called before a load: tensors that it returns as DTensors are passed to `load_state_dict()` as DTensors.
+    """
+
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        state = self._state()
+        hidden = hidden_state(self.value)
+        emit = collector.callback(self.replication or Replication.OWN)
+        tree = extract_tensors(
+            {**state, HIDDEN: hidden} if hidden else state, self.key, emit, named_types=True
+        )
+        return encode(tree, self.key)
+
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        if plan.lacks(self.key):
+            return
+        tree = plan.values(self.key)
+        if has_saved_form(tree):
+            fitting = plan.fit(tree, self.value.state_dict(), self.key)
+            if fitting is None:
+                return
+            tree = fitting.tree
+        self._load(lambda: rehearse(self.value, tree), "Nothing was changed.")
+        if not may_be_sharded():
+            _plan_tree(plan, tree, self._finish)
+            return
+        made: dict[str, Callable[[], torch.Tensor]] = {}
+
+        def claim(name: str, live: torch.Tensor) -> bool:
+            """Plan a tensor like a sharded one of the object. The object's own stays unchanged."""
+            if is_divided(live) and shape_of(live) == plan.shape(name) and name not in made:
+                made[name] = plan.read_like(name, live, f"{self.key}: {name}")
+            return False
+
+        match_tensors(tree, self.value.state_dict(), claim)
+        for name in references(tree):
+            if name not in made:
+                plan.read_new(name)
+
+        def tensor(name: str) -> torch.Tensor:
+            return made[name]() if name in made else plan.tensor(name)
+
+        plan.add_step(LoadPhase.OBJECT, lambda: self._finish(insert_tensors(tree, tensor)))
+
+    def _finish(self, state: Any) -> None:
+        if hidden_state(self.value) and HIDDEN in state:
+            set_hidden_state(self.value, state.pop(HIDDEN))
+        is_ordered = type(state) is collections.OrderedDict
+        if is_ordered and hasattr(live := self.value.state_dict(), "_metadata"):
+            state.__dict__["_metadata"] = (
+                live._metadata
+            )  # such as a TensorDict's: part of its structure, which it checks
+        saved = _content(state, self.key) if is_repeatable(self.value) and not may_be_sharded() else None
+        self._load(
+            lambda: self.value.load_state_dict(state),
+            "The state may be partly restored: do not train with it.",
+        )
+        if saved is not None and not _is_equal(saved, _content(self.value.state_dict(), self.key)):
+            warn(
+                f"{self.key}: after load_state_dict() the state_dict() of this "
+                f"{type(self.value).__qualname__} differs from the saved one, so a part of it was not "
+                "restored. Make load_state_dict() set everything that state_dict() returns.",
+                ResumeWarning,
+            )
+
+    def _state(self) -> Any:
+        try:
+            return self.value.state_dict()
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise InvalidInput(
+                f"{self.key}: {type(self.value).__qualname__}.state_dict() failed: {error!r}. Nothing was "
+                "written. Make it return the object's state, or leave the object out of the state.",
+                key=self.key,
+            ) from error
+
+    def _load(self, load: Callable[[], object], outcome: str) -> None:
+        try:
+            load()
+        except Exception as error:
+            kind = type(self.value).__qualname__
+            raise InvalidInput(
+                f"{self.key}: {kind}.load_state_dict() rejected the state saved under this key: {error!r}. "
+                f"{outcome} Make the object as it was when it was saved, or leave it out with only=.",
+                key=self.key,
+            ) from error
+
+
+@final
+class TensorEntry(StateEntry):
+    """A tensor, filled in place."""
+
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        if not is_composite(self.value):
+            collector.collect(self.key, self.value, self._role())
+            return encode(TensorRef(self.key), self.key)
+        return capture_composite(collector, self.key, self.value, self._role())
+
+    @override
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
+        return inner_rows(self.key, self.value, self._role())
+
+    def _role(self) -> Role:
+        return Role(self.replication or Replication.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
+
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        saved = plan.saved_names.get(self.key)
+        if saved is None and isinstance(composite := plan.values(self.key), SavedTensor):
+            fill_composite(plan, composite, self.value, self.key)
+        elif saved is None:
+            plan.missing.append(self.key)
+        elif (choose := plan.read_apart(saved, self.value)) is not None:
+            plan.add_step(LoadPhase.VALUE, lambda: _replace(self, choose(), put))
+        else:
+            plan.fill(saved, self.value, self.key)
+
+
+@final
+class GeneratorEntry(StateEntry):
+    """A random number generator of torch, python or numpy."""
+
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        generator = self.value
+        if isinstance(generator, torch.Generator):
+            collector.add(self.key, generator.get_state(), self.replication or Replication.OWN)
+            return encode(TensorRef(self.key), self.key)
+        if isinstance(generator, random.Random):
+            return encode(python_state(generator), self.key)
+        if hasattr(generator, "bit_generator"):
+            return encode(generator.bit_generator.state, self.key)
+        return encode(generator.get_state(legacy=False), self.key)
+
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        if plan.lacks(self.key):
+            return
+        tree = plan.values(self.key)
+        if isinstance(self.value, torch.Generator):
+            if not isinstance(tree, TensorRef):
+                raise self._misfit(f"it is of {type(tree).__qualname__}", "Nothing was changed.")
+            size, expected = plan.shape(tree.name), tuple(self.value.get_state().shape)
+            if size != expected:
+                raise self._misfit(f"it has shape {size}, expected {expected}", "Nothing was changed.")
+        else:  # tried on a copy, before anything live changes
+            self._set(copy.deepcopy(self.value), tree, "Nothing was changed.")
+        advice = "The state may be partly restored: do not train with it."
+        _plan_tree(plan, tree, lambda state: self._set(self.value, state, advice))
+
+    def _set(self, generator: Any, state: Any, outcome: str) -> None:
+        try:
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state.cpu())
+            elif isinstance(generator, random.Random):
+                set_python_state(generator, state)
+            elif hasattr(generator, "bit_generator"):
+                generator.bit_generator.state = state
+            else:
+                generator.set_state(state)
+        except MISFITS as error:
+            raise self._misfit(repr(error), outcome) from error
+
+    def _misfit(self, why: str, outcome: str) -> InvalidInput:
+        kind = type(self.value).__qualname__
+        return InvalidInput(
+            f"{self.key} is a {kind}, but the state in the checkpoint does not fit it: {why}. {outcome} Use "
+            "the kind of generator that was saved, or leave it out with only=.",
+            key=self.key,
+        )
+
+
+@final
+class ValueEntry(StateEntry):
+    """A plain value, or a container of values, tensors and entries.
+
+    Containers are updated in place, so that other references to them see the restored content. Values that
+    cannot be changed in place are replaced under the key. Values of the program's own types are only
+    restored into live ones of the same type, see `holdfast.checkpoint.state.fitting`.
+    """
+
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        return encode(
+            extract_tensors(
+                self.value,
+                self.key,
+                collector.callback(self.replication or Replication.OWN),
+                named_types=True,
+                entries=True,
+            ),
+            self.key,
+        )
+
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        if plan.saved_key(self.key) is None and has_only_entries(self.value):
+            return  # it was saved in another container, or its objects under keys of their own
+        if plan.lacks(self.key):
+            return
+        fitting = plan.fit(plan.values(self.key), self.value, self.key)
+        if fitting is None:
+            return
+
+        chosen: dict[str, Callable[[], torch.Tensor]] = {}
+
+        def claim(name: str, live: torch.Tensor) -> bool:
+            is_equal = tuple(live.shape) == plan.shape(name) and live.dtype is plan.dtype(name)
+            if not is_divided(live) and (live.is_meta or not is_equal):
+                return False  # replaced; but a plain tensor cannot replace a sharded one
+            if (choose := plan.read_apart(name, live)) is not None:
+                chosen[name] = choose
+                return False
+            plan.fill(name, live, f"{self.key}: {name}")
+            return True
+
+        tree = match_tensors(fitting.tree, self.value, claim)
+        for name in references(tree):
+            plan.read_new(name)
+
+        def tensor(name: str) -> torch.Tensor:
+            return chosen[name]() if name in chosen else plan.tensor(name)
+
+        def finish() -> None:
+            _replace(self, plan.updates.update(self.value, insert_tensors(tree, tensor)), put)
+
+        plan.add_step(LoadPhase.VALUE, finish)
+
+
+def _replace(entry: StateEntry, new: Any, put: Callable[[Any], None]) -> None:
+    """Put a new value into the state, unless it is the one of the entry."""
+    if new is not entry.value:
+        put(MarkedObject(new, entry.replication) if entry.replication else new)
+
+
+def _plan_tree(plan: LoadPlan, tree: Any, finish: Callable[[Any], None]) -> None:
+    """Plan to call `finish` with a saved tree, its tensors filled."""
+    for name in references(tree):
+        plan.read_new(name)
+    plan.add_step(LoadPhase.OBJECT, lambda: finish(insert_tensors(tree, plan.tensor)))

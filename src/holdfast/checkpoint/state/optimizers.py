@@ -1,0 +1,376 @@
+"""Optimizers: state by the name of its parameter, so that the order of groups may differ."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from typing_extensions import override
+
+from holdfast.checkpoint.format.composites import SavedTensor
+from holdfast.checkpoint.format.values import encode
+from holdfast.checkpoint.state.capture import TensorCollector
+from holdfast.checkpoint.state.composites import is_composite
+from holdfast.checkpoint.state.dtensor import is_dtensor
+from holdfast.checkpoint.state.entry import StateEntry
+from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.optimizer_buffers import plan_state
+from holdfast.checkpoint.state.optimizer_layout import OptimizerLayout, find_layout, is_state_tensor_name
+from holdfast.checkpoint.state.replication import Replication
+from holdfast.checkpoint.state.saved_forms import has_saved_form
+from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, SavedState
+from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
+from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensors import PLAIN, laid_out_like
+from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, match_tensors, references
+
+Names = Callable[[], dict[int, str]]
+_HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
+"""Code of the function that torch wraps around every step() to run its hooks."""
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer saves and loads as `torch.optim.Optimizer` does."""
+    kind, own = type(optimizer), optimizer.__dict__
+    return (
+        kind.state_dict is Optimizer.state_dict
+        and kind.load_state_dict is Optimizer.load_state_dict
+        and "state_dict" not in own
+        and "load_state_dict" not in own
+        and not optimizer._optimizer_state_dict_pre_hooks
+        and not optimizer._optimizer_state_dict_post_hooks
+        and not optimizer._optimizer_load_state_dict_pre_hooks
+        and not optimizer._optimizer_load_state_dict_post_hooks
+    )
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return True if `register_step_pre_hook` works. Some wrappers skip the base constructor."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "param_groups")
+
+
+def stepping() -> str | None:
+    """Return the class of the optimizer whose step() this thread is running, or None.
+
+    Hooks that run after an optimizer's step do not count as part of it.
+    """
+    inner, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _HOOKED_STEP and inner is not None:
+            optimizer = frame.f_locals["args"][0]
+            if inner.f_code not in _codes_after_step(optimizer):
+                return type(optimizer).__qualname__
+        inner, frame = frame, frame.f_back
+    return None
+
+
+def _codes_after_step(optimizer: Optimizer) -> set[object]:
+    """Return the code objects of the hooks that run after an optimizer's step."""
+    hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+    hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]
+    functions = [
+        hook if hasattr(hook, "__code__") else getattr(hook, "__func__", type(hook).__call__)
+        for hook in hooks
+    ]
+    return {getattr(function, "__code__", None) for function in functions}
+
+
+def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of an optimizer, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of an optimizer and the tensors of its state."""
+    return [*parameters(optimizer), *state_tensors(optimizer)]
+
+
+def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer's state."""
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+@final
+class OptimizerEntry(StateEntry):
+    """An optimizer without save and load code of its own.
+
+    State keeps its saved dtype: `Optimizer.load_state_dict` would cast it to the dtype of its parameter,
+    which rounds float32 moments of bfloat16 parameters.
+
+    Args:
+        names: returns the names of all live parameters of the state by id.
+    """
+
+    def __init__(self, key: str, value: Optimizer, replication: Replication | None, names: Names) -> None:
+        super().__init__(key, value, replication)
+        self._names = names
+        self._layout: OptimizerLayout | None = None  # None also if the kind of state has no layout
+
+    @override
+    def capture(self, collector: TensorCollector) -> Any:
+        names, layout = collector.parameter_names, self._layout
+        values = layout.read(self.value, names) if layout is not None else None
+        if layout is None or values is None:
+            named = [list(_named(i, group, names)) for i, group in enumerate(self.value.param_groups)]
+            prefix = f"{self.key}.state."
+            layout = find_layout(self.value, names, named, prefix, lambda *pair: self._role(collector, *pair))
+            values = layout.read(self.value, names) if layout is not None else None
+            self._layout = layout
+            if layout is None or values is None:
+                return self._capture_each(collector, named)
+        groups = self._capture_groups(collector, layout.fqns)
+        if not collector.collect_all(layout.names, layout.roles, layout.tensors(values)):
+            raise AssertionError("a layout has no composite tensors")
+        return {"param_groups": groups, "state": encode(layout.others(values), f"{self.key}.state")}
+
+    def _capture_each(self, collector: TensorCollector, named: list[list[tuple[str, torch.Tensor]]]) -> Any:
+        """Capture state of any kind: with containers, or without a parameter."""
+        other: dict[str, Any] = {}
+        shared: dict[Any, Any] = {}
+        groups = self._capture_groups(collector, [[fqn for fqn, _ in group] for group in named])
+        for fqn, parameter in chain.from_iterable(named):
+            if state := self.value.state.get(parameter):
+                self._capture_state(collector, fqn, parameter, state, other)
+        for name, value in self.value.state.items():
+            if not isinstance(name, torch.Tensor):
+                emit = collector.callback_for(Role(self.replication or Replication.REPLICATED, is_owned=True))
+                path = f"{self.key}.shared.{name}"
+                shared[name] = extract_tensors(value, path, emit, composites=False)
+        values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
+        if shared:
+            values["shared"] = encode(shared, f"{self.key}.state")
+        return values
+
+    def _capture_groups(self, collector: TensorCollector, fqns: list[list[str]]) -> list[dict[str, Any]]:
+        groups = zip(self.value.param_groups, fqns, strict=True)
+        return [self._capture_group(collector, i, group, names) for i, (group, names) in enumerate(groups)]
+
+    def _capture_group(
+        self, collector: TensorCollector, index: int, group: dict[str, Any], fqns: list[str]
+    ) -> dict[str, Any]:
+        emit = collector.callback(self.replication or Replication.REPLICATED)
+        options = {
+            name: extract_tensors(value, f"{self.key}.param_groups.{index}.{name}", emit, named_types=True)
+            for name, value in group.items()
+            if name != "params"
+        }
+        # A copy of the names: a captured state must not change with the names kept here.
+        return {"params": list(fqns), **encode(options, f"{self.key}.param_groups[{index}]")}
+
+    def _capture_state(
+        self,
+        collector: TensorCollector,
+        fqn: str,
+        parameter: torch.Tensor,
+        state: dict[Any, Any],
+        other: dict[str, Any],
+    ) -> None:
+        prefix, role = f"{self.key}.state.{fqn}.", self._role(collector, fqn, parameter)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and is_state_tensor_name(name) and not is_composite(value):
+                collector.collect(prefix + name, value, role)
+            else:
+                emit = collector.callback_for(role)
+                is_named = isinstance(value, torch.Tensor)  # whose description may have types of the program
+                tree = extract_tensors(value, f"{prefix}{name}", emit, named_types=is_named)
+                other.setdefault(fqn, {})[name] = tree
+
+    def _role(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Role:
+        replication = self._replication_of(collector, fqn, parameter)
+        follows = (
+            fqn
+            if replication is Replication.REPLICATED and id(parameter) in collector.parameter_names
+            else None
+        )
+        return Role(replication, is_owned=True, follows=follows)
+
+    def _replication_of(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Replication:
+        """Return the replication of state: its parameter's, unless the parameter is outside the state."""
+        if self.replication is not None:
+            return self.replication
+        if id(parameter) not in collector.parameter_names:
+            return Replication.OWN
+        return Replication.PER_RANK if collector.is_per_rank(fqn) else Replication.REPLICATED
+
+    @override
+    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+        if plan.lacks(self.key):
+            return
+        saved = SavedOptimizer(self.key, plan)
+        groups = [list(_named(i, group, self._names())) for i, group in enumerate(self.value.param_groups)]
+        chosen = [saved.choose(i, [fqn for fqn, _ in group]) for i, group in enumerate(groups)]
+        for options, group in zip(chosen, groups, strict=True):
+            for fqn, parameter in group:
+                one, is_shared = saved.state_of(fqn)
+                if one is not None:
+                    self._plan_state(plan, parameter, one, options or {}, is_shared=is_shared)
+        saved.skip_the_rest()
+        self._plan_groups(plan, chosen)
+        self._plan_shared(plan, saved.shared)
+        plan.add_step(LoadPhase.OPTIMIZER, self._settle)
+
+    def _plan_state(
+        self,
+        plan: LoadPlan,
+        parameter: torch.Tensor,
+        saved: SavedState,
+        options: dict[str, Any],
+        *,
+        is_shared: bool,
+    ) -> None:
+        """Plan to restore the state of a parameter.
+
+        Args:
+            is_shared: another parameter gets the same saved state, and must not get the same objects.
+        """
+        live: dict[Any, Any] = self.value.state.get(parameter, {})
+        kept: dict[str, torch.Tensor] = {}
+        made: dict[str, Callable[[], torch.Tensor]] = {}
+        for name, saved_name in saved.tensors.items():
+            device = _device(name, plan, saved_name, parameter, options)
+            if _fits(live.get(name), plan, saved_name, device if name == "step" else None):
+                kept[name] = live[name]
+                plan.fill(saved_name, live[name], saved_name)
+            else:
+                made[name] = _new(plan, saved_name, parameter, device)
+        composites: dict[str, Callable[[], torch.Tensor]] = {}
+        trees: dict[str, Any] = {}
+        for name, tree in saved.trees.items():
+            label = f"{self.key}.state.{saved.fqn}.{name}"
+            if isinstance(tree, SavedTensor):
+                composites[name] = plan_state(plan, self.value, parameter, tree, live.get(name), label)
+            elif has_saved_form(tree):
+                found = plan.fit(tree, live.get(name), label)
+                trees.update({} if found is None else {name: found.tree})
+            else:
+                trees[name] = tree
+        for name in references(trees):
+            plan.read_new(name, plan.device_of(parameter))
+
+        def finish() -> None:
+            place = plan.device_of(parameter)
+            new = insert_tensors(trees, lambda name: plan.tensor(name, place))
+            new.update({name: make() for name, make in composites.items()})
+            new = {name: new[name] for name in saved.trees if name in new}
+            found = {name: make() for name, make in made.items()} | new
+            state: dict[Any, Any] = kept | (deepcopy(found) if is_shared else found)
+            if state:
+                self.value.state[parameter] = state
+            else:
+                self.value.state.pop(parameter, None)
+
+        plan.add_step(LoadPhase.OPTIMIZER, finish)
+
+    def _plan_groups(self, plan: LoadPlan, chosen: list[dict[str, Any] | None]) -> None:
+        met: list[dict[str, Any]] = []
+        for i, options in enumerate(chosen):
+            live = self.value.param_groups[i]
+            tree = {k: v for k, v in (options or {}).items() if k not in ("params", "param_names")}
+            claim = _claim(plan, f"{self.key}.param_groups.{i}")
+            fitted = {
+                name: plan.fit(value, live.get(name), f"{self.key}.param_groups.{i}.{name}")
+                for name, value in tree.items()
+            }
+            tree = {
+                name: match_tensors(one.tree, live.get(name), claim)
+                for name, one in fitted.items()
+                if one is not None
+            }
+            for name in references(tree):
+                plan.read_new(name)
+            met.append(tree)
+
+        def clone(name: str) -> torch.Tensor:
+            return plan.tensor(name).clone()
+
+        def finish() -> None:
+            seen: set[int] = set()
+            for options, tree, live in zip(chosen, met, self.value.param_groups, strict=True):
+                is_split = id(options) in seen  # two live groups must not share a tensor
+                seen.add(id(options))
+                new = insert_tensors(tree, clone if is_split else plan.tensor)
+                live.update({name: plan.updates.update(live.get(name), value) for name, value in new.items()})
+
+        plan.add_step(LoadPhase.OPTIMIZER, finish)
+
+    def _plan_shared(self, plan: LoadPlan, shared: dict[Any, Any]) -> None:
+        for name in references(shared):
+            plan.read_new(name)
+
+        def finish() -> None:
+            state = self.value.state
+            for name in [name for name in state if not isinstance(name, torch.Tensor) and name not in shared]:
+                del state[name]
+            state.update(insert_tensors(shared, plan.tensor))
+
+        plan.add_step(LoadPhase.OPTIMIZER, finish)
+
+    def _settle(self) -> None:
+        """Pass the state to the optimizer's own __setstate__, as `Optimizer.load_state_dict` does."""
+        optimizer = self.value
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
+def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for j, parameter in enumerate(group["params"]):
+        yield names.get(id(parameter)) or f"group{index}.{j}", parameter
+
+
+def _new(
+    plan: LoadPlan, saved_name: str, parameter: torch.Tensor, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Plan to read a state tensor that the live optimizer lacks; return a function that makes it.
+
+    State of a sharded parameter is sharded like it if it has the same shape. Optimizers make all other state
+    from gradients that are DTensors, so it is a DTensor too, whole on every rank; but scalars are plain.
+    """
+    shape = plan.shape(saved_name)
+    if is_divided(parameter) and shape and shape == shape_of(parameter):
+        return plan.read_like(saved_name, parameter, saved_name)
+    if not is_dtensor(parameter) or not shape:
+        plan.read_new(saved_name, device)
+        if type(parameter) not in PLAIN:
+            return lambda: plan.tensor(saved_name, device)
+        return lambda: laid_out_like(plan.tensor(saved_name, device), parameter)
+    plan.read_new(saved_name, device)
+    return lambda: replicated_like(plan.tensor(saved_name, device), parameter)
+
+
+def _device(
+    name: str, plan: LoadPlan, saved_name: str, parameter: torch.Tensor, options: dict[str, Any]
+) -> torch.device:
+    """Return the device of a state tensor: its parameter's, or the host for a step counter."""
+    is_counter = name == "step" and not plan.shape(saved_name)
+    if is_counter and not (options.get("capturable") or options.get("fused")):
+        return torch.device("cpu")
+    return plan.device_of(parameter)
+
+
+def _fits(live: Any, plan: LoadPlan, saved_name: str, device: torch.device | None) -> bool:
+    """Return True if a live tensor can be filled from a saved one directly."""
+    return (
+        isinstance(live, torch.Tensor)
+        and not is_composite(live)
+        and not live.is_meta
+        and tuple(live.shape) == plan.shape(saved_name)
+        and live.dtype is plan.dtype(saved_name)
+        and (device is None or live.device == device)
+    )
+
+
+def _claim(plan: LoadPlan, label: str) -> Callable[[str, torch.Tensor], bool]:
+    def claim(name: str, live: torch.Tensor) -> bool:
+        if not _fits(live, plan, name, None):
+            return False
+        plan.fill(name, live, label)
+        return True
+
+    return claim

@@ -1,0 +1,463 @@
+"""Review of a state before its first save: entries that would not resume exactly, each with its fix."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.state.containers import kind_of
+from holdfast.checkpoint.state.entry_kinds import is_follower
+from holdfast.checkpoint.state.loader_watch import plain_iterators
+from holdfast.checkpoint.state.read_only_memory import describe_read_only
+from holdfast.errors import InvalidInput
+
+_MAX_DEPTH = 4  # of containers that are searched for snapshots
+_REPORTED = "_holdfast_has_reported"
+_RANDOM = frozenset(
+    (
+        *("random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "uniform"),
+        *("uniform_", "normal", "normal_", "bernoulli", "bernoulli_", "choice", "choices", "shuffle"),
+        *("sample", "gauss", "permutation", "standard_normal", "multinomial", "random_", "integers"),
+    )
+)
+"""Names of functions that draw random numbers, in the code of a data set."""
+
+
+def refuse_snapshots(objects: Mapping[str, Any]) -> None:
+    """Raise if a state contains the result of state_dict() in place of the object itself.
+
+    Such a dictionary is a copy of one moment, or shares memory with the training only until a tensor is
+    replaced. That of an optimizer is empty before the first step, and stays so.
+
+    Raises:
+        InvalidInput: there is one, named with its key path and the fix.
+    """
+    for key, value in objects.items():
+        for path, kind in _snapshots(value, key, _MAX_DEPTH):
+            raise InvalidInput(
+                f"{path} is a dictionary that {kind}.state_dict() returned. It is a snapshot: checkpoints "
+                f"would never change, and a restore would not reach the {kind}. Nothing was written. Pass "
+                f"the {kind} itself in its place: {_as_state(path, kind)}. Or, if you make a new dictionary "
+                "for each save and load it yourself: Checkpointer(home) without a state, save(step, state) "
+                "and load().",
+                key=path,
+            )
+
+
+def _snapshots(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+    """Yield path and kind of each snapshot in a value. Objects with a state of their own are left out."""
+    container = kind_of(value)
+    if container is None or depth == 0:
+        return
+    if isinstance(value, dict) and (kind := _kind_of_snapshot(value)):
+        yield path, kind
+        return
+    for step, item in container.items(value):
+        yield from _snapshots(item, f"{path}.{step}", depth - 1)
+
+
+def _as_state(path: str, kind: str) -> str:
+    """Return the source code of a `state=` argument with an object at a key path."""
+    key, *steps = path.split(".")
+    inner = kind
+    for step in reversed(steps):
+        inner = f"[..., {inner}]" if step.isdigit() else f"{{{step!r}: {inner}}}"
+    return f"state={{{key!r}: {inner}}}"
+
+
+def _kind_of_snapshot(value: dict[Any, Any]) -> str | None:
+    groups = value.get("param_groups")
+    if isinstance(value.get("state"), dict) and isinstance(groups, list):
+        return "optimizer" if all(isinstance(one, dict) and "params" in one for one in groups) else None
+    if isinstance(value, collections.OrderedDict) and hasattr(value, "_metadata"):
+        return "model"
+    if "last_epoch" in value and ("_step_count" in value or "_last_lr" in value):
+        return "scheduler"
+    if {"scale", "growth_factor", "_growth_tracker"} <= value.keys():
+        return "scaler"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRisk:
+    """A part of a state that will not resume exactly."""
+
+    text: str  # a sentence with the fix
+    would_show: bool  # a resumed run's checkpoints show the difference, so comparing them decides
+
+
+def find_resume_risks(
+    values: Mapping[str, Any],
+    read_only: Sequence[str] = (),
+    forgotten: Sequence[torch.optim.Optimizer] = (),
+    *,
+    has_live_objects: bool = True,
+) -> list[ResumeRisk]:
+    """Return the parts of a state that will not resume exactly.
+
+    Args:
+        values: the objects of the state by key.
+        read_only: names of tensors that a restore could not write to.
+        forgotten: optimizers that have begun a step, with state that is not saved.
+        has_live_objects: the state should have live objects. Otherwise snapshots are what it is for.
+    """
+    hidden = [describe_read_only(read_only)] if read_only else []
+    hidden += _forgotten_doubts(values, forgotten)
+    shown: list[str] = []
+    modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
+    for key, value in values.items():
+        if isinstance(value, torch.nn.Module):
+            hidden += _metric_doubts(key, value)
+        elif _is_prepared_loader(value):
+            shown += _prepared_doubts(key, value)
+        elif _is_stateful_loader(value):
+            shown += _loader_doubts(key, value, values)
+        elif isinstance(value, torch.optim.Optimizer):
+            hidden += _optimizer_doubts(key, value, values)
+        elif callable(getattr(value, "state_dict", None)):
+            hidden += _empty_doubts(key, value)
+        elif has_live_objects:
+            hidden += _snapshot_doubts(key, value, modules)
+    shown += loader_doubts(list(values.values()))
+    return [
+        *(ResumeRisk(text, would_show=False) for text in hidden),
+        *(ResumeRisk(text, would_show=True) for text in shown),
+    ]
+
+
+def _snapshot_doubts(key: str, value: Any, modules: list[torch.nn.Module]) -> Iterator[str]:
+    """Yield a sentence for each snapshot that was added later or copied to a dict."""
+    for path, kind in _snapshots(value, key, _MAX_DEPTH):
+        yield (
+            f"{path} is a dictionary that {kind}.state_dict() returned, so a restore fills the dictionary "
+            f"and not the {kind}. Pass the {kind} itself in its place: {_as_state(path, kind)}."
+        )
+    for path, names in _named_like_modules(value, key, _MAX_DEPTH):
+        if not any(names <= {name for name, _ in _tensors_of(module)} for module in modules):
+            yield (
+                f"{path} is a dictionary of tensors that are named as those of a module ({min(names)}), and "
+                "no module of the state has these names. If it is a copy of a model's state_dict(), a "
+                "restore fills the dictionary and not the model. Pass the model itself in its place: "
+                f"{_as_state(path, 'model')}."
+            )
+
+
+def _named_like_modules(value: Any, path: str, depth: int) -> Iterator[tuple[str, set[str]]]:
+    """Yield path and names of each dict that may be a copy of a state_dict()."""
+    container = kind_of(value)
+    if container is None or depth == 0 or (isinstance(value, dict) and _kind_of_snapshot(value)):
+        return
+    if isinstance(value, dict) and value and all(type(name) is str for name in value):
+        is_copy = all(type(item) is torch.Tensor and not item.requires_grad for item in value.values())
+        if is_copy and any(name.rpartition(".")[2] in ("weight", "bias") for name in value):
+            yield path, set(value)
+            return
+    for step, item in container.items(value):
+        yield from _named_like_modules(item, f"{path}.{step}", depth - 1)
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _metric_doubts(key: str, module: torch.nn.Module) -> Iterator[str]:
+    for name, one in module.named_modules():
+        lost = [state for state, kept in _persistence(one).items() if not kept]
+        if lost:
+            path = f"{key}.{name}" if name else key
+            yield (
+                f"{path} is a {type(one).__name__} whose state ({', '.join(lost)}) is not persistent, so it "
+                "is not in its state_dict() and is reset when the run resumes. Call .persistent(True) on "
+                "it before training."
+            )
+
+
+def _persistence(module: torch.nn.Module) -> dict[str, bool]:
+    """Return which states of a torchmetrics metric are persistent; {} for other modules."""
+    known = getattr(module, "_persistent", None)
+    is_metric = isinstance(known, dict) and isinstance(getattr(module, "_defaults", None), dict)
+    return known if is_metric and known is not None else {}
+
+
+def _empty_doubts(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, torch.amp.GradScaler) and not value.is_enabled():
+        return  # it has no state
+    if getattr(value, "__dict__", None) and not value.state_dict():
+        yield (
+            f"{key} is a {type(value).__qualname__} whose state_dict() is empty, so it is not saved. "
+            "If it changes during training, return its state from state_dict()."
+        )
+
+
+def _optimizer_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Iterator[str]:
+    modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
+    known = {id(one) for module in modules for one in module.parameters()}
+    known |= {id(one) for value in values.values() for one in _tensors_in(value)}
+    groups = getattr(optimizer, "param_groups", [])
+    num_lost = sum(id(one) not in known for group in groups for one in group["params"])
+    if num_lost and not any("FullyShardedDataParallel" in type(one).__name__ for one in modules):
+        yield (
+            f"{key} trains {num_lost} parameters that are in no module of the state, so they are not saved. "
+            "Add their module to the state."
+        )
+    step = getattr(optimizer, "step", None)
+    is_scheduled = bool(getattr(step, "_wrapped_by_lr_sched", False) or getattr(step, "_with_counter", False))
+    if is_scheduled and not any(_schedules(one, optimizer) for one in values.values()):
+        yield (
+            f"the learning rate of {key} is set by a scheduler that is not in the state, so the schedule "
+            "restarts when the run resumes. Add it: state={..., 'scheduler': scheduler}."
+        )
+
+
+def _forgotten_doubts(values: Mapping[str, Any], forgotten: Sequence[torch.optim.Optimizer]) -> Iterator[str]:
+    """Yield a sentence for each optimizer outside the state that trains parameters in it."""
+    modules = {key: one for key, one in values.items() if isinstance(one, torch.nn.Module)}
+    for optimizer in forgotten:
+        if any(optimizer is value for value in values.values()):
+            continue
+        trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for key, module in modules.items():
+            if trained.isdisjoint(map(id, module.parameters())):
+                continue
+            kind, holders = type(optimizer).__qualname__, _holders_of(optimizer, values)
+            where = f" It is inside {holders[0]}, which does not save it." if holders else ""
+            yield (
+                f"parameters of {key} are trained by a {kind} whose state is not saved, and is empty when "
+                f"the run resumes.{where} Add it: state={{..., 'another_optimizer': optimizer}}."
+            )
+            break
+
+
+def _holders_of(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> list[str]:
+    """Return the names of attributes that hold an optimizer."""
+    return [
+        f"{key}.{name}"
+        for key, value in values.items()
+        for name, one in getattr(value, "__dict__", {}).items()
+        if one is optimizer
+    ]
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a value or a container."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif (container := kind_of(value)) is not None:
+        for _, item in container.items(value):
+            yield from _tensors_in(item)
+
+
+def _schedules(value: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an object is a scheduler of an optimizer, or may contain one."""
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+        return False
+    return getattr(value, "optimizer", None) is optimizer or bool(
+        callable(getattr(value, "load_state_dict", None)) and hasattr(value, "step")
+    )
+
+
+def _is_stateful_loader(value: Any) -> bool:
+    return any(kind.__name__ == "StatefulDataLoader" for kind in type(value).__mro__)
+
+
+def _is_prepared_loader(value: Any) -> bool:
+    """Return True for a data loader that `Accelerator.prepare` has returned."""
+    return any(kind.__module__ == "accelerate.data_loader" for kind in type(value).__mro__)
+
+
+def _prepared_doubts(key: str, loader: Any) -> Iterator[str]:
+    """Yield a sentence if Accelerate's loader draws its order from random numbers."""
+    inner = getattr(loader, "base_dataloader", None)
+    order: Any = getattr(inner, "batch_sampler", None)
+    while hasattr(order, "batch_sampler"):  # a shard of another one
+        order = order.batch_sampler
+    if isinstance(getattr(order, "sampler", None), torch.utils.data.RandomSampler):
+        yield (
+            f"{key} is a data loader that Accelerate has prepared. It does not save the order of a shuffled "
+            "epoch, so a resumed run gets other batches. Use attach(accelerator) of "
+            "holdfast.adapters.accelerate with save_state(), or read a loader that is not prepared, with "
+            "batch_sampler=holdfast.train.data.GlobalBatches(len(data), batch_size), and add these batches "
+            "to the state."
+        )
+
+
+def _loader_doubts(key: str, loader: Any, values: Mapping[str, Any]) -> Iterator[str]:
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    own = [getattr(one, "generator", None) for one in (loader, sampler, inner)]
+    for name, value in values.items():
+        if isinstance(value, torch.Generator) and any(value is one for one in own):
+            yield (
+                f"{name} is a generator of {key}, which restores it itself, to the epoch's start. With "
+                f"both in the state, the resumed run gets different batches. Leave {name} out of the state."
+            )
+    if getattr(loader, "generator", None) is None:
+        yield (
+            f"{key} does not have its own generator, so starting it draws from the process-wide one: once "
+            "more in a resumed run than in an uninterrupted one. Pass one: "
+            "StatefulDataLoader(..., generator=torch.Generator())."
+        )
+    yield from _sampler_doubts(key, loader, inner or sampler)
+    drawing = _draws_random_numbers(getattr(loader, "dataset", None))
+    if getattr(loader, "num_workers", 0) and drawing:
+        yield (
+            f"{key} has workers, and {drawing} draws random numbers in them. Their generators are reset "
+            "when the run resumes. Draw from a generator seeded by the sample's index, or use num_workers=0."
+        )
+
+
+def _sampler_doubts(key: str, loader: Any, sampler: Any) -> Iterator[str]:
+    """Yield a sentence if a loader resumes its epoch, but shuffles later ones differently."""
+    fix = (
+        "Pass sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, "
+        "generator=torch.Generator()), with a generator of its own."
+    )
+    generator = getattr(sampler, "generator", None)
+    if generator is not None and type(sampler).__module__.partition(".")[0] == "torch":
+        kind = type(sampler).__name__  # torchdata's own saves its position through its iterator
+        yield f"the {kind} of {key} does not save its position, so later epochs are in another order. {fix}"
+    elif generator is not None and not loader.num_workers and generator is loader.generator:
+        yield (
+            f"{key} and its sampler share a generator, and without workers the loader draws from it too: "
+            f"once more in a resumed run, so later epochs are in another order. {fix}"
+        )
+
+
+def _draws_random_numbers(dataset: Any) -> str | None:
+    """Return the name of a data set's code that draws random numbers.
+
+    None if the search finds nothing; it does not follow every call.
+    """
+    waiting, seen = [dataset], set[int]()
+    while waiting and len(seen) < 100:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        kind = type(one)
+        if kind.__name__.startswith("Random") or kind.__name__ in (
+            "ColorJitter",
+            "RandAugment",
+            "AutoAugment",
+        ):
+            return kind.__name__
+        functions = [one] if isinstance(one, FunctionType) else []
+        functions += [
+            getattr(kind, name, None) for name in ("__getitem__", "__iter__", "__call__", "forward")
+        ]
+        for function in functions:
+            code = getattr(function, "__code__", None)
+            if (
+                function is not None
+                and code is not None
+                and not _RANDOM.isdisjoint(code.co_names)
+                and _is_of_users(function)
+            ):
+                return f"{function.__qualname__}()"
+        if _is_of_users(kind) or kind.__name__ in ("Compose", "Subset", "ConcatDataset", "Sequential"):
+            held = list(getattr(one, "__dict__", {}).values())
+            held += [item for value in held if isinstance(value, (list, tuple)) for item in value[:20]]
+            waiting += [value for value in held if callable(value) or hasattr(value, "__getitem__")]
+    return None
+
+
+def _own_generator(dataset: Any) -> str | None:
+    """Return the name of a generator that a data set or its transforms hold; None without one."""
+    waiting, seen = [(type(dataset).__name__, dataset)], set[int]()
+    while waiting and len(seen) < 100:
+        path, one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if _is_generator(one):
+            return path
+        for name, item in getattr(one, "__dict__", {}).items():
+            items = item[:20] if isinstance(item, (list, tuple)) else [item]
+            is_searched = (each for each in items if _is_generator(each) or hasattr(each, "__dict__"))
+            waiting += [(f"{path}.{name}", each) for each in is_searched]
+    return None
+
+
+def _is_generator(value: Any) -> bool:
+    kind = type(value)
+    in_numpy = kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
+    return isinstance(value, (torch.Generator, random.Random)) or in_numpy
+
+
+def _is_of_users(thing: Any) -> bool:
+    module = getattr(thing, "__module__", None) or ""
+    return module.split(".")[0] not in ("torch", "torchdata", "numpy", "builtins")
+
+
+def loader_doubts(values: Collection[Any]) -> Iterator[str]:
+    """Yield a sentence for each data loader in mid-epoch that cannot be resumed; for each iterator once.
+
+    One that was read to its end is left out: it was an evaluation, or the next epoch draws its order from
+    generators that are restored.
+    """
+    for one in plain_iterators():
+        if not getattr(one, "_num_yielded", 0):  # it may be starting in another thread
+            continue
+        order = one._index_sampler  # of batches, or of single elements without batching
+        if _is_ended(one, order) or getattr(one, _REPORTED, False):
+            continue
+        data = type(one._dataset).__qualname__
+        if is_follower(order):
+            doubt = _follower_doubt(one, order, data, values)
+        elif hasattr(order, "state_dict"):  # it can be added to the state, and then the order resumes
+            doubt = None
+        else:
+            doubt = _order_doubt(order, data)
+        if doubt is not None:
+            setattr(one, _REPORTED, True)
+            yield doubt
+
+
+def _is_ended(iterator: Any, order: Any) -> bool:
+    """Return True if a loader's iterator has returned all of its batches."""
+    try:
+        return iterator._num_yielded >= len(order)
+    except TypeError:  # without a length
+        return False
+
+
+def _follower_doubt(iterator: Any, order: Any, data: str, values: Collection[Any]) -> str | None:
+    if any(order is value for value in values):
+        held = _own_generator(iterator._dataset) if iterator._num_workers else None
+        return held and (
+            f"a DataLoader over {data} has workers, and {held} is a generator of the data set: each worker "
+            "has a copy, which starts anew when the run resumes. Draw from the functions of torch, "
+            "numpy.random or random instead, which are seeded for each batch, or from a generator seeded by "
+            "the sample's index."
+        )
+    kind = type(order).__qualname__
+    return (
+        f"a DataLoader over {data} is being read in the order of a {kind} that is not in the state, so a "
+        "resumed run starts again from its first batch. Add it: state={..., 'batches': batches}."
+    )
+
+
+def _order_doubt(order: Any, data: str) -> str:
+    sampler = getattr(order, "sampler", order)
+    is_shuffled = isinstance(sampler, torch.utils.data.RandomSampler) or (
+        hasattr(sampler, "generator") and sampler.generator is None
+    )
+    how = "shuffled " if is_shuffled else ""
+    return (
+        f"a {how}DataLoader over {data} is being read, and cannot be resumed: a resumed run starts it again, "
+        "with different batches. If it feeds the training, use DataLoader(data, "
+        "batch_sampler=holdfast.train.data.GlobalBatches(len(data), batch_size)) and add these batches to "
+        'the state. If it is an evaluation, read it within `with ckpt.phase("eval"):`.'
+    )
+
+
+def is_repeatable(value: Any) -> bool:
+    """Return True if calling state_dict() changes nothing. Data loaders do not guarantee that."""
+    return type(value).__module__.split(".")[0] not in ("accelerate", "torch", "torchdata", "datasets")

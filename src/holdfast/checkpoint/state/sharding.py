@@ -1,0 +1,407 @@
+"""Sharding: how a live tensor is split over ranks, read from the tensor itself without communication."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
+from holdfast.checkpoint.state.dtensor import dtensor_class, is_dtensor
+from holdfast.checkpoint.state.tensors import PLAIN, SHARD_ATTRIBUTES, is_local_shard, laid_out_like
+from holdfast.errors import Unsupported
+
+_PENDING = "AsyncCollectiveTensor"  # by name, to avoid an import
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """Split of tensors over ranks, independent of their shapes. Thousands of tensors share a few.
+
+    Args:
+        splits: (dim, parts) in the order in which they are made, as in `EvenPartitioning`. Parts are never 1.
+        copies: the full sets of global ranks that together hold a tensor, each in the order of its regions.
+            A rank with several regions is listed for each.
+        regions: of a tensor split by no rule, in the order of each copy's ranks; `splits` is empty then.
+        is_own: only what this rank holds is listed, because a tensor with shard attributes shows no more.
+        places: of such a tensor, the region of it that is each of its shards.
+    """
+
+    splits: tuple[tuple[int, int], ...]
+    copies: tuple[tuple[int, ...], ...]
+    regions: tuple[Region, ...] | None = None
+    is_own: bool = False
+    places: tuple[Region, ...] = field(default=(), compare=False)
+    _partitionings: dict[int, Partitioning] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _indices: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def partitioning(self, copy: int) -> Partitioning:
+        """Return the partitioning for writing one of `copies`, the same object at every call."""
+        if copy not in self._partitionings:
+            ranks = self.copies[copy]
+            self._partitionings[copy] = (
+                EvenPartitioning(self.splits, ranks)
+                if self.regions is None
+                else ListedPartitioning(tuple(zip(ranks, self.regions, strict=True)))
+            )
+        return self._partitionings[copy]
+
+    def regions_of(self, rank: int, shape: tuple[int, ...]) -> tuple[Region, ...]:
+        """Return the regions that a rank holds, perhaps empty ones."""
+        indices = self._indices_of().get(rank, ())
+        if self.regions is None:
+            return tuple(self.partitioning(0).region_at(index, shape) for index in indices)
+        return tuple(self.regions[index] for index in indices)
+
+    def region_number(self, rank: int) -> int | None:
+        """Return the number of the only region that a rank holds, or None."""
+        indices = self._indices_of().get(rank, ())
+        return indices[0] if len(indices) == 1 else None
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """All ranks that hold a region."""
+        return frozenset(self._indices_of())
+
+    def _indices_of(self) -> dict[int, tuple[int, ...]]:
+        if not self._indices:
+            found: dict[int, set[int]] = {}
+            for copy in self.copies:
+                for index, rank in enumerate(copy):
+                    found.setdefault(rank, set()).add(index)
+            self._indices.update({rank: tuple(sorted(indices)) for rank, indices in found.items()})
+        return self._indices
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """A tensor's whole shape and its layout.
+
+    Args:
+        shape: of the whole tensor.
+        layout: how it is split, and the ranks that hold it.
+    """
+
+    shape: tuple[int, ...]
+    layout: ShardLayout
+
+    @property
+    def splits(self) -> tuple[tuple[int, int], ...]:
+        """Splits of the layout."""
+        return self.layout.splits
+
+    @property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """Copies of the layout."""
+        return self.layout.copies
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """All ranks that hold a region."""
+        return self.layout.holders
+
+    def partitioning(self, copy: int) -> Partitioning:
+        """Return the partitioning for writing one of `copies`."""
+        return self.layout.partitioning(copy)
+
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        """Return the regions that a rank holds, perhaps empty ones."""
+        return self.layout.regions_of(rank, self.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def held_by(ranks: tuple[int, ...]) -> ShardLayout:
+    """Return the layout of tensors that each of these ranks holds whole."""
+    return ShardLayout((), tuple((rank,) for rank in ranks))
+
+
+def sharding_of(tensor: torch.Tensor) -> Sharding | None:
+    """Return the sharding of a tensor, or None for a plain one.
+
+    Raises:
+        Unsupported: a pending sum (`Partial`), or shards that are not regions.
+
+    Ranks: not collective; every rank computes the same.
+    """
+    layout = layout_of(tensor)
+    return None if layout is None else Sharding(shape_of(tensor), layout)
+
+
+def layout_of(tensor: torch.Tensor) -> ShardLayout | None:
+    """Return the layout of a tensor, or None for a plain one; as `sharding_of`."""
+    if type(tensor) in PLAIN:
+        return _own_layout(tensor) if is_local_shard(tensor) else None
+    if is_dtensor(tensor):
+        spec: Any = tensor._spec  # pyright: ignore[reportAttributeAccessIssue]
+        is_listed = not getattr(spec, "use_strided_shard_as_shard_order", True)
+        return _mesh_layout(spec.mesh, tuple(spec.placements), spec.shard_order if is_listed else None)
+    return _listed_layout(tensor) if is_sharded_tensor(tensor) else None
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole tensor that `tensor` is or is a part of."""
+    return tuple(map(int, tensor.global_shape)) if is_local_shard(tensor) else tuple(tensor.shape)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_copies_of: dict[str, tuple[tuple[int, ...], ...]] = {}
+"""By the name of a process group: all groups that hold the same shards, including itself."""
+
+
+def note_copies(group: Any, copies: Sequence[Sequence[int]]) -> None:
+    """Record that other groups hold the same shards as `group`. A ShardedTensor does not show it.
+
+    Args:
+        group: a process group.
+        copies: the global ranks of each group that holds the same, in the order of their shards.
+    """
+    _copies_of[group.group_name] = tuple(sorted(tuple(ranks) for ranks in copies))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded tensor, or a plain tensor itself.
+
+    It shares the tensor's memory. That of a tensor with shard attributes is all of it, see `shards_of`.
+
+    Raises:
+        Unsupported: it has several parts on this rank.
+
+    Blocks: until a pending collective has filled the part.
+    """
+    if not is_dtensor(tensor):
+        return _only_shard(tensor) if is_sharded_tensor(tensor) else tensor
+    local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return local if type(local) is torch.Tensor or type(local).__name__ != _PENDING else local.wait()
+
+
+def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Region]]:
+    """Return this rank's shards of a tensor and their regions of the whole one; all of it if it is plain.
+
+    They share the tensor's memory.
+
+    Raises:
+        Unsupported: as `local_of` and `layout_of`.
+    """
+    local, sharding = local_of(tensor), sharding_of(tensor)
+    if sharding is None:
+        return [(local, Region.whole(tuple(local.shape)))]
+    regions, layout = sharding.regions_of(rank), sharding.layout
+    if not layout.is_own:
+        return [(local, region) for region in regions]
+    shards = [local.detach()[place.slices] for place in layout.places]
+    return list(zip(shards, regions, strict=True))
+
+
+def may_be_sharded() -> bool:
+    """Return True if this process can have a DTensor."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_sharded_tensor(tensor: object) -> bool:
+    """Return True for a ShardedTensor, which FSDP1 makes."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
+    return module is not None and isinstance(tensor, module.ShardedTensor)
+
+
+def is_pending(tensor: object) -> bool:
+    """Return True for a tensor that a collective is still filling."""
+    return type(tensor).__name__ == _PENDING
+
+
+def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a DTensor of another shape with the placements of `model` over a local part.
+
+    Args:
+        shape: the whole shape; it has the dimensions of `model`, and perhaps more at its end.
+    """
+    spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.insert(0, stride[0] * max(size, 1))
+    return _wrap(local, spec, spec.placements, shape, tuple(stride[: len(shape)]))
+
+
+def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the layout of `model` and the given local part."""
+    if is_sharded_tensor(model):
+        return _listed_like(local, model)
+    spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
+    local = laid_out_like(local, local_of(model))
+    return _wrap(local, spec, spec.placements, tuple(model.shape), spec.tensor_meta.stride)
+
+
+def local_shards_like(
+    parts: Sequence[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Return a plain tensor with the shard attributes of `model`, and zeros as padding."""
+    new = torch.zeros_like(model, dtype=dtype, device=device, requires_grad=False)
+    vars(new).update({name: vars(model)[name] for name in SHARD_ATTRIBUTES})
+    for place, part in zip(_own_layout(new).places, parts, strict=True):
+        new[place.slices].copy_(part)
+    return new
+
+
+def replicated_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor on the mesh of `model`, whole on every rank."""
+    from torch.distributed.tensor import Replicate
+
+    spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
+    placements = (Replicate(),) * spec.mesh.ndim
+    return _wrap(whole, spec, placements, tuple(whole.shape), whole.stride())
+
+
+def _wrap(
+    local: torch.Tensor, spec: Any, placements: Any, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    order: dict[str, Any] = {}
+    if placements == spec.placements and not getattr(spec, "use_strided_shard_as_shard_order", True):
+        order = {"shard_order": spec.shard_order}
+    new = type(spec)(spec.mesh, tuple(placements), tensor_meta=meta, **order)
+    kind = dtensor_class()
+    return kind(local, new, requires_grad=False)
+
+
+# A cached mesh costs the memory of its ranks' numbers. Equal meshes hold the same ranks.
+@functools.lru_cache(maxsize=256)
+def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> ShardLayout:
+    sizes = tuple(mesh.mesh.shape)
+    if any(placement.is_partial() for placement in placements):
+        raise Unsupported(
+            f"it is a DTensor with placements {list(placements)}, a pending sum. "
+            "Call redistribute() to Shard or Replicate first."
+        )
+    order = _split_order(sizes, placements) if shard_order is None else _listed_order(shard_order)
+    if order is None:
+        raise Unsupported(
+            f"it is a DTensor whose placements {list(placements)} on a mesh of {sizes} do not nest. "
+            "Call redistribute() to placements of Shard and Replicate first."
+        )
+    split_dims = [mesh_dim for _, mesh_dim in order]
+    rest = [mesh_dim for mesh_dim in range(len(sizes)) if mesh_dim not in split_dims]
+    ranks = mesh.mesh.permute(*rest, *split_dims) if sizes else mesh.mesh
+    num_copies = 1
+    for mesh_dim in rest:
+        num_copies *= sizes[mesh_dim]
+    splits = tuple((dim, sizes[mesh_dim]) for dim, mesh_dim in order if sizes[mesh_dim] > 1)
+    copies = sorted(tuple(copy) for copy in ranks.reshape(num_copies, -1).tolist())
+    return ShardLayout(splits, tuple(copies))
+
+
+def _split_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]] | None:
+    """Return the splits of a tensor in order, as (tensor dim, mesh dim), or None.
+
+    Mesh dims split from left to right, but a strided shard comes after those to its right that make up its
+    split factor. None if the placements do not nest.
+    """
+    by_dim: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(placements))):
+        placement = placements[mesh_dim]
+        if placement.is_replicate():
+            continue
+        order = by_dim.setdefault(placement.dim, [])
+        before, at = 1, 0
+        factor = int(getattr(placement, "split_factor", 1))
+        while before < factor and at < len(order):
+            before *= sizes[order[at]]
+            at += 1
+        if before != factor:
+            return None
+        order.insert(at, mesh_dim)
+    return [(dim, mesh_dim) for dim, order in sorted(by_dim.items()) for mesh_dim in order]
+
+
+def _listed_order(shard_order: Any) -> list[tuple[int, int]]:
+    return [(entry.tensor_dim, mesh_dim) for entry in shard_order for mesh_dim in entry.mesh_dims]
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Return True if `shard_like` can give other tensors the sharding of this one."""
+    return is_dtensor(tensor) or is_local_shard(tensor)
+
+
+def _own_layout(tensor: Any) -> ShardLayout:
+    """Return the layout of a tensor with shard attributes; it lists this rank alone."""
+    try:
+        shape, own_shape = shape_of(tensor), tuple(tensor.shape)
+        rows = [
+            (Region(_ints(at), _ints(sizes)), Region(_ints(inside), _ints(sizes)))
+            for at, inside, sizes in zip(
+                tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True
+            )
+        ]
+        is_sound = all(a.is_inside(shape) and b.is_inside(own_shape) for a, b in rows)
+        rows = [row for row in rows if row[0].num_items or 0 in shape]
+        regions, places = tuple(row[0] for row in rows), tuple(row[1] for row in rows)
+    except (TypeError, ValueError):
+        is_sound, regions, places, shape = False, (), (), ()
+    if not is_sound or len(set(regions)) < len(regions):
+        shown = ", ".join(f"{name}={getattr(tensor, name)}" for name in sorted(SHARD_ATTRIBUTES))
+        raise Unsupported(
+            f"its shards ({shown}) do not lie in the global tensor and in its own shape "
+            f"{list(tensor.shape)}, each once. Give one offset and one size for each dimension of each shard."
+        )
+    rank = torch.distributed.get_rank() if may_be_sharded() else 0
+    is_whole = regions == (Region.whole(shape),)
+    return ShardLayout((), ((rank,) * len(regions),), None if is_whole else regions, True, places)
+
+
+def _ints(numbers: Any) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
+
+
+def _only_shard(tensor: Any) -> torch.Tensor:
+    shards = tensor.local_shards()
+    if len(shards) > 1:
+        raise Unsupported(
+            f"it is a ShardedTensor with {len(shards)} parts on one rank. Only one is supported. "
+            "Save the parts with DCP's writer of Holdfast, or use a DTensor."
+        )
+    if shards:
+        return shards[0].tensor
+    dtype = tensor.metadata().tensor_properties.dtype
+    return torch.empty((0, *tuple(tensor.shape)[1:]), dtype=dtype, device="cpu")
+
+
+def _listed_like(local: torch.Tensor, model: Any) -> torch.Tensor:
+    sharded: Any = sys.modules["torch.distributed._shard.sharded_tensor.api"]
+    facts = copy.deepcopy(model.metadata())
+    facts.tensor_properties.dtype = local.dtype
+    shards = [sharded.Shard(local, shard.metadata) for shard in model.local_shards()]
+    group = model._process_group
+    make = sharded.ShardedTensor._init_from_local_shards_and_global_metadata
+    return make(shards, sharded_tensor_metadata=facts, process_group=group)
+
+
+def _listed_layout(tensor: Any) -> ShardLayout:
+    """Return the layout of a ShardedTensor: by the chunking rule if that fits, else region by region."""
+    shape = tuple(tensor.shape)
+    group = torch.distributed.get_process_group_ranks(tensor._process_group)
+    held: dict[int, Region] = {}
+    for shard in tensor.metadata().shards_metadata:
+        held[shard.placement.rank()] = Region(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+    copies = _copies_of.get(tensor._process_group.group_name, (tuple(group),))
+    if len(group) == 1 and shape == next(iter(held.values()), Region.whole(shape)).sizes:
+        return ShardLayout((), copies)
+    for ranks in (tuple(group), tuple(range(len(group)))):  # numbered globally, or within their group
+        for dim in range(len(shape)):
+            rule = EvenPartitioning(((dim, len(ranks)),), ranks)
+            if {rank: region for rank, region in rule.regions(shape) if region.num_items} == {
+                rank: region for rank, region in held.items() if region.num_items
+            }:
+                return _chunked(dim, copies)
+    ranks = tuple(sorted(held))
+    return ShardLayout((), (ranks,), tuple(held[rank] for rank in ranks))
+
+
+@functools.lru_cache(maxsize=64)
+def _chunked(dim: int, copies: tuple[tuple[int, ...], ...]) -> ShardLayout:
+    return ShardLayout(((dim, len(copies[0])),), copies)

@@ -1,0 +1,143 @@
+"""Requirements for tensors in a checkpoint, and comparisons of their views."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.checkpoint.state.torch_dtypes import NAMES
+from holdfast.errors import Unsupported
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+_is_set_to = torch.Tensor.is_set_to
+_TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
+
+SHARD_ATTRIBUTES = frozenset(("global_offsets", "global_shape", "local_offsets", "local_sizes"))
+
+
+def is_savable(tensor: torch.Tensor) -> bool:
+    """Return True if a checkpoint can hold a tensor's bytes as they are."""
+    kind = type(tensor)
+    return (
+        (kind is _TENSOR or kind is _PARAMETER)
+        and tensor.dtype in NAMES
+        and tensor.layout is _STRIDED
+        and not tensor.is_meta
+        and not tensor.is_nested
+    )
+
+
+def is_local_shard(tensor: torch.Tensor) -> bool:
+    """Return True for a plain tensor whose attributes describe its shards of a global tensor.
+
+    Source: `torch.distributed.checkpoint.CheckpointableTensor` of torch 2.14.
+    """
+    facts = tensor.__dict__
+    return "global_shape" in facts and type(tensor) in PLAIN and facts.keys() >= SHARD_ATTRIBUTES
+
+
+def unsavable(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:
+    """Return the error for a tensor that cannot be saved."""
+    return Unsupported(f"{name} cannot be saved: {why or _why_not(tensor)} Nothing was written.", key=name)
+
+
+def unfillable(tensor: torch.Tensor, name: str, why: str | None = None) -> Unsupported:
+    """Return the error for a live tensor that cannot be restored into."""
+    return Unsupported(f"{name} cannot be restored: {why or _why_not(tensor)} Nothing was changed.", key=name)
+
+
+def _why_not(tensor: torch.Tensor) -> str:
+    kind = type(tensor)
+    if torch.nn.parameter.is_lazy(tensor):
+        return "it is not initialized yet. Run the lazy module once on an input first."
+    if tensor.is_nested:
+        return "it is a nested tensor. Save its values() and offsets() instead, or its unbind()."
+    if kind not in PLAIN:
+        return (
+            f"it is a {kind.__module__}.{kind.__qualname__}, not a plain tensor or parameter. Save its "
+            "as_subclass(torch.Tensor), or give the class __tensor_flatten__() and __tensor_unflatten__()."
+        )
+    if tensor.is_quantized:
+        return (
+            f"torch stores a scale beside {tensor.dtype}, which is deprecated. Save its int_repr() with "
+            "q_scale() and q_zero_point(), or quantize with torchao."
+        )
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}. Save its to_dense()."
+    if tensor.device.type == "meta":
+        return "it is on the meta device and has no bytes. Restore into it, or initialize it."
+    return f"the safetensors format does not support {tensor.dtype}. Save a view() of it with another dtype."
+
+
+def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors at the same address show the same elements alike."""
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.device == b.device
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+def shows_same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    """Return True if a tensor has the storage, offset, shape, strides and dtype of `alias`."""
+    return (
+        tensor.dtype is alias.dtype
+        and show_same_memory([tensor], [alias])
+        and tensor.is_conj() == alias.is_conj()
+        and tensor.is_neg() == alias.is_neg()
+    )
+
+
+def show_same_memory(tensors: list[torch.Tensor], aliases: list[torch.Tensor]) -> bool:
+    """Return True if each tensor has the storage, offset, shape and strides of its alias.
+
+    Enough for tensors of the same dtype that are whole storages: see `may_be_reread`.
+    """
+    try:
+        return all(map(_is_set_to, tensors, aliases))
+    except RuntimeError:  # a sparse tensor has replaced a dense one
+        return False
+
+
+def may_be_reread(tensor: torch.Tensor) -> bool:
+    """Return True if the memory could also be shown as a conjugate or negative view.
+
+    A negative view is every second number of a complex tensor, so it is never a whole storage.
+    """
+    return tensor.is_complex() or tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return True if writing a tensor's bytes in sequence into its memory fills it."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def laid_out_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the strides of `empty_like(model)`, if the shapes are equal.
+
+    Optimizers make their state in this way, and their fused kernels go through the memory of a parameter, its
+    gradient and its state without looking at strides.
+    """
+    if tensor.shape != model.shape or (tensor.is_contiguous() and model.is_contiguous()):
+        return tensor
+    if torch.empty_like(model, device="meta").stride() == tensor.stride():
+        return tensor
+    return torch.empty_like(model, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@torch.no_grad()
+def copy(source: torch.Tensor, live: torch.Tensor) -> None:
+    """Copy values into a live tensor, in its dtype. A tensor with overlapping elements gets new memory."""
+    if any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride(), strict=True)):
+        live.data = source.to(device=live.device, dtype=live.dtype, copy=True)
+    else:
+        live.detach().copy_(source)

@@ -1,0 +1,612 @@
+"""State: the live training objects by key, captured for a save and filled by a load."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format.manifest import Tensor
+from holdfast.checkpoint.format.nesting import is_under
+from holdfast.checkpoint.state import rng
+from holdfast.checkpoint.state.capture import CapturedState, TensorCollector
+from holdfast.checkpoint.state.entry import StateEntry
+from holdfast.checkpoint.state.entry_kinds import (
+    is_entry,
+    is_follower,
+    is_generator,
+    is_stateful,
+    nested_entries,
+)
+from holdfast.checkpoint.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
+from holdfast.checkpoint.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
+from holdfast.checkpoint.state.load import Load, LoadPhase, LoadPlan, leftover, mismatch, renamer
+from holdfast.checkpoint.state.marks import MarkCollector, MemoryMarks, versions
+from holdfast.checkpoint.state.modules import ModuleEntry
+from holdfast.checkpoint.state.new_content import plan_new
+from holdfast.checkpoint.state.objects import (
+    GeneratorEntry,
+    StatefulEntry,
+    TensorEntry,
+    ValueEntry,
+)
+from holdfast.checkpoint.state.optimizers import (
+    OptimizerEntry,
+    has_step_hooks,
+    is_plain,
+    parameters,
+    state_tensors,
+    tensors_of,
+)
+from holdfast.checkpoint.state.partitioned_objects import check_not_partitioned, may_be_partitioned
+from holdfast.checkpoint.state.read_only_memory import find_read_only
+from holdfast.checkpoint.state.replication import MarkedObject, Replication
+from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks, loader_doubts
+from holdfast.checkpoint.state.sharding import ShardLayout, layout_of, local_of, shape_of
+from holdfast.checkpoint.state.skippable import Skippable, is_skippable, is_stream
+from holdfast.checkpoint.state.tensor_table import StateStructure, TensorTable
+from holdfast.checkpoint.state.tensors import unsavable
+from holdfast.checkpoint.state.tree import insert_tensors, references
+from holdfast.errors import InvalidInput, Unsupported
+
+_FIRST = (ModuleEntry, FSDP1ModuleEntry, TensorEntry)
+_FILLED = (ModuleEntry, TensorEntry, OptimizerEntry, ValueEntry)
+_PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """An object of the state or in its containers, with its mark."""
+
+    root: str  # top-level key
+    value: Any
+    replication: Replication | None
+    ranks: tuple[int, ...] | None
+
+
+class State:
+    """The training objects of a checkpoint, by top-level key.
+
+    Args:
+        objects: modules, optimizers, objects with state_dict() and load_state_dict(), tensors, random number
+            generators, plain values and containers of these. The mapping itself is kept: objects that are
+            added later are saved too, and plain values are restored into it. An object with a state of its
+            own that is in a container is saved under its key path: "gan.g" in {"gan": {"g": module}}.
+        world: this rank and the number of ranks that save together; by default from torch.distributed.
+
+    Attributes:
+        are_lent: the objects are others for now, see `lent`.
+
+    Raises:
+        InvalidInput: a key or a value cannot be saved, named by its key path.
+        Unsupported: this version cannot save a kind of tensor or module.
+    """
+
+    def __init__(self, objects: MutableMapping[str, Any], *, world: tuple[int, int] | None = None) -> None:
+        self._objects = objects
+        self._lent_optimizers: list[torch.optim.Optimizer] = []
+        self.are_lent = False
+        self._given_world = world
+        self._entries: dict[str, StateEntry] = {}
+        self._found: dict[str, _Found] = {}
+        self._followers: list[Any] | None = None
+        self._marked: dict[str, tuple[int, ...]] = {}
+        self._checked: set[str] = set()
+        self._table: TensorTable | None = None  # of the previous capture
+        self._structure: StateStructure | None = None
+        self._marks = MemoryMarks()
+        self._agreement: HolderAgreement | None = None
+        rank, world_size = self._world()
+        for key, entry in self._current().items():
+            if isinstance(entry, ModuleEntry) and entry.has_meta():
+                continue  # it will be restored
+            if isinstance(entry, (ValueEntry, GeneratorEntry, ModuleEntry, TensorEntry)):
+                _capture(key, entry, TensorCollector(rank, world_size, self._checked))
+
+    def agree(self, gather: Gather) -> None:
+        """Agree with all ranks on the holders of each tensor, for later captures and loads.
+
+        Needed if ranks hold different things: pipeline stages, or tensor parallelism or sharding on some of
+        the ranks. Without it, every rank assumes that all others are like itself. If all ranks have the same,
+        only a digest is exchanged. A tensor that appears later is held as `HolderAgreement` describes; call
+        this again after adding modules on some of the ranks.
+
+        Args:
+            gather: returns the values of all ranks, by rank; not called if this rank is alone.
+
+        Raises:
+            InvalidInput: two ranks have different tensors under one name.
+
+        Ranks: collective.
+        Blocks: on `gather`.
+        """
+        rank, world_size = self._world()
+        self._agreement = agree(self._inventory(), rank, world_size, gather)
+        self._table = None  # facts about the structure have changed
+
+    def _inventory(self) -> RankInventory:
+        """Return the tensors that this rank announces to the others, also those on meta."""
+        tensors: dict[str, HeldTensor] = {}
+        others: set[str] = set()
+        entries = self._current()
+        for entry in entries.values():
+            for name, tensor, role in entry.named_tensors():
+                layout = None if role.replication is Replication.PER_RANK else _layout(name, tensor)
+                if layout is None and role.replication in (Replication.PER_RANK, Replication.OWN):
+                    others.add(name)
+                elif layout is None or layout.is_own or self._world()[0] in layout.holders:
+                    tensors[name] = HeldTensor(str(tensor.dtype), shape_of(tensor), layout)
+        return RankInventory(frozenset(entries), tensors, frozenset(others))
+
+    def capture(self) -> CapturedState:
+        """Return all tensors and values of the state now, with the process-wide RNG states.
+
+        Tensors are not copied: copy them before anything changes them. Their memory stays in use until the
+        next capture or load, even if training releases it.
+
+        Raises:
+            InvalidInput: a value cannot be saved, or two tensors have one name.
+            Unsupported: a kind of tensor cannot be saved.
+
+        Ranks: not collective by itself; a user's state_dict() may be, and that of FSDP1 is.
+        """
+        entries = self._current()
+        collector = TensorCollector(*self._world(), self._checked, self._table)
+        captured = {key: _capture(key, entry, collector) for key, entry in _ordered(entries)}
+        for optimizer in self._hooked(entries):
+            collector.own(parameters(optimizer))
+        for optimizer in self._lent_optimizers:
+            collector.own_memory(tensors_of(optimizer))
+        values = {key: captured[key] for key in entries}
+        values[rng.KEY] = rng.capture(collector)
+        captured_now = collector.captured(
+            values, self._structure, self._agreed(), is_frozen_known=_are_all_hooked(entries)
+        )
+        self._table, self._structure = collector.table, captured_now.structure
+        return captured_now
+
+    def skippables(self) -> dict[str, Skippable]:
+        """Return the objects that can skip samples, by key path."""
+        return {key: one.value for key, one in self._current().items() if is_skippable(one.value)}
+
+    def streams(self) -> list[str]:
+        """Return the key paths of loaders and samplers that cannot skip samples."""
+        entries = self._current()
+        return [
+            key
+            for key, one in entries.items()
+            if isinstance(one, StatefulEntry) and is_stream(one.value) and not is_skippable(one.value)
+        ]
+
+    def followers(self) -> list[Any]:
+        """Return the objects that follow completed steps, as of the last capture or load."""
+        if self._followers is None:
+            values = {id(one.value): one.value for one in self._found.values()}
+            self._followers = [one for one in values.values() if is_follower(one)]
+        return self._followers
+
+    def review(
+        self, stepped: Iterable[torch.optim.Optimizer] = (), *, has_live_objects: bool = True
+    ) -> list[ResumeRisk]:
+        """Return the parts of the state that will not resume exactly; see `find_resume_risks`.
+
+        Args:
+            stepped: optimizers that have begun a step, in the state or not.
+            has_live_objects: the state should have live objects.
+        """
+        values = {key: entry.value for key, entry in self._current().items()}
+        if not has_live_objects:
+            return find_resume_risks(values, has_live_objects=False)
+        saved = self.saved_addresses()
+        forgotten = [
+            one
+            for one in stepped
+            if any(local_of(t).data_ptr() not in saved for t in state_tensors(one) if t.numel())
+        ]
+        return find_resume_risks(values, self._find_read_only(), forgotten)
+
+    def saved_addresses(self) -> set[int]:
+        """Return the addresses of the tensors of the last capture."""
+        return set() if self._table is None else {one.data_ptr() for one in self._table.tensors.values()}
+
+    def _find_read_only(self) -> list[str]:
+        """Return the tensors of the last capture that a restore could not write to."""
+        filled = [key for key, one in self._entries.items() if isinstance(one, _FILLED)]
+        found = [] if self._table is None else find_read_only(self._table.tensors)
+        return [name for name in found if any(is_under(name, key) for key in filled)]
+
+    def review_loaders(self) -> list[str]:
+        """Return a sentence for each data loader that is being read and will not resume; each once."""
+        return list(loader_doubts([one.value for one in self._found.values()]))
+
+    @contextlib.contextmanager
+    def lent(
+        self, objects: MutableMapping[str, Any], optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> Iterator[None]:
+        """Use other objects within a context, and release them afterwards.
+
+        Args:
+            objects: the objects.
+            optimizers: optimizers whose memory `objects` may refer to.
+        """
+        own, self._objects, self.are_lent = self._objects, objects, True
+        self._lent_optimizers = [one for one in optimizers if has_step_hooks(one)]
+        self._release_memory()
+        try:
+            yield
+        finally:
+            self._objects, self._entries, self._found = own, {}, {}
+            self._release_memory()
+            self._lent_optimizers, self.are_lent = [], False
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers whose steps change tensors in `CapturedState.owned`."""
+        return [*self._hooked(self._current()), *self._lent_optimizers]
+
+    def marks(self) -> object:
+        """Return a value that changes whenever training changes the state.
+
+        Empty if `optimizers` returns all optimizers: their steps are counted instead. Otherwise it is made of
+        the version counters of the tensors that the other optimizers train, or, without any optimizer, of
+        those of all tensors and of all plain values. Objects with a state_dict() are not included.
+        """
+        entries = self._current()
+        found = [entry.value for entry in entries.values() if isinstance(entry.value, torch.optim.Optimizer)]
+        if found:
+            own = [one for one in found if not has_step_hooks(one) and hasattr(one, "param_groups")]
+            return versions(tensor for one in own for tensor in parameters(one))
+        collector = MarkCollector()
+        kinds = (ModuleEntry, TensorEntry, ValueEntry)
+        values = {
+            key: _capture(key, one, collector) for key, one in entries.items() if isinstance(one, kinds)
+        }
+        return values, self._marks.mark(collector.tensors)
+
+    def load(
+        self,
+        tensors: Mapping[str, Tensor],
+        tied: Mapping[str, str],
+        values: Mapping[str, Any],
+        *,
+        others: Sequence[Mapping[str, Any]] = (),
+        strict: bool = True,
+        only: Collection[str] | None = None,
+        kept: Collection[str] = (),
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        with_rng: bool = True,
+        own_rank: bool = True,
+    ) -> Load:
+        """Plan how the live state is filled from a checkpoint. Nothing live is changed.
+
+        Args:
+            tensors: the checkpoint's tensors by name.
+            tied: its aliases.
+            values: encoded values of the part that is chosen for this rank.
+            others: encoded values of further parts, one for each other structure in the checkpoint, such as
+                other pipeline stages. Parameters that are not in `values` are looked up in these.
+            strict: raise if only one side has a name. Otherwise such names are listed in the plan and left
+                unchanged. Names that only other ranks hold now (see `agree`) do not count.
+            only: top-level keys (live names) to restore, or key paths of objects in containers; all of them
+                by default.
+            kept: key paths of objects that stay as they are.
+            rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of
+                tensors, of top-level keys and of parameters inside an optimizer's state.
+            with_rng: restore the process-wide random number generators, unless `only` leaves them out.
+            own_rank: `values` were saved by this very rank. Otherwise RNG states are not restored; seeds are
+                derived from them, so that no two ranks draw the same numbers.
+
+        Raises:
+            InvalidInput: the state and the checkpoint do not fit each other.
+            Unsupported: a dtype or kind of tensor cannot be restored here.
+
+        Ranks: not collective by itself; FSDP1 is, and a user's state_dict() may be: if tensors may be
+        sharded, it
+            is called to find its DTensors.
+        """
+        self._release_memory()  # a load replaces tensors: the memory of the old ones must be free
+        entries = self._current()
+        wanted = self._wanted(only, kept)
+        plan = LoadPlan(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
+        for key, entry in _ordered(entries):
+            if wanted is None or key in wanted:
+                entry.plan(plan, lambda value, key=key: self._objects.__setitem__(key, value))
+        if not with_rng:
+            plan.leave(rng.KEY)
+        elif wanted is None or rng.KEY in wanted:
+            _plan_rng(plan, *self._world(), own_rank=own_rank)
+        agreement = self._agreed()
+        held = (agreement.names, agreement.keys) if not agreement.is_alike else None
+        extra = leftover(plan, [*entries, rng.KEY], wanted, held)
+        if strict and plan.misfits:
+            raise plan.misfits[0]
+        if strict and (plan.missing or extra):
+            raise mismatch(plan.missing, extra)
+        plan.notes += map(_describe_kept, plan.misfits)
+        return Load(plan, extra)
+
+    def load_new(
+        self,
+        tensors: Mapping[str, Tensor],
+        tied: Mapping[str, str],
+        values: Mapping[str, Any],
+        *,
+        only: Collection[str] | None = None,
+        with_rng: bool = False,
+        own_rank: bool = True,
+    ) -> Load:
+        """Plan a load of all values and whole tensors into new memory.
+
+        It puts them into the mapping of the state, by key.
+
+        A value is rebuilt as it was saved. Tensors of a module come under its key, as in its state_dict();
+        those of an optimizer by the name of their parameter.
+
+        Args:
+            tensors: the checkpoint's tensors by name.
+            tied: its aliases.
+            values: encoded values of the part that is chosen for this rank.
+            only: top-level keys to load; all of them by default.
+            with_rng: restore the process-wide random number generators too.
+            own_rank: see `load`.
+
+        Raises:
+            InvalidInput: the checkpoint does not have a key of `only`.
+            Unsupported: this torch does not have a dtype.
+        """
+        self._release_memory()
+        plan = LoadPlan(tensors, tied, values, renamer(None), rank=self._world()[0])
+        plan_new(plan, self._objects, _chosen(plan, only))
+        if with_rng:
+            _plan_rng(plan, *self._world(), own_rank=own_rank)
+        return Load(plan, [])
+
+    def _wanted(self, only: Collection[str] | None, kept: Collection[str]) -> set[str] | None:
+        if only is None:
+            return {*self._found, rng.KEY}.difference(kept) if kept else None
+        chosen = {only} if isinstance(only, str) else set(only)
+        if unknown := sorted(chosen - set(self._found) - {rng.KEY}):
+            raise InvalidInput(
+                f"only= names {unknown}, which are not in the state. Its keys: {sorted(self._found)}. "
+                "Nothing was changed.",
+                key=unknown[0],
+            )
+        return (chosen | {key for key, one in self._found.items() if one.root in chosen}).difference(kept)
+
+    def _current(self) -> dict[str, StateEntry]:
+        """Return the entries of the current mapping. Entries of unchanged objects are kept."""
+        entries: dict[str, StateEntry] = {}
+        objects, self._followers = self._find(), None
+        self._found = objects
+        for key, one in objects.items():
+            known = self._entries.get(key)
+            if (
+                known is None
+                or known.value is not one.value
+                or known.replication is not one.replication
+                or _is_stale(known)
+            ):
+                _check_key(key)
+                known = self._classify(key, one.value, one.replication)
+            entries[key] = known
+        self._entries = entries
+        return entries
+
+    def _find(self) -> dict[str, _Found]:
+        """Return the objects of the mapping, and those in its containers, by key path."""
+        found: dict[str, _Found] = {}
+        for key, one in self._objects.items():
+            top = _bare(key, one, None)
+            _add(found, key, top)
+            try:
+                for path, inner in _nested(key, top.value):
+                    _add(found, path, _bare(key, inner, top))
+            except RecursionError as error:
+                raise _contains_itself(key) from error
+        self._marked = {key: one.ranks for key, one in found.items() if one.ranks is not None}
+        return found
+
+    def _classify(self, key: str, value: Any, replication: Replication | None) -> StateEntry:
+        check_not_partitioned(key, value)
+        if isinstance(value, torch.nn.Module):
+            return (
+                FSDP1ModuleEntry(key, value, replication)
+                if is_fsdp1(value)
+                else ModuleEntry(key, value, replication)
+            )
+        if isinstance(value, torch.optim.Optimizer) and has_step_hooks(value) and is_plain(value):
+            flat = self._fsdp1_module_of(value)
+            if flat is not None:
+                return FSDP1OptimizerEntry(key, value, replication, flat)
+            return OptimizerEntry(key, value, replication, self._parameter_names)
+        if isinstance(value, torch.Tensor):
+            return TensorEntry(key, value, replication)
+        if is_generator(value):
+            return GeneratorEntry(key, value, replication)
+        if is_stateful(value) and not isinstance(value, type):
+            return StatefulEntry(key, value, replication)
+        return ValueEntry(key, value, replication)
+
+    def _fsdp1_module_of(self, optimizer: torch.optim.Optimizer) -> FSDP1ModuleEntry | None:
+        """Return the entry of the FSDP1 module with an optimizer's parameters, or None."""
+        owned = set(map(id, parameters(optimizer)))
+        for key, one in self._found.items():
+            if not isinstance(one.value, torch.nn.Module) or not is_fsdp1(one.value):
+                continue
+            if not owned.isdisjoint(map(id, one.value.parameters())):
+                return FSDP1ModuleEntry(key, one.value, one.replication)
+        return None
+
+    def _parameter_names(self) -> dict[int, str]:
+        """Return names of all live parameters of the state by id, including meta tensors."""
+        names: dict[int, str] = {}
+        for entry in self._entries.values():
+            if isinstance(entry, ModuleEntry):
+                for name, tensor, role in entry.named_tensors():
+                    if role.is_named:
+                        names.setdefault(id(tensor), name)
+        for entry in self._entries.values():
+            if isinstance(entry, TensorEntry) and isinstance(entry.value, torch.nn.Parameter):
+                names.setdefault(id(entry.value), entry.key)
+        return names
+
+    def _agreed(self) -> HolderAgreement:
+        """Return the ranks' agreement with the user's marks. By default all ranks are alike."""
+        rank, world_size = self._world()
+        agreed = self._agreement
+        if agreed is None or (agreed.rank, agreed.world_size) != (rank, world_size):
+            agreed = HolderAgreement(rank, world_size)
+        return dataclasses.replace(agreed, marked=self._marked) if self._marked else agreed
+
+    def _release_memory(self) -> None:
+        self._table = None
+        self._marks.release()
+
+    def _world(self) -> tuple[int, int]:
+        return self._given_world or _world()
+
+    def _hooked(self, entries: Mapping[str, StateEntry]) -> list[torch.optim.Optimizer]:
+        found = [e.value for e in entries.values() if isinstance(e.value, torch.optim.Optimizer)]
+        return list({id(one): one for one in found if has_step_hooks(one)}.values())
+
+
+def _capture(key: str, entry: StateEntry, collector: TensorCollector) -> Any:
+    try:
+        return entry.capture(collector)
+    except RecursionError as error:
+        raise _contains_itself(key) from error
+
+
+def _contains_itself(key: str) -> InvalidInput:
+    return InvalidInput(
+        f"{key} contains itself, or is nested too deeply, so it cannot be saved. Nothing was written. Save "
+        "it as a flat list, with the index of an item in place of a reference to it.",
+        key=key,
+    )
+
+
+def _bare(root: str, value: Any, parent: _Found | None) -> _Found:
+    """Return an object without its mark. In a marked container it has the container's mark."""
+    if isinstance(value, MarkedObject):
+        return _Found(root, value.value, value.replication, value.ranks)
+    if parent is not None:
+        return _Found(root, value, parent.replication, parent.ranks)
+    return _Found(root, value, None, None)
+
+
+def _nested(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield key path and object of each entry in a container."""
+    if is_entry(value):
+        return
+    for path, inner in nested_entries(value, key):
+        if isinstance(inner, MarkedObject) and not (
+            is_entry(inner.value) or isinstance(inner.value, torch.Tensor)
+        ):
+            raise InvalidInput(
+                f"{path} is a marked {type(inner.value).__qualname__} inside a container. Only tensors and "
+                "objects with a state of their own can be marked there. Nothing was written. Mark the "
+                f"whole {key!r}, or move it to a key of its own.",
+                key=path,
+            )
+        yield path, inner
+
+
+def _add(found: dict[str, _Found], key: str, one: _Found) -> None:
+    other = found.setdefault(key, one)
+    if other is not one:
+        kinds = [type(each.value).__qualname__ for each in (other, one)]
+        raise InvalidInput(
+            f"Two objects of the state would both be saved under {key!r}: a {kinds[0]} in {other.root!r} and "
+            f"a {kinds[1]} in {one.root!r}. Keys are ambiguous if one contains a dot, or a number and a "
+            "string look the same. Nothing was written. Rename one of the keys.",
+            key=key,
+        )
+
+
+def _layout(name: str, tensor: torch.Tensor) -> ShardLayout | None:
+    try:
+        return layout_of(tensor)
+    except Unsupported as error:
+        raise unsavable(tensor, name, str(error)) from error
+
+
+def _are_all_hooked(entries: Mapping[str, StateEntry]) -> bool:
+    """Return True if every optimizer shows which parameters it trains."""
+    optimizers = [e.value for e in entries.values() if isinstance(e.value, torch.optim.Optimizer)]
+    return all(map(has_step_hooks, optimizers))
+
+
+def _ordered(entries: Mapping[str, StateEntry]) -> list[tuple[str, StateEntry]]:
+    """Return modules and tensors first: optimizers name their state after them."""
+    return sorted(entries.items(), key=lambda pair: not isinstance(pair[1], _FIRST))
+
+
+def _is_stale(entry: StateEntry) -> bool:
+    """Return True if an object has to be classified anew.
+
+    An optimizer's hooks have changed, so that it is saved differently; or DeepSpeed may have taken it over.
+    """
+    value = entry.value
+    if may_be_partitioned(value):
+        return True
+    if not isinstance(value, torch.optim.Optimizer) or not has_step_hooks(value):
+        return False
+    return is_plain(value) is not isinstance(entry, _PLAIN_OPTIMIZERS)
+
+
+def _chosen(plan: LoadPlan, only: Collection[str] | None) -> list[str]:
+    """Return the keys of a checkpoint that are loaded: those of `only`, or all but the generators'."""
+    saved = [key for key in plan.saved_keys() if key != rng.KEY]
+    if only is None:
+        return saved
+    wanted = [only] if isinstance(only, str) else list(only)
+    if missing := sorted(set(wanted).difference(saved)):
+        raise InvalidInput(
+            f"only= names {missing}, which the checkpoint does not have. Its keys: {saved}. Nothing was "
+            "loaded.",
+            key=missing[0],
+        )
+    return [key for key in saved if any(is_under(key, one) for one in wanted)]
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str) or not key or key == rng.KEY or "/" in key or "@" in key:
+        raise InvalidInput(
+            f"{key!r} cannot be a key of the state: keys are non-empty strings without '/' and '@', and "
+            f"{rng.KEY!r} is reserved for the random number generators. Nothing was written. Rename it.",
+            key=str(key),
+        )
+
+
+def _describe_kept(misfit: InvalidInput) -> str:
+    """Return the note about a saved value that the live one is kept for."""
+    return f"{str(misfit).partition(' Nothing was changed.')[0]} The live value stays (strict=False)."
+
+
+def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> None:
+    tree = plan.values(rng.KEY)
+    if tree is None:
+        plan.generator_notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
+        return
+    rng.check(tree)
+    for name in references(tree):
+        plan.read_new(name)
+
+    def finish() -> None:
+        values = insert_tensors(tree, plan.tensor)
+        if own_rank:
+            plan.generator_notes.extend(rng.restore(values))
+        else:
+            plan.generator_notes.append(rng.derive(values, rank=rank, world_size=world_size))
+
+    plan.add_step(LoadPhase.RNG, finish)
+
+
+def _world() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1

@@ -1,0 +1,420 @@
+"""Store in a bucket: S3 and compatible servers, Google Cloud Storage, or Azure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from typing_extensions import override
+
+from holdfast.checkpoint.format.names import check_size
+from holdfast.checkpoint.store.address import AZURE, S3, Address, parse_address
+from holdfast.checkpoint.store.append_log import shared_logs
+from holdfast.checkpoint.store.client_errors import classify
+from holdfast.checkpoint.store.clients import Clients, check_process, load_library
+from holdfast.checkpoint.store.contract import (
+    Buffer,
+    ObjectInfo,
+    Properties,
+    Store,
+    already_exists,
+    as_bytes,
+    ends_early,
+)
+from holdfast.checkpoint.store.error_codes import ErrorKind
+from holdfast.checkpoint.store.multipart import MultipartBody
+from holdfast.checkpoint.store.object_names import check_name, check_prefix
+from holdfast.checkpoint.store.retries import Retries, StoreRequest, TryAgain, not_found
+from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.system.failpoint import failpoint
+
+READ_BYTES = 8 << 20
+"""Length of the ranges, fetched concurrently, that longer reads are split into."""
+CREATE_BYTES = 64 << 20
+"""Largest object that is created by one request, which the server grants to only one writer."""
+_MAX_PARTS = 10_000  # of one upload: the limit of S3 and of Google
+_MAX_COPY_BYTES = {S3: 5 << 30}  # limit of one copy request; Azure copies asynchronously, so it is not used
+_MAX_CHANGES = 3  # how often an object may be replaced while it is read
+
+
+class ObjectStore(Store):
+    """A prefix of a bucket; its URL is the one it was opened with, so other processes can open it too.
+
+    Every request that fails for a transient reason is retried, with growing random pauses, until the
+    address's time limit; in a large upload each part by itself. A name that must be free (`if_absent`) is
+    claimed by one request that the server grants only once. If its answer is lost, the object is read back:
+    the same bytes mean that it is ours. So writers that compete for a name must write different bytes, such
+    as documents with a random id.
+
+    If a put raises `RetryLater` because an answer never arrived, the object may exist under its name
+    nevertheless; it is then complete.
+
+    Above 64 MiB `if_absent` first checks the name and then uploads in parts, so for a moment another writer
+    of the same name would go unnoticed. Use names for large objects that no other writer uses.
+
+    Parts of uploads that a kill interrupted stay in the bucket, invisible but billed, until a lifecycle rule
+    of the bucket removes them, because the client library cannot list them. Uploads that fail while the
+    process is alive are aborted.
+
+    Args:
+        address: URL or parsed address.
+
+    Raises:
+        InvalidInput: not a URL of an object store, or with invalid options.
+        Unsupported: the client library is not installed.
+    """
+
+    def __init__(self, address: Address | str) -> None:
+        self._address = parse_address(address) if isinstance(address, str) else address
+        self.url = self._address.url
+        self.properties = Properties(
+            survives_host=True,
+            parallel_reads=self._address.parallel,
+            read_bytes=READ_BYTES,
+            zero_copy_views=True,
+        )
+        self._library = load_library()
+        self._clients = Clients(self._address)
+        self._retries = Retries(self._address, self._clients)
+        self._logs = shared_logs(self.url, self._load_log, self._save_log)
+
+    @property
+    def address(self) -> Address:
+        """The address of the prefix."""
+        return self._address
+
+    @override
+    def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """Write an object, sent from `data` itself without a copy."""
+        check_name(name)
+        view = as_bytes(data)
+        self._logs.forget(name)
+        failpoint("store.written")
+        if if_absent and len(view) <= CREATE_BYTES:
+            self._create(name, view)
+        else:
+            if if_absent:
+                self._check_free(name)
+            self._send(StoreRequest("write", name, len(view)), view)
+        failpoint("store.linked")
+
+    @override
+    def put_parts(
+        self, name: str, parts: Iterable[Buffer], num_bytes: int, *, if_absent: bool = False
+    ) -> None:
+        """Write an object from parts. Holds the parts of the upload in flight, and one more."""
+        check_name(name)
+        if num_bytes <= (CREATE_BYTES if if_absent else self._address.part_bytes):
+            super().put_parts(name, parts, num_bytes, if_absent=if_absent)
+            return
+        if if_absent:
+            self._check_free(name)
+        self._logs.forget(name)
+        source = MultipartBody(name, parts, num_bytes, self._part_bytes(num_bytes))
+        request = StoreRequest("write", name, num_bytes, num_tries=1)
+        failpoint("store.written")
+        try:
+            # Not retried as a whole: the parts are gone. The client retries each request.
+            self._upload(self._clients.get(retrying=True), name, iter(source), num_bytes)
+        except Exception as error:
+            if source.error is not None:
+                raise source.error from None
+            if not isinstance(error, self._clients.client_errors) or isinstance(error, HoldfastError):
+                raise
+            raise self._retries.failure(request, classify(error)) from None
+        failpoint("store.linked")
+
+    @override
+    def link(self, source: str, name: str) -> None:
+        """Copy an object on the server, so that no bytes are sent.
+
+        Raises:
+            Unsupported: on Azure, which copies asynchronously, and for objects too large for one request.
+        """
+        check_name(source)
+        check_name(name)
+        num_bytes = self.size(source)
+        if num_bytes is None:
+            raise not_found(self._address, source)
+        most = _MAX_COPY_BYTES.get(self._address.protocol, num_bytes)
+        if self._address.protocol == AZURE or num_bytes > most:
+            raise Unsupported(
+                f"The server cannot copy {self._place(source)} ({num_bytes} bytes) in one request. Put the "
+                "bytes instead.",
+                key=source,
+            )
+        key_from, key_to = self._address.key(source), self._address.key(name)
+        self._logs.forget(name)
+        self._retries.call(
+            StoreRequest("copy", source), lambda client: self._library.copy(client, key_from, key_to)
+        )
+        if self.size(name) != num_bytes:
+            raise RetryLater(
+                f"The copy {self._place(name)} is not as long as {self._place(source)}.", key=name
+            )
+
+    @override
+    def get(self, name: str) -> bytes:
+        check_name(name)
+        self._logs.flush(name)
+        return self._get(name)
+
+    @override
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer`. A long read is split into ranges that are fetched concurrently.
+
+        The bytes are used as received: a byte that was flipped on the way is detected by comparing hashes,
+        not here.
+        """
+        check_name(name)
+        self._logs.flush(name)
+        if not len(buffer) and self.size(name) is None:
+            raise not_found(self._address, name)
+        for _ in range(_MAX_CHANGES):
+            versions = self._read_ranges(name, offset, buffer)
+            if len(versions) < 2:
+                return
+        raise RetryLater(f"{self._place(name)} was replaced repeatedly while it was read.", key=name)
+
+    @override
+    def read_view(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """Return the client's own memory, filled by one request."""
+        check_name(name)
+        self._logs.flush(name)
+        if not num_bytes and self.size(name) is None:
+            raise not_found(self._address, name)
+        return self._fetch(name, offset, num_bytes)[0] if num_bytes else memoryview(b"")
+
+    @override
+    def append(self, name: str, data: bytes) -> None:
+        """Append in memory. The data is sent in the background, by `flush`, and at exit.
+
+        Reads through a store of this process see it at once; a killed process loses the last seconds.
+        """
+        check_name(name)
+        check_process(self._address.place)
+        self._logs.append(name, data)
+
+    @override
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """List objects.
+
+        Raises:
+            NotFound: the bucket does not exist.
+            RetryLater: the store failed.
+        """
+        self._logs.flush(check_prefix(prefix))
+        folder = self._address.key(prefix).rpartition("/")[0] if prefix else self._address.prefix
+        found = self._retries.call(StoreRequest("list", prefix), lambda client: self._listed(client, folder))
+        return (entry for entry in found if entry.name.startswith(prefix))
+
+    @override
+    def size(self, name: str) -> int | None:
+        check_name(name)
+        self._logs.flush(name)
+        key = self._address.key(name)
+        try:
+            return self._retries.call(StoreRequest("find", name), lambda client: self._size(client, key))
+        except NotFound:
+            return None
+
+    @override
+    def delete(self, name: str) -> None:
+        """Remove an object.
+
+        Raises:
+            RetryLater: the store failed; the object may still exist.
+        """
+        check_name(name)
+        self._logs.forget(name)
+        key = self._address.key(name)
+        try:
+            self._retries.call(StoreRequest("delete", name), lambda client: self._library.delete(client, key))
+        except NotFound:
+            return
+
+    @override
+    def sweep(self, prefix: str = "") -> None:
+        check_prefix(prefix)  # the library cannot list unfinished uploads; see the class docstring
+
+    @override
+    def check(self) -> None:
+        """Create a small object, try to create it again, and delete it."""
+        name = f"checks/{secrets.token_hex(8)}.txt"
+        first, second = secrets.token_bytes(16).hex().encode(), secrets.token_bytes(16).hex().encode()
+        list(self.list("checks/"))  # detects a missing bucket, which a put reports like other failures
+        self.put(name, first, if_absent=True)
+        try:
+            self.put(name, second, if_absent=True)
+        except Conflict:
+            return
+        finally:
+            self.delete(name)
+        raise Unsupported(
+            f"The server of {self._address.place} replaces existing objects although the request forbids it "
+            "(it ignores 'If-None-Match: *'), so two starts of a run could damage each other's "
+            "checkpoints. Only a test object was written, and it was deleted. Use another server, a newer "
+            "version of it, or a connection without a proxy that changes requests."
+        )
+
+    @override
+    def flush(self) -> None:
+        """Write all appended logs.
+
+        Blocks: until the logs are written, at most the address's time limit each.
+        """
+        self._logs.flush()
+
+    @override
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._clients.drop()
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def _send(self, request: StoreRequest, data: Buffer) -> None:
+        """Write an object, replacing any existing one."""
+        num_bytes = len(data)
+        is_large = num_bytes > self._address.part_bytes
+        self._retries.call(
+            request, lambda client: self._upload(client, request.name, data, num_bytes), retrying=is_large
+        )
+
+    def _upload(self, client: Any, name: str, body: Any, num_bytes: int) -> None:
+        part_bytes = self._part_bytes(num_bytes)
+        self._library.put(
+            client,
+            self._address.key(name),
+            body,
+            use_multipart=num_bytes > self._address.part_bytes,
+            chunk_size=part_bytes,
+            max_concurrency=self._address.parallel,
+        )
+
+    def _part_bytes(self, num_bytes: int) -> int:
+        """Return the size of a part: the address's, or larger if an object would have too many parts."""
+        least = -(-num_bytes // _MAX_PARTS)
+        return max(self._address.part_bytes, -(-least // (1 << 20)) << 20)
+
+    def _create(self, name: str, view: memoryview) -> None:
+        """Claim a free name by one request. Find out whose it is if the answer does not show it."""
+
+        def create(client: Any) -> bool:
+            try:
+                self._library.put(client, self._address.key(name), view, mode="create", use_multipart=False)
+            except self._clients.client_errors as error:
+                # A name in use may be our own: the answer to an earlier try may have been lost.
+                failure = classify(error)
+                if failure.kind not in (ErrorKind.TAKEN, ErrorKind.PASSING):
+                    raise
+                if (is_ours := self._is_ours(client, name, view)) is not None:
+                    return is_ours
+                if failure.kind is ErrorKind.TAKEN:  # another writer was writing it, or has deleted it
+                    raise TryAgain(failure.reason) from error
+                raise
+            return True
+
+        if not self._retries.call(StoreRequest("write", name, len(view)), create):
+            raise already_exists(self._place(name), name)
+
+    def _size(self, client: Any, key: str) -> int:
+        """Return the size of an object.
+
+        An answer to HEAD has no body, and so no code: a refused one is repeated as GET, for its reason.
+        """
+        try:
+            return self._library.head(client, key)["size"]
+        except self._clients.client_errors as error:
+            if classify(error).kind not in (ErrorKind.DENIED, ErrorKind.LASTING):
+                raise
+            return self._library.get(client, key).meta["size"]
+
+    def _is_ours(self, client: Any, name: str, view: memoryview) -> bool | None:
+        """Return True if the object holds our bytes. None means that it is absent or unreadable now."""
+        try:
+            found = self._library.get(client, self._address.key(name))
+            return found.meta["size"] == len(view) and memoryview(found.bytes()) == view
+        except self._clients.client_errors:
+            return None
+
+    def _check_free(self, name: str) -> None:
+        if self.size(name) is not None:
+            raise already_exists(self._place(name), name)
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def _get(self, name: str, limit_s: float | None = None) -> bytes:
+        key = self._address.key(name)
+        return self._retries.call(
+            StoreRequest("read", name, limit_s=limit_s), lambda client: self._read_whole(client, key, name)
+        )
+
+    def _read_whole(self, client: Any, key: str, name: str) -> bytes:
+        answer = self._library.get(client, key)
+        check_size(name, answer.meta["size"])
+        return bytes(answer.bytes())
+
+    def _read_ranges(self, name: str, offset: int, buffer: memoryview) -> set[str | None]:
+        """Fill the buffer, and return the versions of the object that its ranges came from."""
+        starts = range(0, len(buffer), READ_BYTES)
+        if len(starts) < 2:
+            return {self._read_range(name, offset, buffer)} if len(buffer) else set()
+        versions = set()
+        with ThreadPoolExecutor(min(self._address.parallel, len(starts)), "holdfast-range") as pool:
+            ranges = [
+                pool.submit(self._read_range, name, offset + start, buffer[start : start + READ_BYTES])
+                for start in starts
+            ]
+            try:
+                for one in ranges:
+                    versions.add(one.result())
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return versions
+
+    def _read_range(self, name: str, offset: int, buffer: memoryview) -> str | None:
+        """Fill a short buffer, and return the object's version."""
+        data, version = self._fetch(name, offset, len(buffer))
+        buffer[:] = data
+        return version
+
+    def _fetch(self, name: str, offset: int, num_bytes: int) -> tuple[memoryview, str | None]:
+        """Return a range of an object by one request, and the object's version."""
+        key = self._address.key(name)
+
+        def fetch(client: Any) -> tuple[memoryview, str | None]:
+            found = self._library.get(client, key, options={"range": (offset, offset + num_bytes)})
+            return memoryview(found.bytes()), found.meta["e_tag"]
+
+        none: tuple[memoryview, str | None] = memoryview(b""), None
+        data, version = self._retries.call(StoreRequest("read", name, num_bytes), fetch, past_end=none)
+        if len(data) < num_bytes:
+            raise ends_early(self._place(name), name, self.size(name), offset, num_bytes)
+        return data, version
+
+    def _listed(self, client: Any, folder: str) -> list[ObjectInfo]:
+        skip = len(self._address.prefix) + 1 if self._address.prefix else 0
+        found = []
+        for page in self._library.list(client, prefix=folder or None, chunk_size=1000):
+            for one in page:
+                name = one["path"][skip:]
+                if name and not name.endswith("/"):  # consoles create such objects as folders
+                    found.append(ObjectInfo(name, one["size"]))
+        return found
+
+    def _load_log(self, name: str, limit_s: float | None) -> bytes | None:
+        try:
+            return self._get(name, limit_s)
+        except NotFound:
+            return None
+
+    def _save_log(self, name: str, text: bytes, limit_s: float | None) -> None:
+        self._send(StoreRequest("write", name, len(text), limit_s), text)
+
+    def _place(self, name: str) -> str:
+        return f"{self._address.place}/{name}"

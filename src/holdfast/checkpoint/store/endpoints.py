@@ -1,0 +1,131 @@
+"""Endpoints that the user trusts. Keys are not sent to other endpoints that a document names."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from holdfast.checkpoint.store.address import AZURE, GCS, S3, SCHEMES, Address, parse_address
+from holdfast.checkpoint.store.credentials import shared_region
+from holdfast.errors import InvalidInput
+
+VARIABLE = "HOLDFAST_TRUST_ENDPOINTS"
+"""Variable that lists endpoints, such as `https://minio.example.com:9000`, separated by commas."""
+NAMED_BY = {
+    S3: ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    GCS: ("GOOGLE_BASE_URL",),
+    AZURE: ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables that name the endpoint of each protocol."""
+_PORTS = {"http": 80, "https": 443}
+
+
+def check_endpoint(url: str, document: str, *, own: str = "") -> None:
+    """Raise if a document's URL would send keys to an endpoint unknown to the user.
+
+    A URL in the training script or on the command line comes from the user and is not checked. A task file or
+    a marker may come from another user.
+
+    Args:
+        url: location named by the document; paths and URLs of the clouds themselves always pass.
+        document: name of the document, for the error.
+        own: location that the user has named, whose endpoint therefore gets the keys anyway.
+
+    Raises:
+        InvalidInput: the URL has an `endpoint_url` that neither `own` nor an environment variable names.
+    """
+    address = _address(url)
+    endpoint = _endpoint_with_keys(address)
+    if address is None or endpoint is None:
+        return
+    named = [_endpoint_with_keys(_address(own)) or ""]
+    named += [os.environ.get(name, "") for name in NAMED_BY[address.protocol]]
+    named += os.environ.get(VARIABLE, "").split(",")
+    if _server(endpoint) in {_server(one.strip()) for one in named if one.strip()}:
+        return
+    raise InvalidInput(
+        f"{document} would send your keys to the endpoint {endpoint}. Nothing was sent. If "
+        f"this is your server, set {VARIABLE}={endpoint}. If it needs no "
+        "keys, add anonymous=yes to the URL.",
+        key=endpoint,
+    )
+
+
+def _address(url: str) -> Address | None:
+    scheme, mark, _ = url.partition("://")
+    return parse_address(url) if mark and scheme.lower() in SCHEMES else None
+
+
+def _endpoint_with_keys(address: Address | None) -> str | None:
+    """Return the endpoint in a URL if keys would be sent to it."""
+    return None if address is None or address.is_on("anonymous") else address.option("endpoint_url")
+
+
+def with_environment(address: Address) -> Address:
+    """Return an address with all options that determine its location, also those from the environment.
+
+    The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by region), and
+    on servers with tenants also under another profile.
+
+    Raises:
+        InvalidInput: the file of AWS profiles cannot be parsed.
+    """
+    facts = dict(address.options)
+    for name, found in _from_environment(address).items():
+        if found and not facts.get(name):
+            facts[name] = found
+    if facts.get("endpoint_url"):
+        facts.pop("region", None)  # the endpoint decides
+    return replace(address, options=tuple(facts.items()))
+
+
+def _from_environment(address: Address) -> dict[str, str | None]:
+    endpoint = first_set(NAMED_BY[address.protocol])
+    if address.protocol == S3:
+        profile = address.option("profile") or os.environ.get("AWS_PROFILE")
+        region = first_set(("AWS_REGION", "AWS_DEFAULT_REGION")) or shared_region(profile)
+        return {"endpoint_url": endpoint, "profile": profile, "region": region}
+    if address.protocol == AZURE:
+        settings = parse_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+        account = first_set(("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"))
+        return {
+            "endpoint_url": endpoint or settings.get("endpoint"),
+            "account": account or settings.get("account_name"),
+        }
+    return {"endpoint_url": endpoint}
+
+
+def is_unencrypted(address: Address) -> bool:
+    """Return True if the address uses http to another machine."""
+    parts = urlsplit(address.option("endpoint_url") or "")
+    return parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1")
+
+
+def first_set(names: tuple[str, ...]) -> str | None:
+    """Return the first of these variables that is set and not empty."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+
+def parse_connection_string(text: str) -> dict[str, str]:
+    """Return the client settings in Azure's connection string, or {} if it is empty."""
+    facts = dict(field.split("=", 1) for field in text.split(";") if "=" in field)
+    names = {
+        "AccountName": "account_name",
+        "AccountKey": "account_key",
+        "SharedAccessSignature": "sas_key",
+        "BlobEndpoint": "endpoint",
+    }
+    settings = {ours: facts[theirs] for theirs, ours in names.items() if facts.get(theirs)}
+    if "endpoint" not in settings and "EndpointSuffix" in facts and "account_name" in settings:
+        suffix = facts["EndpointSuffix"]
+        settings["endpoint"] = f"https://{settings['account_name']}.blob.{suffix}"
+    return settings
+
+
+def _server(endpoint: str) -> tuple[str, str, int | None]:
+    try:
+        parts = urlsplit(endpoint)
+        return parts.scheme, parts.hostname or "", parts.port or _PORTS.get(parts.scheme)
+    except ValueError:  # the port is not a number, so this matches no server
+        return endpoint, "", None

@@ -1,0 +1,140 @@
+"""Application that answers the browser's requests, as WSGI servers call it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from holdfast.errors import HoldfastError, InvalidInput, NotFound
+from holdfast.jobs.dash.access import AccessKeys, check_access
+from holdfast.jobs.dash.assets import read_page_files
+from holdfast.jobs.dash.job_board import JobBoard
+from holdfast.jobs.dash.job_facts import JobRows, job_page
+from holdfast.jobs.dash.output_feed import output_page
+from holdfast.jobs.dash.request import PageRequest, parse_request
+from holdfast.jobs.dash.response import (
+    REPORT_POLICY,
+    PageResponse,
+    error_response,
+    json_response,
+    text_response,
+)
+from holdfast.jobs.dash.run_view import RunPlace, RunView, find_place
+from holdfast.jobs.description import checkpoints_of
+from holdfast.jobs.engine import Job
+from holdfast.watch.report.chart_library import chart_library
+
+_JOB = r"api/jobs/(?P<job>[0-9]{1,9})"
+_HOME = r"homes/(?P<home>[0-9a-f]{16})"
+_MAX_HOMES = 100
+"""Homes of a job that the page lists."""
+
+
+class Application:
+    """Dash as a WSGI application. It only reads.
+
+    Args:
+        keys: keys of this server.
+        homes: homes from the command line, shown beside those of jobs.
+    """
+
+    def __init__(self, keys: AccessKeys, homes: Sequence[str] = ()) -> None:
+        self._keys, self._homes = keys, tuple(homes)
+        self._files = read_page_files()
+        self._board, self._rows, self._runs = JobBoard(), JobRows(), RunView()
+        table: dict[str, Callable[..., PageResponse]] = {
+            r"api/jobs": self._list,
+            _JOB: self._job,
+            rf"{_JOB}/output": self._output,
+            rf"{_JOB}/{_HOME}/curves": self._curves,
+            rf"{_JOB}/{_HOME}/report": self._report,
+            rf"api/{_HOME}/curves": self._curves,
+            rf"api/{_HOME}/report": self._report,
+            r"charts\.js": self._charts,
+        }
+        self._routes = [(re.compile(path, re.ASCII), respond) for path, respond in table.items()]
+
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], object]
+    ) -> Iterable[bytes]:
+        """Answer one request."""
+        request = parse_request(environ)
+        response = self.respond(request)
+        start_response(response.status_line, response.all_headers())
+        return [] if request.method == "HEAD" else [response.content]
+
+    def respond(self, request: PageRequest) -> PageResponse:
+        """Return the response to one request."""
+        refused = check_access(request, self._keys)
+        if refused is not None:
+            return refused
+        path = request.path.removeprefix(f"/{self._keys.space}/")
+        file = self._files.get(path or "index.html")
+        if file is not None:
+            return PageResponse(200, file.content, file.kind)
+        for pattern, respond in self._routes:
+            if found := pattern.fullmatch(path):
+                return _translated(respond, request, **found.groupdict())
+        return text_response(404, "Not found.")
+
+    # -- what the page asks for ------------------------------------------------------------------------------
+
+    def _list(self, request: PageRequest) -> PageResponse:
+        rows = self._rows.rows(self._board.listing())
+        homes = [place.as_json() for place in map(RunPlace, self._homes)]
+        return json_response({**rows, "homes": homes}, known_tag=request.known_tag)
+
+    def _job(self, request: PageRequest, job: str) -> PageResponse:
+        found = self._find(job)
+        page = job_page(found)
+        steps = _homes_of(found)
+        homes = [{**RunPlace(place).as_json(), "step": step} for place, step in steps.items()]
+        del page["checkpoints"]  # the same homes, with secrets of their URLs
+        return json_response({**page, "homes": homes}, known_tag=request.known_tag)
+
+    def _output(self, request: PageRequest, job: str) -> PageResponse:
+        found = self._find(job)
+        cursor, node = request.query.get("after", ""), request.query.get("node", "")
+        return json_response(output_page(found, cursor=cursor, node=node), known_tag=request.known_tag)
+
+    def _curves(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
+        return json_response(self._runs.curves(self._place(home, job)), known_tag=request.known_tag)
+
+    def _report(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
+        page = self._runs.report(self._place(home, job))
+        return PageResponse(200, page.encode(), "text/html; charset=utf-8", policy=REPORT_POLICY)
+
+    def _charts(self, request: PageRequest) -> PageResponse:
+        return PageResponse(200, chart_library().encode(), "text/javascript; charset=utf-8")
+
+    def _find(self, number: str) -> Job:
+        """Return a job.
+
+        Raises:
+            NotFound: the job does not exist.
+        """
+        found = self._board.listing().find(int(number))
+        if found is None:
+            raise NotFound(f"Job {number} does not exist. See `holdfast queue`.")
+        return found
+
+    def _place(self, wanted: str, job: str) -> RunPlace:
+        return find_place(_homes_of(self._find(job)) if job else self._homes, wanted)
+
+
+def _homes_of(job: Job) -> dict[str, int]:
+    """Return the newest reported step of each home of a job, at most `_MAX_HOMES`."""
+    return dict(list(checkpoints_of(job).items())[:_MAX_HOMES])
+
+
+def _translated(respond: Callable[..., PageResponse], request: PageRequest, **parts: str) -> PageResponse:
+    """Return the response, or that of the error."""
+    try:
+        return respond(request, **parts)
+    except NotFound as error:
+        return error_response(404, str(error))
+    except InvalidInput as error:
+        return error_response(400, str(error))
+    except HoldfastError as error:
+        return error_response(503, str(error))

@@ -1,0 +1,105 @@
+"""Runs as the page shows them: their curves, drawn as in the report, and the report itself."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.store import open_store
+from holdfast.errors import NotFound, redact
+from holdfast.watch.report.figures.curves import curves
+from holdfast.watch.report.headline import headline
+from holdfast.watch.report.kept_readings import KeptReadings
+from holdfast.watch.report.page import make_page
+from holdfast.watch.report.summary import RunSummary, read_summary
+
+_MIN_AGE_S = 4.0
+_REST = 9.0
+"""Pause between two readings of a home, as a multiple of the time that one takes."""
+_MAX_KEPT = 16
+"""Homes whose curves are kept in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """Home of a run, which the page names by a hash: no path of a request is ever opened."""
+
+    place: str
+
+    @property
+    def id(self) -> str:
+        """Name of the home in URLs."""
+        return hashlib.blake2b(self.place.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+    @property
+    def is_remote(self) -> bool:
+        """True for a bucket, which is read only on request."""
+        return "://" in self.place and not self.place.startswith(("file://", "memory://"))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the home for the page, without secrets of its URL."""
+        return {"id": self.id, "place": redact(self.place), "is_remote": self.is_remote}
+
+
+def find_place(places: Iterable[str], wanted: str) -> RunPlace:
+    """Return the home with an id among those that may be read.
+
+    Raises:
+        NotFound: it is not one of them.
+    """
+    for one in map(RunPlace, places):
+        if one.id == wanted:
+            return one
+    raise NotFound("This home is not among those of the job or of the command line.")
+
+
+class RunView:
+    """Reader of runs for all pages."""
+
+    def __init__(self) -> None:
+        self._curves = KeptReadings[dict[str, Any]](least_age_s=_MIN_AGE_S, rest=_REST, max_kept=_MAX_KEPT)
+        self._summaries = KeptReadings[RunSummary](least_age_s=_MIN_AGE_S, rest=_REST)
+
+    def curves(self, place: RunPlace) -> dict[str, Any]:
+        """Return the curves of a run as JSON, as they were read a moment ago.
+
+        Raises:
+            HoldfastError: the home cannot be read, or has not answered yet.
+
+        Blocks: while the home is read, at most 10 s.
+        """
+        return self._curves.get(place.place, lambda: _curves(_read(place)))
+
+    def report(self, place: RunPlace) -> str:
+        """Return the report of a run as an HTML page.
+
+        Raises:
+            HoldfastError: the home cannot be read or has not answered yet, or the chart library is not
+                installed.
+
+        Blocks: while the home is read, at most 10 s.
+        """
+        summary = self._summaries.get(place.place, lambda: _read(place))
+        name = redact(place.place).rstrip("/").rpartition("/")[2] or place.place
+        return make_page(summary, name=name, made_unix_s=time.time())
+
+
+def _read(place: RunPlace) -> RunSummary:
+    store = open_store(place.place)
+    if store.size(names.RUN) is None:
+        home = list_home(store)
+        if not home.saved and not home.attempts:
+            raise NotFound(f"{redact(place.place)} does not contain a run yet.")
+    return read_summary(store)
+
+
+def _curves(summary: RunSummary) -> dict[str, Any]:
+    figures = [
+        {"id": one.id, "title": one.title, "text": one.text, "spec": one.spec} for one in curves(summary)
+    ]
+    return {"headline": headline(summary), "figures": figures}

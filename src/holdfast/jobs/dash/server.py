@@ -1,0 +1,77 @@
+"""Server of the dash: listens on 127.0.0.1 only."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import InvalidInput, Unsupported
+
+if TYPE_CHECKING:
+    from holdfast.jobs.dash.application import Application
+
+_ADDRESS = "127.0.0.1"
+_NUM_THREADS = 4
+_MAX_CONNECTIONS = 50
+_MAX_HEADER_BYTES = 16 << 10
+_MAX_BODY_BYTES = 1 << 10  # no request has a body
+_IDLE_S = 60
+_NOT_INSTALLED = "`holdfast dash` needs a web server: pip install 'torch-holdfast[dash]'."
+
+
+class DashServer:
+    """Server of one application, which listens from its creation on.
+
+    Args:
+        application: answers the requests.
+        port: port to listen on; 0 for any free one.
+
+    Raises:
+        Unsupported: the server library is not installed.
+        InvalidInput: the port cannot be used.
+    """
+
+    def __init__(self, application: Application, port: int = 0) -> None:
+        try:
+            from waitress.server import create_server
+        except ImportError as error:
+            raise Unsupported(_NOT_INSTALLED) from error
+        listening = _listen(port)
+        self.port: int = listening.getsockname()[1]
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # requests that wait are no news
+        self._server: Any = create_server(
+            application,
+            sockets=[listening],
+            threads=_NUM_THREADS,
+            connection_limit=_MAX_CONNECTIONS,
+            channel_timeout=_IDLE_S,
+            max_request_header_size=_MAX_HEADER_BYTES,
+            max_request_body_size=_MAX_BODY_BYTES,
+            ident="",
+        )
+
+    def run(self) -> None:
+        """Answer requests.
+
+        Blocks: until Ctrl-C.
+        """
+        self._server.run()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed
+        listening.bind((_ADDRESS, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise InvalidInput(
+            f"Port {port} of {_ADDRESS} cannot be used: {error}. Choose another one, or leave out --port for "
+            "any free one."
+        ) from error
+    return listening

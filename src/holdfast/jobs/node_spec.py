@@ -1,0 +1,115 @@
+"""Specification and outcome of a node: two documents in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.errors import Corrupt, Internal
+from holdfast.jobs.environment import JobPipeline
+from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.outcome import Outcome
+from holdfast.system.documents import decode_dataclass
+from holdfast.system.linux.files import write_atomic
+
+MAX_OWN_BYTES = 64 << 20
+"""Limit for a document that contains an environment."""
+
+
+_OUTCOME_BYTES = 2048
+"""Size of the document with the outcome of a node, with spaces at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """Specification of a node's work in one attempt."""
+
+    headline: str  # first line of the attempt in the log
+    setup: str | None  # path of a script, or None if there is nothing to set up
+    run: str  # path of a script
+    set_up: str  # path of a file that marks a successful `setup`
+    workdir: str
+    log: str
+    bell: str
+    notice: str
+    environment: Mapping[str, str]  # of `run`
+    setup_environment: Mapping[str, str]
+    grace_s: float
+    gpus: tuple[tuple[str, ...], ...] = ()  # given to each node of the job
+    port: int | None = None  # chosen for the job
+    scratch: str = ""  # path of the job's scratch folder; empty: the mounts are in the job's folder
+    venv: str | None = None  # folder of the node's virtual environment. None: it has none of its own
+
+    def write(self, path: Path) -> None:
+        """Write the specification, readable only by its owner, as it contains secrets."""
+        write_atomic(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> NodeSpec:
+        """Read a specification.
+
+        Raises:
+            Corrupt: the document is damaged.
+        """
+        return decode_dataclass(cls, path.read_bytes(), str(path), max_bytes=MAX_OWN_BYTES, any_text=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Environment of a job: that of its user, the variables of its task, and its pipeline."""
+
+    base: Mapping[str, str]
+    task: Mapping[str, str]
+    pipeline: JobPipeline | None = None
+
+
+def read_environment(job: JobFolder) -> Environment:
+    """Read the environment of a job.
+
+    Raises:
+        Corrupt: the document is damaged.
+    """
+    text, what = job.environment.read_bytes(), str(job.environment)
+    return decode_dataclass(Environment, text, what, max_bytes=MAX_OWN_BYTES, any_text=True)
+
+
+def reserve_outcome(path: Path) -> None:
+    """Reserve disk space for the outcome of a node, whose commands may fill the disk.
+
+    Raises:
+        OSError: the disk is full already.
+    """
+    write_atomic(_reserved(path), " " * _OUTCOME_BYTES)
+
+
+def write_outcome(path: Path, outcome: Outcome) -> None:
+    """Write the outcome of a node, into the space that was reserved for it."""
+    reserved = _reserved(path)
+    with reserved.open("r+b") as file:
+        file.write(json.dumps(asdict(outcome)).ljust(_OUTCOME_BYTES).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    reserved.replace(path)
+
+
+def _reserved(path: Path) -> Path:
+    return path.with_name(f"{path.name}.reserved")
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """Return the outcome of a node, or None if it does not exist.
+
+    Raises:
+        Internal: the document is invalid.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        return decode_dataclass(Outcome, text, str(path))
+    except Corrupt as error:
+        raise Internal(f"{path} is not a valid outcome of a node: {error}") from error

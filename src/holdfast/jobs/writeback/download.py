@@ -1,0 +1,157 @@
+"""Download of a bucket's objects into the directory, at a mount."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.store import ObjectInfo, Store
+from holdfast.errors import InvalidInput, NotFound, RetryLater
+from holdfast.jobs.writeback.files import Fingerprint
+from holdfast.jobs.writeback.journal import FOLDER
+from holdfast.jobs.writeback.upload_queue import Sent
+from holdfast.system.failpoint import failpoint
+from holdfast.system.units import format_bytes
+
+_AT_ONCE = 8  # files
+_BLOCK_BYTES = 16 << 20
+_COMPARED_BYTES = 1 << 20  # up to this size, a local copy is compared with the object by digest
+
+
+@dataclass(frozen=True, slots=True)
+class Downloaded:
+    """An object that was downloaded into the directory."""
+
+    name: str
+    sent: Sent
+
+
+class Download:
+    """Download of objects into a directory. Each file appears whole or not at all."""
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        self._store, self._directory = store, directory
+        self._folder = directory / FOLDER / "fetching"
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by a kill
+        self._folder.mkdir()
+
+    def listed(self, is_excluded: Callable[[str], bool]) -> list[ObjectInfo]:
+        """Return the objects that belong in the directory."""
+        return [entry for entry in self._store.list() if not is_excluded(entry.name)]
+
+    def check_size(self, entries: list[ObjectInfo], max_bytes: int | None) -> None:
+        """Raise if objects are too large together, before anything is downloaded.
+
+        Raises:
+            InvalidInput: they have more than `max_bytes`.
+            RetryLater: the disk does not have enough space.
+        """
+        wanted, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(self._folder).free
+        if max_bytes is not None and wanted > max_bytes:
+            raise InvalidInput(
+                f"{self._store.url} holds {format_bytes(wanted)} that are not in {self._directory}, which is "
+                f"more than its limit of {format_bytes(max_bytes)}. Nothing was downloaded. Mount a smaller "
+                "prefix, or raise the limit."
+            )
+        if wanted > free:
+            raise RetryLater(
+                f"{self._store.url} holds {format_bytes(wanted)} that are not in {self._directory}, but only "
+                f"{format_bytes(free)} are free on its disk. Nothing was downloaded. Free some space, mount "
+                "a smaller prefix, or mount without fetching."
+            )
+
+    def is_same(self, entry: ObjectInfo, sent: Sent) -> bool:
+        """Return True if an object has not changed since the last sync.
+
+        Large objects are compared by size, small ones by digest.
+        """
+        if entry.num_bytes != sent.fingerprint.num_bytes:
+            return False
+        if entry.num_bytes > _COMPARED_BYTES:
+            return True
+        with suppress(NotFound):
+            return digest(self._store.get(entry.name)) == sent.digest
+        return False
+
+    def fetch(self, entries: list[ObjectInfo], replaced: dict[str, Fingerprint]) -> Iterator[Downloaded]:
+        """Download objects, several at once.
+
+        Args:
+            replaced: files that may be replaced if they have not changed. Other existing files are kept.
+
+        Raises:
+            RetryLater: the store failed, or the disk is full. The files yielded so far are complete.
+        """
+        with ThreadPoolExecutor(_AT_ONCE, "holdfast-fetch") as pool:
+            jobs = [
+                pool.submit(self._fetch_one, number, entry, replaced.get(entry.name))
+                for number, entry in enumerate(entries)
+            ]
+            try:
+                for job in jobs:
+                    if (fetched := job.result()) is not None:
+                        yield fetched
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _fetch_one(self, number: int, entry: ObjectInfo, replaced: Fingerprint | None) -> Downloaded | None:
+        temp, target = self._folder / str(number), self._directory / entry.name
+        try:
+            found = self._download(entry, temp)
+            failpoint("writeback.fetched")
+            return self._place(
+                temp, target, Downloaded(entry.name, Sent(Fingerprint.of(temp.stat()), found)), replaced
+            )
+        except NotFound:
+            return None  # deleted since the listing
+        except OSError as error:
+            raise RetryLater(f"Cannot download {target}: {error.strerror}.", key=entry.name) from error
+        finally:
+            temp.unlink(missing_ok=True)
+
+    def _place(
+        self, temp: Path, target: Path, fetched: Downloaded, replaced: Fingerprint | None
+    ) -> Downloaded | None:
+        """Move a file into place. Return None if the job has created one meanwhile, which is newer."""
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RetryLater(
+                f"{self._store.url} holds {fetched.name!r} and an object with the name of one of its parent "
+                "directories: no file system can hold both. Delete or rename one of them in the bucket."
+            ) from error
+        if replaced is None:
+            try:
+                target.hardlink_to(temp)  # unlike a rename, fails if the name exists
+            except FileExistsError:
+                return None
+        elif not target.is_file() or Fingerprint.of(target.stat()) != replaced:
+            return None
+        else:
+            temp.replace(target)
+        return fetched
+
+    def _download(self, entry: ObjectInfo, temp: Path) -> str:
+        """Write an object to a file and return its digest."""
+        hashed = xxhash.xxh3_128()
+        room = memoryview(bytearray(min(_BLOCK_BYTES, entry.num_bytes)))
+        with temp.open("wb") as file:
+            for start in range(0, entry.num_bytes, _BLOCK_BYTES):
+                block = room[: min(_BLOCK_BYTES, entry.num_bytes - start)]
+                self._store.read_into(entry.name, start, block)
+                hashed.update(block)
+                file.write(block)
+        # A time far enough in the past that any later write changes it.
+        past_ns = time.time_ns() - 1_000_000_000
+        os.utime(temp, ns=(past_ns, past_ns))
+        return hashed.hexdigest()

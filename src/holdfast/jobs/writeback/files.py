@@ -1,0 +1,173 @@
+"""State of files: fingerprints, open writers, and a scan of the directory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import stat
+import time
+from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.checkpoint.store.object_names import check_name
+from holdfast.errors import InvalidInput
+
+SETTLE_NS = 20_000_000
+"""Time after which a further write is sure to change a file's mtime, which ticks every 10 ms."""
+UNSETTLED = -1
+"""`changed_ns` of a file that was read too soon after a write. It matches nothing."""
+_UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as open
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """State of a file by size, time and inode. Compare with `matches`.
+
+    `changed_ns` is the time of the last write, or `UNSETTLED` if another write could have the same time.
+    """
+
+    num_bytes: int
+    changed_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, info: os.stat_result, *, now_ns: int | None = None) -> Fingerprint:
+        """Return the fingerprint of a file's state. With `now_ns`, a recent one matches no other."""
+        is_fresh = now_ns is not None and not is_settled(info, now_ns)
+        return cls(info.st_size, UNSETTLED if is_fresh else info.st_mtime_ns, info.st_ino)
+
+    def matches(self, other: Fingerprint) -> bool:
+        """Return True if both fingerprints are certainly of the same bytes."""
+        return self == other and self.changed_ns != UNSETTLED
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedFile:
+    """Regular file of the directory.
+
+    `status_changed_ns` is the ctime, by which files are sorted whose closing was not observed.
+    """
+
+    name: str
+    fingerprint: Fingerprint
+    status_changed_ns: int
+    is_settled: bool
+
+    def order(self, touched: Container[int]) -> tuple[int, int, str]:
+        """Return a sort key: the last change, with data before a marker written in the same clock tick.
+
+        Args:
+            touched: inodes whose links Holdfast has changed. For these, the last write counts.
+        """
+        is_touched = self.fingerprint.inode in touched
+        changed_ns = self.fingerprint.changed_ns if is_touched else self.status_changed_ns
+        return changed_ns, -self.fingerprint.num_bytes, self.name
+
+
+def is_settled(info: os.stat_result, now_ns: int) -> bool:
+    """Return True if any later write would change the file's time. Times in the future count as settled."""
+    return not 0 <= now_ns - info.st_mtime_ns < SETTLE_NS
+
+
+def is_being_written(fd: int) -> bool:
+    """Return True if a process on this host may write the file.
+
+    Takes a read lease for a moment, which the kernel refuses in exactly that case. This includes writers of
+    other users and containers. Where leases are unavailable (other users' files, some file systems), a file
+    that changed within the last two seconds counts as being written.
+
+    Args:
+        fd: the file, open for reading only.
+    """
+    try:
+        # Breaking a lease sends SIGIO, which ends a process. SIGURG is ignored by default.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        if error.errno == errno.EAGAIN:
+            return True
+        return -_UNKNOWN_S < time.time() - os.fstat(fd).st_mtime < _UNKNOWN_S
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False
+
+
+def open_file(path: Path) -> int:
+    """Open a file for inspection, without following links or blocking on a pipe."""
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def is_open_now(path: Path) -> bool:
+    """Return `is_being_written` for a path, or False if the file cannot be opened."""
+    try:
+        fd = open_file(path)
+    except OSError:
+        return False
+    try:
+        return is_being_written(fd)
+    finally:
+        os.close(fd)
+
+
+def walk(
+    root: Path, is_excluded: Callable[[str], bool], below: str = ""
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the name and state of everything below `root` except directories.
+
+    Args:
+        is_excluded: returns True for names to leave out. Directories of such names are not entered.
+        below: subdirectory to which the walk is limited.
+    """
+    pending = [below]
+    while pending:
+        below = pending.pop()
+        with (
+            suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+            os.scandir(root / below) as all_,
+        ):
+            for one in all_:
+                name = f"{below}/{one.name}" if below else one.name
+                if is_excluded(name):
+                    continue
+                if one.is_dir(follow_symlinks=False):
+                    pending.append(name)
+                else:
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        yield name, one.stat(follow_symlinks=False)
+
+
+def scan(
+    root: Path, is_excluded: Callable[[str], bool], below: str = ""
+) -> tuple[list[ScannedFile], dict[str, str]]:
+    """Return the regular files below `root`, and why each other entry cannot be uploaded."""
+    found, others = [], {}
+    for name, info in walk(root, is_excluded, below):
+        if reason := type_problem(info.st_mode) or name_problem(name):
+            others[name] = reason
+        else:
+            now_ns = time.time_ns()
+            found.append(ScannedFile(name, Fingerprint.of(info), info.st_ctime_ns, is_settled(info, now_ns)))
+    return found, others
+
+
+def name_problem(name: str) -> str:
+    """Return why no object can have this name, or an empty string."""
+    try:
+        check_name(name)
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
+def type_problem(mode: int) -> str:
+    """Return why a file of this mode cannot be uploaded. Empty for regular files."""
+    if stat.S_ISREG(mode):
+        return ""
+    if stat.S_ISLNK(mode):
+        return (
+            "it is a symbolic link, which object stores do not support; write the target's name into a file"
+        )
+    return "it is neither a file nor a directory"

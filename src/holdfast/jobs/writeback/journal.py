@@ -1,0 +1,205 @@
+"""Journal of a directory in SQLite: queued and completed uploads, which survive a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import Corrupt, NotFound, RetryLater
+from holdfast.jobs.writeback.files import Fingerprint
+from holdfast.jobs.writeback.upload_queue import (
+    JournalWrite,
+    Sent,
+    Upload,
+    UploadProblem,
+    UploadQueue,
+    Version,
+)
+from holdfast.system.documents import decode, read_dataclass, refuse, shown
+
+FOLDER = ".holdfast-writeback"
+"""Folder in the directory for journal, kept versions and locks. On the same disk, for hard links."""
+FILE, VERSION = "journal.sqlite", "1"
+_WAIT_S = 30.0  # for another process's transaction
+
+_ENTRY = "number, name, source, form, bytes, changed_ns, inode, digest"
+_SENT = "name, bytes, changed_ns, inode, digest"
+_PROBLEM = "name, bytes, changed_ns, inode, kind, why"
+# Unlike REPLACE, this keeps the place of a row, as a dictionary does.
+_WRITE_SENT = """
+INSERT INTO sent VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET
+    bytes = excluded.bytes, changed_ns = excluded.changed_ns, inode = excluded.inode, digest = excluded.digest
+"""
+_TABLES = """
+CREATE TABLE IF NOT EXISTS fact (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS entry (
+    number INTEGER PRIMARY KEY, name TEXT NOT NULL, source TEXT NOT NULL, form TEXT,
+    bytes INTEGER, changed_ns INTEGER, inode INTEGER, digest TEXT);
+CREATE TABLE IF NOT EXISTS sent (
+    name TEXT PRIMARY KEY, bytes INTEGER, changed_ns INTEGER, inode INTEGER, digest TEXT);
+CREATE TABLE IF NOT EXISTS problem (
+    name TEXT PRIMARY KEY, bytes INTEGER, changed_ns INTEGER, inode INTEGER, kind TEXT, why TEXT);
+"""
+
+
+class Journal:
+    """Journal of one directory. One process writes it, and any process may read it.
+
+    Raises:
+        NotFound: the journal to read does not exist.
+        RetryLater: the disk is full or does not respond.
+        Corrupt: the file is not a journal of this version.
+    """
+
+    def __init__(self, directory: Path, *, is_reader: bool = False) -> None:
+        self._path = directory / FOLDER / FILE
+        self._lock = threading.Lock()
+        if is_reader and not self._path.is_file():
+            raise NotFound(f"{directory} is not a write-back directory: it has no {FOLDER}/{FILE}.")
+        with self._translate_errors():
+            # A reader also opens the file for writing, as SQLite's log needs that after a kill, but writes
+            # nothing.
+            self._base = sqlite3.connect(
+                self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+            )
+            self._base.execute("PRAGMA trusted_schema=OFF")
+            self._check_schema()
+            if not is_reader:
+                self._base.execute("PRAGMA journal_mode=WAL")
+                self._base.execute("PRAGMA synchronous=NORMAL")
+                self._base.executescript(_TABLES)
+        if self.get("version", VERSION) != VERSION:
+            raise Corrupt(
+                f"{self._path} has an unknown version. Nothing was changed. Use the Holdfast that created it."
+            )
+        if not is_reader:
+            self.set(version=VERSION)
+
+    def _check_schema(self) -> None:
+        """Check that the database has no views or triggers, which could run for any time.
+
+        Raises:
+            Corrupt: it has some.
+        """
+        kinds = {row[0] for row in self._base.execute("SELECT DISTINCT type FROM sqlite_master")}
+        if kinds - {"table", "index"}:
+            raise Corrupt(
+                f"{self._path} is not a journal: it holds a {', a '.join(sorted(map(str, kinds)))}."
+            )
+
+    def close(self) -> None:
+        """Close the database."""
+        self._base.close()
+
+    def get(self, key: str, default: str = "") -> str:
+        """Return the value of a setting or state of the mount."""
+        with self._translate_errors():
+            row = self._base.execute("SELECT value FROM fact WHERE key = ?", (key,)).fetchone()
+        value = row[0] if row else default
+        if type(value) is not str:
+            refuse(str(self._path), f"the fact {key}", "a text", value)
+        return value
+
+    def set(self, **facts: str) -> None:
+        """Write settings or states of the mount."""
+        with self._translate_errors(), self._transaction():
+            self._base.executemany("INSERT OR REPLACE INTO fact VALUES (?, ?)", facts.items())
+
+    def write(self, writes: Iterable[JournalWrite]) -> None:
+        """Apply writes in one transaction, so that they survive a kill of this process."""
+        with self._translate_errors(), self._transaction():
+            for write in writes:
+                self._write(write)
+
+    def load(self) -> UploadQueue:
+        """Return the upload queue in the journal, from one transaction."""
+        with self._translate_errors(), self._transaction():
+            ask = self._base.execute
+            entries = {row[0]: _entry(row) for row in ask(f"SELECT {_ENTRY} FROM entry ORDER BY number")}
+            rows = ask(f"SELECT {_SENT} FROM sent ORDER BY rowid")  # in the order of the queue
+            sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in rows}
+            problems = {
+                row[0]: UploadProblem(row[4], row[5], Fingerprint(*row[1:4]))
+                for row in ask(f"SELECT {_PROBLEM} FROM problem")
+            }
+            last = ask("SELECT value FROM fact WHERE key = 'last'").fetchone()
+        _check_rows(self._path, entries, sent, problems)
+        number = decode(str(last[0]), str(self._path)) if last else 0
+        if type(number) is not int:
+            refuse(str(self._path), "the last number", "an integer", number)
+        return UploadQueue(entries, sent, problems, max([number, *entries]))
+
+    def _write(self, write: JournalWrite) -> None:
+        value = write.value
+        if value is None:
+            key = "number" if write.table == "entry" else "name"
+            self._base.execute(f"DELETE FROM {write.table} WHERE {key} = ?", (write.key,))
+        elif isinstance(value, Upload):
+            self._base.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?, ?)", _row(value))
+            # A number is never used twice, as kept versions are named by it.
+            self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(value.number),))
+        elif isinstance(value, Sent):
+            row = (write.key, *_columns(value.fingerprint), value.digest)
+            self._base.execute(_WRITE_SENT, row)
+        else:
+            row = (write.key, *_columns(value.fingerprint), value.kind, value.why)
+            self._base.execute("INSERT OR REPLACE INTO problem VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            self._base.execute("BEGIN")
+            try:
+                yield
+            except BaseException:
+                self._base.execute("ROLLBACK")
+                raise
+            self._base.execute("COMMIT")
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if any(word in str(error).lower() for word in ("decode", "malformed", "no such column")):
+                raise Corrupt(f"{self._path} is damaged: {error}. Move it away and mount again.") from error
+            if "no such table" in str(error):
+                raise NotFound(f"{self._path} is empty: its directory was never mounted.") from error
+            raise RetryLater(f"Cannot use the journal {self._path}: {error}.") from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError, OverflowError) as error:
+            raise Corrupt(f"{self._path} is damaged: {error}. Move it away and mount again.") from error
+
+
+def _check_rows(path: Path, *tables: Mapping[Any, Upload | Sent | UploadProblem]) -> None:
+    """Check the types of a journal's values, as SQLite stores any value in any column.
+
+    Raises:
+        Corrupt: a value has another type.
+    """
+    for key, row in (pair for table in tables for pair in table.items()):
+        what = f"{path}: {shown(key)}"
+        if type(key) is not (int if isinstance(row, Upload) else str):
+            refuse(str(path), "a key", "of another type", key)
+        read_dataclass(type(row), dataclasses.asdict(row), what)
+
+
+def _columns(fingerprint: Fingerprint) -> tuple[int, int, int]:
+    return fingerprint.num_bytes, fingerprint.changed_ns, fingerprint.inode
+
+
+def _row(entry: Upload) -> tuple[object, ...]:
+    version = entry.version
+    kept = (version.form, *_columns(version.fingerprint), version.digest) if version else (None,) * 5
+    return (entry.number, entry.name, entry.source, *kept)
+
+
+def _entry(row: tuple[Any, ...]) -> Upload:
+    number, name, source, form, num_bytes, changed_ns, inode, digest = row
+    if form is None:
+        return Upload(number, name, None, source)
+    return Upload(number, name, Version(form, Fingerprint(num_bytes, changed_ns, inode), digest), source)

@@ -1,0 +1,284 @@
+"""Mount of a write-back directory: starts or joins its uploader, and keeps it alive."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from holdfast.checkpoint.store import open_store
+from holdfast.errors import (
+    ERRORS,
+    Conflict,
+    Corrupt,
+    HoldfastError,
+    InvalidInput,
+    NotFound,
+    RetryLater,
+    Unsupported,
+)
+from holdfast.jobs.writeback.config import EXCLUDED, UploaderConfig
+from holdfast.jobs.writeback.journal import FOLDER, Journal
+from holdfast.jobs.writeback.status import ALIVE, DirectoryStatus, has_uploader, status_of, wait_until_settled
+from holdfast.jobs.writeback.uploader import HOLDERS_FIFO, LIFECYCLE_LOCK
+from holdfast.system.documents import decode_object
+from holdfast.system.entry import command
+
+LOG = "log"
+_POLL_S = 0.02
+_LATE = "Mounting {} timed out: not all of {} is downloaded yet. Mount again to continue."
+
+
+class Mount:
+    """Handle that keeps a directory's uploader alive. Created by `mount`.
+
+    The handle is a file descriptor. A process that inherits it keeps the uploader alive too: if a job
+    inherits it (`pass_fds=(mount.fileno(),)`), its files are uploaded even after the mounting process was
+    killed. When the last handle is closed, the uploader sends the remaining files and exits.
+    """
+
+    def __init__(self, directory: Path, fd: int) -> None:
+        self.directory = directory
+        self._fd = fd
+
+    def fileno(self) -> int:
+        """Return the file descriptor. Child processes only inherit it if it is passed to them."""
+        return self._fd
+
+    def status(self) -> DirectoryStatus:
+        """Return the current status; see `status_of`."""
+        return status_of(self.directory)
+
+    def drain(self, timeout_s: float | None = None) -> DirectoryStatus:
+        """Wait until all closed files are in the bucket; see `wait_until_settled`."""
+        return wait_until_settled(self.directory, timeout_s=timeout_s)
+
+    def close(self, *, timeout_s: float | None = 0.0) -> DirectoryStatus:
+        """Close the handle. The uploader exits when all handles are closed and all files are uploaded.
+
+        Args:
+            timeout_s: limit for waiting until the uploader exits. None: wait without limit.
+
+        Returns:
+            The status of the directory.
+
+        Blocks: until the uploader has exited, at most `timeout_s`.
+        """
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        began_s = time.monotonic()
+        while has_uploader(self.directory) and (timeout_s is None or time.monotonic() - began_s < timeout_s):
+            time.sleep(_POLL_S)
+        return status_of(self.directory)
+
+    def __enter__(self) -> Mount:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def mount(
+    directory: str | os.PathLike[str],
+    place: str | os.PathLike[str],
+    *,
+    fetch: bool = True,
+    fetch_bytes: int | None = None,
+    exclude: Sequence[str] = EXCLUDED,
+    owner: str = "",
+    attempt: int = 0,
+    is_shared: bool = False,
+    copy_bytes: int = 4 << 20,
+    kept_bytes: int = 16 << 30,
+    timeout_s: float | None = None,
+) -> Mount:
+    """Mount a directory, and upload its files to a place in closing order.
+
+    If the directory has a living uploader, joins it. If the uploader was killed, starts a new one that
+    continues its work. So mount again whenever you find the uploader dead.
+
+    Args:
+        directory: local directory, created if needed. On a shared file system, changes by other hosts are not
+            seen.
+        place: path or URL, as accepted by `open_store`.
+        fetch: download all that the place holds into the directory first.
+        fetch_bytes: limit for that download. None: as much as the disk has room for.
+        exclude: globs for names of files or directories that stay local.
+        owner: owner of the mount, such as the id of a job. Mounts of other owners, or without one, do not
+            affect each other.
+        attempt: attempt of the owner, from 1. Mounts of the same attempt write side by side, as the nodes of
+            a job do. A mount of a newer attempt takes over: older ones stop uploading, and a directory that
+            was mounted for an older one receives the newer one's files.
+        is_shared: other directories are mounted for the same attempts of the owner, as on several machines.
+            In a directory of an earlier attempt, all files are then replaced by those of the place. First
+            mount it as that attempt, to upload what is left in it.
+        copy_bytes: files up to this size are copied when they are closed, so that every version is uploaded
+            even if the file is overwritten soon.
+        kept_bytes: limit for larger files that were deleted or replaced before they were uploaded.
+        timeout_s: limit for the whole call. None: as long as the download takes.
+
+    Raises:
+        InvalidInput: `directory` is a file, `place` is invalid or inside `directory`, or more than
+            `fetch_bytes` would be downloaded.
+        Conflict: the uploader sends to another place, or a newer attempt has mounted the place.
+        RetryLater: the place or the disk failed, or the time ran out. Mount again to continue.
+        Unsupported: the system lacks a required feature.
+
+    Blocks: until the place's files are downloaded, and every later change is recorded.
+    """
+    root = Path(directory).absolute()
+    url = resolve_place(root, place)
+    folder = create_folder(root)
+    with lifecycle_lock(folder):
+        fd = os.open(folder / HOLDERS_FIFO, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        held = Mount(root, fd)
+        try:
+            if not _join(root, url, timeout_s):
+                config = UploaderConfig(
+                    str(root),
+                    url,
+                    fetch,
+                    fetch_bytes,
+                    tuple(exclude),
+                    owner,
+                    attempt,
+                    is_shared,
+                    copy_bytes,
+                    kept_bytes,
+                )
+                _start(folder, config, timeout_s)
+        except BaseException:
+            os.close(fd)
+            raise
+    return held
+
+
+def resolve_place(root: Path, place: str | os.PathLike[str]) -> str:
+    """Return the URL of a place, after checking that it can receive `root`'s files.
+
+    Raises:
+        InvalidInput: one of both is inside the other, or the place is in this process's memory.
+    """
+    url = open_store(place).url
+    if url.startswith("memory:"):
+        raise InvalidInput(f"{url} is in the memory of this process, and the uploader is another process.")
+    if url.startswith("/") and (Path(url).is_relative_to(root) or root.is_relative_to(url)):
+        raise InvalidInput(f"{root} and {url}: neither may be inside the other.")
+    return url
+
+
+def create_folder(root: Path) -> Path:
+    """Create a directory and the uploader's folder in it, and return the folder.
+
+    Raises:
+        InvalidInput: `root`, or a part of its path, is a file.
+        Unsupported: the file system does not support named pipes.
+        RetryLater: it cannot be created now.
+    """
+    folder = root / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkfifo(folder / HOLDERS_FIFO, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise InvalidInput(f"Cannot mount {root}: it, or a part of its path, is a file.") from error
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP):
+            raise Unsupported(f"{root} is on a file system without named pipes. Use a local disk.") from error
+        raise RetryLater(f"Cannot mount {root}: {error.strerror}.") from error
+    return folder
+
+
+@contextmanager
+def lifecycle_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock under which uploaders start and exit."""
+    fd = os.open(folder / LIFECYCLE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _join(root: Path, url: str, timeout_s: float | None) -> bool:
+    """Return True if an uploader is ready, after waiting for one that is starting.
+
+    Raises:
+        Conflict: the uploader sends to another place.
+        RetryLater: the uploader was not ready in time.
+    """
+    began_s = time.monotonic()
+    while has_uploader(root):
+        with suppress(NotFound):  # it is just starting
+            place, state = _facts(root)
+            if state == ALIVE and place != url:
+                raise Conflict(f"{root} is already mounted, and its files go to {place}, not to {url}.")
+            if state == ALIVE:
+                return True
+        if timeout_s is not None and time.monotonic() - began_s > timeout_s:
+            raise RetryLater(_LATE.format(root, url))
+        time.sleep(_POLL_S)
+    return False
+
+
+def _facts(root: Path) -> tuple[str, str]:
+    journal = Journal(root, is_reader=True)
+    try:
+        return journal.get("place"), journal.get("state")
+    finally:
+        journal.close()
+
+
+def _start(folder: Path, config: UploaderConfig, timeout_s: float | None) -> None:
+    """Start an uploader, and wait until it is ready or has failed."""
+    reading, writing = os.pipe()
+    try:
+        with (folder / LOG).open("ab") as log:
+            subprocess.run(  # returns when the uploader has forked, so that it is not a child of this process
+                command("holdfast.jobs.writeback", "--config", config.text(), "--ready", str(writing)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writing,),
+                start_new_session=True,
+                check=False,
+            )
+        os.close(writing)
+        writing = -1
+        reply = _receive_reply(reading, timeout_s)
+    finally:
+        os.close(reading)
+        if writing >= 0:
+            os.close(writing)
+    if reply != b"ready\n":
+        raise _error(reply, folder, config)
+
+
+def _receive_reply(fd: int, timeout_s: float | None) -> bytes | None:
+    """Return the uploader's reply. Empty if it exited without one, None after a timeout."""
+    if not select.select([fd], [], [], timeout_s)[0]:
+        return None
+    reply = bytearray()
+    while data := os.read(fd, 1 << 16):
+        reply += data
+    return bytes(reply)
+
+
+def _error(reply: bytes | None, folder: Path, config: UploaderConfig) -> HoldfastError:
+    if reply is None:
+        return RetryLater(_LATE.format(config.directory, config.place))
+    with suppress(Corrupt):
+        facts = decode_object(reply, "the uploader's reply", any_text=True)
+        return ERRORS[facts.choice("error", ERRORS)](facts.text("message"))
+    tail = (folder / LOG).read_text(errors="replace")[-2000:]
+    return RetryLater(f"The uploader of {config.directory} died while it started. Its log: {tail}")

@@ -1,0 +1,141 @@
+"""Reconciliation of directory, journal and bucket at a mount: the newest version of each file wins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.checkpoint.store import ObjectInfo, Store
+from holdfast.jobs.writeback.config import UploaderConfig
+from holdfast.jobs.writeback.download import Download
+from holdfast.jobs.writeback.files import Fingerprint, ScannedFile, scan
+from holdfast.jobs.writeback.journal import FOLDER
+from holdfast.jobs.writeback.journaled_queue import JournaledQueue
+from holdfast.jobs.writeback.ownership import check_newest_attempt, newest_attempt
+from holdfast.jobs.writeback.upload_queue import JournalWrite, UploadQueue, Writes
+from holdfast.jobs.writeback.versions import KeptVersions
+from holdfast.system.log import get_logger
+from holdfast.system.units import plural
+
+_log = get_logger("jobs.writeback")
+
+ASIDE = "set-aside"
+"""Folder for local files that newer ones of the bucket replaced. Nothing deletes them."""
+
+
+def reconcile(
+    store: Store, root: Path, config: UploaderConfig, queue: JournaledQueue, versions: KeptVersions
+) -> None:
+    """Download what the bucket holds, and keep local files that are not uploaded yet.
+
+    If no newer attempt of the owner has mounted the place since this directory was last mounted, the
+    directory is ahead of the bucket: its files are kept and uploaded. Otherwise it is behind, and the
+    bucket's files win. The bucket also wins over a file that was never uploaded from here. Files that lose
+    are moved to `ASIDE`, not deleted.
+
+    Raises:
+        InvalidInput: the bucket holds more than the limit for downloads.
+        RetryLater: the bucket failed, or the disk is full. The next mount continues.
+        Conflict: a newer attempt has already mounted the place.
+    """
+    check_newest_attempt(store, config.owner, config.attempt)
+    is_behind = _is_behind(store, config, queue)
+    download = Download(store, root)
+    objects = {entry.name: entry for entry in download.listed(config.is_excluded)}
+    found, _ = scan(root, config.is_excluded)
+    aside = _files_to_set_aside(queue.order, found, objects, is_behind=is_behind)
+    if is_behind:
+        queue.journal.set(behind="yes")  # if this is killed, no later mount may take old files for new ones
+        numbers = list(queue.order.entries)
+        queue.do(_clear)
+        for number in numbers:
+            versions.drop(number)
+    _set_aside(root, aside)
+    if config.fetch:
+        present = {one.name: one for one in found if one.name not in aside}
+        wanted, replaced = _wanted(queue.order, objects, present, download, is_behind=is_behind)
+        download.check_size(wanted, config.fetch_bytes)
+        for one in download.fetch(wanted, replaced):
+            queue.do(lambda order, one=one: order.mark_downloaded(one.name, one.sent))
+    queue.journal.set(owner=config.owner, attempt=str(config.attempt), behind="")
+
+
+def _is_behind(store: Store, config: UploaderConfig, queue: JournaledQueue) -> bool:
+    """Return True if a newer attempt mounted the place after this directory was mounted.
+
+    With other directories beside it, their uploads have to be downloaded at each new attempt.
+    """
+    if not config.owner or queue.journal.get("owner") != config.owner:
+        return False
+    if queue.journal.get("behind"):
+        return True
+    mounted = int(queue.journal.get("attempt", "0"))
+    if config.is_shared:
+        return mounted < config.attempt
+    return newest_attempt(store, config.owner) > mounted
+
+
+def _files_to_set_aside(
+    order: UploadQueue, found: list[ScannedFile], objects: Collection[str], *, is_behind: bool
+) -> dict[str, Fingerprint]:
+    """Return the local files that objects of the bucket replace."""
+    aside = {}
+    for one in found:
+        sent = order.sent.get(one.name)
+        is_sent = sent is not None and sent.fingerprint.matches(one.fingerprint)
+        is_unknown = sent is None and not order.has_pending(one.name) and one.name not in order.problems
+        if (is_behind and not is_sent) or (is_unknown and one.name in objects):
+            aside[one.name] = one.fingerprint
+    return aside
+
+
+def _clear(order: UploadQueue) -> Writes:
+    """Clear the queue: another mount has continued without it."""
+    writes = [JournalWrite("entry", number, None) for number in order.entries]
+    writes += [JournalWrite("problem", name, None) for name in order.problems]
+    writes += [JournalWrite("sent", name, None) for name in order.sent]
+    order.forget()
+    return writes
+
+
+def _wanted(
+    order: UploadQueue,
+    objects: dict[str, ObjectInfo],
+    present: dict[str, ScannedFile],
+    download: Download,
+    *,
+    is_behind: bool,
+) -> tuple[list[ObjectInfo], dict[str, Fingerprint]]:
+    """Return the objects to download, and the files that they replace."""
+    wanted, replaced = [], {}
+    for name, entry in objects.items():
+        sent, one = order.sent.get(name), present.get(name)
+        if order.has_pending(name):
+            continue
+        if one is None:
+            if sent is None:  # otherwise the file was deleted here while no uploader was running
+                wanted.append(entry)
+        elif is_behind or (
+            sent is not None
+            and sent.fingerprint.matches(one.fingerprint)
+            and not download.is_same(entry, sent)
+        ):
+            wanted.append(entry)
+            replaced[name] = one.fingerprint
+    return wanted, replaced
+
+
+def _set_aside(root: Path, names: Collection[str]) -> None:
+    if not names:
+        return
+    folder = root / FOLDER / ASIDE / time.strftime("%Y%m%d-%H%M%S")
+    for name in names:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            (root / name).rename(target)
+    _log.info(
+        f"{plural(len(names), 'file')} of {root} had newer versions in the bucket, and moved to {folder}"
+    )

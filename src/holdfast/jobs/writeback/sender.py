@@ -1,0 +1,254 @@
+"""Sender of queued entries: uploads one after the other, each as a whole, with retries."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import xxhash
+
+from holdfast.checkpoint.store import Store
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, Unsupported
+from holdfast.jobs.writeback.config import UploaderConfig
+from holdfast.jobs.writeback.files import Fingerprint, is_being_written, is_settled, open_file
+from holdfast.jobs.writeback.journaled_queue import JournaledQueue
+from holdfast.jobs.writeback.ownership import check_newest_attempt
+from holdfast.jobs.writeback.truncation import truncation_reason
+from holdfast.jobs.writeback.upload_queue import COPY, INCOMPLETE, PATH, REJECTED, SKIPPED, Sent, Upload
+from holdfast.jobs.writeback.versions import KeptVersions
+from holdfast.system import backoff
+from holdfast.system.failpoint import failpoint
+from holdfast.system.units import format_duration
+
+_BLOCK_BYTES = 8 << 20
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 30.0
+_LOOK_S = 0.05  # between two checks whether a file is still open
+_ATTEMPT_CHECK_S = 5.0  # between two checks whether a newer attempt has taken over
+
+
+class _Changed(Exception):
+    """The file was written while it was being read."""
+
+
+@dataclass(slots=True)
+class _Outage:
+    """Duration and number of consecutive failures."""
+
+    since_s: float | None = None
+    num_tries: int = 0
+
+
+class Sender:
+    """Thread that uploads the entries of a queue.
+
+    Args:
+        config: settings of the uploader. Sending ends when a newer attempt of its owner mounts the place.
+    """
+
+    def __init__(
+        self, store: Store, queue: JournaledQueue, versions: KeptVersions, config: UploaderConfig
+    ) -> None:
+        self._store, self._queue, self._versions = store, queue, versions
+        self._config = config
+        self._attempt_checked_s = time.monotonic()
+        self._outage = _Outage()
+        self._stopping = threading.Event()
+        self.error: BaseException | None = None
+        """Failure that ended the thread, if any."""
+        self._thread = threading.Thread(target=self._run, name="holdfast-sender", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop after the current request. Unsent entries stay queued."""
+        self._stopping.set()
+        with self._queue.changed:
+            self._queue.changed.notify_all()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                if (entry := self._queue.start_next(1.0)) is not None:
+                    self._try(entry)
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            self.error = error
+
+    def _try(self, entry: Upload) -> None:
+        """Process an entry, or wait a while if that fails.
+
+        Raises:
+            Conflict: another mount has taken over.
+        """
+        try:
+            self._check_attempt()
+            self._do(entry)
+        except _Changed:
+            self._stopping.wait(_LOOK_S)
+        except Conflict:
+            raise
+        except (InvalidInput, Unsupported) as error:
+            self._reject(entry, str(error))
+        except (HoldfastError, OSError) as error:
+            self._pause(entry, error)
+        else:
+            self._outage = _Outage()
+            self._queue.set_problem("")
+
+    def _pause(self, entry: Upload, error: Exception) -> None:
+        now_s = time.monotonic()
+        if self._outage.since_s is None:
+            self._outage.since_s = now_s
+        self._outage.num_tries += 1
+        since_s = now_s - self._outage.since_s
+        self._queue.set_problem(f"Uploading {entry.name} has failed for {format_duration(since_s)}: {error}")
+        pause_s = backoff.doubled(self._outage.num_tries, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        self._stopping.wait(backoff.jittered(pause_s))
+
+    def _check_attempt(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._attempt_checked_s < _ATTEMPT_CHECK_S:
+            return
+        check_newest_attempt(self._store, self._config.owner, self._config.attempt)
+        self._attempt_checked_s = now_s
+
+    def _reject(self, entry: Upload, why: str) -> None:
+        if entry.version is None:
+            self._queue.do(lambda order: order.mark_removed(entry))
+        else:
+            self._skip(entry, REJECTED, why)
+
+    def _skip(self, entry: Upload, kind: str, why: str) -> None:
+        self._queue.do(lambda order: order.skip(entry, kind, why))
+        self._versions.drop(entry.number)
+
+    # -- one entry -------------------------------------------------------------------------------------------
+
+    def _do(self, entry: Upload) -> None:
+        if entry.version is None:
+            self._store.delete(entry.name)
+            failpoint("writeback.sent")
+            self._queue.do(lambda order: order.mark_removed(entry))
+            return
+        try:
+            fd = open_file(self._versions.path(entry.number, entry.name, entry.version.form))
+        except FileNotFoundError:
+            if entry.version.form == PATH:
+                self._skip(entry, SKIPPED, "it was deleted or renamed before it could be kept")
+            else:
+                self._queue.do(lambda order: order.mark_lost(entry))
+            return
+        try:
+            self._put(entry, fd)
+        finally:
+            os.close(fd)
+
+    def _put(self, entry: Upload, fd: int) -> None:
+        """Upload a file under the entry's name, unless the bucket has the same bytes.
+
+        Raises:
+            _Changed: the file was written meanwhile. The bucket has not changed.
+            RetryLater: the bucket failed.
+        """
+        version = entry.version
+        assert version is not None
+        if version.form == COPY:
+            fingerprint = version.fingerprint
+        elif not self._wait_until_closed(entry, fd):
+            return
+        else:
+            fingerprint = Fingerprint.of(os.fstat(fd))
+        if reason := truncation_reason(fd, entry.name):
+            self._skip(entry, INCOMPLETE, f"{reason}; its writer was probably killed")
+            return
+        sent = self._sent_already(entry, fingerprint) or self._copied(entry, fingerprint)
+        if sent is None:
+            sent = Sent(fingerprint, self._upload(entry, fd))
+            failpoint("writeback.sent")
+        done = Sent(fingerprint, sent.digest)
+        self._queue.do(lambda order: order.mark_sent(entry, done))
+        failpoint("writeback.done")
+        self._versions.drop(entry.number)
+
+    def _wait_until_closed(self, entry: Upload, fd: int) -> bool:
+        """Wait until a reopened file is closed. Return False if that took too long and it was skipped."""
+        began_s = time.monotonic()
+        while is_being_written(fd) or not is_settled(os.fstat(fd), time.time_ns()):
+            waited_s = time.monotonic() - began_s
+            if waited_s > self._config.open_limit_s:
+                open_for = format_duration(waited_s)
+                why = f"it was open for writing for {open_for}; it is uploaded once it is closed"
+                self._skip(entry, SKIPPED, why)
+                return False
+            if waited_s > 1:
+                self._queue.set_problem(
+                    f"{entry.name} was opened for writing again; files closed later wait for it"
+                )
+            if self._stopping.wait(_LOOK_S):
+                raise _Changed
+        return True
+
+    def _sent_already(self, entry: Upload, fingerprint: Fingerprint) -> Sent | None:
+        """Return the object of this name, if it has the same bytes."""
+        sent = self._queue.order.sent.get(entry.name)
+        return sent if _is_same(entry, fingerprint, sent) else None
+
+    def _copied(self, entry: Upload, fingerprint: Fingerprint) -> Sent | None:
+        """Let the bucket copy the bytes from the file's earlier name, if possible."""
+        source = self._queue.order.sent.get(entry.source)
+        if not _is_same(entry, fingerprint, source):
+            return None
+        with suppress(Unsupported, NotFound):
+            self._store.link(entry.source, entry.name)
+            failpoint("writeback.sent")
+            return source
+        return None
+
+    def _upload(self, entry: Upload, fd: int) -> str:
+        """Upload the bytes and return their digest."""
+        hashed, before = xxhash.xxh3_128(), os.fstat(fd)
+
+        def check() -> None:
+            """Check that the file has not changed. Called before the last part is sent."""
+            if entry.version is None or entry.version.form == COPY:
+                return
+            after = os.fstat(fd)
+            if Fingerprint.of(after) != Fingerprint.of(before) or is_being_written(fd):
+                raise _Changed
+
+        blocks = _blocks(fd, before.st_size, hashed.update, check)
+        self._store.put_parts(entry.name, blocks, before.st_size)
+        return hashed.hexdigest()
+
+
+def _is_same(entry: Upload, fingerprint: Fingerprint, sent: Sent | None) -> bool:
+    """Return True if the uploaded bytes are those of the entry."""
+    if sent is None or entry.version is None:
+        return False
+    digest = entry.version.digest
+    return sent.fingerprint.matches(fingerprint) or (bool(digest) and digest == sent.digest)
+
+
+def _blocks(
+    fd: int, num_bytes: int, seen: Callable[[memoryview], None], check: Callable[[], None]
+) -> Iterator[memoryview]:
+    """Yield the bytes of a file in blocks of one buffer. Calls `check` after the last block was read."""
+    room = memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
+    at = 0
+    while at < num_bytes:
+        got = os.preadv(fd, [room[: min(len(room), num_bytes - at)]], at)
+        if not got:
+            raise _Changed
+        at += got
+        seen(room[:got])
+        if at == num_bytes:
+            check()
+        yield room[:got]
+    if not num_bytes:
+        check()

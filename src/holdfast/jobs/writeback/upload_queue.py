@@ -1,0 +1,255 @@
+"""Upload queue: the changes of a directory in their order; pure.
+
+Every change is an entry, and entries are uploaded one after the other. So the bucket always shows a state
+that the directory had, or would have had. Each transition returns the journal writes that make it durable, so
+that a queue loaded from the journal is the same queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from holdfast.jobs.writeback.files import UNSETTLED, Fingerprint
+
+COPY, HARD_LINK, PATH = "copy", "hold", "path"
+"""Forms in which a version is kept: as a copy, by a second name of its file, or only by its own name."""
+INCOMPLETE, REJECTED, SKIPPED = "incomplete", "rejected", "skipped"
+"""Reasons why a file is not uploaded: incomplete, impossible as an object, open or missing for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """File as it was when it was closed. `digest` is empty until it is computed."""
+
+    form: str
+    fingerprint: Fingerprint
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Change to upload: a version, or None for a removal.
+
+    `source` is a name that had the same bytes when this entry was made, so that the bucket can copy them.
+    """
+
+    number: int
+    name: str
+    version: Version | None
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """State of an object in the bucket, as last uploaded or downloaded."""
+
+    fingerprint: Fingerprint
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class UploadProblem:
+    """Reason why the file with this fingerprint is not in the bucket."""
+
+    kind: str
+    why: str
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class JournalWrite:
+    """Row of the journal to write, or to delete if its value is None."""
+
+    table: str
+    key: int | str
+    value: Upload | Sent | UploadProblem | None
+
+
+Writes: TypeAlias = "list[JournalWrite]"
+
+
+@dataclass(slots=True)
+class UploadQueue:
+    """Queued uploads in order, and the results of completed ones.
+
+    Args:
+        entries: queued uploads by number.
+        sent: uploaded or downloaded objects by name.
+        problems: problems by name.
+        last: number of the newest entry ever made.
+    """
+
+    entries: dict[int, Upload] = field(default_factory=dict)
+    sent: dict[str, Sent] = field(default_factory=dict)
+    problems: dict[str, UploadProblem] = field(default_factory=dict)
+    last: int = 0
+    begun: int = 0  # number of the entry being uploaded, which cannot be withdrawn
+    _newest_of: dict[str, int] = field(default_factory=dict, init=False)  # number of the newest entry by name
+
+    def __post_init__(self) -> None:
+        self._newest_of = {entry.name: number for number, entry in self.entries.items()}
+        self.begun = next(iter(self.entries), 0)  # it may have been started before the queue was loaded
+
+    def next_number(self) -> int:
+        """Return the number of the next entry to be added."""
+        return self.last + 1
+
+    def first(self) -> Upload | None:
+        """Return the oldest entry, or None."""
+        return next(iter(self.entries.values()), None)
+
+    def put(self, name: str, version: Version, *, source: str = "") -> Writes:
+        """Add the upload of a version that was just closed."""
+        return [*self._clear_problem(name), self._add(name, version, source)]
+
+    def remove(self, name: str) -> Writes:
+        """Add the removal of a name, if the bucket has it or will have it."""
+        cleared = self._clear_problem(name)
+        newest = self._newest(name)
+        is_there = newest.version is not None if newest else name in self.sent
+        return [*cleared, self._add(name, None, "")] if is_there else cleared
+
+    def withdraw(self, name: str) -> tuple[Upload | None, Writes]:
+        """Withdraw the upload of a renamed file, if it is the newest entry.
+
+        A file closed later may refer to the old name, which must then be uploaded first. The upload also
+        stays if the bucket has, or will have, an older version of the name, which the new name would
+        overtake.
+        """
+        newest = next(reversed(self.entries.values()), None)
+        if newest is None or newest.name != name or newest.number == self.begun or newest.version is None:
+            return None, []
+        if name in self.sent or sum(entry.name == name for entry in self.entries.values()) > 1:
+            return None, []
+        return newest, self._drop(newest.number)
+
+    def begin(self, entry: Upload) -> None:
+        """Mark an entry as being uploaded."""
+        self.begun = entry.number
+
+    def mark_sent(self, entry: Upload, sent: Sent) -> Writes:
+        """Record that an entry was uploaded."""
+        noted = self.entries[entry.number].version
+        if noted and sent.fingerprint.changed_ns == UNSETTLED:
+            sent = Sent(noted.fingerprint, sent.digest)  # the entry may have been confirmed meanwhile
+        moved = []
+        before = self.sent.get(entry.name)
+        if before is not None and before.digest != sent.digest:  # so that the newest bytes are last
+            del self.sent[entry.name]
+            moved = [JournalWrite("sent", entry.name, None)]
+        self.sent[entry.name] = sent
+        return [*moved, JournalWrite("sent", entry.name, sent), *self._drop(entry.number)]
+
+    def confirm(self, name: str, version: Version) -> Writes | None:
+        """Confirm that a file read too soon has not changed since. Return None if it has."""
+        newest, sent = self._newest(name), self.sent.get(name)
+        if newest and newest.version and newest.version.digest == version.digest:
+            settled = replace(newest, version=replace(newest.version, fingerprint=version.fingerprint))
+            self.entries[newest.number] = settled
+            return [JournalWrite("entry", newest.number, settled)]
+        if newest is None and sent and sent.digest == version.digest:
+            return self.mark_downloaded(name, Sent(version.fingerprint, version.digest))
+        return None
+
+    def mark_removed(self, entry: Upload) -> Writes:
+        """Record that an entry's name was removed from the bucket."""
+        self.sent.pop(entry.name, None)
+        return [JournalWrite("sent", entry.name, None), *self._drop(entry.number)]
+
+    def skip(self, entry: Upload, kind: str, why: str) -> Writes:
+        """Remove an entry that cannot be uploaded. The problem stays until the file changes."""
+        assert entry.version is not None
+        writes = self._drop(entry.number)
+        if self._newest(entry.name):  # a newer version is queued, and only that one matters
+            return writes
+        return [*writes, *self.add_problem(entry.name, UploadProblem(kind, why, entry.version.fingerprint))]
+
+    def add_problem(self, name: str, problem: UploadProblem) -> Writes:
+        """Record a file that cannot be uploaded."""
+        self.problems[name] = problem
+        return [JournalWrite("problem", name, problem)]
+
+    def mark_downloaded(self, name: str, sent: Sent) -> Writes:
+        """Record that an object was downloaded into the directory."""
+        self.sent[name] = sent
+        return [JournalWrite("sent", name, sent)]
+
+    def forget(self) -> None:
+        """Remove all entries and results. The numbering continues."""
+        self.entries.clear()
+        self.sent.clear()
+        self.problems.clear()
+        self._newest_of.clear()
+
+    def mark_lost(self, entry: Upload) -> Writes:
+        """Mark the kept version of an entry as lost: only the file's name remains."""
+        assert entry.version is not None
+        lost = replace(entry, version=replace(entry.version, form=PATH))
+        self.entries[entry.number] = lost
+        return [JournalWrite("entry", entry.number, lost)]
+
+    def fingerprint(self, name: str) -> Fingerprint | None:
+        """Return the fingerprint of the newest queued or uploaded version, or None."""
+        if newest := self._newest(name):
+            return newest.version.fingerprint if newest.version else None
+        if problem := self.problems.get(name):
+            return problem.fingerprint
+        sent = self.sent.get(name)
+        return sent.fingerprint if sent else None
+
+    def names(self) -> set[str]:
+        """Return all names that the bucket has or will have, or that have a problem."""
+        present = set(self.sent)
+        for entry in self.entries.values():
+            (present.add if entry.version else present.discard)(entry.name)
+        return present | set(self.problems)
+
+    def newest_first(self) -> list[str]:
+        """Return names, those with the newest bytes first: so markers are deleted before their data.
+
+        A file that was written again with the same bytes keeps its place: a job that was killed repeats its
+        last step, and writes the data again beside the marker of the first time. Of a pending version without
+        a digest only the size is compared.
+        """
+        dated: dict[str, tuple[str, int] | None] = dict.fromkeys(self.problems)
+        for name, one in self.sent.items():
+            _date(dated, name, one.digest, one.fingerprint.num_bytes)
+        for entry in self.entries.values():
+            if entry.version is not None:
+                _date(dated, entry.name, entry.version.digest, entry.version.fingerprint.num_bytes)
+            elif entry.name not in self.problems:
+                dated.pop(entry.name, None)
+        present = self.names()
+        return [name for name in reversed(dated) if name in present]
+
+    def has_pending(self, name: str) -> bool:
+        """Return True if a change of this name is queued."""
+        return self._newest(name) is not None
+
+    def _newest(self, name: str) -> Upload | None:
+        number = self._newest_of.get(name)
+        return None if number is None else self.entries[number]
+
+    def _add(self, name: str, version: Version | None, source: str) -> JournalWrite:
+        self.last += 1
+        entry = self.entries[self.last] = Upload(self.last, name, version, source)
+        self._newest_of[name] = entry.number
+        return JournalWrite("entry", entry.number, entry)
+
+    def _drop(self, number: int) -> Writes:
+        name = self.entries.pop(number).name
+        if self._newest_of[name] == number:  # it was the only entry of the name, as the oldest is done first
+            del self._newest_of[name]
+        return [JournalWrite("entry", number, None)]
+
+    def _clear_problem(self, name: str) -> Writes:
+        return [JournalWrite("problem", name, None)] if self.problems.pop(name, None) else []
+
+
+def _date(dated: dict[str, tuple[str, int] | None], name: str, digest: str, num_bytes: int) -> None:
+    """Move a name to the end, unless its earlier version has the same bytes."""
+    before = dated.get(name)
+    if before is None or before[1] != num_bytes or (digest and before[0] and digest != before[0]):
+        dated.pop(name, None)
+    dated[name] = digest, num_bytes

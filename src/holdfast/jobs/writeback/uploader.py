@@ -1,0 +1,480 @@
+"""Main loop of the uploader: queues changes of the directory, and exits after the last holder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.checkpoint.store import open_store
+from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
+from holdfast.jobs.writeback.config import UploaderConfig
+from holdfast.jobs.writeback.files import (
+    UNSETTLED,
+    Fingerprint,
+    is_open_now,
+    name_problem,
+    open_file,
+    scan,
+    type_problem,
+)
+from holdfast.jobs.writeback.inotify import (
+    CLOSED,
+    CREATED,
+    DELETED,
+    LOST,
+    MOVED_FROM,
+    MOVED_TO,
+    FileEvent,
+    TreeWatch,
+)
+from holdfast.jobs.writeback.journal import FOLDER, Journal
+from holdfast.jobs.writeback.journaled_queue import JournaledQueue
+from holdfast.jobs.writeback.ownership import record_attempt
+from holdfast.jobs.writeback.reconciliation import reconcile
+from holdfast.jobs.writeback.sender import Sender
+from holdfast.jobs.writeback.status import ALIVE, ENDED, FAILED, FENCED, LOCK, STARTING
+from holdfast.jobs.writeback.upload_queue import COPY, REJECTED, UploadProblem, UploadQueue, Version, Writes
+from holdfast.jobs.writeback.versions import KeptVersions
+from holdfast.system.failpoint import failpoint
+from holdfast.system.linux.locks import try_flock
+from holdfast.system.log import get_logger
+
+_log = get_logger("jobs.writeback")
+
+HOLDERS_FIFO, LIFECYCLE_LOCK = "holders", "door"
+"""FIFO whose writers keep the uploader alive, and lock under which uploaders start and exit."""
+_TICK_S, _CLOSING_TICK_S = 0.25, 0.02
+_RECHECK_S = 0.03  # after this time, any later write to a file changes its mtime
+_OPEN_S = 1.0  # between two checks of a file that was open
+_LIMIT_CHECK_S = 1.0  # between two checks of the space for kept versions
+_LOCK_LIMIT_S = 5.0
+_MAX_LOST_VERSIONS = 100
+
+
+class Uploader:
+    """Uploader of one directory. One thread does everything except sending."""
+
+    def __init__(self, config: UploaderConfig) -> None:
+        self._config = config
+        self._root = Path(config.directory)
+        self._folder = self._root / FOLDER
+        self._pending: deque[FileEvent] = deque()
+        self._pending_closes: Counter[str] = Counter()  # number of close events in `_pending` by name
+        self._lost_versions: Counter[str] = (
+            Counter()
+        )  # number of lost versions of a name since its last kept one
+        self._lost_open: dict[str, float] = {}  # ends of the wait for files that were open again, by name
+        self._deferred: dict[str, None] = {}  # names to be removed later
+        self._open: dict[str, float] = {}  # times of the next check of files that were open
+        self._recheck: dict[str, float] = {}
+        self._closing_since_s: float | None = None
+        self._is_finishing = False
+        self._touched: set[int] = set()
+        self._next_limit_check_s = 0.0
+        self._lock_fd = _lock(self._folder)
+        self._journal = Journal(self._root)
+        facts = {"state": STARTING, "pid": str(os.getpid()), "place": config.place}
+        self._journal.set(**facts, exclude=json.dumps(config.exclude), trouble="")
+        self._queue = JournaledQueue(self._journal)
+        self._versions = KeptVersions(self._root, config.copy_bytes)
+        self._watch = TreeWatch(self._root, config.is_excluded)
+        self._holders_fd = os.open(self._folder / HOLDERS_FIFO, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # A FIFO that never had a writer does not report that it has none, and the mounting process may be
+        # dead.
+        os.close(os.open(self._folder / HOLDERS_FIFO, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+
+    def prepare(self) -> None:
+        """Reconcile directory and bucket, and start watching.
+
+        Raises:
+            HoldfastError: bucket, disk or system failed.
+
+        Blocks: until all objects of the bucket are downloaded, if requested.
+        """
+        store = open_store(self._config.place)
+        reconcile(store, self._root, self._config, self._queue, self._versions)
+        if self._config.owner:
+            record_attempt(store, self._config.owner, self._config.attempt)
+        self._touched = self._versions.sweep(set(self._queue.order.entries))
+        self._watch.add_tree()
+        self._scan_all()
+        self._sender = Sender(store, self._queue, self._versions, self._config)
+        self._sender.start()
+        self._journal.set(state=ALIVE)
+
+    def finish(self) -> None:
+        """Upload what is closed, and exit without waiting for open files."""
+        self._is_finishing = True
+
+    def run(self) -> bool:
+        """Record and upload changes until the last holder is gone.
+
+        Returns:
+            True if all files are in the bucket.
+        """
+        try:
+            is_drained = self._run()
+        except Conflict as error:
+            return self._end(FENCED, str(error))
+        except HoldfastError as error:
+            return self._end(FAILED, str(error))
+        self._journal.set(state=ENDED)
+        return is_drained
+
+    def _end(self, state: str, why: str) -> bool:
+        _log.error(why)
+        with suppress(HoldfastError):  # without the directory, the journal is gone too
+            self._journal.set(state=state, trouble=why, trouble_unix_s=str(time.time()))
+        return False
+
+    def _run(self) -> bool:
+        while True:
+            self._wait()
+            self._read_events()
+            while self._pending:
+                self._handle(self._pop_event())
+            self._check_again()
+            self._enforce_limit()
+            self._check_sender()
+            if (is_drained := self._is_done()) is not None:
+                self._sender.stop(timeout_s=10.0)
+                return is_drained
+
+    def _wait(self) -> None:
+        """Wait for an event or a due check."""
+        due_s = min(self._recheck.values(), default=float("inf")) - time.monotonic()
+        poll = select.poll()
+        poll.register(self._watch.fileno(), select.POLLIN)
+        is_closing = self._closing_since_s is not None
+        if not is_closing:
+            poll.register(self._holders_fd, 0)  # reports when the last holder is gone
+        poll.poll(1000 * max(0.0, min(_CLOSING_TICK_S if is_closing else _TICK_S, due_s)))
+
+    def _check_sender(self) -> None:
+        if isinstance(self._sender.error, HoldfastError):
+            raise self._sender.error
+        if self._sender.error is not None:
+            error = self._sender.error
+            raise Internal(f"Uploading ended because of a bug in Holdfast: {error!r}.") from error
+        if not (self._folder / LOCK).exists():
+            raise RetryLater(f"{self._folder} was deleted, including the journal. Nothing more is uploaded.")
+
+    # -- ending ----------------------------------------------------------------------------------------------
+
+    def _is_done(self) -> bool | None:
+        """Return True if everything is uploaded and nothing needs the uploader, None to continue."""
+        if not (self._is_finishing or self._is_abandoned()):
+            self._closing_since_s = None
+            return None
+        now_s = time.monotonic()
+        if self._closing_since_s is None:
+            self._closing_since_s = now_s
+        waited_s = now_s - self._closing_since_s
+        if self._queue.order.entries:
+            return False if waited_s > self._config.give_up_s else None
+        is_open = self._has_open_files()
+        if is_open and not self._is_finishing and waited_s < self._config.linger_s:
+            return None
+        has_work = self._recheck or (self._deferred and not self._lost_open)
+        lock_fd = None if has_work else self._lock_out_holders()
+        if lock_fd is None:
+            return None
+        self._read_events()
+        if self._pending:
+            os.close(lock_fd)
+            return None
+        return not (is_open or self._queue.order.problems)  # the lock is held until this process exits
+
+    def _is_abandoned(self) -> bool:
+        """Return True if no process holds the mount."""
+        if self._config.until_signal:
+            return False
+        poll = select.poll()
+        poll.register(self._holders_fd, select.POLLIN)
+        return any(mask & select.POLLHUP for _, mask in poll.poll(0))
+
+    def _lock_out_holders(self) -> int | None:
+        """Lock out new holders until the returned descriptor is closed. Return None if one is arriving."""
+        fd = os.open(self._folder / LIFECYCLE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if try_flock(fd) and (self._is_finishing or self._is_abandoned()):
+            return fd
+        os.close(fd)
+        return None
+
+    def _has_open_files(self) -> bool:
+        found, _ = scan(self._root, self._config.is_excluded)
+        return any(is_open_now(self._root / one.name) for one in found)
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def _read_events(self) -> None:
+        """Append new events to the pending ones."""
+        for event in self._watch.read():
+            self._pending.append(event)
+            if event.kind in (CLOSED, MOVED_TO):
+                self._pending_closes[event.name] += 1
+
+    def _pop_event(self) -> FileEvent:
+        event = self._pending.popleft()
+        if event.kind in (CLOSED, MOVED_TO):
+            self._pending_closes[event.name] -= 1
+            if not self._pending_closes[event.name]:
+                del self._pending_closes[event.name]
+        return event
+
+    def _handle(self, event: FileEvent) -> None:
+        if event.kind == LOST:
+            _log.info("file events were lost, scanning all files")
+            self._scan_all()
+        elif event.is_directory:
+            self._handle_directory(event)
+        elif event.kind == MOVED_FROM:
+            self._handle_moved_from(event)
+        elif event.kind == DELETED:
+            self._remove(event.name)
+        elif event.kind == CREATED:
+            self._handle_created(event.name)
+        else:
+            self._capture(event.name)
+
+    def _handle_directory(self, event: FileEvent) -> None:
+        if event.kind == CREATED:
+            self._watch.add_tree(event.name)
+            self._scan_all(event.name)  # files that were created before the watch
+        elif event.kind in (MOVED_FROM, MOVED_TO):
+            target = self._rename_target(event) if event.kind == MOVED_FROM else None
+            if target is not None:
+                self._pending.remove(target)
+                self._pending_closes[target.name] -= 1
+            self._watch.forget_tree(event.name)
+            self._scan_all(renamed=(event.name, target.name) if target else None)
+
+    def _handle_moved_from(self, event: FileEvent) -> None:
+        """Handle the first half of a rename: the file was moved or has left the directory."""
+        target = self._rename_target(event)
+        if target is None:
+            self._remove(event.name)
+            return
+        self._pending.remove(target)
+        self._pending_closes[target.name] -= 1
+        withdrawn = []
+
+        def withdraw(order: UploadQueue) -> Writes:
+            entry, writes = order.withdraw(event.name)
+            withdrawn.append(entry)
+            return writes
+
+        self._queue.do(withdraw)
+        if withdrawn[0] is not None:
+            self._versions.drop(withdrawn[0].number)
+        self._capture(target.name, source=event.name)
+        self._remove(event.name)  # after the new name is queued, so that one of them always exists
+
+    def _rename_target(self, event: FileEvent) -> FileEvent | None:
+        """Return the second half of a rename, if the file stayed within the directory."""
+        return next((one for one in self._pending if one.kind == MOVED_TO and one.pair == event.pair), None)
+
+    def _handle_created(self, name: str) -> None:
+        """Handle a new file. It will be closed later, except for a hard link."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            info = (self._root / name).lstat()
+            if type_problem(info.st_mode):
+                self._remove(name)  # the file that it replaces; `status_of` reports the new one
+            elif info.st_nlink > 1:
+                self._capture(name)
+
+    def _remove(self, name: str) -> None:
+        """Remove a name from the bucket. Waits while another file's version is lost.
+
+        A marker that is rewritten in place allows deleting older files. While its newest version has not
+        replaced the lost one in the bucket, the older files must stay.
+        """
+        self._recheck.pop(name, None)
+        self._open.pop(name, None)
+        self._forget_lost(name)
+        self._deferred[name] = None
+        self._remove_deferred()
+
+    def _remove_deferred(self) -> None:
+        if self._lost_versions or self._lost_open:
+            return
+        for name in list(self._deferred):
+            self._queue.do(lambda order, name=name: order.remove(name))
+            del self._deferred[name]
+
+    def _add_problem(self, name: str, why: str) -> None:
+        with suppress(FileNotFoundError):
+            problem = UploadProblem(REJECTED, why, Fingerprint.of((self._root / name).lstat()))
+            self._queue.do(lambda order: [*order.remove(name), *order.add_problem(name, problem)])
+
+    # -- versions --------------------------------------------------------------------------------------------
+
+    def _capture(self, name: str, *, source: str = "", is_second_scan: bool = False) -> None:
+        """Keep the version of a file that was just closed, and queue it."""
+        if name_problem(name) or self._is_closed_again(name):
+            return
+        try:
+            fd = open_file(self._root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return  # it was moved or deleted, which is another event
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                self._remove(name)
+            else:
+                self._add_problem(name, f"it cannot be read: {error.strerror}")
+            return
+        try:
+            if type_problem(os.fstat(fd).st_mode):
+                self._remove(name)
+                return
+            number = self._queue.order.next_number()
+            version = self._versions.capture(
+                number, name, fd, lambda: self._is_closed_again(name, reads_events=True)
+            )
+        finally:
+            os.close(fd)
+        if version is not None:
+            self._enqueue(name, version, source, is_second_scan=is_second_scan)
+            self._deferred.pop(name, None)  # it exists again
+            self._open.pop(name, None)
+            self._forget_lost(name)
+            self._remove_deferred()
+            return
+        if not is_second_scan:
+            self._note_lost_open(name)
+        if not self._pending_closes[name]:
+            self._open[name] = time.monotonic() + _OPEN_S
+
+    def _note_lost_open(self, name: str) -> None:
+        """Record that a closed version was lost, as the file is open again.
+
+        Only a file that the bucket has or will have: nothing there refers to older files through another one.
+        """
+        with self._queue.changed:
+            is_known = self._queue.order.fingerprint(name) is not None
+        if is_known and name not in self._lost_open:
+            self._lost_open[name] = time.monotonic() + self._config.open_limit_s
+
+    def _forget_lost(self, name: str) -> None:
+        self._lost_versions.pop(name, None)
+        self._lost_open.pop(name, None)
+
+    def _enqueue(self, name: str, version: Version, source: str, *, is_second_scan: bool) -> None:
+        is_settled = []
+
+        def confirm_or_put(order: UploadQueue) -> Writes:
+            writes = order.confirm(name, version) if is_second_scan and version.digest else None
+            is_settled.append(writes is not None)
+            return order.put(name, version, source=source) if writes is None else writes
+
+        number = self._queue.order.next_number()
+        self._queue.do(confirm_or_put)
+        if is_settled[0]:
+            self._versions.drop(number)
+        failpoint("writeback.noted")
+        if version.fingerprint.changed_ns == UNSETTLED and version.form == COPY:
+            self._recheck[name] = time.monotonic() + _RECHECK_S
+        else:
+            self._recheck.pop(name, None)
+
+    def _is_closed_again(self, name: str, *, reads_events: bool = False) -> bool:
+        """Return True if a file has been closed again since the event."""
+        if reads_events:
+            self._read_events()
+        if not self._pending_closes[name]:
+            return False
+        self._lost_versions[name] += 1
+        return self._lost_versions[name] <= _MAX_LOST_VERSIONS
+
+    def _check_again(self) -> None:
+        """Check again files that were open or written too recently.
+
+        The time of a file written too recently may not differ from its next version's.
+
+        Closing an open file is an event anyway. This covers files whose closing causes none.
+        """
+        now_s = time.monotonic()
+        if expired := [name for name, end_s in self._lost_open.items() if end_s <= now_s]:
+            for name in expired:
+                del self._lost_open[name]
+            self._remove_deferred()
+        for name in [name for name, due_s in self._open.items() if due_s <= now_s]:
+            del self._open[name]
+            self._capture(name, is_second_scan=True)
+        for name in [name for name, due_s in self._recheck.items() if due_s <= now_s]:
+            del self._recheck[name]
+            self._capture(name, is_second_scan=True)
+
+    def _scan_all(self, below: str = "", *, renamed: tuple[str, str] | None = None) -> None:
+        """Queue all files that differ from the queue's newest version, oldest change first.
+
+        Args:
+            below: subdirectory to which the scan is limited.
+            renamed: former and present name of a directory.
+        """
+        if not below:
+            self._watch.add_tree()
+        found, others = scan(self._root, self._config.is_excluded, below)
+        inside = f"{below}/" if below else ""
+        with self._queue.changed:
+            known = {one.name: self._queue.order.fingerprint(one.name) for one in found}
+            gone = [name for name in self._queue.order.newest_first() if name not in known]
+        changed = [one for one in found if known[one.name] != one.fingerprint]
+        for one in sorted(changed, key=lambda one: one.order(self._touched)):
+            self._capture(one.name, source=_earlier_name(one.name, renamed))
+        for name in gone:
+            if name.startswith(inside) and (name in others or not (self._root / name).is_file()):
+                self._remove(name)
+
+    def _enforce_limit(self) -> None:
+        """Drop the oldest kept versions of replaced files when they exceed the limit."""
+        if time.monotonic() < self._next_limit_check_s:
+            return
+        self._next_limit_check_s = time.monotonic() + _LIMIT_CHECK_S
+        with self._queue.changed:
+            entries = [entry for entry in self._queue.order.entries.values() if entry.version]
+            begun = self._queue.order.begun
+        sizes = {entry.number: self._versions.exclusive_bytes(entry.number) for entry in entries}
+        total = sum(sizes.values())
+        for entry in entries:
+            if total <= self._config.kept_bytes:
+                return
+            if sizes[entry.number] and entry.number != begun:
+                total -= sizes[entry.number]
+                self._versions.drop(entry.number)  # the sender is_excluded the missing version
+
+
+def _earlier_name(name: str, renamed: tuple[str, str] | None) -> str:
+    """Return the former name of a file in a renamed directory."""
+    if renamed is None or not name.startswith(f"{renamed[1]}/"):
+        return ""
+    return renamed[0] + name[len(renamed[1]) :]
+
+
+def _lock(folder: Path) -> int:
+    """Acquire the lock of the living uploader.
+
+    Raises:
+        Conflict: another uploader is running.
+    """
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    give_up_s = time.monotonic() + _LOCK_LIMIT_S
+    while not try_flock(fd):  # a process that checks for an uploader also holds it for a moment
+        if time.monotonic() > give_up_s:
+            os.close(fd)
+            raise Conflict(f"{folder.parent} already has an uploader.")
+        time.sleep(0.01)
+    return fd
+
+
+def ignore_signals() -> None:
+    """Ignore signals that are meant for the job."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,160 @@
+"""Versions of closed files, kept until they are uploaded."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.jobs.writeback.files import SETTLE_NS, Fingerprint, is_being_written, is_settled, open_file
+from holdfast.jobs.writeback.journal import FOLDER
+from holdfast.jobs.writeback.upload_queue import COPY, HARD_LINK, PATH, Version
+from holdfast.system.failpoint import failpoint
+
+_CLONE = 0x40049409  # FICLONE: an ioctl that lets two files share blocks until one is written
+_CANNOT_CLONE = (errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY, errno.EPERM, errno.EBADF)
+_CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOENT)
+
+
+class KeptVersions:
+    """Kept versions of one directory's files, each under the number of its upload.
+
+    A small file is copied. A larger one is cloned if the file system can do so, and hard-linked otherwise. A
+    hard link survives deletion and replacement of the file, but not a write in place.
+
+    Args:
+        copy_bytes: largest file to copy.
+    """
+
+    def __init__(self, directory: Path, copy_bytes: int) -> None:
+        self._directory, self._copy_bytes = directory, copy_bytes
+        self._folder = directory / FOLDER / "kept"
+        self._folder.mkdir(exist_ok=True)
+        self._can_clone = True
+
+    def path(self, number: int, name: str, form: str) -> Path:
+        """Return the path of a version's bytes."""
+        return self._directory / name if form == PATH else self._folder / str(number)
+
+    def capture(self, number: int, name: str, fd: int, is_closed_again: Callable[[], bool]) -> Version | None:
+        """Keep a file as it was when it was closed.
+
+        Args:
+            number: number of the future upload.
+            is_closed_again: returns True if the file has been closed again. Called after the file was read.
+
+        Returns:
+            None if the file is being written or was closed again: a later event covers that.
+        """
+        if is_being_written(fd):
+            return None
+        info = os.fstat(fd)
+        if info.st_size > self._copy_bytes and self._can_clone:
+            info = _settled(fd)  # a clone cannot be compared with the file cheaply, unlike a copy
+        if info.st_size <= self._copy_bytes:
+            version = self._copy(number, fd)
+        else:
+            version = self._clone(number, fd) or self._link(number, name, fd)
+        if version.form == COPY:
+            after = os.fstat(fd)
+            is_other = (after.st_size, after.st_mtime_ns) != (info.st_size, info.st_mtime_ns)
+            # The file has no writer now: whoever wrote after the event has closed it, which is queued.
+            if is_other or is_being_written(fd) or is_closed_again():
+                self.drop(number)
+                return None
+        failpoint("writeback.captured")
+        return version
+
+    def drop(self, number: int) -> None:
+        """Delete a kept version."""
+        (self._folder / str(number)).unlink(missing_ok=True)
+
+    def sweep(self, needed: set[int]) -> set[int]:
+        """Delete versions whose upload is not in the journal, left by a kill.
+
+        Returns:
+            The inodes of files whose links changed here, or shortly before the kill. Their ctime does not
+            show whether their contents changed.
+        """
+        touched = set()
+        for path in self._folder.iterdir():
+            if not path.name.isdecimal() or int(path.name) not in needed:
+                touched.add(path.stat().st_ino)
+                path.unlink(missing_ok=True)
+        return touched
+
+    def is_kept(self, number: int) -> bool:
+        """Return True if a version of this number is kept."""
+        return (self._folder / str(number)).exists()
+
+    def exclusive_bytes(self, number: int) -> int:
+        """Return the disk space used only by this upload, whose file was replaced or deleted."""
+        with suppress(FileNotFoundError):
+            info = (self._folder / str(number)).stat()
+            return info.st_size if info.st_nlink == 1 and info.st_size > self._copy_bytes else 0
+        return 0
+
+    def _copy(self, number: int, fd: int) -> Version:
+        now_ns, info = time.time_ns(), os.fstat(fd)
+        data = bytearray(info.st_size)
+        got, view = 0, memoryview(data)
+        while got < len(data) and (more := os.preadv(fd, [view[got:]], got)):
+            got += more
+        del view
+        del data[got:]  # the file was truncated meanwhile, which the comparison of sizes detects
+        try:
+            (self._folder / str(number)).write_bytes(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self.drop(number)
+            return Version(PATH, Fingerprint.of(info, now_ns=now_ns))
+        return Version(COPY, Fingerprint.of(info, now_ns=now_ns), digest(data))
+
+    def _clone(self, number: int, fd: int) -> Version | None:
+        if not self._can_clone:
+            return None
+        now_ns, info = time.time_ns(), os.fstat(fd)
+        copy = os.open(
+            self._folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.ioctl(copy, _CLONE, fd)
+        except OSError as error:
+            self.drop(number)
+            if error.errno in _CANNOT_CLONE:
+                self._can_clone = False
+                return None
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return None
+            raise
+        finally:
+            os.close(copy)
+        return Version(COPY, Fingerprint.of(info, now_ns=now_ns))
+
+    def _link(self, number: int, name: str, fd: int) -> Version:
+        now_ns, info = time.time_ns(), os.fstat(fd)
+        self.drop(number)
+        try:
+            (self._folder / str(number)).hardlink_to(self._directory / name)
+        except OSError as error:
+            if error.errno not in _CANNOT_LINK:
+                raise
+            return Version(PATH, Fingerprint.of(info, now_ns=now_ns))
+        held = open_file(self._folder / str(number))
+        try:  # the name may refer to another file since `fd` was opened
+            return Version(HARD_LINK, Fingerprint.of(os.fstat(held), now_ns=now_ns))
+        finally:
+            os.close(held)
+
+
+def _settled(fd: int) -> os.stat_result:
+    """Return a file's state, once any later write is sure to change its time."""
+    while not is_settled(info := os.fstat(fd), time.time_ns()):
+        time.sleep(SETTLE_NS / 4e9)
+    return info

@@ -1,7 +1,0 @@
-"""Report of a run: a summary computed from its history, and a page that shows it."""
-
-from holdfast.home.history_lines import read_lines
-from holdfast.report.events import HistoryEvent
-from holdfast.report.summary import RunSummary, read_summary, summarize
-
-__all__ = ["HistoryEvent", "RunSummary", "read_lines", "read_summary", "summarize"]

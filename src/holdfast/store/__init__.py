@@ -1,6 +1,0 @@
-"""Storage of named bytes: one small contract, one file per kind of place, and stores that wrap others."""
-
-from holdfast.store.contract import ObjectInfo, Properties, Store
-from holdfast.store.factory import open_store
-
-__all__ = ["ObjectInfo", "Properties", "Store", "open_store"]

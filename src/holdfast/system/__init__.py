@@ -1,0 +1,1 @@
+"""Parts that any program needs: processes, memory, logs, retries, environment, documents."""

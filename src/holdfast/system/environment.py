@@ -1,0 +1,223 @@
+"""Environment variables and files between a training process and the job that started it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.errors import Corrupt, InvalidInput
+from holdfast.system.documents import Fields, decode_object
+
+PREEMPTION = "HOLDFAST_PREEMPTION"
+"""Sources of preemption notices, see `holdfast.watch.preemption.sources`."""
+KEEP_IN_MEMORY = "HOLDFAST_KEEP_IN_MEMORY"
+"""Time for which a keeper offers the last save from memory after the death of its trainer."""
+PROGRESS = "HOLDFAST_PROGRESS"
+"""File that rank 0 appends a line to for each durable save and restore, and each rank at a preemption."""
+TRIAL = "HOLDFAST_TRIAL"
+"""File with the plan of a trial, see `checkpoint/run/trial.py`; set by `holdfast check` and `replay`."""
+NOTIFY = "HOLDFAST_NOTIFY"
+"""Commands and webhooks that are notified of all jobs launched with it, one per line. May contain secrets."""
+NOTIFY_ON = "HOLDFAST_NOTIFY_ON"
+"""Statuses of which they are notified, separated by commas."""
+SANDBOX = "HOLDFAST_SANDBOX"
+"""Folder that replaces every home and local folder during a dry run of a script; else unset."""
+
+_MAX_DIGITS = 18
+MAX_PLACE = 200
+"""Characters of the place at which a training hangs, and of the reason why one has diverged."""
+
+
+def read_integer(name: str, default: int, *, minimum: int = 0) -> int:
+    """Return an environment variable that a launcher sets to an integer; `default` if it is unset or empty.
+
+    Raises:
+        InvalidInput: the value is not an integer of at least `minimum`.
+    """
+    value = os.environ.get(name, "").strip()
+    if not value:
+        return default
+    is_integer = value.isascii() and value.isdecimal() and len(value) <= _MAX_DIGITS
+    if not is_integer or int(value) < minimum:
+        raise InvalidInput(
+            f"The environment variable {name} is {value[:100]!r}, expected an integer of at least {minimum}. "
+            "Launchers such as torchrun and Slurm set it. Unset it, or set it to a number."
+        )
+    return int(value)
+
+
+def is_dry_run() -> bool:
+    """Return True in a process whose homes are in a sandbox."""
+    return bool(os.environ.get(SANDBOX))
+
+
+def sandboxed(place: str) -> str:
+    """Return `place`, or in a dry run an empty folder of the sandbox.
+
+    So a dry run neither reads the checkpoints of a real run nor claims an attempt of it.
+    """
+    folder = os.environ.get(SANDBOX)
+    if not folder or place.startswith(folder):
+        return place
+    return str(place_in_sandbox(Path(folder), place))
+
+
+def place_in_sandbox(folder: Path, place: str) -> Path:
+    """Return the folder that replaces a home or local folder during a dry run.
+
+    Args:
+        folder: that of the sandbox.
+        place: absolute path or URL, as `store.factory.absolute_place` returns it.
+    """
+    return folder / hashlib.sha256(place.encode()).hexdigest()[:16]
+
+
+def sandbox_environment(folder: Path) -> dict[str, str]:
+    """Return this environment for a dry run of a script, whose homes are below `folder`."""
+    env = {name: value for name, value in os.environ.items() if name != PROGRESS}
+    return env | {PREEMPTION: "none", KEEP_IN_MEMORY: "0", SANDBOX: str(folder), "PYTHONUNBUFFERED": "1"}
+
+
+def report_progress(home: str, step: int) -> None:
+    """Report a checkpoint of `step` to the job, if any. Failures are ignored."""
+    _append({"home": home, "step": step})
+
+
+def report_failed_save(attempt: int, step: int) -> None:
+    """Report a save that failed to the job, if any. Failures are ignored."""
+    _append({"attempt": attempt, "failed_save": step})
+
+
+def report_preemption(step: int) -> None:
+    """Report to the job, if any, that this process exits after a preemption notice. Failures are ignored.
+
+    A launcher between the job and the training may replace the exit status: torchrun exits with 1.
+    """
+    _append({"preempted": step})
+
+
+def report_hang(step: int, place: str) -> None:
+    """Report to the job, if any, that a training which hangs is ended. Failures are ignored.
+
+    Args:
+        step: its newest completed step.
+        place: text about the ranks that the others wait for, and their place.
+    """
+    _append({"hung": step, "place": place[:MAX_PLACE]})
+
+
+def report_divergence(step: int, reason: str) -> None:
+    """Report to the job, if any, that a training ends after too many rollbacks. Failures are ignored.
+
+    Args:
+        step: its newest completed step.
+        reason: text about the spike and the rollbacks.
+    """
+    _append({"diverged": step, "reason": reason[:MAX_PLACE]})
+
+
+def _append(fields: dict[str, str | int]) -> None:
+    path = os.environ.get(PROGRESS)
+    if not path:
+        return
+    line = json.dumps(fields) + "\n"
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+
+
+def read_progress(path: Path) -> dict[str, int]:
+    """Return the greatest reported step of each home."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return {}
+    steps: dict[str, int] = {}
+    for line in lines:
+        with contextlib.suppress(Corrupt):  # a line that a kill has torn
+            fields = decode_object(line, "a line of progress", any_text=True)
+            home, step = fields.text("home"), fields.integer("step")
+            steps[home] = max(steps.get(home, 0), step)
+    return steps
+
+
+def count_failed_saves(path: Path) -> int:
+    """Return the number of reported saves that failed, on any rank."""
+    failed: set[tuple[int, int]] = set()
+    for fields in _lines(path, 0):
+        with contextlib.suppress(Corrupt):  # a line of another kind
+            failed.add((fields.integer("attempt"), fields.integer("failed_save")))
+    return len(failed)
+
+
+def was_preempted(path: Path, *, after: int) -> bool:
+    """Return True if a training has reported a preemption in a file of progress.
+
+    Args:
+        path: the file.
+        after: size of the file, in bytes, when the training was started.
+    """
+    for fields in _lines(path, after):
+        with contextlib.suppress(Corrupt):  # a line of another kind
+            fields.integer("preempted")
+            return True
+    return False
+
+
+def ended_preempted(path: Path, *, after: int) -> bool:
+    """Return True if a preemption is the newest report in a file of progress.
+
+    Args:
+        path: the file.
+        after: size of the file, in bytes, when the training was started.
+    """
+    newest = collections.deque(_lines(path, after), maxlen=1)
+    return bool(newest) and "preempted" in newest[0]
+
+
+def find_hang(path: Path, *, after: int) -> str | None:
+    """Return the place of a reported hang; None without one.
+
+    Args:
+        path: file of progress.
+        after: size of the file, in bytes, when the training was started.
+    """
+    for fields in _lines(path, after):
+        with contextlib.suppress(Corrupt):  # a line of another kind
+            return fields.text("place")[:MAX_PLACE]
+    return None
+
+
+def find_divergence(path: Path, *, after: int) -> str | None:
+    """Return the reason of a training that ended after too many rollbacks; None without one.
+
+    Args:
+        path: file of progress.
+        after: size of the file, in bytes, when the training was started.
+    """
+    for fields in _lines(path, after):
+        with contextlib.suppress(Corrupt):  # a line of another kind
+            fields.integer("diverged")
+            return fields.text("reason")[:MAX_PLACE]
+    return None
+
+
+def _lines(path: Path, after: int) -> Iterator[Fields]:
+    """Yield the lines of a file of progress from a position on."""
+    try:
+        with path.open("rb") as file:
+            file.seek(after)
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        with contextlib.suppress(Corrupt):  # a line that a kill has torn
+            yield decode_object(line, "a line of progress", any_text=True)

@@ -1,0 +1,71 @@
+"""Files that appear whole or not at all; reads that cannot block; reserved space."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from holdfast.system.linux.partial_files import partial_file
+
+NOT_A_FILE = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL),
+        *(errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG),
+    }
+)
+"""Error numbers of `open_regular` for a path without a regular file. Others are failures to read it."""
+_KEEP_SIZE = 1  # of fallocate(2)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. A FIFO in its place does not block.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - returned
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def write_atomic(path: Path, data: str | bytes, *, is_durable: bool = True) -> None:
+    """Write a private file atomically, replacing any existing one.
+
+    Args:
+        data: its contents; text is encoded in UTF-8.
+        is_durable: sync the contents first, so that they survive a power cut.
+
+    Raises:
+        OSError: the file cannot be written. An existing one is unchanged.
+    """
+    with partial_file(path) as partial:
+        with partial.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+
+
+def reserve_space(fd: int, offset: int, num_bytes: int) -> None:
+    """Reserve disk space for a part of a file, also beyond its end. Its size stays.
+
+    Raises:
+        OSError: the disk is full, or the file system cannot do that.
+
+    Source: fallocate(2), FALLOC_FL_KEEP_SIZE.
+    """
+    if _libc.fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,224 @@
+"""Local directory of the compile cache: its path, its complete files, and atomic writes into it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import stat
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.errors import InvalidInput
+from holdfast.system import privacy
+from holdfast.system.linux.files import write_atomic
+from holdfast.system.linux.processes import start_time
+from holdfast.system.privacy import private_folder
+from holdfast.watch.compiled.index import MAX_FILE_BYTES, check_path
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Variable with torch.compile's cache directory. torch sets it on first use."""
+HEADERS = "precompiled_headers/"
+"""Prefix of the paths of precompiled headers."""
+MAX_HEADER_FILES = 8
+"""Newest headers of a host to include. Each version of torch and compiler has two files."""
+MAX_FILES = 50_000
+"""Most files of a directory that are considered."""
+
+_TORCH_CHOOSES = "torch._inductor.runtime.cache_dir_utils"
+_LEFT_OUT_FOLDERS = ("locks", "precompiled_headers")
+_LEFT_OUT_ENDS = (".lock", ".tmp")
+_IS_BEING_BUILT = "_CxxBuild"  # inductor's folder next to a file that the compiler is writing
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A cache directory of torch.compile.
+
+    Attributes:
+        path: the directory.
+        since_unix_s: older files belong to other programs, which share the directory. 0 for a directory of
+            this run or of the user's choice.
+        headers: folder of inductor's precompiled C++ headers, always in its usual directory. On an empty
+            machine inductor builds them again even if nothing else has to be compiled.
+    """
+
+    path: Path
+    since_unix_s: float = 0.0
+    headers: Path | None = None
+
+    def locate(self, path: str) -> tuple[Path, str]:
+        """Return the folder of a cache file, and its path inside."""
+        if self.headers is not None and path.startswith(HEADERS):
+            return self.headers, path.removeprefix(HEADERS)
+        return self.path, path
+
+
+def is_chosen() -> bool:
+    """Return True if the user has chosen torch.compile's cache directory."""
+    named = os.environ.get(VARIABLE)
+    torch_chooses = sys.modules.get(_TORCH_CHOOSES)
+    return bool(named) and not (torch_chooses and named == torch_chooses.default_cache_dir())
+
+
+def current() -> Directory | None:
+    """Return the directory in use, or None before anything was compiled."""
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return None
+    path = Path(named).absolute()
+    usual = Path(importlib.import_module(_TORCH_CHOOSES).default_cache_dir())
+    if not is_chosen() and path == usual.absolute() and not _may_be_own(usual):
+        return None  # created by another user: its files are not trusted
+    since_unix_s = 0.0 if is_chosen() or is_own(path) else _process_start_unix_s()
+    headers = usual / HEADERS
+    return Directory(path, since_unix_s, headers if _may_be_own(usual) and _may_be_own(headers) else None)
+
+
+def _may_be_own(folder: Path) -> bool:
+    """Return True for a missing folder, or one of this user, not a link."""
+    return not os.path.lexists(folder) or privacy.is_own(folder)
+
+
+def own(home: str, key: str) -> Path:
+    """Return this run's own directory on this host. Creates it if needed.
+
+    Its path is the same on every machine with the same folder for temporary files.
+    """
+    # Files in it are run as code.
+    folder = private_folder(Path(tempfile.gettempdir()) / f"holdfast-compiled-{os.getuid()}")
+    path = folder / digest(f"{home}\n{key}".encode())
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def is_own(path: Path) -> bool:
+    """Return True for a directory from `own`."""
+    return path.parent.name.startswith(f"holdfast-compiled-{os.getuid()}")
+
+
+def _process_start_unix_s() -> float:
+    """Return the start time of this process, by the clock of file times."""
+    started_s = (start_time(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    return time.time() - age_s
+
+
+# -- what is there -------------------------------------------------------------------------------------------
+
+
+def whole_files(directory: Directory) -> dict[str, int]:
+    """Return the size of each complete file by path, without files that are being written.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    found: dict[str, int] = {}
+    for path, size, changed_unix_s in _walk(directory.path, ""):
+        if len(found) >= MAX_FILES:
+            break
+        if changed_unix_s >= directory.since_unix_s and size <= MAX_FILE_BYTES and _can_be_named(path):
+            found[path] = size
+    if found and directory.headers is not None:
+        headers = sorted(_walk(directory.headers, HEADERS), key=lambda one: -one[2])[:MAX_HEADER_FILES]
+        found |= {path: size for path, size, _ in headers if size <= MAX_FILE_BYTES and _can_be_named(path)}
+    return found
+
+
+def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int, float]]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda one: one.name)
+    except FileNotFoundError:
+        return  # deleted meanwhile
+    in_work = {
+        entry.name[: -len(_IS_BEING_BUILT)] for entry in entries if entry.name.endswith(_IS_BEING_BUILT)
+    }
+    for entry in entries:
+        name = entry.name
+        if entry.is_dir(follow_symlinks=False):
+            if not name.endswith(_IS_BEING_BUILT) and not (prefix == "" and name in _LEFT_OUT_FOLDERS):
+                yield from _walk(folder / name, f"{prefix}{name}/")
+        elif entry.is_file(follow_symlinks=False) and not _is_left_out(name, in_work):
+            try:
+                facts = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            yield f"{prefix}{name}", facts.st_size, facts.st_mtime
+
+
+def _is_left_out(name: str, in_work: set[str]) -> bool:
+    return (
+        name.startswith(".")
+        or name.endswith(_LEFT_OUT_ENDS)
+        or any(name.startswith(f"{one}.") for one in in_work)
+    )
+
+
+def _can_be_named(path: str) -> bool:
+    try:
+        check_path(path)
+    except InvalidInput:
+        return False
+    return True
+
+
+def read_whole(directory: Directory, path: str) -> bytes | None:
+    """Return the bytes of a file, or None if it is missing or incomplete."""
+    try:
+        fd = os.open(Path(*directory.locate(path)), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        before = os.fstat(fd)
+        data = file.read()
+        after = os.fstat(fd)
+    changed = (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns)
+    return None if changed or len(data) != after.st_size or _is_torn(data) else data
+
+
+def _is_torn(data: bytes) -> bool:
+    """Return True for an incomplete ELF binary: a linker writes the section table last.
+
+    Source: System V ABI, chapter 4: e_shoff, e_shentsize and e_shnum of 64-bit ELF headers.
+    """
+    if not data.startswith(b"\x7fELF\x02\x01"):
+        return False
+    if len(data) < 64:
+        return True
+    (at,) = struct.unpack_from("<Q", data, 40)
+    entry_bytes, num_entries = struct.unpack_from("<HH", data, 58)
+    return at == 0 or at + entry_bytes * num_entries > len(data)
+
+
+# -- putting there -------------------------------------------------------------------------------------------
+
+
+def has(directory: Directory, path: str, num_bytes: int) -> bool:
+    """Return True if a file of this size exists."""
+    try:
+        found = Path(*directory.locate(path)).lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
+
+
+def place(directory: Directory, path: str, data: bytes) -> None:
+    """Write a file atomically.
+
+    Raises:
+        InvalidInput: the path leads out of the directory, possibly through a link.
+        OSError: the disk is full, or permission is missing.
+    """
+    folder, inside = directory.locate(check_path(path))
+    target = folder / inside
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder == directory.headers and not (privacy.is_own(folder) and privacy.is_own(folder.parent)):
+        raise InvalidInput(f"{folder} belongs to another user. {path} was not written.")
+    if target.parent.resolve() != folder.resolve() / Path(inside).parent:
+        raise InvalidInput(f"{path} leads out of {folder} through a link. It was not written.")
+    write_atomic(target, data, is_durable=False)

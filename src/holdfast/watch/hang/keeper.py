@@ -1,0 +1,247 @@
+"""Hang watch of a keeper: notices that its trainer makes no progress, and records the ranks' stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive
+from holdfast.checkpoint.keeper.messages import MAX_DETAIL, ShowHang
+from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
+from holdfast.errors import Corrupt, HoldfastError
+from holdfast.system.environment import report_hang
+from holdfast.watch.hang import evidence as evidences
+from holdfast.watch.hang.capture import end_process
+from holdfast.watch.hang.evidence import RankEvidence
+from holdfast.watch.hang.grouping import place_of
+from holdfast.watch.hang.handlers import EXIT_SIGNAL
+from holdfast.watch.hang.incidents import OVER
+from holdfast.watch.hang.limit import StallClock
+from holdfast.watch.hang.places import Kind
+from holdfast.watch.hang.rank_capture import capture_host, capture_rank, read_progress
+from holdfast.watch.hang.text import describe_hang, summary
+
+_PERIOD_S = 1.0
+"""Longest pause between two looks at the pulse."""
+_LOOKS = 10
+"""Looks within the limit of a step, if that is short."""
+_GATHER_S = 10.0
+"""Time to wait for the evidence of ranks on other hosts."""
+_RECORD_S = 10.0
+"""Time to wait for the history before what was found is printed and done without it."""
+_SAVES_S = 60.0
+"""Time to wait for saves under way before a trainer that hangs is ended."""
+_LEAD_S = 5.0
+"""Lead of the keeper that reports, before the other trainers of its host are ended."""
+_EXIT_S = 5.0
+_SHOW_S = 3.0
+"""Time that a trainer may take to print a text."""
+_UNLIMITED_S = 1e9
+
+
+class HangWatch:
+    """Thread that watches the pulse of a keeper's trainer.
+
+    Args:
+        info: contents of the keeper's lock file.
+        inbox: sends the trainer the text that it prints.
+        history: receives the evidence.
+        has_work: returns True while a save is not durable.
+    """
+
+    def __init__(
+        self,
+        config: KeeperConfig,
+        info: KeeperInfo,
+        inbox: TrainerInbox,
+        history: History,
+        has_work: Callable[[], bool],
+    ) -> None:
+        self._config, self._info, self._inbox = config, info, inbox
+        self._history, self._has_work = history, has_work
+        self._clock = StallClock(config.hang_limits)
+        self._reported: tuple[int, int] | None = None  # progress at which a hang was reported
+        self._reported_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="holdfast-hang", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, if the trainer has a pulse."""
+        if self._config.on_hang != "off" and self._info.pulse_fd >= 0:
+            self._thread.start()
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            pulse = PulseReader.of_process(self._info.trainer_pid, self._info.pulse_fd)
+        except (OSError, Corrupt):
+            return  # the trainer has exited already
+        step_s = self._config.hang_limits.step_s
+        period_s = _PERIOD_S if step_s is None else min(_PERIOD_S, step_s / _LOOKS)
+        seen_s = time.monotonic()
+        while is_trainer_alive(self._info):
+            time.sleep(period_s)
+            progress, now_s = pulse.read(), time.monotonic()
+            is_late = self._clock.tick(progress, now_s - seen_s)
+            seen_s = now_s
+            self._note_recovery(progress)
+            if is_late and self._reported is None:
+                self._handle(progress)
+                seen_s = time.monotonic()
+
+    def _has_recovered(self, progress: TrainerProgress) -> bool:
+        """Return True if the trainer has made progress since its hang was reported."""
+        return self._reported not in (None, (progress.beats, progress.phase_count))
+
+    def _note_recovery(self, progress: TrainerProgress) -> None:
+        """Record that a trainer which was reported makes progress again."""
+        if not self._has_recovered(progress):
+            return
+        self._reported = None
+        if not progress.is_training:
+            return  # it has left its loop, as after a signal
+        seconds = time.monotonic() - self._reported_s
+        self._history.record(
+            OVER, step=progress.step, seconds=seconds, detail="the training makes progress again"
+        )
+
+    def _handle(self, progress: TrainerProgress) -> None:
+        """Capture all ranks of this host, and report a hang unless one may take long."""
+        clock = self._clock
+        own = capture_rank(self._info, progress, stalled_s=clock.stalled_s, limit_s=clock.limit_s)
+        peers = self._capture_peers()
+        if (limit_s := self._longer_limit([own, *peers], progress)) is not None:
+            self._clock.extend(limit_s)
+            return
+        self._reported = progress.beats, progress.phase_count
+        self._reported_s = time.monotonic() - self._clock.stalled_s
+        recording = _in_background(lambda: self._record(own))
+        is_first = self._is_first(own, peers)
+        found = self._report(own, peers) if is_first else [own]
+        recording.join(_RECORD_S)
+        if self._config.on_hang == "restart":
+            if not is_first:  # the job takes the first place that is reported
+                time.sleep(_LEAD_S if self._config.all_ranks_here else _LEAD_S + _GATHER_S)
+            with contextlib.suppress(OSError, Corrupt):  # it has exited
+                self._end_trainer(own.step, summary(found))
+
+    def _capture_peers(self) -> list[RankEvidence]:
+        """Return evidence of the other ranks on this host."""
+        config = self._config
+        with contextlib.suppress(HoldfastError):
+            return list(capture_host(config.home, attempt=config.attempt, without=config.rank).values())
+        return []
+
+    def _longer_limit(self, ranks: Sequence[RankEvidence], progress: TrainerProgress) -> float | None:
+        """Return a longer limit if a rank of this host does what may take long; None if none does."""
+        limits, places = self._config.hang_limits, [place_of(one) for one in ranks]
+        kinds = {place.kind for place in places if place is not None}
+        if Kind.DEBUGS in kinds or any(one.process.state == "stopped by a debugger" for one in ranks):
+            return _UNLIMITED_S
+        may_take_long = kinds & {Kind.COMPILES, Kind.EVALUATES} or any(one.phase for one in ranks)
+        is_extended = progress.phase or self._clock.limit_s >= limits.phase_s
+        return limits.phase_s if may_take_long and not is_extended else None
+
+    # -- results ---------------------------------------------------------------------------------------------
+
+    def _record(self, one: RankEvidence) -> None:
+        self._history.record(
+            evidences.EVENT,
+            step=one.step,
+            seconds=one.stalled_s,
+            detail=summary([one]),
+            members={"evidence": evidences.encode(one)},
+        )
+        with contextlib.suppress(HoldfastError):
+            self._history.store.flush()
+
+    def _is_first(self, own: RankEvidence, peers: Sequence[RankEvidence]) -> bool:
+        """Return True if this keeper reports for all ranks of the host: the lowest one that is late too."""
+        late = [one.rank for one in peers if one.stalled_s >= own.stalled_s / 2 and not one.phase]
+        return own.rank <= min(late, default=own.rank)
+
+    def _report(self, own: RankEvidence, peers: Sequence[RankEvidence]) -> list[RankEvidence]:
+        """Print one block about all ranks, with what other hosts have recorded. Return the evidence."""
+        found = {one.rank: one for one in (*peers, own)}
+        if len(found) < self._config.world_size:
+            gathering = _in_background(lambda: self._gather(found))
+            gathering.join(_GATHER_S + _RECORD_S)
+        if 0 in found and own.rank != 0 and found[0].is_late:
+            return list(found.values())  # rank 0's keeper reports
+        found = dict(found)
+        for one in peers:
+            if one.phase or one.stalled_s < own.stalled_s / 2:  # its own keeper does not
+                _in_background(lambda one=one: self._record(one))
+        ranks = [found[rank] for rank in sorted(found)]
+        text = describe_hang(
+            ranks,
+            world_size=self._config.world_size,
+            action=self._action(),
+            home=self._config.home,
+        )
+        self._inbox.reply(ShowHang(text[:MAX_DETAIL]))
+        if not self._inbox.hang_shown.wait(_SHOW_S):  # it is stopped, or something holds the GIL
+            _print_to(self._info.trainer_pid, f"holdfast: {text}\n")
+        self._inbox.hang_shown.clear()
+        return ranks
+
+    def _gather(self, found: dict[int, RankEvidence]) -> None:
+        """Add the evidence that other ranks record about the same hang, for a limited time."""
+        deadline_s = time.monotonic() + _GATHER_S
+        since_unix_s = time.time() - 2 * self._clock.stalled_s
+        while time.monotonic() < deadline_s and len(found) < self._config.world_size:
+            with contextlib.suppress(HoldfastError):
+                for line in read_lines(self._history.store, self._config.attempt)[0]:
+                    one = evidences.decode(line) if line["t"] >= since_unix_s else None
+                    if one is not None and not (one.rank in found and found[one.rank].is_late):
+                        found[one.rank] = one
+            time.sleep(_PERIOD_S)
+
+    def _action(self) -> str:
+        if self._config.on_hang == "restart":
+            return "The trainers are ended, so that the job starts again."
+        return 'Nothing was done (on_hang="report").'
+
+    # -- restart ---------------------------------------------------------------------------------------------
+
+    def _end_trainer(self, step: int, place: str) -> None:
+        """End the trainer once its saves are durable, unless it makes progress again."""
+        deadline_s = time.monotonic() + _SAVES_S
+        while self._has_work() and time.monotonic() < deadline_s:
+            time.sleep(_PERIOD_S / _LOOKS)
+        if self._has_recovered(read_progress(self._info)):
+            return
+        report_hang(step, place)
+        recording = _in_background(lambda: self._history.record("ended", step=step, detail=f"hung ({place})"))
+        recording.join(_RECORD_S)
+        if is_trainer_alive(self._info):
+            end_process(self._info.trainer_pid, EXIT_SIGNAL, limit_s=_EXIT_S)
+
+
+def _in_background(work: Callable[[], object]) -> threading.Thread:
+    """Run something that a store may delay for ever."""
+    thread = threading.Thread(target=work, name="holdfast-hang-record", daemon=True)
+    thread.start()
+    return thread
+
+
+def _print_to(pid: int, text: str) -> None:
+    """Write text to the stderr of another process, if that can be done without waiting.
+
+    In a file that was not opened for appending, the process may overwrite it later.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(
+            f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
+        )
+        try:
+            os.write(fd, text.encode(errors="replace"))
+        finally:
+            os.close(fd)

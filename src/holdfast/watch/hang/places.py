@@ -1,0 +1,141 @@
+"""Place of a thread: the operation that it is in, and the line of the user's script that led there; pure."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from dataclasses import dataclass
+from enum import Enum
+
+from holdfast.watch.hang.stacks import Frame, Thread
+
+_STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib/python3(?:\.\d+)?/|^<(?:frozen|__array|eval_with)|^<string>$"
+)
+_TORCH = re.compile(r"(?:^|/)torch/(.*)$")
+_HOLDFAST = re.compile(r"(?:^|/)holdfast/([a-z_/]+)\.py$")
+_COMPILERS = re.compile(r"/torch/(?:_dynamo|_inductor|_functorch|fx/experimental)/|/triton/|/torch/export/")
+_COMPILING = re.compile(r"/torch/(?:_dynamo/convert_frame|_inductor/compile_fx)\.py$")
+"""Files whose functions compile. The others of compilers also run the compiled code, in each step."""
+_EVALUATES = re.compile(
+    r"(?:^|_)(?:eval|evaluate|evaluation|validate|validation|val|generate)(?:_|$)|^test(?:_(?:step|epoch|loop|model))?$"
+)
+_DEBUGGERS = (
+    "pdb.py",
+    "bdb.py",
+    "pydevd.py",
+    "pydevd_frame.py",
+    "ipdb/__main__.py",
+    "IPython/core/debugger.py",
+)
+
+
+class Kind(str, Enum):
+    """Kind of a place."""
+
+    WAITS = "waits"  # for other ranks
+    SYNCS = "syncs"  # the exchange that follows each step
+    WORKS = "works"  # anything else
+    COMPILES = "compiles"
+    EVALUATES = "evaluates"
+    DEBUGS = "debugs"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a thread.
+
+    Attributes:
+        kind: whether it waits for other ranks.
+        operation: function of a library that it is in, such as "all_reduce"; "" in the user's own code.
+        user: innermost frame of the user's script; None if all frames are those of libraries.
+    """
+
+    kind: Kind
+    operation: str
+    user: Frame | None
+
+    def describe(self) -> str:
+        """Return the place as text, such as "all_reduce, called at train.py:88 (step)"."""
+        if self.user is None:
+            return self.operation or "a place without Python frames"
+        name = self.user.file.rpartition("/")[2]
+        at = f"{name}:{self.user.line} ({self.user.function})"
+        return f"{self.operation}, called at {at}" if self.operation else f"{at}"
+
+
+def find_place(thread: Thread) -> Place:
+    """Return the place of a thread."""
+    frames = thread.frames
+    user = next((one for one in frames if not _is_library(one)), None)
+    inner = frames[: frames.index(user)] if user is not None else frames
+    kind, operation = _operation(inner)
+    if kind is Kind.WORKS or kind is Kind.WAITS:
+        if any(one.file.endswith(_DEBUGGERS) for one in frames):
+            kind = Kind.DEBUGS
+        elif any(_COMPILERS.search(one.file) for one in inner):
+            kind = Kind.COMPILES
+        elif any(_EVALUATES.search(one.function) and "train" not in one.function for one in frames):
+            kind = Kind.EVALUATES
+    return Place(kind, operation, user)
+
+
+def frame_kind(frame: Frame) -> Kind | None:
+    """Return the kind of place that one frame alone decides; None if the frames around it do."""
+    if (found := _HOLDFAST.search(frame.file)) and found[1] == "ranks":
+        return Kind.SYNCS
+    if frame.file.endswith(_DEBUGGERS):
+        return Kind.DEBUGS
+    if _COMPILING.search(frame.file) and "compil" in frame.function:
+        return Kind.COMPILES
+    if (found := _TORCH.search(frame.file)) and (kind := _torch_kind(found[1], frame.function)):
+        return kind
+    if _EVALUATES.search(frame.function) and "train" not in frame.function:
+        return Kind.EVALUATES
+    return None if _is_library(frame) else Kind.WORKS
+
+
+def loads_data(frame: Frame) -> bool:
+    """Return True for a frame of PyTorch's data loaders."""
+    found = _TORCH.search(frame.file)
+    return found is not None and found[1].startswith("utils/data/")
+
+
+def _is_library(frame: Frame) -> bool:
+    file = frame.file
+    return bool(_LIBRARY.search(file)) or file.startswith(_STDLIB) or bool(_HOLDFAST.search(file))
+
+
+def _operation(frames: tuple[Frame, ...]) -> tuple[Kind, str]:
+    """Return the kind and name of the operation that library frames, innermost first, are in."""
+    for frame in frames:
+        if (found := _HOLDFAST.search(frame.file)) and found[1] == "ranks":
+            return Kind.SYNCS, "the exchange of the ranks after a step"
+        if (found := _TORCH.search(frame.file)) and (kind := _torch_kind(found[1], frame.function)):
+            return kind, _torch_name(found[1], frame.function)
+    if not frames:
+        return Kind.WORKS, ""
+    inner = next((one for one in frames if not one.file.startswith(_STDLIB)), None)
+    if inner is None:
+        return Kind.WORKS, frames[-1].function  # the function of Python that was called
+    package = "/".join(inner.file.split("/")[-2:])
+    return Kind.WORKS, f"{inner.function} ({package}:{inner.line})"
+
+
+def _torch_kind(file: str, function: str) -> Kind | None:
+    if file.startswith("distributed/"):
+        return Kind.WAITS
+    if file == "autograd/graph.py" and function == "_engine_run_backward":
+        return Kind.WAITS  # DistributedDataParallel waits for the gradients of other ranks in it
+    if file.startswith("utils/data/"):
+        return Kind.WORKS
+    return None
+
+
+def _torch_name(file: str, function: str) -> str:
+    if file == "autograd/graph.py":
+        return "backward"
+    if file.startswith("utils/data/"):
+        return "DataLoader.__next__"
+    return function

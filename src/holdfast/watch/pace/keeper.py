@@ -1,0 +1,197 @@
+"""Pace watch of a keeper: compares the own times of the ranks, and names those that all others wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.history_lines import read_new_lines
+from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
+from holdfast.checkpoint.keeper.messages import MAX_DETAIL, ShowText
+from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
+from holdfast.errors import Corrupt, HoldfastError
+from holdfast.watch.pace.announcer import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.slow_periods import BEGUN, OVER, SlowPeriod, block_of_end, block_of_slow
+from holdfast.watch.pace.windows import (
+    EVENT,
+    PaceWindow,
+    RankWindow,
+    WindowTable,
+    decode_windows,
+    encode_windows,
+)
+
+_LINE_WINDOWS, _MAX_LINE_WINDOWS = 4, 40
+"""Windows in one line of the history: few at first, and more in a long attempt, whose log would be long."""
+_AGE_WINDOWS = 60
+"""Windows of an attempt for each one in a line."""
+
+
+class PaceWatch:
+    """Thread that compares the ranks of its host, for the lowest one.
+
+    In each window of time it reads the pulses of all trainers of the host. A few windows make a line of the
+    history, from which rank 0's keeper takes the ranks of other hosts.
+
+    Args:
+        info: contents of the keeper's lock file.
+        inbox: sends the trainer the text that it prints.
+        history: receives windows and slow ranks.
+    """
+
+    def __init__(self, config: KeeperConfig, info: KeeperInfo, inbox: TrainerInbox, history: History) -> None:
+        self._config, self._info, self._inbox, self._history = config, info, inbox, history
+        self._window_s = config.slow_window_s
+        self._host = socket.gethostname()
+        self._ranks: dict[int, _RankReader] = {}
+        self._lines: list[PaceWindow] = []  # not in the history yet
+        self._num_windows = 0
+        self._table = WindowTable(config.world_size)
+        self._announcer = SlowRankAnnouncer(config.world_size, config.slow_factor)
+        self._hosts: dict[int, str] = {}
+        self._read: dict[str, int] = {}  # bytes of each log that were read
+        self._thread = threading.Thread(target=self._run, name="holdfast-pace", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, if the trainer is one of several and has a pulse."""
+        config = self._config
+        if config.on_slow != "off" and config.world_size > 1 and self._info.pulse_fd >= 0:
+            self._thread.start()
+
+    def _run(self) -> None:
+        while is_trainer_alive(self._info):
+            number = int(time.time() // self._window_s)
+            time.sleep(max(0.0, (number + 1) * self._window_s - time.time()))
+            with contextlib.suppress(HoldfastError):  # a lock file could not be read; the next window may be
+                self._end_window(number)
+        self._flush()
+
+    # -- this host -------------------------------------------------------------------------------------------
+
+    def _end_window(self, number: int) -> None:
+        """Read the pulses at the end of a window, and compare the ranks."""
+        infos = {
+            info.rank: info
+            for _, info in running_keepers(self._config.home)
+            if info.attempt == self._config.attempt and info.pulse_fd >= 0
+        }
+        if min(infos, default=self._config.rank) != self._config.rank:
+            self._ranks.clear()
+            return  # another keeper of this host compares
+        ranks: dict[int, RankWindow] = {}
+        steps: list[float] = []
+        for rank, info in infos.items():
+            reader = self._ranks.get(rank)
+            if reader is None or reader.info.trainer_pid != info.trainer_pid:
+                reader = self._ranks[rank] = _RankReader(info)
+            found = reader.read(self._window_s)
+            if found is not None:
+                ranks[rank] = found[0]
+                steps.append(found[1])
+        if ranks:
+            self._add(PaceWindow(number, max(steps), ranks))
+        if self._config.rank == 0:
+            self._compare()
+
+    def _add(self, window: PaceWindow) -> None:
+        self._num_windows += 1
+        self._hosts |= dict.fromkeys(window.ranks, self._host)
+        self._table.add(window)
+        self._lines.append(window)
+        if len(self._lines) >= min(_MAX_LINE_WINDOWS, max(_LINE_WINDOWS, self._num_windows // _AGE_WINDOWS)):
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write the windows since the last line into the history."""
+        lines, self._lines = self._lines, []
+        if lines:
+            document = encode_windows(lines, host=self._host, window_s=self._window_s)
+            self._history.record(EVENT, step=None, members={EVENT: document})
+
+    # -- all hosts, by rank 0's keeper -----------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        if len(self._ranks) < self._config.world_size:
+            self._read_others()
+        for window in self._table.take():
+            change = self._announcer.add(window, window_s=self._window_s, hosts=self._hosts)
+            self._announce(change)
+
+    def _read_others(self) -> None:
+        """Read the windows of other hosts that are new in the history."""
+        with contextlib.suppress(HoldfastError):  # the store failed; the next window reads again
+            for line in read_new_lines(self._history.store, self._config.attempt, self._read, EVENT):
+                found = decode_windows(line)
+                if found is None or line.get("rank") in self._ranks:
+                    continue
+                host, window_s, windows = found
+                if window_s != self._window_s:
+                    continue
+                for window in windows:
+                    self._hosts |= dict.fromkeys(window.ranks, host)
+                    self._table.add(window)
+
+    def _announce(self, change: PaceChange) -> None:
+        for one in change.begun:
+            self._record(BEGUN, one, one.describe())
+        for one in change.ended:
+            self._record(OVER, one, block_of_end(one))
+            self._show(block_of_end(one))
+        if change.begun:
+            self._show(block_of_slow(change.begun, self._config.home))
+
+    def _record(self, event: str, one: SlowPeriod, text: str) -> None:
+        seconds = 0.0 if one.until_unix_s is None else one.until_unix_s - one.since_unix_s
+        self._history.record(event, step=self._step(), seconds=seconds, detail=text, members=one.members())
+
+    def _step(self) -> int | None:
+        own = self._ranks.get(self._config.rank)
+        return None if own is None or own.before is None else own.before.step
+
+    def _show(self, text: str) -> None:
+        self._inbox.reply(ShowText(text[:MAX_DETAIL]))
+
+
+class _RankReader:
+    """Reader of the pulse of one rank on this host, from window to window."""
+
+    def __init__(self, info: KeeperInfo) -> None:
+        self.info = info
+        self.before: TrainerProgress | None = None
+        self._queued_s = 0.0
+        try:
+            self._pulse: PulseReader | None = PulseReader.of_process(info.trainer_pid, info.pulse_fd)
+        except (OSError, Corrupt):  # the trainer has exited
+            self._pulse = None
+
+    def read(self, window_s: float) -> tuple[RankWindow, float] | None:
+        """Return the window since the last call, and the seconds of a step; None without training in it."""
+        if self._pulse is None:
+            return None
+        now, before = self._pulse.read(), self.before
+        queued_s, queued_before_s = _queued_s(self.info.trainer_pid, now.kernel_thread), self._queued_s
+        self.before, self._queued_s = now, queued_s
+        if before is None or not now.is_training or now.beats_here < 1:
+            return None
+        counts = [new - old for new, old in zip(now.activity, before.activity, strict=True)]
+        window = RankWindow.of_samples(counts, (queued_s - queued_before_s) / window_s)
+        num_steps = now.beats - before.beats
+        step_s = window_s / num_steps if num_steps > 0 else max(now.durations_s, default=window_s)
+        return None if window is None else (window, step_s)
+
+
+def _queued_s(pid: int, thread: int) -> float:
+    """Return the seconds that a thread has waited for a processor, else 0.
+
+    Source: proc_pid_schedstat, the second number.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

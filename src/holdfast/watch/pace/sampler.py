@@ -1,0 +1,99 @@
+"""Sampler of a trainer: a thread that counts what the training thread is doing, a few times a second."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from types import CodeType, FrameType
+
+from holdfast.checkpoint.keeper.pulse import Pulse
+from holdfast.system.process_exit import complete_at_exit
+from holdfast.watch.pace.activity import Activity, FrameKinds
+
+SAMPLES_PER_WINDOW = 75
+"""Samples in one window of time."""
+_MAX_PERIOD_S = 0.2
+_MAX_FRAMES = 200
+_STAT_BYTES = 256
+
+
+class ActivitySampler:
+    """Thread that samples the thread that trains, and counts its activities in the pulse.
+
+    A sample takes some 100 microseconds. It needs the GIL for a part of that, and disturbs no system call.
+
+    Args:
+        window_s: length of the windows that the counts are compared in.
+    """
+
+    def __init__(self, pulse: Pulse, window_s: float) -> None:
+        self._pulse, self._kinds = pulse, FrameKinds()
+        self._period_s = min(_MAX_PERIOD_S, window_s / SAMPLES_PER_WINDOW)
+        self._jitter = random.Random(os.getpid())  # equal pauses could follow the rhythm of the steps
+        self._stat: tuple[int, int] | None = None  # thread and descriptor
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-pace", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, once."""
+        if self._thread.ident is None:
+            complete_at_exit(self)
+            self._thread.start()
+
+    def end_with_interpreter(self, timeout_s: float) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(self._period_s * self._jitter.uniform(0.5, 1.5)):
+                if self._pulse.is_in_loop:
+                    self._pulse.count(self._sample())
+        finally:
+            self._close_stat()
+
+    def _sample(self) -> Activity:
+        if self._pulse.is_in_phase:
+            return Activity.APART
+        state = self._state()
+        frame = sys._current_frames().get(self._pulse.thread)
+        return self._kinds.activity(_codes(frame), state)
+
+    def _state(self) -> str:
+        """Return the state of the thread in the kernel, such as "R"; "" if it has ended."""
+        thread = self._pulse.kernel_thread
+        try:
+            if self._stat is None or self._stat[0] != thread:
+                self._close_stat()
+                path = f"/proc/self/task/{thread}/stat"
+                self._stat = thread, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            text = os.pread(self._stat[1], _STAT_BYTES, 0)
+        except OSError:  # the thread has ended
+            return ""
+        return text.rpartition(b")")[2][1:2].decode(errors="replace")
+
+    def _close_stat(self) -> None:
+        if self._stat is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._stat[1])
+            self._stat = None
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    """Yield the functions that a thread is in, innermost first."""
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return
+        yield frame.f_code
+        frame = frame.f_back

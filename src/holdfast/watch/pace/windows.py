@@ -1,0 +1,230 @@
+"""Own time of the ranks in windows of time, from the counts of their samples; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from holdfast.errors import Corrupt
+from holdfast.system.documents import read_dataclass
+from holdfast.watch.pace.activity import OWN, Activity
+
+EVENT = "pace"
+"""Kind of the event with windows of the ranks of one host."""
+_LEAST_SAMPLES = 10
+"""Least number of samples in a window."""
+_LEAST_OWN = 0.3
+"""Least share of a window that the slowest rank has for itself. A phase leaves too little to compare."""
+_MAX_RANKS, _MAX_WINDOWS = 4096, 100
+_MAX_TIME_S = 1e11
+_MAX_DIGITS, _MAX_HOST = 7, 255
+
+
+@dataclass(frozen=True, slots=True)
+class RankWindow:
+    """One rank in one window, in shares of its time.
+
+    Attributes:
+        runs: with a processor, or waiting for one.
+        loads: in a data loader.
+        sleeps: asleep in anything else of its own.
+        queues: waiting for a processor, which is a part of the others; 0 if it is not known.
+    """
+
+    runs: float
+    loads: float
+    sleeps: float
+    queues: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """Time that it did not wait for other ranks, outside phases."""
+        return self.runs + self.loads + self.sleeps
+
+    @classmethod
+    def of_samples(cls, counts: Sequence[int], queues: float) -> RankWindow | None:
+        """Return a window of samples by activity; None for too few of them."""
+        total = sum(counts)
+        if total < _LEAST_SAMPLES or min(counts) < 0:
+            return None
+        runs, loads, sleeps = (counts[one] / total for one in OWN)
+        return cls(runs, loads, sleeps, min(1.0, max(0.0, queues)))
+
+
+@dataclass(frozen=True, slots=True)
+class PaceWindow:
+    """Ranks in one window of time.
+
+    Attributes:
+        number: its begin, in windows since 1970, so that hosts have the same numbers.
+        step_s: duration of a step.
+        ranks: by rank.
+    """
+
+    number: int
+    step_s: float
+    ranks: Mapping[int, RankWindow]
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """Own share of each rank; empty if the ranks hardly trained."""
+        shares = {rank: one.own for rank, one in self.ranks.items()}
+        return shares if max(shares.values(), default=0.0) >= _LEAST_OWN else {}
+
+
+@dataclass(frozen=True, slots=True)
+class PaceReading:
+    """Own shares of the ranks in one window of the history.
+
+    Attributes:
+        attempt: its attempt.
+        unix_s: begin of the window.
+        shares: share of the window that each rank did not wait for others.
+    """
+
+    attempt: int
+    unix_s: float
+    shares: Mapping[int, float]
+
+
+@dataclass(slots=True)
+class WindowTable:
+    """Windows of several hosts, until each of them has the ranks of all hosts.
+
+    Args:
+        world_size: number of ranks.
+    """
+
+    world_size: int
+    _windows: dict[int, PaceWindow] = field(default_factory=dict)
+    _taken: int = -1
+
+    def add(self, window: PaceWindow) -> None:
+        """Add some ranks of a window."""
+        if window.number <= self._taken:
+            return
+        found = self._windows.get(window.number)
+        if found is not None:
+            ranks = {**found.ranks, **window.ranks}
+            window = PaceWindow(window.number, max(found.step_s, window.step_s), ranks)
+        self._windows[window.number] = window
+        while len(self._windows) > _MAX_WINDOWS:
+            del self._windows[min(self._windows)]
+
+    def take(self) -> list[PaceWindow]:
+        """Remove and return the windows that are complete, in order, and forget those before them."""
+        whole = sorted(one.number for one in self._windows.values() if len(one.ranks) >= self.world_size)
+        found = [self._windows[number] for number in whole]
+        if whole:
+            self._taken = whole[-1]
+            self._windows = {number: one for number, one in self._windows.items() if number > self._taken}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """Windows of one host, as a member of a line of the history."""
+
+    host: str
+    window_s: float
+    numbers: tuple[int, ...]
+    step_s: tuple[float, ...]
+    ranks: Mapping[str, tuple[tuple[float, ...] | None, ...]]  # runs, loads, sleeps, queues of each window
+
+
+def encode_windows(windows: Sequence[PaceWindow], *, host: str, window_s: float) -> dict[str, Any]:
+    """Return windows of one host as members of a line of the history."""
+    ranks = sorted({rank for one in windows for rank in one.ranks})
+    return asdict(
+        _Document(
+            host,
+            window_s,
+            tuple(one.number for one in windows),
+            tuple(round(one.step_s, 6) for one in windows),
+            {
+                str(rank): tuple(_encode(one.ranks[rank]) if rank in one.ranks else None for one in windows)
+                for rank in ranks
+            },
+        )
+    )
+
+
+def _encode(one: RankWindow) -> tuple[float, ...]:
+    return tuple(round(share, 3) for share in (one.runs, one.loads, one.sleeps, one.queues))
+
+
+def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow]] | None:
+    """Return host, length and windows of a line of the history, else None."""
+    if line.get("event") != EVENT:
+        return None
+    try:
+        document = read_dataclass(_Document, line.get(EVENT), "the pace of a host")
+    except Corrupt:
+        return None
+    numbers, steps_s = document.numbers, document.step_s
+    is_whole = 0 < len(numbers) == len(steps_s) <= _MAX_WINDOWS and len(document.ranks) <= _MAX_RANKS
+    times_s = (
+        document.window_s,
+        *steps_s,
+        *(number * document.window_s for number in numbers[:_MAX_WINDOWS]),
+    )
+    if not is_whole or document.window_s <= 0 or not all(0 <= one <= _MAX_TIME_S for one in times_s):
+        return None
+    found: list[dict[int, RankWindow]] = [{} for _ in numbers]
+    for name, row in document.ranks.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS):
+            return None
+        for window, one in zip(found, row, strict=False):
+            if one is not None and len(one) == len(OWN) + 1 and all(0 <= share <= 1 for share in one):
+                window[int(name)] = RankWindow(*one)
+    windows = [PaceWindow(*one) for one in zip(numbers, steps_s, found, strict=True)]
+    return document.host[:_MAX_HOST], document.window_s, windows
+
+
+def list_paces(lines: Iterable[Mapping[str, Any]]) -> list[PaceReading]:
+    """Return the own shares of all ranks in lines of a history, window by window; the oldest first."""
+    found: dict[tuple[int, float], dict[int, float]] = {}
+    for line in lines:
+        attempt, decoded = line.get("attempt"), decode_windows(line)
+        if decoded is None or type(attempt) is not int:
+            continue
+        _, window_s, windows = decoded
+        for one in windows:
+            shares = found.setdefault((attempt, one.number * window_s), {})
+            shares.update({rank: round(window.own, 3) for rank, window in one.ranks.items()})
+    ordered = sorted(found.items(), key=lambda item: item[0][1])
+    return [PaceReading(attempt, begin_s, shares) for (attempt, begin_s), shares in ordered if shares]
+
+
+CAUSES = {
+    Activity.LOADS: "its data loader",
+    Activity.SLEEPS: "sleep in its own code, such as for a disk or the network",
+    Activity.RUNS: "computing",
+}
+"""Causes of a longer own time, as text."""
+_LEAST_EXCESS = 0.01
+QUEUE_CAUSE = "waiting for a processor that something else uses"
+
+
+def find_cause(windows: Sequence[PaceWindow], rank: int) -> str:
+    """Return the largest part of a rank's excess as text, else ""."""
+    excess = {
+        Activity.RUNS: _excess(windows, rank, "runs"),
+        Activity.LOADS: _excess(windows, rank, "loads"),
+        Activity.SLEEPS: _excess(windows, rank, "sleeps"),
+    }
+    largest = max(excess, key=lambda one: excess[one])
+    if excess[largest] <= _LEAST_EXCESS:
+        return ""
+    queues = _excess(windows, rank, "queues")
+    return QUEUE_CAUSE if largest == Activity.RUNS and 2 * queues >= excess[largest] else CAUSES[largest]
+
+
+def _excess(windows: Sequence[PaceWindow], rank: int, name: str) -> float:
+    """Return a rank's share of one kind beyond the mean of the others."""
+    own, others = [], []
+    for window in windows:
+        for number, one in window.ranks.items():
+            (own if number == rank else others).append(getattr(one, name))
+    return sum(own) / len(own) - sum(others) / len(others) if own and others else 0.0

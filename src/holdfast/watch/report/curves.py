@@ -1,0 +1,122 @@
+"""Training metrics by step: the values that count, and those that were discarded; pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.watch.report.events import METRICS, HistoryEvent
+from holdfast.watch.report.saves import checkpoint_of
+
+_NUMBER = re.compile(r"[0-9]{1,19}")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of one step."""
+
+    step: int
+    attempt: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """All values of one metric."""
+
+    name: str
+    counted: tuple[Point, ...]  # by step, each at most once: the history of the current state
+    lost: tuple[tuple[Point, ...], ...]  # discarded by interruptions, each of one attempt
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Training of one attempt since a restore."""
+
+    attempt: int
+    base: int = -1  # restored step; -1: started from scratch
+    source: int | None = None  # index of the stretch that trained the restored step
+    numbers: dict[str, dict[int, float]] = field(default_factory=dict)
+    counts_upto: float = -math.inf
+
+
+def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[CheckpointId] = ()) -> list[Curve]:
+    """Return the curves of all metrics, in the order of their first values.
+
+    A value counts if it is part of the history of the current state: from the newest attempt back to its
+    restored step, from there back to the source of that checkpoint, and so on.
+
+    Args:
+        events: events of the whole run, by time.
+        saves: all saves, for restores without a recorded source.
+    """
+    stretches = _stretches(events, sorted(saves))
+    _count(stretches)
+    names = dict.fromkeys(name for one in stretches for name in one.numbers)
+    return [_curve(name, stretches) for name in names]
+
+
+def _stretches(events: Iterable[HistoryEvent], saves: Sequence[CheckpointId]) -> list[_Stretch]:
+    """Return the stretches in training order, grouped by attempt."""
+    found: dict[int, list[_Stretch]] = {}
+    restores: list[tuple[_Stretch, HistoryEvent]] = []
+    for event in events:
+        own = found.setdefault(event.attempt, []) if event.kind in (METRICS, "restored") else []
+        if event.kind == METRICS:
+            if not own:
+                own.append(_Stretch(event.attempt))
+            for name, step, value in event.numbers:
+                own[-1].numbers.setdefault(name, {})[step] = value
+        elif event.kind == "restored" and event.rank == 0 and event.step is not None:
+            own.append(_Stretch(event.attempt, event.step))
+            restores.append((own[-1], event))
+    ordered = [one for number in sorted(found) for one in found[number]]
+    for stretch, event in restores:
+        stretch.source = _source(stretch, event, ordered, saves)
+    return ordered
+
+
+def _source(
+    stretch: _Stretch, event: HistoryEvent, ordered: Sequence[_Stretch], saves: Sequence[CheckpointId]
+) -> int | None:
+    """Return the index of the stretch that trained the restored step."""
+    owner = _owner(event, saves)
+    before = ordered[: next(i for i, one in enumerate(ordered) if one is stretch)]
+    fits = [i for i, one in enumerate(before) if one.base <= stretch.base and owner in (None, one.attempt)]
+    return fits[-1] if fits else None
+
+
+def _owner(event: HistoryEvent, saves: Sequence[CheckpointId]) -> int | None:
+    """Return the attempt of the restored checkpoint, or None."""
+    first = event.detail.partition(";")[0].split()
+    if len(first) == 2 and first[0] == "attempt" and _NUMBER.fullmatch(first[1]):
+        return int(first[1])
+    known = checkpoint_of(event, saves)
+    return known.attempt if known else None
+
+
+def _count(stretches: Sequence[_Stretch]) -> None:
+    """Set the last step that counts in each stretch."""
+    upto: float = math.inf
+    at = len(stretches) - 1 if stretches else None
+    while at is not None:
+        one = stretches[at]
+        one.counts_upto = upto
+        upto, at = min(upto, one.base), one.source  # a source is always earlier
+
+
+def _curve(name: str, stretches: Sequence[_Stretch]) -> Curve:
+    counted: list[Point] = []
+    lost: list[tuple[Point, ...]] = []
+    for one in stretches:
+        points = [
+            Point(step, one.attempt, value) for step, value in sorted(one.numbers.get(name, {}).items())
+        ]
+        counted += [point for point in points if one.base < point.step <= one.counts_upto]
+        thrown = tuple(point for point in points if point.step > one.counts_upto)
+        if thrown:
+            lost.append(thrown)
+    return Curve(name, tuple(sorted(counted, key=lambda point: point.step)), tuple(lost))

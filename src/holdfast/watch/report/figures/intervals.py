@@ -1,0 +1,182 @@
+"""Best interval between saves: the cost of saving and failing at every interval."""
+
+from __future__ import annotations
+
+import math
+
+from holdfast.checkpoint.save_interval import BestInterval, lost_share
+from holdfast.system.units import plural
+from holdfast.watch.report import style
+from holdfast.watch.report.style import Cell, Figure, Spec
+from holdfast.watch.report.summary import IntervalAdvice, RunSummary
+
+_POINTS = 80
+_DASHES = ([1, 0], [8, 4], [2, 3], [8, 3, 2, 3], [14, 5])
+_COLOURS = ("var(--kept)", "var(--way)", "var(--restore)", "var(--blocked)", "var(--ink)")
+_HOW = (
+    "The cost of a save is the duration of save(). The history does not contain the optimizer's waiting time "
+    "and slower steps meanwhile. Failures are assumed to be random and independent."
+)
+
+
+def intervals(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None if the cost of a save is unknown."""
+    advice = summary.advice
+    if advice.cost_s is None:
+        return None
+    bests = [advice.own] if advice.own else list(advice.assumed)
+    layers = _layers(advice, bests) if bests else []
+    return style.make_figure(
+        "intervals",
+        "Best time between saves",
+        f"{_verdict(advice)}\n\n{_HOW}",
+        style.make_chart(layers, height=260, legend_columns=1) if layers else None,
+        (
+            "mean time between failures",
+            "best interval (Young)",
+            "best interval (Daly)",
+            "in steps",
+            "lost share",
+        ),
+        _rows(advice),
+    )
+
+
+def _verdict(advice: IntervalAdvice) -> str:
+    lower_s, upper_s = advice.mtbf_bounds_s
+    own_s = (
+        f"It saved every {style.format_seconds(advice.interval_s)} on average. " if advice.interval_s else ""
+    )
+    if advice.own is None:
+        up = f" in {style.format_seconds(advice.up_s)} of training"
+        bound = (
+            f" With 95 % confidence it is more than {style.format_seconds(lower_s)}."
+            if advice.up_s > 0
+            else ""
+        )
+        return (
+            f"{own_s}There was no failure{up}, so the mean time between failures is unknown, and with it the "
+            f"best interval.{bound} The chart shows the best interval for several assumed values."
+        )
+    own, mtbf = advice.own, style.format_seconds(advice.mtbf_s)
+    bounds = ""
+    if upper_s is not None:
+        bounds = f" (90 % confidence: {style.format_seconds(lower_s)} to {style.format_seconds(upper_s)})"
+    verdict = (
+        f"{own_s}Daly's best interval is {style.format_seconds(own.daly_s)}, Young's "
+        f"{style.format_seconds(own.young_s)}, for a mean time between failures of {mtbf}{bounds}, from "
+        f"{plural(advice.num_failures, 'failure')} in {style.format_seconds(advice.up_s)} of training."
+    )
+    if advice.lost_share is not None and math.isfinite(advice.lost_share):
+        verdict += (
+            f" Expected loss to saving and failing: {style.format_share(advice.lost_share)} of training at "
+            f"the run's interval, {style.format_share(own.lost_share)} at the best one. Restarts come on top."
+        )
+    if advice.durable_s is not None and own.daly_s < advice.durable_s:
+        verdict += (
+            f" A save takes {style.format_seconds(advice.durable_s)} to be durable in the nearest tier, so "
+            "shorter intervals are useless: save as soon as the last save is durable."
+        )
+    return verdict
+
+
+def _layers(advice: IntervalAdvice, bests: list[BestInterval]) -> list[Spec]:
+    names = [f"failures every {style.format_seconds(best.mtbf_s)}" for best in bests]
+    middle = [best.daly_s for best in bests] + ([advice.interval_s] if advice.interval_s else [])
+    low, high = max(1e-4, min(middle) / 12), max(middle) * 12
+    values: list[Spec] = []
+    for name, best in zip(names, bests, strict=True):
+        for i in range(_POINTS):
+            at = low * (high / low) ** (i / (_POINTS - 1))
+            lost = lost_share(at, advice.cost_s or 0.0, best.mtbf_s)
+            if 0 < lost < 100:  # beyond that, training hardly progresses
+                values.append({"at": at, "lost": lost, "which": name})
+    if not values:
+        return []
+    x = {
+        "field": "at",
+        "type": "quantitative",
+        "scale": {"type": "log", "domain": [low, high], "nice": False},
+        "axis": {
+            "title": "time between saves",
+            "labelExpr": style.SPAN_AXIS,
+            "values": style.span_log_ticks(low, high),
+        },
+    }
+    least, most = min(one["lost"] for one in values) / 2.5, max(one["lost"] for one in values) * 1.2
+    y = {
+        "field": "lost",
+        "type": "quantitative",
+        "scale": {"type": "log", "domain": [least, most], "nice": False},
+        "axis": {
+            "title": "lost share of training",
+            "labelExpr": "format(datum.value * 100, '.2~r') + ' %'",
+            "values": style.log_ticks(least, most),
+        },
+    }
+    scale = {"domain": names, "range": list(_COLOURS[: len(names)])}
+    dashes = {"domain": names, "range": [list(dash) for dash in _DASHES[: len(names)]]}
+    legend = {"legend": None} if len(names) == 1 else {}
+    curve = {
+        "data": {"values": values},
+        "mark": {"type": "line", "strokeWidth": 2},
+        "encoding": {
+            "x": x,
+            "y": y,
+            "stroke": {"field": "which", "type": "nominal", "scale": scale, "sort": names, **legend},
+            "strokeDash": {"field": "which", "type": "nominal", "scale": dashes, "sort": names, **legend},
+        },
+    }
+    return [curve, *_marks(advice, bests, x, y)]
+
+
+def _marks(advice: IntervalAdvice, bests: list[BestInterval], x: Spec, y: Spec) -> list[Spec]:
+    """Return marks at the run's own interval and at the minimum of each curve."""
+    points = [
+        {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {style.format_seconds(best.daly_s)}"}
+        for best in bests
+    ]
+    place = {"x": x, "y": y}
+    words = {**place, "text": {"field": "name"}}
+    marks: list[tuple[Spec, Spec]] = [
+        ({"type": "point", "filled": True, "fill": style.INK, "size": 70, "opacity": 1}, place),
+        (
+            {"type": "text", "dy": 16, "stroke": "var(--card)", "strokeWidth": 4},
+            words,
+        ),  # keeps the label readable
+        ({"type": "text", "dy": 16, "fill": style.INK}, words),
+    ]
+    was = _actual(advice.interval_s, x) if advice.interval_s else []
+    return [
+        *was,
+        *({"data": {"values": points}, "mark": mark, "encoding": encoding} for mark, encoding in marks),
+    ]
+
+
+def _actual(interval_s: float, x: Spec) -> list[Spec]:
+    """Return a line at the run's own interval, labelled on the side with room."""
+    low, high = x["scale"]["domain"]
+    is_right = interval_s > math.sqrt(low * high)
+    side = {"align": "right", "dx": -4} if is_right else {"align": "left", "dx": 4}
+    data = {"values": [{"at": interval_s, "name": f"actual: {style.format_seconds(interval_s)}"}]}
+    rule = {"type": "rule", "stroke": style.INK, "strokeDash": [3, 3]}
+    label = {"type": "text", **side, "dy": 6, "y": 0, "fill": style.INK}
+    return [
+        {"data": data, "mark": rule, "encoding": {"x": x}},
+        {"data": data, "mark": label, "encoding": {"x": x, "text": {"field": "name"}}},
+    ]
+
+
+def _rows(advice: IntervalAdvice) -> list[tuple[Cell, ...]]:
+    bests = [("this run's", advice.own)] if advice.own else []
+    bests += [("assumed", one) for one in advice.assumed]
+    return [
+        (
+            f"{whose}: {style.format_seconds(one.mtbf_s)}",
+            style.format_seconds(one.young_s),
+            style.format_seconds(one.daly_s),
+            f"{max(1, round(one.daly_s / advice.step_s))}" if advice.step_s else None,
+            style.format_share(one.lost_share),
+        )
+        for whose, one in bests
+    ]

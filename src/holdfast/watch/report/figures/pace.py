@@ -1,0 +1,114 @@
+"""Own time of each rank over time, and the ranks that all others waited for."""
+
+from __future__ import annotations
+
+import statistics
+
+from holdfast.watch.pace.slow_periods import SlowAttempt
+from holdfast.watch.report import style
+from holdfast.watch.report.style import Cell, Figure, Spec
+from holdfast.watch.report.summary import RunSummary
+
+_TEXT = (
+    "The share of its time that each rank did not wait for the others. In synchronous training all ranks "
+    "take equally long for a step, so the rank with the highest share is the one that all others wait for. "
+)
+_SLOW, _USUAL = "slow rank", "other ranks"
+_MAX_RANKS = 64
+
+
+def pace(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None if ranks were not compared."""
+    if not summary.paces:
+        return None
+    slow = {one.period.rank for one in summary.slow_periods}
+    values = _values(summary, slow)
+    num_slow = len(summary.slow_periods)
+    named = "No rank was slow for long."
+    if num_slow:
+        newest = summary.slow_periods[-1].period
+        named = (
+            f"Slow ranks were named: {num_slow}. The newest is rank {newest.rank} on {newest.host}, which "
+            f"cost all ranks {style.format_share(newest.cost_share)} of their time."
+        )
+    return style.make_figure(
+        "pace",
+        "Pace of the ranks",
+        f"{_TEXT}{named}",
+        style.make_chart([_layer(summary, values, slow)], height=220),
+        (
+            "since (UTC)",
+            "until",
+            "attempt",
+            "rank",
+            "host",
+            "times as long",
+            "cost for all",
+            "per step",
+            "cause",
+        ),
+        [_row(one) for one in summary.slow_periods],
+    )
+
+
+def _values(summary: RunSummary, slow: set[int]) -> list[Spec]:
+    """Return the points of the chart: of the slow ranks, and of some others."""
+    ranks = sorted({rank for one in summary.paces for rank in one.shares})
+    drawn = set(sorted(ranks, key=lambda rank: rank not in slow)[:_MAX_RANKS])
+    groups = _groups([one.unix_s for one in summary.paces], max(1, style.MAX_MARKS // max(1, len(drawn))))
+    values: list[Spec] = []
+    for group in groups:
+        windows = [summary.paces[number] for number in group]
+        for rank in sorted(drawn):
+            shares = [one.shares[rank] for one in windows if rank in one.shares]
+            if shares:
+                values.append(
+                    {
+                        "t": style.to_ms(windows[0].unix_s),
+                        "share": round(statistics.fmean(shares), 4),
+                        "rank": rank,
+                        "kind": _SLOW if rank in slow else _USUAL,
+                    }
+                )
+    return values
+
+
+def _groups(times: list[float], most: int) -> list[range]:
+    """Return at most so many groups of neighbours, which are drawn as one point."""
+    size = -(-len(times) // most) or 1
+    return [range(first, min(first + size, len(times))) for first in range(0, len(times), size)]
+
+
+def _layer(summary: RunSummary, values: list[Spec], slow: set[int]) -> Spec:
+    looks = {_SLOW: style.REDO, _USUAL: style.KEPT} if slow else {_USUAL: style.KEPT}
+    return {
+        "data": {"values": values},
+        "mark": {"type": "line", "strokeWidth": 1.5, "opacity": 0.8},
+        "encoding": {
+            "x": style.time_axis("t", summary),
+            "y": {
+                "field": "share",
+                "type": "quantitative",
+                "scale": {"domain": [0, 1]},
+                "axis": {"title": None, "format": "%"},
+            },
+            "detail": {"field": "rank", "type": "nominal"},
+            "stroke": style.color_by("kind", looks),
+            "tooltip": [{"field": "rank"}, {"field": "share", "format": ".0%"}],
+        },
+    }
+
+
+def _row(one: SlowAttempt) -> tuple[Cell, ...]:
+    period = one.period
+    return (
+        style.format_time(period.since_unix_s),
+        style.format_time(period.until_unix_s),
+        one.attempt,
+        period.rank,
+        period.host,
+        f"{period.factor:.2f}",
+        style.format_share(period.cost_share),
+        style.format_seconds(period.cost_s),
+        period.cause,
+    )

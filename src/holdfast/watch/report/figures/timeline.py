@@ -1,0 +1,204 @@
+"""Timeline: training that counts, repeated training, time down or restoring, and saves."""
+
+from __future__ import annotations
+
+from holdfast.watch.report import style
+from holdfast.watch.report.events import HOME
+from holdfast.watch.report.saves import SaveRecord
+from holdfast.watch.report.spans import Span
+from holdfast.watch.report.style import Figure, Spec
+from holdfast.watch.report.summary import RunSummary, kept_spans
+
+_MAX_LABELS = 12  # of attempts; more would overlap
+_LANES = {
+    "training": style.KEPT,
+    "repeated": style.REDO,
+    "down": style.DOWN,
+    "restoring": style.RESTORE,
+    "save()": style.BLOCKED,
+    "to memory": style.ON_THE_WAY,
+    "to local": style.ON_THE_WAY,
+    "to home": style.ON_THE_WAY,
+    "draining": style.ON_THE_WAY,
+    "problems": style.BAD,
+}
+_TEXT = (
+    "Each row is one kind of time. Training: steps that count. Repeated: steps lost to an "
+    "interruption. Down: from the last event of an attempt to the claim of the next one, including "
+    "unrecorded steps, the outage, and the start of the processes. Restoring: until training resumed. "
+    "save(): time that saving took from the training loop. To home: a save on its way until it is durable. "
+    "Problems: saves that failed or were skipped or dropped, and failed deletions. Dashed lines are starts "
+    "of attempts."
+)
+
+
+def timeline(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None without events."""
+    if summary.started_unix_s is None:
+        return None
+    saves, every = style.thin_out(summary.saves)
+    bars = _training(summary) + _saving(saves) + _drains(summary)
+    problems = [
+        {"lane": "problems", "from": style.to_ms(event.unix_s), "what": f"{event.kind}: {event.detail[:200]}"}
+        for event in summary.problems[-1000:]
+    ]
+    used = {bar["lane"] for bar in bars} | {one["lane"] for one in problems}
+    lanes = {lane: look for lane, look in _LANES.items() if lane in used}
+    text = _TEXT if every == 1 else f"{_TEXT} Of the saves, one of every {every} is drawn."
+    return style.make_figure(
+        "timeline",
+        "Timeline",
+        text,
+        style.make_chart(_layers(summary, lanes, bars, problems), height=26 * len(lanes)),
+        ("time (UTC)", "attempt", "what", "step", "took", "detail"),
+        _rows(summary),
+    )
+
+
+def _layers(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], problems: list[Spec]) -> list[Spec]:
+    row = {
+        "field": "lane",
+        "type": "nominal",
+        "scale": {"domain": list(lanes)},
+        "sort": list(lanes),
+        "axis": {"title": None, "grid": True, "bandPosition": 0.5, "labelFontSize": 13, "ticks": False},
+    }
+    tooltip = [{"field": "what", "title": "what"}, {"field": "took", "title": "took"}]
+    starts = [
+        {
+            "from": style.to_ms(attempt.started_unix_s),
+            "what": f"attempt {attempt.number}",
+            "label": str(attempt.number),
+        }
+        for attempt in summary.attempts
+    ]
+    x = style.time_axis("from", summary, grid=False)
+    layers: list[Spec] = [
+        {
+            "data": {"values": starts},
+            "mark": {"type": "rule", "strokeDash": [3, 3], "stroke": style.INK, "opacity": 0.6},
+            "encoding": {"x": x, "tooltip": [{"field": "what", "title": "start"}]},
+        },
+        {
+            "data": {"values": bars},
+            "mark": {"type": "bar", "height": {"band": 0.62}, "strokeWidth": 1},
+            "encoding": {
+                # With an x2, Vega-Lite would treat the same domain as a different one.
+                "x": {**x, "scale": {"type": "utc", "nice": False}},
+                "x2": {"field": "to"},
+                "y": row,
+                "fill": style.color_by("lane", lanes, legend=False),
+                "stroke": style.color_by(
+                    "lane", {lane: _line_of(look) for lane, look in lanes.items()}, legend=False
+                ),
+                "tooltip": tooltip,
+            },
+        },
+    ]
+    if problems:
+        mark = {"type": "point", "shape": "cross", "size": 90, "angle": 45, "filled": True, "fill": style.BAD}
+        encoding = {"x": x, "y": row, "tooltip": tooltip[:1]}
+        layers.append({"data": {"values": problems}, "mark": mark, "encoding": encoding})
+    if len(starts) <= _MAX_LABELS:
+        mark = {"type": "text", "align": "left", "dx": 3, "dy": -6, "y": 0}
+        encoding = {"x": x, "text": {"field": "label"}}
+        layers.append({"data": {"values": starts}, "mark": mark, "encoding": encoding})
+    return layers
+
+
+def _line_of(fill: str) -> str:
+    """Return the plain colour around a fill."""
+    return {style.REDO: "var(--redo)", style.DOWN: "var(--down)"}.get(fill, fill)
+
+
+def _training(summary: RunSummary) -> list[Spec]:
+    losses = summary.losses
+    lanes = {
+        "training": kept_spans(summary),
+        "repeated": losses.redone,
+        "down": losses.down,
+        "restoring": losses.restoring,
+    }
+    return [_bar(lane, span, lane) for lane, spans in lanes.items() for span in spans]
+
+
+def _saving(saves: list[SaveRecord]) -> list[Spec]:
+    bars: list[Spec] = []
+    for save in saves:
+        what = f"step {save.step}, attempt {save.attempt}, {style.format_size(save.num_bytes)}"
+        if save.returned_unix_s is not None:
+            bars.append(
+                _bar("save()", (save.returned_unix_s - (save.blocked_s or 0.0), save.returned_unix_s), what)
+            )
+        bars += [
+            _bar(f"to {copy.tier}", (save.started_unix_s, copy.durable_unix_s), what)
+            for copy in save.copies
+            if copy.durable_unix_s is not None and not copy.was_drained and f"to {copy.tier}" in _LANES
+        ]
+    return bars
+
+
+def _drains(summary: RunSummary) -> list[Spec]:
+    drains, _ = style.thin_out(summary.drains)
+    return [
+        _bar(
+            "draining",
+            (one.unix_s - one.seconds, one.unix_s),
+            f"step {one.step}, {style.format_size(one.num_bytes)}",
+        )
+        for one in drains
+    ]
+
+
+def _bar(lane: str, span: Span, what: str) -> Spec:
+    return {
+        "lane": lane,
+        "from": style.to_ms(span[0]),
+        "to": style.to_ms(span[1]),
+        "what": what,
+        "took": style.format_seconds(span[1] - span[0]),
+    }
+
+
+def _rows(summary: RunSummary) -> list[tuple[str | int | None, ...]]:
+    rows: list[tuple[float, tuple[str | int | None, ...]]] = []
+    for attempt in summary.attempts:
+        where = "from scratch" if attempt.restored_step is None else f"from step {attempt.restored_step}"
+        what = f"started {where}" if attempt.has_trained else "started, without further events"
+        took = style.format_seconds(attempt.restore_s) if attempt.restore_s else None
+        detail = attempt.remark or (f"on {attempt.host}" if attempt.host else None)
+        row = (
+            style.format_time(attempt.started_unix_s),
+            attempt.number,
+            what,
+            attempt.restored_step,
+            took,
+            detail,
+        )
+        rows.append((attempt.started_unix_s, row))
+    for one in summary.losses.gaps:
+        detail = one.end or f"{style.format_seconds(one.cost_s)} lost"
+        row = (
+            style.format_time(one.last_seen_unix_s),
+            one.before,
+            f"last event ({one.kind})",
+            one.last_step,
+            None,
+            detail,
+        )
+        rows.append((one.last_seen_unix_s, row))
+    for event in (*summary.problems, *summary.drains):
+        took = style.format_seconds(event.seconds) if event.seconds else None
+        row = (style.format_time(event.unix_s), event.attempt, event.kind, event.step, took, event.detail)
+        rows.append((event.unix_s, row))
+    for save in summary.saves:
+        copy = next((copy for copy in save.copies if copy.tier == HOME), None)
+        took = style.format_seconds(copy.durable_s) if copy and copy.durable_s is not None else None
+        what = "saved" if save.durable else f"save {save.outcome}"
+        rows.append(
+            (
+                save.started_unix_s,
+                (style.format_time(save.started_unix_s), save.attempt, what, save.step, took, save.detail),
+            )
+        )
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]

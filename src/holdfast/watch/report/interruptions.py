@@ -1,0 +1,232 @@
+"""Interruptions between the attempts of a run, and their costs; pure."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.watch.report.attempts import AttemptSpan
+from holdfast.watch.report.saves import SaveRecord
+from holdfast.watch.report.spans import Span, Spans, seconds_of
+
+STOPPED, PREEMPTED, WENT_BACK = "stopped", "preempted", "went back"
+FINISHED, CLOSED = "finished", "closed"
+"""Kinds of interruptions.
+
+Stopped: killed, crashed or ended by hand, which the history does not distinguish. Preempted: after a notice.
+Went back: the same process restored an older checkpoint. Finished: the run was complete, and was extended
+later. Closed: the program closed it. If an attempt recorded its end, the detail starts with one of these.
+"""
+_IDLE = (FINISHED, CLOSED)  # not meant to train
+# In the detail of a restore.
+_SKIPPED = re.compile(r"skipped step ([0-9]{1,19}) of attempt ([0-9]{1,19})(?![0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """Time between the last event of one attempt and the training of the next one.
+
+    The three times are what this interruption adds to the time lost. Time that an earlier one lost does not
+    count again.
+    """
+
+    kind: str
+    before: int  # attempt
+    after: int  # attempt
+    num_failed_starts: int  # attempts in between that never trained
+    last_seen_unix_s: float
+    resumed_unix_s: float
+    last_step: int  # last recorded step of the attempt before
+    restored_step: int  # 0: from scratch
+    steps_lost: int  # recorded: `last_step` - `restored_step`
+    max_steps_lost: int | None  # including steps without record; None if the speed is unknown
+    redo_s: float  # recorded training that was repeated
+    down_s: float  # from the last event to the next claim: unrecorded steps, the outage, process start
+    restore_s: float  # from the claim to the start of training
+    end: str | None  # recorded end of the attempt before
+    remark: str  # of the restore: skipped checkpoints and reasons
+
+    @property
+    def cost_s(self) -> float:
+        """Time that it added to the time lost."""
+        return self.redo_s + self.down_s + self.restore_s
+
+    @property
+    def is_failure(self) -> bool:
+        """True for a failure, which the best save interval depends on."""
+        return self.kind == STOPPED
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """All gaps between attempts, and the time spans that they cost."""
+
+    gaps: tuple[Interruption, ...]  # between any two attempts that trained, also after a finished run
+    redone: tuple[Span, ...]
+    down: tuple[Span, ...]
+    restoring: tuple[Span, ...]
+    idle: tuple[Span, ...]  # between the end of a finished run and its extension
+
+    @property
+    def interruptions(self) -> tuple[Interruption, ...]:
+        """Gaps that broke off training: not those after a run that was finished or closed."""
+        return tuple(one for one in self.gaps if one.kind not in _IDLE)
+
+    @property
+    def lost(self) -> Spans:
+        """All lost time, without idle time."""
+        lost = Spans()
+        for span in (*self.redone, *self.down, *self.restoring):
+            lost.add(*span)
+        return lost
+
+
+def find_losses(
+    attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord], *, finished: int | None
+) -> Losses:
+    """Return the losses between the attempts.
+
+    Args:
+        attempts: attempts by number.
+        saves: saves of the whole run.
+        finished: the attempt that finished the run, if any.
+    """
+    seen = Spans()  # lost or idle already
+    found: list[Interruption] = []
+    redone: list[Span] = []
+    down: list[Span] = []
+    restoring: list[Span] = []
+    idle: list[Span] = []
+    trained = [attempt for attempt in attempts if attempt.has_trained or attempt is attempts[0]]
+    step_s = seconds_per_step(attempts, saves)
+    for before, after in pairwise(trained):
+        kind = _kind(before, after, saves, finished)
+        last_seen = min(before.last_seen_unix_s, after.started_unix_s)
+        outage = seen.add(last_seen, after.started_unix_s)
+        start = seen.add(after.started_unix_s, after.training_unix_s)
+        again = seen.add(_reached_at(before, after, trained, saves), last_seen)
+        if kind in _IDLE:
+            idle += outage
+            outage = []
+        redone += again
+        down += outage
+        restoring += start
+        found.append(
+            _interruption(
+                kind, before, after, attempts, (again, outage, start), _unseen(before, after, saves, step_s)
+            )
+        )
+    return Losses(tuple(found), tuple(redone), tuple(down), tuple(restoring), tuple(idle))
+
+
+def _interruption(
+    kind: str,
+    before: AttemptSpan,
+    after: AttemptSpan,
+    attempts: Sequence[AttemptSpan],
+    spans: tuple[list[Span], list[Span], list[Span]],
+    unseen: int | None,
+) -> Interruption:
+    restored = after.restored_step or 0
+    steps_lost = max(0, before.last_step - restored)
+    return Interruption(
+        kind=kind,
+        before=before.number,
+        after=after.number,
+        num_failed_starts=sum(before.number < attempt.number < after.number for attempt in attempts),
+        last_seen_unix_s=before.last_seen_unix_s,
+        resumed_unix_s=after.training_unix_s,
+        last_step=before.last_step,
+        restored_step=restored,
+        steps_lost=steps_lost,
+        max_steps_lost=None if unseen is None else steps_lost + unseen,
+        redo_s=seconds_of(spans[0]),
+        down_s=seconds_of(spans[1]),
+        restore_s=seconds_of(spans[2]),
+        end=before.end,
+        remark=after.remark,
+    )
+
+
+def _kind(before: AttemptSpan, after: AttemptSpan, saves: Sequence[SaveRecord], finished: int | None) -> str:
+    if before.end is not None:
+        kinds = (kind for kind in (PREEMPTED, WENT_BACK, *_IDLE) if before.end.startswith(kind))
+        return next(kinds, STOPPED)
+    if before.number == finished:
+        return FINISHED
+    # In a container every process has the same id. Only the restored step distinguishes a restart.
+    same_process = before.pid is not None and (before.host, before.pid) == (after.host, after.pid)
+    newest = max((one.step for one in saves if one.attempt == before.number and one.durable), default=None)
+    chose_older = (
+        newest is not None and (after.restored_step or 0) < newest and not _SKIPPED.search(after.remark)
+    )
+    return WENT_BACK if same_process and chose_older else STOPPED
+
+
+def _reached_at(
+    before: AttemptSpan, after: AttemptSpan, trained: Sequence[AttemptSpan], saves: Sequence[SaveRecord]
+) -> float:
+    """Return the time when training first reached the step that `after` resumed from."""
+    earlier = [attempt for attempt in trained if attempt.number < after.number]
+    damaged = {
+        CheckpointId(attempt=int(attempt), step=int(step)) for step, attempt in _SKIPPED.findall(after.remark)
+    }
+    at_step = [
+        save
+        for save in saves
+        if save.step == after.restored_step
+        and save.attempt < after.number
+        and save.checkpoint_id not in damaged
+    ]
+    whole = [save for save in at_step if save.durable] or at_step
+    if whole:
+        origin = max(whole, key=lambda save: save.attempt)
+        return origin.returned_unix_s or origin.started_unix_s
+    # It started from scratch, or from a checkpoint older than the history.
+    stood = [attempt.training_unix_s for attempt in earlier if attempt.restored_step == after.restored_step]
+    return min(stood, default=before.last_seen_unix_s)
+
+
+def _unseen(
+    before: AttemptSpan, after: AttemptSpan, saves: Sequence[SaveRecord], step_s: float | None
+) -> int | None:
+    """Return the most steps that `before` may have made after its last event, or None."""
+    if before.has_last_step:
+        return 0
+    if step_s is None or step_s <= 0:
+        return None
+    in_time = (after.started_unix_s - before.last_seen_unix_s) / step_s
+    own = sorted(save.step for save in saves if save.attempt == before.number)
+    gaps = [right - left for left, right in pairwise(own)]
+    most = min(in_time, max(gaps) - 1) if gaps else in_time
+    return max(0, math.ceil(most))
+
+
+def seconds_per_step(attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord]) -> float | None:
+    """Return the median time of a step between saves, without save(), or None."""
+    paces = [
+        (right.started_unix_s - (left.returned_unix_s or left.started_unix_s)) / (right.step - left.step)
+        for left, right in _neighbours(attempts, saves)
+        if right.started_unix_s > (left.returned_unix_s or left.started_unix_s)
+    ]
+    return statistics.median(paces) if paces else None
+
+
+def _neighbours(
+    attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord]
+) -> Iterator[tuple[SaveRecord, SaveRecord]]:
+    for attempt in attempts:
+        own = sorted((save for save in saves if save.attempt == attempt.number), key=lambda save: save.step)
+        yield from pairwise(own)
+
+
+def save_intervals_s(attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord]) -> list[float]:
+    """Return the seconds from each save to the next one of the same attempt."""
+    return [
+        max(0.0, right.started_unix_s - left.started_unix_s) for left, right in _neighbours(attempts, saves)
+    ]

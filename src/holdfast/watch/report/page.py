@@ -1,0 +1,100 @@
+"""Report as a self-contained HTML page: text, charts with their library, and tables."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib import resources
+
+from holdfast.system.units import plural
+from holdfast.watch.report.chart_library import chart_library
+from holdfast.watch.report.figures import make_figures
+from holdfast.watch.report.headline import HeadlineNumber, headline, headline_numbers, tear_check
+from holdfast.watch.report.style import Figure, format_time
+from holdfast.watch.report.summary import RunSummary
+
+_LONG = 60  # characters; more are broken into lines
+
+
+def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
+    """Return the page as HTML.
+
+    Raises:
+        Unsupported: the chart library is not installed.
+    """
+    figures = make_figures(summary)
+    specs = {one.id: one.spec for one in figures if one.spec is not None}
+    parts = {
+        "title": html.escape(f"{name}: report"),
+        "name": html.escape(name),
+        "sentence": html.escape(headline(summary)),
+        "made": html.escape(f"Made {format_time(made_unix_s)} UTC from the run's history."),
+        "torn": _torn(summary),
+        "tear-check": html.escape(tear_check(summary)),
+        "numbers": "\n".join(map(_number, headline_numbers(summary))),
+        "figures": "\n".join(map(_section, figures)),
+        "style": _asset("page.css"),
+        "library": _script(chart_library()),
+        "draw": _asset("page.js"),
+        # A script element ends at the first "</script", even inside a string.
+        "specs": json.dumps(specs, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
+    }
+    text = _asset("page.html")
+    for part in parts:
+        assert text.count(f"<!--{part}-->") == 1, part
+    # One pass, so that inserted text is never searched.
+    pieces = text.split("<!--")
+    return pieces[0] + "".join(
+        parts[piece.partition("-->")[0]] + piece.partition("-->")[2] for piece in pieces[1:]
+    )
+
+
+def _asset(name: str) -> str:
+    return (resources.files("holdfast.watch.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _script(text: str) -> str:
+    return text.replace("</script", "<\\/script").replace("<!--", "\\x3c!--")
+
+
+def _torn(summary: RunSummary) -> str:
+    if not summary.num_torn:
+        return ""
+    return f"<p>Skipped {plural(summary.num_torn, 'incomplete line')} of the history, torn by a crash.</p>"
+
+
+def _number(one: HeadlineNumber) -> str:
+    remark = f'<dd class="remark">{html.escape(one.remark)}</dd>' if one.remark else ""
+    return f"<div><dt>{html.escape(one.name)}</dt><dd>{html.escape(one.value)}</dd>{remark}</div>"
+
+
+def _section(one: Figure) -> str:
+    title = html.escape(one.title)
+    text = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in one.text.split("\n\n"))
+    drawing = ""
+    if one.spec is not None:
+        label = html.escape(f"{one.title}. The numbers are in the table below.", quote=True)
+        drawing = f'<div class="chart" id="chart-{one.id}" role="img" aria-label="{label}"></div>'
+    return (
+        f'<section id="{one.id}"><h2>{title}</h2>{drawing}{text}'
+        f"<details><summary>{title}: the numbers</summary>{_table(one)}</details></section>"
+    )
+
+
+def _table(one: Figure) -> str:
+    head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in one.columns)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in one.rows)
+    left_out = (
+        f"<p>The {one.num_rows_left_out} rows before these are left out; `holdfast history` has them.</p>"
+    )
+    label = html.escape(one.title, quote=True)
+    return (
+        (left_out if one.num_rows_left_out else "")
+        + f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
+        + f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(value: str | int | None) -> str:
+    text = "" if value is None else html.escape(str(value))
+    return f'<td class="long">{text}</td>' if len(text) > _LONG else f"<td>{text}</td>"

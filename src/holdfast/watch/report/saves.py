@@ -1,0 +1,161 @@
+"""Saves of a run, and their copies in every tier; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
+from holdfast.watch.report.events import TIERS, HistoryEvent
+
+DURABLE, UNFINISHED = "durable", "unfinished"
+"""Outcomes, besides the kinds of events that end a save without a checkpoint."""
+
+_ENDED = ("skipped", "dropped", "failed", "fenced")
+_OWN = ("saved", "staged", "persisted", "committed")  # in the order of preference for byte counts
+# The attempt of the checkpoint, if another attempt writes the event.
+_OF_ATTEMPT = re.compile(r"\battempt ([0-9]{1,19})(?![0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A checkpoint in one tier."""
+
+    tier: str
+    write_s: float | None  # duration on the slowest rank; None if unknown
+    durable_unix_s: float | None  # None: no recorded commit in this tier
+    durable_s: float | None  # from save() to durable in this tier
+    num_bytes: int
+    was_drained: bool = False
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes of all ranks divided by the time of the slowest one."""
+        return self.num_bytes / self.write_s if self.num_bytes and self.write_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRecord(OfCheckpoint):
+    """One call of `save`, on all ranks together."""
+
+    step: int
+    attempt: int
+    num_ranks: int  # ranks with events
+    num_bytes: int
+    started_unix_s: float
+    returned_unix_s: float | None  # return of save() to the training loop
+    blocked_s: float | None  # duration of save() on the slowest rank
+    staged_s: float | None  # from save() until training could no longer change it
+    outcome: str
+    detail: str
+    copies: tuple[Copy, ...]  # nearest tier first
+
+    @property
+    def durable(self) -> Copy | None:
+        """Its copy in the farthest tier, or None."""
+        return next((copy for copy in reversed(self.copies) if copy.durable_unix_s is not None), None)
+
+
+def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
+    """Return every save in the events, by attempt and step."""
+    grouped: dict[CheckpointId, list[HistoryEvent]] = {}
+    by_others: list[HistoryEvent] = []  # may be from a later attempt than the save
+    for event in events:
+        if event.step is None:
+            continue
+        if event.kind == "drained" or (event.kind == "committed" and _OF_ATTEMPT.match(event.detail)):
+            by_others.append(event)
+        elif event.kind in (*_OWN, *_ENDED):
+            one = CheckpointId(attempt=event.attempt, step=event.step)
+            grouped.setdefault(one, []).append(event)
+    for event in by_others:
+        owner = checkpoint_of(event, grouped)
+        if owner is not None:
+            grouped[owner].append(event)
+    return [_save(one, events) for one, events in sorted(grouped.items())]
+
+
+def checkpoint_of(event: HistoryEvent, known: Collection[CheckpointId]) -> CheckpointId | None:
+    """Return the checkpoint that an event is about, or None.
+
+    An attempt also commits, drains and deletes checkpoints of earlier attempts. The detail may contain their
+    attempt; otherwise the newest checkpoint of that step counts.
+
+    Args:
+        event: a commit, drain, deletion or restore.
+        known: all checkpoints.
+    """
+    named = _OF_ATTEMPT.match(event.detail)
+    if named:
+        one = CheckpointId(attempt=int(named[1]), step=event.step or 0)
+        return one if one in known else None
+    last = event.attempt - 1 if event.kind == "restored" else event.attempt
+    return max((one for one in known if one.step == event.step and one.attempt <= last), default=None)
+
+
+def _save(checkpoint: CheckpointId, events: Sequence[HistoryEvent]) -> SaveRecord:
+    saved = [event for event in events if event.kind == "saved"]
+    staged = [event for event in events if event.kind == "staged"]
+    num_bytes = sum(_bytes_of_ranks(events).values())
+    began = _began(events)
+    copies = tuple(
+        _copy(tier, [event for event in events if event.tier == tier], began, num_bytes)
+        for tier in _tiers_of(events)
+    )
+    ended = [event for event in events if event.kind in _ENDED]
+    is_durable = any(copy.durable_unix_s is not None for copy in copies)
+    return SaveRecord(
+        step=checkpoint.step,
+        attempt=checkpoint.attempt,
+        num_ranks=len({event.rank for event in events}),
+        num_bytes=num_bytes,
+        started_unix_s=began,
+        returned_unix_s=max((event.unix_s for event in saved), default=None),
+        blocked_s=max((event.seconds for event in saved), default=None),
+        staged_s=max((event.seconds for event in staged), default=None),
+        outcome=DURABLE if is_durable else ended[0].kind if ended else UNFINISHED,
+        detail="" if is_durable or not ended else ended[0].detail,
+        copies=copies,
+    )
+
+
+def _began(events: Sequence[HistoryEvent]) -> float:
+    """Return the time of the `save` call, from its own event or the next."""
+    for kinds in (("saved",), ("staged",), ("persisted",)):
+        starts = [event.unix_s - event.seconds for event in events if event.kind in kinds]
+        if starts:
+            return min(starts)
+    return min(event.unix_s for event in events)
+
+
+def _bytes_of_ranks(events: Sequence[HistoryEvent]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for kind in (*_OWN, "drained"):
+        for event in events:
+            if event.kind == kind and event.num_bytes and not found.get(event.rank):
+                found[event.rank] = event.num_bytes
+        if kind == "persisted" and found:
+            break  # later events may have the sum of all ranks
+    return found
+
+
+def _tiers_of(events: Sequence[HistoryEvent]) -> list[str]:
+    found = {event.tier for event in events if event.kind in ("persisted", "committed", "drained")}
+    return [*(tier for tier in TIERS if tier in found), *sorted(found - set(TIERS))]
+
+
+def _copy(tier: str, events: Sequence[HistoryEvent], began: float, num_bytes: int) -> Copy:
+    drained = [event for event in events if event.kind == "drained"]
+    written = drained or [event for event in events if event.kind == "persisted"]
+    committed = [event.unix_s for event in events if event.kind == "committed"]
+    # Rank 0 commits before the others notice; a drain is complete with its last rank.
+    durable = min(committed) if committed else max((event.unix_s for event in drained), default=None)
+    return Copy(
+        tier,
+        write_s=max((event.seconds for event in written), default=None),
+        durable_unix_s=durable,
+        durable_s=None if durable is None else max(0.0, durable - began),
+        num_bytes=num_bytes,
+        was_drained=bool(drained),
+    )

@@ -1,0 +1,343 @@
+"""Summary of a run: attempts, saves, interruptions, time breakdown and best save interval."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.rollbacks import read_rollbacks
+from holdfast.checkpoint.save_interval import BestInterval, best_interval, lost_share, mtbf_bounds_s
+from holdfast.checkpoint.store import Store
+from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.jobs.node_checks import CheckedNode, read_node_checks
+from holdfast.watch.hang import text as hang_text
+from holdfast.watch.hang.incidents import HangIncident, list_hangs
+from holdfast.watch.pace.slow_periods import SlowAttempt, list_slow_periods
+from holdfast.watch.pace.windows import PaceReading, list_paces
+from holdfast.watch.report.attempts import AttemptSpan, attempt_spans
+from holdfast.watch.report.curves import Curve, collect_curves
+from holdfast.watch.report.events import MEMORY, HistoryEvent, parse_events
+from holdfast.watch.report.interruptions import (
+    Interruption,
+    Losses,
+    find_losses,
+    save_intervals_s,
+    seconds_per_step,
+)
+from holdfast.watch.report.saves import SaveRecord, collect_saves
+from holdfast.watch.report.spans import Span, seconds_of
+from holdfast.watch.report.tier_levels import TierLevel, tier_levels
+
+ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
+"""Mean times between failures for the best interval, besides the run's own."""
+
+PROBLEMS = (
+    *("failed", "paused", "dropped", "skipped", "fenced", "drain-failed", "retain-failed"),
+    *("unhealthy", "spike"),
+)
+"""Kinds of events that need attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBreakdown:
+    """Time from the first claim to the last event, in seconds. The parts add up to `total_s`."""
+
+    total_s: float
+    kept_s: float  # training that counts
+    blocked_s: float  # save() during that
+    redo_s: float
+    down_s: float
+    restore_s: float
+    idle_s: float
+
+    @property
+    def lost_s(self) -> float:
+        """Cost of all interruptions."""
+        return self.redo_s + self.down_s + self.restore_s
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalAdvice:
+    """The run's save interval, and the best one."""
+
+    cost_s: float | None  # mean duration of save()
+    interval_s: float | None  # mean time from save to save
+    step_s: float | None  # median duration of a step
+    durable_s: float | None  # median time until durable in the nearest tier; shorter intervals are useless
+    restart_s: float  # mean time from a failure's last event until training resumed
+    up_s: float  # time in which failures could happen
+    num_failures: int
+    mtbf_s: float | None  # None: without failures it is unknown
+    mtbf_bounds_s: tuple[float, float | None]  # with 90 % confidence; None: no upper bound
+    own: BestInterval | None
+    assumed: tuple[BestInterval, ...]
+    lost_share: float | None  # expected for the run's interval; see `save_interval.lost_share`
+
+    @property
+    def useful_s(self) -> float | None:
+        """Best interval by the run's own failures, at least the time until durable."""
+        return None if self.own is None else max(self.own.daly_s, self.durable_s or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HomeContents:
+    """Present contents of home, from a listing."""
+
+    num_bytes: int
+    num_checkpoints: int
+    newest_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """All data of a report."""
+
+    started_unix_s: float | None  # None: no events yet
+    last_unix_s: float | None
+    finished: run.Done | None
+    attempts: tuple[AttemptSpan, ...]
+    saves: tuple[SaveRecord, ...]
+    losses: Losses
+    times: TimeBreakdown
+    overhead_share: float | None  # save() as a share of the attempts' training time
+    advice: IntervalAdvice
+    levels: tuple[TierLevel, ...]
+    problems: tuple[HistoryEvent, ...]
+    drains: tuple[HistoryEvent, ...]
+    home_contents: HomeContents | None
+    num_torn: int
+    curves: tuple[Curve, ...] = ()  # training metrics
+    hangs: tuple[HangIncident, ...] = ()
+    rollbacks: tuple[run.Rollback, ...] = ()
+    slow_periods: tuple[SlowAttempt, ...] = ()
+    paces: tuple[PaceReading, ...] = ()
+    unhealthy: tuple[HistoryEvent, ...] = ()  # committed checkpoints of states that are not healthy
+    differences: tuple[HistoryEvent, ...] = ()  # of the ranks' copies of a tensor
+    node_checks: tuple[CheckedNode, ...] = ()  # of the jobs of this user that have trained the run
+
+    @property
+    def interruptions(self) -> tuple[Interruption, ...]:
+        """All interruptions, in order: the one definition that every count of them uses."""
+        return self.losses.interruptions
+
+    def cost_after(self, attempt: int) -> float | None:
+        """Return the time that the gap after an attempt cost, or None without one."""
+        return next((one.cost_s for one in self.losses.gaps if one.before == attempt), None)
+
+    @property
+    def end_unix_s(self) -> float | None:
+        """Time of the last event. Keepers continue after the last event of their trainers."""
+        times = [self.last_unix_s, *(level.unix_s for level in self.levels[-1:])]
+        times += [event.unix_s for event in (*self.problems[-1:], *self.drains[-1:])]
+        times += [copy.durable_unix_s for save in self.saves[-100:] for copy in save.copies]
+        return max((moment for moment in times if moment is not None), default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the summary as JSON members. Infinite and unknown values are null."""
+        document = asdict(self)
+        document["interruptions"] = [
+            {**asdict(one), "cost_s": one.cost_s, "is_failure": one.is_failure} for one in self.interruptions
+        ]
+        del document["losses"]["gaps"]
+        document["hangs"] = [
+            {
+                "attempt": one.attempt,
+                "unix_s": one.unix_s,
+                "over_s": one.over_s,
+                "place": hang_text.summary(one.ranks),
+            }
+            for one in self.hangs
+        ]
+        del document["paces"]  # the history has them
+        document["slow_periods"] = [
+            {"attempt": one.attempt, **asdict(one.period), "cost_s": one.period.cost_s}
+            for one in self.slow_periods
+        ]
+        document["times"]["lost_s"] = self.times.lost_s
+        document["advice"]["useful_s"] = self.advice.useful_s
+        for row, save in zip(document["saves"], self.saves, strict=True):
+            for shown, copy in zip(row["copies"], save.copies, strict=True):
+                shown["bytes_per_s"] = copy.bytes_per_s
+        return _finite(document)
+
+
+def read_summary(store: Store) -> RunSummary:
+    """Return the summary of the run in a home.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    lines, num_torn = read_lines(store)
+    home = list_home(store)
+    claims: dict[int, run.AttemptClaim] = {}
+    for number in home.attempts:
+        claim = _read(store, run.AttemptClaim, names.attempt(number))
+        if claim is not None:
+            claims[number] = claim
+    whole = [saved for saved in home.saved.values() if saved.is_committed]
+    newest = candidates(home)
+    events = parse_events(lines)
+    found = summarize(
+        events,
+        claims,
+        finished=_read(store, run.Done, names.DONE),
+        home_contents=HomeContents(
+            sum(saved.num_bytes for saved in whole), len(whole), newest[0].step if newest else None
+        ),
+        num_torn=num_torn,
+    )
+    return replace(
+        found,
+        hangs=tuple(list_hangs(lines)),
+        rollbacks=read_rollbacks([store], None).found,
+        slow_periods=tuple(list_slow_periods(lines)),
+        paces=tuple(list_paces(lines)),
+        differences=tuple(event for event in events if event.kind == "replicas-differ"),
+        node_checks=read_node_checks(store),
+    )
+
+
+def _read(store: Store, cls: type[Any], name: str) -> Any:
+    """Return a small document, or None if it is missing or unreadable."""
+    try:
+        return run.parse(cls, store.get(name), name)
+    except (Corrupt, NotFound, Unsupported):
+        return None
+
+
+def summarize(
+    events: Sequence[HistoryEvent],
+    claims: Mapping[int, run.AttemptClaim],
+    *,
+    finished: run.Done | None = None,
+    home_contents: HomeContents | None = None,
+    num_torn: int = 0,
+) -> RunSummary:
+    """Return the summary of a run from its events.
+
+    Args:
+        events: events of the whole run, by time.
+        claims: the attempts' claims by number.
+        num_torn: incomplete lines of the history.
+    """
+    attempts, saves = attempt_spans(events, claims), collect_saves(events)
+    losses = find_losses(attempts, saves, finished=finished.attempt if finished else None)
+    began = min((attempt.started_unix_s for attempt in attempts), default=None)
+    # Attempts after the last one that trained have no countable cost yet.
+    trained = [attempt for attempt in attempts if attempt.has_trained] or attempts[:1]
+    last = max((attempt.last_seen_unix_s for attempt in trained), default=None)
+    return RunSummary(
+        began,
+        last,
+        finished,
+        tuple(attempts),
+        tuple(saves),
+        losses,
+        _times(began, last, losses, saves),
+        _overhead(attempts, saves),
+        _advise(attempts, saves, losses.interruptions),
+        tuple(tier_levels(events, saves)),
+        tuple(event for event in events if event.kind in PROBLEMS),
+        tuple(event for event in events if event.kind == "drained"),
+        home_contents,
+        num_torn,
+        tuple(collect_curves(events, [save.checkpoint_id for save in saves])),
+        unhealthy=tuple(event for event in events if event.kind == "unhealthy"),
+    )
+
+
+def kept_spans(summary: RunSummary) -> list[Span]:
+    """Return the time spans of training that counts."""
+    if summary.started_unix_s is None or summary.last_unix_s is None:
+        return []
+    taken = summary.losses.lost
+    for span in summary.losses.idle:
+        taken.add(*span)
+    return taken.add(summary.started_unix_s, summary.last_unix_s)
+
+
+def _times(
+    began: float | None, last: float | None, losses: Losses, saves: Sequence[SaveRecord]
+) -> TimeBreakdown:
+    total = 0.0 if began is None or last is None else last - began
+    lost = losses.lost
+    calls = [
+        (save.returned_unix_s - save.blocked_s, save.returned_unix_s)
+        for save in saves
+        if save.returned_unix_s is not None and save.blocked_s
+    ]
+    blocked_s = seconds_of(call for call in calls if not lost.contains(call[0]))
+    redo_s, down_s, restore_s, idle_s = map(
+        seconds_of, (losses.redone, losses.down, losses.restoring, losses.idle)
+    )
+    kept_s = max(0.0, total - blocked_s - redo_s - down_s - restore_s - idle_s)
+    return TimeBreakdown(total, kept_s, blocked_s, redo_s, down_s, restore_s, idle_s)
+
+
+def _overhead(attempts: Iterable[AttemptSpan], saves: Iterable[SaveRecord]) -> float | None:
+    up_s = _up_s(attempts)
+    return sum(save.blocked_s or 0.0 for save in saves) / up_s if up_s > 0 else None
+
+
+def _up_s(attempts: Iterable[AttemptSpan]) -> float:
+    """Return the recorded training time of all attempts."""
+    return sum(
+        attempt.last_seen_unix_s - attempt.training_unix_s for attempt in attempts if attempt.has_trained
+    )
+
+
+def _advise(
+    attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord], interruptions: Sequence[Interruption]
+) -> IntervalAdvice:
+    costs = [save.blocked_s for save in saves if save.blocked_s is not None]
+    gaps = save_intervals_s(attempts, saves)
+    failures = [one for one in interruptions if one.is_failure]
+    num_failures = sum(1 + one.num_failed_starts for one in failures)
+    up_s = _up_s(attempts)
+    cost_s = statistics.fmean(costs) if costs else None
+    interval_s = statistics.fmean(gaps) if gaps else None
+    restart_s = statistics.fmean(one.down_s + one.restore_s for one in failures) if failures else 0.0
+    mtbf_s = up_s / num_failures if num_failures and up_s > 0 else None
+    least, most = mtbf_bounds_s(up_s, num_failures)
+    durable = [took_s for save in saves if (took_s := _durable_s(save)) is not None]
+    share = None
+    if mtbf_s is not None and cost_s is not None and interval_s:
+        share = lost_share(interval_s, cost_s, mtbf_s)
+    return IntervalAdvice(
+        cost_s=cost_s,
+        interval_s=interval_s,
+        step_s=seconds_per_step(attempts, saves),
+        durable_s=statistics.median(durable) if durable else None,
+        restart_s=restart_s,
+        up_s=up_s,
+        num_failures=num_failures,
+        mtbf_s=mtbf_s,
+        mtbf_bounds_s=(least, most if math.isfinite(most) else None),
+        own=None if mtbf_s is None or cost_s is None else best_interval(cost_s, mtbf_s),
+        assumed=tuple(
+            one for mtbf in ASSUMED_MTBF_S if cost_s is not None and (one := best_interval(cost_s, mtbf))
+        ),
+        lost_share=share,
+    )
+
+
+def _durable_s(save: SaveRecord) -> float | None:
+    """Return the time until a save was durable in the nearest persistent tier."""
+    found = (copy.durable_s for copy in save.copies if copy.tier != MEMORY and copy.durable_s is not None)
+    return next(found, None)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return value

@@ -1,0 +1,233 @@
+"""Contents of a data file: its floating-point tensors, checked and summed up block by block. No torch.
+
+One dot product of a block with itself is both: its sum of squares, and finite only if every element is. So
+the check is one pass over memory that the hash has just brought into the cache.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from holdfast.checkpoint.format.hashes import CACHED_BYTES
+from holdfast.checkpoint.format.health import MAX_NAMES, Squares, TensorHealth
+from holdfast.checkpoint.format.layout import header_bytes, parse_header
+
+_BLOCK_BYTES = CACHED_BYTES
+"""Bytes that are checked at once."""
+_MOMENT = re.compile(r"(?:^|\.)state\.")
+_TRAINED = re.compile(r"(?:^|\.)(?:weight|bias)$")
+"""Usual names of parameters. Masks have others."""
+_STEP = re.compile(r"\.step(?:@r\d+)?$")
+_SMALL = {  # dtype -> mask, largest finite value of the masked bits
+    "F16": (0x7FFF, 0x7BFF),
+    "F8_E4M3": (0x7F, 0x7E),
+    "F8_E5M2": (0x7F, 0x7B),
+    "F8_E8M0": (0xFF, 0xFE),
+}
+_LONE_NAN = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")  # 0x80 is their only value that is not finite
+_NUMPY_NAMES = {"F64": "<f8", "F32": "<f4", "C64": "<f4", "F16": "<f2"}
+_MEASURED = ("F64", "F32", "BF16", "C64")
+_FLOATS = (*_MEASURED, *_SMALL, *_LONE_NAN)
+
+
+def can_check() -> bool:
+    """Return True if numpy is installed, which the check needs."""
+    return importlib.util.find_spec("numpy") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One floating-point tensor of a file."""
+
+    name: str
+    start: int
+    stop: int
+    dtype: str
+    is_moment: bool
+    is_summed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbours in the file with one dtype and purpose, checked together."""
+
+    start: int
+    stop: int
+    tensors: tuple[_Tensor, ...]
+
+
+class ContentCheck:
+    """Check of one data file, fed with its bytes in any order, each once.
+
+    Infinities are allowed in a tensor whose other elements are all 0: attention masks and limits that are not
+    set yet look like this. They are not allowed in an optimizer's tensors, and in the parameters that these
+    are about or that have the usual names.
+
+    Args:
+        image: the whole file. Its header is read now.
+    """
+
+    def __init__(self, image: memoryview) -> None:
+        self._runs = _runs_of(bytes(image[: header_bytes(image)]))
+        self._starts = [run.start for run in self._runs]
+        self._sums = [0.0, 0.0]  # of parameters, of moments
+        self._has_nan: dict[_Tensor, bool] = {}  # tensors with an element that is not finite
+        self._image = image
+        self._moments = [one.name for run in self._runs for one in run.tensors if one.is_moment]
+
+    def add(self, start: int, stop: int) -> None:
+        """Check the elements in a range of the file that does not cut an element."""
+        for index in range(max(0, bisect_right(self._starts, start) - 1), len(self._runs)):
+            run = self._runs[index]
+            if run.start >= stop:
+                return
+            for at in range(max(start, run.start), min(stop, run.stop), _BLOCK_BYTES):
+                self._add_block(run, at, min(at + _BLOCK_BYTES, stop, run.stop))
+
+    def _add_block(self, run: _Run, start: int, stop: int) -> None:
+        first = run.tensors[0]
+        square = _square(self._image[start:stop], first.dtype)
+        if square is None:
+            square = self._look_closely(run, start, stop)
+        if first.is_summed:
+            self._sums[first.is_moment] += square
+
+    def _look_closely(self, run: _Run, start: int, stop: int) -> float:
+        """Find the tensors of a block that are not finite. Return the sum of squares of finite elements."""
+        total = 0.0
+        starts = [tensor.start for tensor in run.tensors]
+        for index in range(bisect_right(starts, start) - 1, len(starts)):
+            tensor = run.tensors[index]
+            if tensor.start >= stop:
+                break
+            values = _as_doubles(self._image[max(start, tensor.start) : min(stop, tensor.stop)], tensor.dtype)
+            num_nan, num_infinite, square = _count(values)
+            total += square
+            if num_nan or num_infinite:
+                self._has_nan[tensor] = self._has_nan.get(tensor, False) or num_nan > 0
+        return total
+
+    def result(self) -> TensorHealth:
+        """Return the health of the tensors, after all bytes were added."""
+        bad = [
+            tensor.name for tensor, has_nan in self._has_nan.items() if has_nan or not self._is_mask(tensor)
+        ]
+        summed = {run.tensors[0].is_moment for run in self._runs if run.tensors[0].is_summed}
+        parameters, moments = (
+            total if is_moment in summed and math.isfinite(total) else None
+            for is_moment, total in enumerate(self._sums)
+        )
+        return TensorHealth(len(bad), tuple(bad[:MAX_NAMES]), Squares(parameters, moments))
+
+    def _is_mask(self, tensor: _Tensor) -> bool:
+        """Return True if only infinities differ from 0, in a tensor that is not trained."""
+        if _TRAINED.search(tensor.name) or any(f".{tensor.name}." in name for name in self._moments):
+            return False
+        blocks = range(tensor.start, tensor.stop, _BLOCK_BYTES)
+        return not tensor.is_moment and all(
+            _count(_as_doubles(self._image[at : min(at + _BLOCK_BYTES, tensor.stop)], tensor.dtype))[2] == 0.0
+            for at in blocks
+        )
+
+
+@lru_cache(maxsize=4)
+def _runs_of(header: bytes) -> tuple[_Run, ...]:
+    """Return the floating-point tensors of a file in their order, neighbours together."""
+    entries, data_at = parse_header(header, "a staged file")
+    found: list[_Tensor] = []
+    for name, entry in entries.items():
+        if name != "__metadata__" and entry["dtype"] in _FLOATS:
+            start, stop = entry["data_offsets"]
+            is_moment = bool(_MOMENT.search(name))
+            is_summed = entry["dtype"] in _MEASURED and not (is_moment and _STEP.search(name))
+            found.append(_Tensor(name, data_at + start, data_at + stop, entry["dtype"], is_moment, is_summed))
+    found = sorted((one for one in found if one.start < one.stop), key=lambda one: one.start)
+    return tuple(_join(found))
+
+
+def _join(tensors: list[_Tensor]) -> Iterator[_Run]:
+    group: list[_Tensor] = []
+    for tensor in tensors:
+        if group and (
+            group[-1].stop != tensor.start
+            or (group[-1].dtype, group[-1].is_moment, group[-1].is_summed)
+            != (tensor.dtype, tensor.is_moment, tensor.is_summed)
+        ):
+            yield _Run(group[0].start, group[-1].stop, tuple(group))
+            group = []
+        group.append(tensor)
+    if group:
+        yield _Run(group[0].start, group[-1].stop, tuple(group))
+
+
+@cache
+def _numpy() -> Any:
+    """Import numpy, with one thread: a keeper must not compete with the training for cores."""
+    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    import numpy
+
+    return numpy
+
+
+def _square(block: memoryview, dtype: str) -> float | None:
+    """Return the sum of squares of a block; None if an element is not finite, or the sum overflows."""
+    numpy = _numpy()
+    with numpy.errstate(all="ignore"):
+        if dtype in _SMALL:
+            mask, largest = _SMALL[dtype]
+            bits = numpy.frombuffer(block, "<u2" if dtype == "F16" else "u1")
+            return 0.0 if int((bits & mask).max()) <= largest else None
+        if dtype in _LONE_NAN:
+            return None if bool((numpy.frombuffer(block, "u1") == 0x80).any()) else 0.0
+        if dtype == "BF16":
+            found = sum(float(numpy.dot(half, half)) for half in _halves(block))
+        else:
+            values = numpy.frombuffer(block, _NUMPY_NAMES[dtype])
+            found = float(numpy.dot(values, values))
+    return found if math.isfinite(found) else None
+
+
+def _halves(block: memoryview) -> Iterator[Any]:
+    """Yield the even and the odd elements of a block of bfloat16 as float32."""
+    numpy = _numpy()
+    if len(block) % 4:
+        yield (numpy.frombuffer(block[-2:], "<u2").astype("<u4") << 16).view("<f4")
+        block = block[:-2]
+    pairs = numpy.frombuffer(block, "<u4")
+    yield (pairs << 16).view("<f4")
+    yield (pairs & 0xFFFF0000).view("<f4")
+
+
+def _as_doubles(block: memoryview, dtype: str) -> Any:
+    """Return the elements of a block as float64; those of small types as 1, NaN and infinity."""
+    numpy = _numpy()
+    with numpy.errstate(all="ignore"):  # a signalling NaN
+        if dtype == "BF16":
+            return (numpy.frombuffer(block, "<u2").astype("<u4") << 16).view("<f4").astype("<f8")
+        if dtype in _NUMPY_NAMES:
+            return numpy.frombuffer(block, _NUMPY_NAMES[dtype]).astype("<f8")
+    bits = numpy.frombuffer(block, "u1")
+    if dtype in _LONE_NAN:
+        return numpy.where(bits == 0x80, numpy.nan, bits != 0)
+    mask, largest = _SMALL[dtype]
+    masked = bits & mask
+    infinite = (masked == 0x7C) & (dtype == "F8_E5M2")
+    return numpy.where(infinite, numpy.inf, numpy.where(masked > largest, numpy.nan, masked != 0))
+
+
+def _count(values: Any) -> tuple[int, int, float]:
+    """Return the numbers of NaNs and of infinities, and the finite sum of squares."""
+    numpy = _numpy()
+    finite = values[numpy.isfinite(values)]
+    num_nan = int(numpy.isnan(values).sum())
+    with numpy.errstate(all="ignore"):
+        return num_nan, len(values) - len(finite) - num_nan, float(numpy.dot(finite, finite))

@@ -1,0 +1,233 @@
+"""Comparison of replicas: the ranks whose copies of a tensor differ, judged with the audits before; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.format.audit import AuditedReplicas, names_of
+from holdfast.system.units import plural
+
+MAX_TENSORS = 8
+"""Tensors that are named in a difference; the others are only counted."""
+_Key = tuple[str, int]  # a tensor's name and the number of its region
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDifference:
+    """Tensors with other bytes on some ranks, the same for all of them.
+
+    Attributes:
+        step: of the first checkpoint that showed it.
+        tensors: names of the first of them.
+        num_tensors: their number.
+        ranks: those with other bytes; all of them if no bytes have a majority.
+        others: the ranks with the bytes of the majority; empty without one.
+        hosts: of `ranks`, in their order.
+        equal_at: step of the newest checkpoint of this attempt at which all ranks had the same bytes; None if
+            they were not compared before.
+    """
+
+    step: int
+    tensors: tuple[str, ...]
+    num_tensors: int
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+    hosts: tuple[str, ...]
+    equal_at: int | None
+
+    @property
+    def text(self) -> str:
+        """The difference as a sentence without its end."""
+        more = self.num_tensors - len(self.tensors[:3])
+        tensors = ", ".join(name[:200] for name in self.tensors[:3]) + (f" and {more} more" if more else "")
+        before = "not compared before" if self.equal_at is None else f"equal at step {self.equal_at}"
+        ranks = _ranks_text(self.ranks, self.hosts)
+        if self.others:
+            verb = "has" if len(self.ranks) == 1 else "have"
+            return f"{ranks} {verb} other bytes than {_ranks_text(self.others)} in {tensors} ({before})"
+        return f"{ranks} differ in {tensors} ({before}); no bytes have a majority"
+
+    def members(self) -> dict[str, Any]:
+        """Return the difference as JSON, for a line of the history."""
+        return {
+            "tensors": list(self.tensors),
+            "num_tensors": self.num_tensors,
+            "ranks": list(self.ranks),
+            "others": list(self.others),
+            "hosts": list(self.hosts),
+            "equal_at": self.equal_at,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Comparison of the replicas in one checkpoint.
+
+    Attributes:
+        num_equal: regions of tensors that were compared and are equal on all ranks.
+        differences: of this checkpoint, and of earlier ones whose tensors were not found equal since.
+    """
+
+    num_equal: int = 0
+    differences: tuple[ReplicaDifference, ...] = ()
+
+
+@dataclass(slots=True)
+class ReplicaHashes:
+    """Hashes of one checkpoint, collected from the parts of all ranks."""
+
+    hosts: dict[int, str] = field(default_factory=dict[int, str])
+    trained: set[_Key] = field(default_factory=set[_Key])
+    hashes: dict[_Key, dict[int, str]] = field(default_factory=dict[_Key, dict[int, str]])
+
+    def add(self, rank: int, audit: AuditedReplicas, names: Sequence[str]) -> None:
+        """Add the hashes of one rank.
+
+        Args:
+            names: of the tensors in the rank's catalog.
+
+        Raises:
+            ValueError: the audit does not fit the catalog.
+        """
+        self.hosts[rank] = audit.host
+        for name, replica, found in names_of(audit, names):
+            key = name, replica.region
+            self.hashes.setdefault(key, {})[rank] = found
+            if replica.is_trained:
+                self.trained.add(key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Ranks with other bytes, and those with the bytes of the majority."""
+
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The two newest audits of one region, and the difference that is not settled."""
+
+    audits: list[tuple[int, dict[int, str]]] = field(default_factory=list[tuple[int, dict[int, str]]])
+    equal_at: int | None = None
+    split: tuple[int, _Split] | None = None  # with the step that first showed it
+
+    def note_older(self, step: int, *, is_equal: bool) -> None:
+        """Note a checkpoint that is committed after a newer one, which has decided already."""
+        if is_equal:
+            self.equal_at = max(step, self.equal_at or 0)
+        elif self.split is not None:
+            self.split = min(step, self.split[0]), self.split[1]
+
+
+class ReplicaWatch:
+    """Memory of one attempt's audits.
+
+    All copies of what only optimizers change must be equal. Other tensors, such as buffers, may differ by
+    nature. Such a difference counts only against the two audits before, in which all copies were equal: if
+    the bytes stayed the same between these, a rank that changed them while another one did not; if they
+    changed, any rank.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[_Key, _Seen] = {}
+        self._reported: set[tuple[_Key, tuple[int, ...]]] = set()
+        self._hosts: dict[int, str] = {}
+        self._late: dict[_Key, tuple[int, _Split]] = {}  # of the checkpoint that is compared, if it is older
+
+    def compare(self, step: int, found: ReplicaHashes) -> Comparison:
+        """Compare the replicas of a checkpoint. A second call for the same step replaces the first."""
+        self._hosts.update(found.hosts)
+        self._late = {}
+        num_equal = 0
+        for key, hashes in found.hashes.items():
+            if len(hashes) > 1:
+                num_equal += self._compare(key, step, hashes, is_trained=key in found.trained)
+        since = {key: one for key, one in self._unsettled().items() if one[0] <= step}
+        return Comparison(num_equal, self._differences(since | self._late))
+
+    def take_new(self) -> tuple[ReplicaDifference, ...]:
+        """Return the differences that were not returned before."""
+        found = self._unsettled() | self._late
+        new = {key: one for key, one in found.items() if (key, one[1].ranks) not in self._reported}
+        self._reported |= {(key, split.ranks) for key, (_, split) in new.items()}
+        return self._differences(new)
+
+    def _unsettled(self) -> dict[_Key, tuple[int, _Split]]:
+        return {key: seen.split for key, seen in self._seen.items() if seen.split is not None}
+
+    def _compare(self, key: _Key, step: int, hashes: dict[int, str], *, is_trained: bool) -> bool:
+        """Compare one region; return True if all copies are equal."""
+        seen = self._seen.setdefault(key, _Seen())
+        is_equal = len(set(hashes.values())) == 1
+        if seen.audits and seen.audits[-1][0] > step:
+            seen.note_older(step, is_equal=is_equal)
+            if not is_equal and is_trained and seen.split is None:
+                self._late[key] = step, _split(hashes)  # equal again by now
+            return is_equal
+        seen.audits = [one for one in seen.audits if one[0] < step]  # not of an earlier try to commit
+        if is_equal:
+            seen.split, seen.equal_at = None, step
+        else:
+            split = _split(hashes) if is_trained else _split_by_history(hashes, seen.audits)
+            if split is not None and (seen.split is None or seen.split[1] != split):
+                seen.split = step, split
+        seen.audits = [*seen.audits, (step, hashes)][-2:]
+        return is_equal
+
+    def _differences(self, found: Mapping[_Key, tuple[int, _Split]]) -> tuple[ReplicaDifference, ...]:
+        """Return the differences of some regions, those of the same ranks together."""
+        together: dict[tuple[int, _Split, int | None], list[str]] = {}
+        for key, (step, split) in sorted(found.items(), key=lambda one: one[0]):
+            equal_at = self._seen[key].equal_at
+            before = equal_at if equal_at is not None and equal_at < step else None
+            together.setdefault((step, split, before), []).append(key[0])
+        return tuple(
+            ReplicaDifference(
+                step,
+                tuple(names[:MAX_TENSORS]),
+                len(names),
+                split.ranks,
+                split.others,
+                tuple(self._hosts.get(rank, "") for rank in split.ranks),
+                equal_at,
+            )
+            for (step, split, equal_at), names in together.items()
+        )
+
+
+def _split(hashes: Mapping[int, str]) -> _Split:
+    """Return the minority, or all ranks without a majority."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(hashes):
+        groups.setdefault(hashes[rank], []).append(rank)
+    first, second, *_ = sorted(groups.values(), key=len, reverse=True)
+    if len(first) == len(second):
+        return _Split(tuple(sorted(hashes)), ())
+    return _Split(tuple(sorted(set(hashes).difference(first))), tuple(first))
+
+
+def _split_by_history(
+    hashes: Mapping[int, str], audits: Sequence[tuple[int, Mapping[int, str]]]
+) -> _Split | None:
+    """Return the ranks with other bytes than they should have by the two audits before; None if unknown."""
+    if len(audits) < 2 or any(len(set(one.values())) > 1 for _, one in audits):
+        return None
+    earlier, before = (next(iter(one.values())) for _, one in audits)
+    if earlier != before:
+        return _split(hashes)
+    changed = tuple(rank for rank in sorted(hashes) if hashes[rank] != before)
+    same = tuple(rank for rank in sorted(hashes) if hashes[rank] == before)
+    return _Split(changed, same) if same else None
+
+
+def _ranks_text(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
+    """Return ranks in words, such as "ranks 0, 1 and 3"; those of one host with its name."""
+    words = [f"{rank} ({hosts[i]})" if hosts and hosts[i] else str(rank) for i, rank in enumerate(ranks)]
+    if len(words) > 8:
+        words = [*words[:7], f"{plural(len(words) - 7, 'other')}"]
+    listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"rank {listed}" if len(words) == 1 else f"ranks {listed}"

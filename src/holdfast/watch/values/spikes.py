@@ -1,0 +1,148 @@
+"""Spikes of a recorded metric: values far above those before, by a robust z-score; pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+
+from holdfast.checkpoint.format.health import Trend
+
+WINDOW = 128
+"""Values that a new one is compared with."""
+MIN_VALUES = 32
+"""Values before the first judgement."""
+NUM_RECENT, NUM_HIGH = 5, 3
+"""A spike is at least three high values among the last five."""
+_Z = 8.0
+"""Least distance of a high value from the median, in robust standard deviations."""
+_RATIO = {"loss": 0.1, "norm": 2.0}
+"""Least distance of a high value from the median, as a share of it: noise may be very small."""
+_MAD_TO_DEVIATION = 1.4826
+_REFRESH = 8
+"""Values between two computations of the median, unless one is high by the older one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedValue:
+    """Recorded value of a step."""
+
+    step: int
+    value: float
+
+
+class SpikeDetector:
+    """Detector of spikes of one metric, fed with its values in order.
+
+    High values are compared with the others, and do not join them until as many have come that they must be
+    the new normal. So a spike does not hide the next one, and a lasting change is reported once.
+
+    Args:
+        name: of the metric, for people.
+        kind: "loss", or "norm" for norms of gradients, which vary much more.
+    """
+
+    def __init__(self, name: str, kind: str = "loss") -> None:
+        self._name, self._ratio = name, _RATIO[kind]
+        self._usual: deque[float] = deque(maxlen=WINDOW)
+        self._sorted: list[float] = []
+        self._recent: deque[tuple[RecordedValue, bool]] = deque(maxlen=NUM_RECENT)
+        self._center, self._limit = math.nan, math.nan
+        self._num_since, self._num_high = 0, 0
+        self.first_high: RecordedValue | None = None
+        """First of the high values of the present spike; None without one."""
+
+    @property
+    def is_spiking(self) -> bool | None:
+        """True during a spike; None while there are too few values."""
+        if len(self._usual) < MIN_VALUES and not self._is_lost():
+            return None
+        return self._is_lost() or sum(is_high for _, is_high in self._recent) >= NUM_HIGH
+
+    def _is_lost(self) -> bool:
+        """Return True if the newest values are not finite, however few there were before."""
+        newest = list(self._recent)[-NUM_HIGH:]
+        return len(newest) == NUM_HIGH and not any(math.isfinite(point.value) for point, _ in newest)
+
+    def add(self, step: int, value: float) -> None:
+        """Add the value of a step."""
+        is_high = self._is_high(value)
+        self._recent.append((RecordedValue(step, value), is_high))
+        self._num_high = self._num_high + 1 if is_high else 0
+        if not is_high:
+            self._insert(value)
+        elif self._num_high >= WINDOW and math.isfinite(value):  # the new normal
+            self._usual.clear()
+            self._sorted.clear()
+            self._recent.clear()
+            self._num_high = 0
+        self._note_first()
+
+    def go_back(self) -> None:
+        """Continue after training went back behind the present spike. The usual values stay."""
+        self._recent.clear()
+        self._num_high, self.first_high = 0, None
+
+    def _note_first(self) -> None:
+        if not self.is_spiking:
+            self.first_high = None
+        elif self.first_high is None:
+            self.first_high = next(point for point, is_high in self._recent if is_high)
+
+    def _is_high(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return value != -math.inf
+        if len(self._usual) < MIN_VALUES:
+            return False
+        if self._num_since >= _REFRESH or not math.isfinite(self._limit) or value > self._limit:
+            self._refresh()
+        return value > self._limit
+
+    def _insert(self, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        if len(self._usual) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._usual[0])]
+        self._usual.append(value)
+        insort(self._sorted, value)
+        self._num_since += 1
+
+    def _refresh(self) -> None:
+        """Compute the median of the window, and the limit above it."""
+        self._num_since = 0
+        self._center = _middle(self._sorted)
+        deviations = sorted(abs(value - self._center) for value in self._sorted)
+        deviation = _MAD_TO_DEVIATION * _middle(deviations)
+        self._limit = self._center + max(_Z * deviation, self._ratio * abs(self._center))
+
+    def trend(self) -> Trend:
+        """Return the judgement of the values so far."""
+        spiking = self.is_spiking
+        if spiking is None:
+            return Trend(
+                None, f"{self._name} has {len(self._usual)} values; at least {MIN_VALUES} are needed"
+            )
+        if not spiking:
+            return Trend(False, f"{self._name} is within reason")
+        high = [point for point, is_high in self._recent if is_high]
+        worst = max(high, key=lambda point: math.inf if math.isnan(point.value) else point.value)
+        usual = f", usually {self._center:.4g}" if math.isfinite(self._center) else ""
+        return Trend(True, f"{self._name} is {worst.value:.4g} at step {worst.step}{usual}")
+
+
+def kind_of(name: str) -> str | None:
+    """Return the kind of a metric by its name: "loss", "norm" for norms of gradients, or None."""
+    words = name.lower().replace("/", "_").replace("-", "_").replace(".", "_").split("_")
+    if "val" in words or "eval" in words or "test" in words or "valid" in words:
+        return None  # recorded too rarely, and after other steps
+    if words[-1] == "loss":
+        return "loss"
+    if words[-1] in ("norm", "gradnorm") and any(word.startswith("grad") for word in words):
+        return "norm"
+    return None
+
+
+def _middle(ordered: list[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -1,7 +1,0 @@
-"""Write-back directories: local files are uploaded in closing order. No torch."""
-
-from holdfast.writeback.mount import Mount, mount
-from holdfast.writeback.removal import remove_uploaded
-from holdfast.writeback.status import DirectoryStatus, status_of, wait_until_settled
-
-__all__ = ["DirectoryStatus", "Mount", "mount", "remove_uploaded", "status_of", "wait_until_settled"]

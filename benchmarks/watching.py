@@ -64,7 +64,7 @@ def _keeper_share(action: str, seconds: float) -> float:
     state = {"weights": torch.zeros(10)}
     with (
         tempfile.TemporaryDirectory() as home,
-        holdfast.Checkpointer(home, state, every=10**9, on_hang=action, quiet=True) as ckpt,
+        holdfast.Checkpointer(home, state, every=10**9, watches=[holdfast.Hang(action)], quiet=True) as ckpt,
     ):
         steps = ckpt.steps(int(seconds / STEP_S))
         next(steps)

@@ -78,9 +78,8 @@ def run(options: argparse.Namespace, rank: int, world_size: int) -> None:
         state,
         every=EVERY,
         keep=2,
-        on_hang=holdfast.Hang("restart", limit=f"{HANG_S}s"),
+        watches=[holdfast.Hang("restart", limit=f"{HANG_S}s"), holdfast.SlowRanks(window="2s")],
         on_spike=holdfast.Spike("rollback", back=5),
-        on_slow=holdfast.SlowRanks(window="2s"),
     ) as ckpt:
         try:
             ckpt.restore(healthy=True)

@@ -28,9 +28,10 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 ROOMS = "errors | system | checkpoint | watch | train adapters jobs | cli testing"
 FLOORS = {
     "checkpoint": """
-        format retention save_interval | policy ranks state store | home stage | keeper restore | exchange run
+        format retention save_interval | policy ranks state store | home stage | keeper restore
+        | exchange watch | run
     """,
-    "watch": "compiled hang preemption values | pace | report",
+    "watch": "compiled hang preemption values | pace | defaults report",
     "jobs": """
         conda environment folder job_clock job_numbers journal outcome output state_folder status writeback
         | failure_cause node_spec task | state_machine | history timers | record_files | rebuilt_state
@@ -50,15 +51,12 @@ checkpoint/home/commit.py imports watch.values.judgement.judge
 checkpoint/home/commit.py imports watch.values.replicas.ReplicaHashes
 checkpoint/home/commit.py imports watch.values.replicas.ReplicaWatch
 checkpoint/keeper/commit_tier.py imports watch.values.replicas.ReplicaWatch
-checkpoint/keeper/config.py imports watch.hang.limit.HangLimits
 checkpoint/keeper/drain.py imports watch.values.replicas.ReplicaDifference
 checkpoint/keeper/drain.py imports watch.values.replicas.ReplicaWatch
 checkpoint/keeper/drain_plan.py imports watch.values.replicas.ReplicaWatch
 checkpoint/keeper/reports.py imports watch.values.replicas.ReplicaDifference
 checkpoint/keeper/save_files.py imports watch.values.contents.ContentCheck
 checkpoint/keeper/save_files.py imports watch.values.contents.can_check
-checkpoint/keeper/worker.py imports watch.hang.keeper.HangWatch
-checkpoint/keeper/worker.py imports watch.pace.keeper.PaceWatch
 checkpoint/retention.py imports checkpoint.format.names.CheckpointId
 checkpoint/run/attempt.py imports watch.compiled.UploadResult
 checkpoint/run/attempt.py imports watch.compiled.download_cache
@@ -66,11 +64,7 @@ checkpoint/run/attempt.py imports watch.compiled.start_uploads
 checkpoint/run/attempt.py imports watch.compiled.warn_of_problems
 checkpoint/run/attempt.py imports watch.preemption.NoticeWatcher
 checkpoint/run/components.py imports watch.compiled.CompiledCode
-checkpoint/run/components.py imports watch.hang.handlers.install_handlers
-checkpoint/run/components.py imports watch.pace.sampler.ActivitySampler
 checkpoint/run/metrics.py imports watch.values.watch.SpikeWatch
-checkpoint/run/options.py imports watch.hang.limit.HangLimits
-checkpoint/run/options.py imports watch.pace.judgement.FACTOR
 checkpoint/run/step_sync.py imports watch.preemption.NoticeWatcher
 checkpoint/run/training.py imports watch.compiled.CLOSE_LIMIT_S
 checkpoint/run/training.py imports watch.preemption.NoticeWatcher

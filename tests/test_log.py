@@ -9,8 +9,8 @@ import pytest
 
 LINES = (
     "from holdfast.system.log import get_logger\n"
-    "get_logger('checkpointer').info('restored step %d', 5)\n"
-    "get_logger('notice').warning('cannot reach the cloud')\n"
+    "get_logger('checkpoint.run').info('restored step %d', 5)\n"
+    "get_logger('watch.preemption').warning('cannot reach the cloud')\n"
     "get_logger('keeper').debug('details')\n"
 )
 

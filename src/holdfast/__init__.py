@@ -17,17 +17,16 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.run import Checkpointer
     from holdfast.checkpoint.run.options import (
         CompileCache,
-        Hang,
         Home,
         Limits,
         Local,
         Memory,
         Preemption,
         Reads,
-        SlowRanks,
         Spike,
     )
     from holdfast.checkpoint.state import per_rank, replicated
+    from holdfast.checkpoint.watch import Watch
     from holdfast.errors import (
         Conflict,
         Corrupt,
@@ -42,12 +41,16 @@ if TYPE_CHECKING:
         RetryLater,
         SaveWarning,
         Unsupported,
+        WatchWarning,
     )
     from holdfast.system.process_exit import hard_exit
     from holdfast.train.batch import BatchFit, fit_batch
     from holdfast.train.sharding.inspection import describe
     from holdfast.train.sharding.shard import shard
     from holdfast.train.tuning.step_profile import tune
+    from holdfast.watch.defaults import default_watches
+    from holdfast.watch.hang.trainer import Hang
+    from holdfast.watch.pace.trainer import SlowRanks
 
 _PLACES = {
     "BatchFit": "train.batch",
@@ -63,7 +66,7 @@ _PLACES = {
     "EverySteps": "checkpoint.policy",
     "EveryTime": "checkpoint.policy",
     "HoldfastError": "errors",
-    "Hang": "checkpoint.run.options",
+    "Hang": "watch.hang.trainer",
     "Home": "checkpoint.run.options",
     "Internal": "errors",
     "InvalidInput": "errors",
@@ -80,8 +83,11 @@ _PLACES = {
     "Save": "checkpoint.keeper.save",
     "SaveWarning": "errors",
     "Spike": "checkpoint.run.options",
-    "SlowRanks": "checkpoint.run.options",
+    "SlowRanks": "watch.pace.trainer",
     "Unsupported": "errors",
+    "Watch": "checkpoint.watch",
+    "WatchWarning": "errors",
+    "default_watches": "watch.defaults",
     "describe": "train.sharding.inspection",
     "fit_batch": "train.batch",
     "hard_exit": "system.process_exit",
@@ -126,6 +132,9 @@ __all__ = [
     "SlowRanks",
     "Spike",
     "Unsupported",
+    "Watch",
+    "WatchWarning",
+    "default_watches",
     "describe",
     "fit_batch",
     "hard_exit",

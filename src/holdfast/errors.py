@@ -25,7 +25,7 @@ from collections.abc import Mapping
 PREEMPTED_STATUS = 75
 """Exit status of a run that was preempted after a durable save (EX_TEMPFAIL: start it again)."""
 HUNG_STATUS = 63
-"""Exit status of a run that hung and was ended, with `on_hang="restart"`: start it again."""
+"""Exit status of a run that hung and was ended, with `Hang("restart")`: start it again."""
 
 
 class HoldfastError(Exception):
@@ -146,6 +146,10 @@ class Preempted(SystemExit):
 
 class ResumeWarning(UserWarning):
     """A part of training that would differ in a resumed run from an uninterrupted one."""
+
+
+class WatchWarning(UserWarning):
+    """A watch that has failed and is off now, or what a watch reports. Training continues, and is saved."""
 
 
 class SaveWarning(UserWarning):

@@ -22,7 +22,6 @@ TRAINING = TrainerProgress(
     phase_ns=0,
     durations_s=(12.0,) * 50,
     thread=1,
-    stacks_fd=-1,
 )
 
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.checkpoint.keeper.pulse import NUM_DURATIONS, Pulse, PulseReader
-from holdfast.errors import Corrupt
+from holdfast.checkpoint.keeper.pulse import NUM_DURATIONS, NUM_SLOTS, NUM_WORDS, Pulse, PulseReader
+from holdfast.errors import Corrupt, InvalidInput
 
 
 @pytest.fixture
 def pulse() -> Iterator[Pulse]:
-    found = Pulse(7)
+    found = Pulse()
+    found.words("hang")[0] = 7
     yield found
     found.close()
 
@@ -28,7 +29,7 @@ def test_what_was_written_before_it_is_shared_is_read(pulse: Pulse) -> None:
     pulse.beat(41)
     found = reader(pulse).read()
     assert (found.is_training, found.step, found.beats, found.beats_here) == (True, 41, 1, 1)
-    assert (found.stacks_fd, found.thread, found.phase) == (7, threading.get_ident(), "")
+    assert (found.words("hang")[0], found.thread, found.phase) == (7, threading.get_ident(), "")
     assert found.durations_s == (), "the first step compiles and connects"
 
 
@@ -106,3 +107,20 @@ def test_a_reader_keeps_the_memory_of_a_trainer_that_has_closed_it() -> None:
     with pulse.phase("close()"):
         pulse.beat(4)  # changes nothing that anybody reads
     assert watched.read().step == 3
+
+
+def test_each_watch_has_words_of_its_own(pulse: Pulse) -> None:
+    pulse.words("later")[NUM_WORDS - 1] = -5
+    found = reader(pulse).read()
+    assert found.words("hang") == (7, *(0,) * (NUM_WORDS - 1))
+    assert found.words("later") == (*(0,) * (NUM_WORDS - 1), -5)
+    assert found.words("another") == (0,) * NUM_WORDS
+    pulse.words("hang")[1] = 3  # after they were shared
+    assert reader(pulse).read().words("hang")[:2] == (7, 3)
+
+
+def test_too_many_watches_with_words_are_refused(pulse: Pulse) -> None:
+    for number in range(NUM_SLOTS - 1):
+        pulse.words(f"watch-{number}")
+    with pytest.raises(InvalidInput, match="At most 32 watches"):
+        pulse.words("one-more")

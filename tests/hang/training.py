@@ -97,7 +97,7 @@ def main() -> None:
         model = cast(torch.nn.Module, torch.compile(model))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
-    with holdfast.Checkpointer(HOME, state, every=5, on_hang=holdfast.Hang(**OPTIONS), quiet=True) as ckpt:
+    with holdfast.Checkpointer(HOME, state, every=5, watches=[holdfast.Hang(**OPTIONS)], quiet=True) as ckpt:
         workers = 1 if WAY == "loader" else 0
         batches = iter(torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=workers))
         for step in ckpt.steps(TOTAL):

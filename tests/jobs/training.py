@@ -38,9 +38,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer}
     folder, attempt = args.home.parent, os.environ.get("HOLDFAST_ATTEMPT")
-    on_hang = "report" if args.hang_at is None else holdfast.Hang("restart", limit="4s")
+    watches = [] if args.hang_at is None else [holdfast.Hang("restart", limit="4s")]
     last = int(os.environ.get("WORLD_SIZE", "1")) - 1
-    with holdfast.Checkpointer(args.home, state, every=args.every, on_hang=on_hang) as ckpt:
+    with holdfast.Checkpointer(args.home, state, every=args.every, watches=watches) as ckpt:
         for step in ckpt.steps(args.total):
             if step == args.pause_at and attempt == "1":
                 wait_for_notice(ckpt)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.keeper.pulse import Pulse, PulseReader
-from holdfast.watch.pace.activity import Activity, FrameKinds
+from holdfast.watch.pace.activity import NAME, Activity, FrameKinds
 from holdfast.watch.pace.sampler import ActivitySampler
 from stage.training import wait_until
 
@@ -83,8 +83,8 @@ def sampled(pulse: Pulse, work: Callable[[], object]) -> tuple[int, ...]:
     thread.start()
     sampler.start()
     try:
-        wait_until(lambda: sum(reading.read().activity) >= 30)
-        return reading.read().activity
+        wait_until(lambda: sum(reading.read().words(NAME)) >= 30)
+        return reading.read().words(NAME)
     finally:
         sampler.close()
         stop.set()

@@ -99,7 +99,7 @@ def main() -> None:
     file = os.open(HOME.parent / f"file-{RANK}", os.O_RDWR | os.O_CREAT)
     every = 50 if WAY == "saves" else 10**6
     slow = holdfast.SlowRanks(**OPTIONS)
-    with holdfast.Checkpointer(str(HOME), state, every=every, on_slow=slow, quiet=True) as ckpt:
+    with holdfast.Checkpointer(str(HOME), state, every=every, watches=[slow], quiet=True) as ckpt:
         end_s = time.monotonic() + SECONDS
         for step in ckpt.steps(10**6):
             extra_work(step, choice, file, ckpt)

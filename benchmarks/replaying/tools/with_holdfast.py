@@ -24,6 +24,6 @@ class WithHoldfast(Loop):
             state,
             every=training.every,
             keep=KEPT,
-            on_hang=holdfast.Hang("restart", limit=f"{HANG_S:.0f}s"),
+            watches=[holdfast.Hang("restart", limit=f"{HANG_S:.0f}s")],
         ) as ckpt:
             yield from ckpt.steps(total)

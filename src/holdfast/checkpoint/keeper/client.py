@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -349,12 +350,10 @@ class Keeper(KeeperOwner):
         if isinstance(message, messages.ArenaReleased):
             self._release(message.arena)
             return
-        if isinstance(message, messages.ShowHang):
-            _log.error(message.text)
-            self._supervisor.send(messages.HangShown())
-            return
         if isinstance(message, messages.ShowText):
-            _log.warning(message.text)
+            _log.log(logging.ERROR if message.must_reply else logging.WARNING, message.text)
+            if message.must_reply:
+                self._supervisor.send(messages.TextShown())
             return
         if isinstance(message, messages.ReplicasDiffer):
             self.add_problem(f"{_DIFFERENCE.format(message.step, message.detail)}{self.config.home}`.")

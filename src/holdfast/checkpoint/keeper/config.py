@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.retention import Keep
-from holdfast.watch.hang.limit import HangLimits
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a training, but not its keepers: the last save must be completed. SIGKILL stops both."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchConfig:
+    """Half of a watch that the keeper loads."""
+
+    name: str
+    keeper: str  # "module:Class"
+    folder: str  # the module is looked for there too
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +52,7 @@ class KeeperConfig:
     keep_metric: str | None = None  # metric that they are compared by
     keep_mode: str = "min"
     healthy_back: int | None = None  # also keep a healthy checkpoint this many steps before the newest
-    on_hang: str = "off"  # "report", "restart" or "off"
-    hang_step_s: float | None = None  # limit of a step; None to learn it
-    hang_first_s: float = 1800.0  # limit of the first step
-    hang_phase_s: float = 1800.0  # limit of a phase
-    on_slow: str = "off"  # "report" or "off"
-    slow_factor: float = 1.15  # own time of a slow rank, as a multiple of that of the others
-    slow_window_s: float = 15.0  # length of the windows of time that ranks are compared in
+    watches: tuple[WatchConfig, ...] = ()
 
     @property
     def writer(self) -> WriterId:
@@ -63,11 +68,6 @@ class KeeperConfig:
     def modes(self) -> dict[str, str]:
         """Mode of the metric that the best checkpoints are compared by, for their metrics."""
         return {} if self.keep_metric is None else {self.keep_metric: self.keep_mode}
-
-    @property
-    def hang_limits(self) -> HangLimits:
-        """Limits of the times without progress."""
-        return HangLimits(self.hang_step_s, self.hang_first_s, self.hang_phase_s)
 
     @property
     def nearest(self) -> str:

@@ -56,14 +56,14 @@ class TrainerInbox:
         trainer_gone: the trainer has exited, or sent its last message.
         has_closed: the trainer has sent its last message.
         frees_memory: no later attempt needs the contents of this keeper's memory.
-        hang_shown: set once the trainer has printed the text about its hang.
+        text_shown: set once the trainer has printed a text that it was to reply to.
     """
 
     def __init__(self, end: socket.socket, trainer_pid: int) -> None:
         self.trainer_gone = False
         self.has_closed = False
         self.frees_memory = False
-        self.hang_shown = threading.Event()
+        self.text_shown = threading.Event()
         self._end = end
         self._trainer_pid = trainer_pid
         self._saves: deque[StagedSave] = deque()  # thousands, if the store is slow
@@ -171,8 +171,8 @@ class TrainerInbox:
         if isinstance(message, messages.Ping):
             self.reply(messages.Pong())
             return True
-        if isinstance(message, messages.HangShown):
-            self.hang_shown.set()
+        if isinstance(message, messages.TextShown):
+            self.text_shown.set()
             return True
         with self._changed:
             self._add(message, fds)

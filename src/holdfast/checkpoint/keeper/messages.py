@@ -139,8 +139,8 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
-class HangShown:
-    """Reply to a `ShowHang`: the trainer has printed the text."""
+class TextShown:
+    """Reply to a `ShowText`: the trainer has printed the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,17 +252,11 @@ class ReplicasDiffer:
 
 
 @dataclass(frozen=True, slots=True)
-class ShowHang:
-    """Text about a hang for the trainer to print."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class ShowText:
-    """Text for the trainer to print, without a reply."""
+    """Text for the trainer to print."""
 
     text: str
+    must_reply: bool  # with a `TextShown`; it is an error then, else a warning
 
 
 # -- between a keeper and a later attempt --------------------------------------------------------------------
@@ -311,7 +305,7 @@ TrainerMessage: TypeAlias = (
     | MarkComplete
     | RecordEvent
     | Ping
-    | HangShown
+    | TextShown
     | Close
 )
 KeeperMessage: TypeAlias = (
@@ -328,7 +322,6 @@ KeeperMessage: TypeAlias = (
     | RetentionFailed
     | HistoryFailed
     | ReplicasDiffer
-    | ShowHang
     | ShowText
 )
 MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages | EndOfImages

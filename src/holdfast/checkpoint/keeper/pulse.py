@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
 import threading
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.errors import Corrupt
+from holdfast.errors import Corrupt, InvalidInput
 
 NUM_DURATIONS = 100
 """Steps whose durations are kept."""
@@ -20,12 +21,14 @@ _NAME_BYTES = 64
 
 # Positions of 64-bit words in the memory.
 _IS_TRAINING, _STARTED_AT, _BEATS, _STEP, _BEAT_NS = 1, 2, 3, 4, 5
-_PHASE_COUNT, _PHASE_NS, _STACKS_FD, _THREAD, _KERNEL_THREAD = 6, 7, 8, 9, 10
+_PHASE_COUNT, _PHASE_NS, _THREAD, _KERNEL_THREAD = 6, 7, 9, 10
 _NAME = 16
-_ACTIVITY = 24
 _DURATIONS = 32
-NUM_ACTIVITIES = 8
-"""Kinds of samples that are counted."""
+_SLOTS = _DURATIONS + NUM_DURATIONS
+NUM_SLOTS = 32
+"""Watches that can have words of their own in the pulse."""
+NUM_WORDS = 8
+"""Words of one watch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,7 @@ class TrainerProgress:
         durations_s: durations of the last steps, without their phases; in no order.
         thread: identifier of the thread that trains.
         kernel_thread: the kernel's identifier of it; 0 before a loop began.
-        stacks_fd: the trainer's descriptor of the file that receives its stacks; -1 without one.
-        activity: number of samples of each kind of activity of that thread; see `holdfast.watch.pace`.
+        slots: words of the watches; see `words`.
     """
 
     is_training: bool
@@ -58,24 +60,26 @@ class TrainerProgress:
     phase_ns: int
     durations_s: tuple[float, ...]
     thread: int
-    stacks_fd: int
     kernel_thread: int = 0
-    activity: tuple[int, ...] = (0,) * NUM_ACTIVITIES
+    slots: tuple[int, ...] = ()
+
+    def words(self, watch: str) -> tuple[int, ...]:
+        """Return the words of a watch; zeros if it has written none."""
+        at = _find(self.slots, _digest(watch))
+        return (0,) * NUM_WORDS if at is None else self.slots[at : at + NUM_WORDS]
 
 
 class Pulse:
     """Writer of a trainer's pulse.
 
     A step costs a few stores to memory and no system call. The memory is private until `share`.
-
-    Args:
-        stacks_fd: this process's descriptor of the file that receives its stacks; -1 without one.
     """
 
-    def __init__(self, stacks_fd: int = -1) -> None:
+    def __init__(self) -> None:
         self._fd = -1
         self._words: memoryview[int] = memoryview(bytearray(_SIZE)).cast("q")
-        self._words[0], self._words[_STACKS_FD] = _MAGIC, stacks_fd
+        self._words[0] = _MAGIC
+        self._slots: dict[str, int] = {}  # position of the words of each watch
         self._beats = 0
         self._began_ns = time.monotonic_ns()  # of the running step
         self._in_phases_ns = 0
@@ -113,9 +117,21 @@ class Pulse:
         """True within a phase."""
         return bool(self._phases)
 
-    def count(self, activity: int) -> None:
-        """Count one sample of an activity of the thread that trains. Called by one other thread only."""
-        self._words[_ACTIVITY + activity] += 1
+    def words(self, watch: str) -> memoryview[int]:
+        """Return the words of a watch, which only that watch writes. `share` moves them.
+
+        Raises:
+            InvalidInput: too many watches have words.
+        """
+        at = self._slots.get(watch)
+        if at is None:
+            if len(self._slots) == NUM_SLOTS:
+                raise InvalidInput(
+                    f"At most {NUM_SLOTS} watches can write to the pulse, and {watch!r} is one more."
+                )
+            at = self._slots[watch] = _SLOTS + len(self._slots) * (1 + NUM_WORDS) + 1
+            self._words[at - 1] = _digest(watch)
+        return self._words[at : at + NUM_WORDS]
 
     def begin(self, step: int) -> None:
         """Record that a loop begins after `step`. Its first step may take long."""
@@ -227,12 +243,22 @@ class PulseReader:
             phase_ns=words[_PHASE_NS],
             durations_s=tuple(one / 1e9 for one in durations if one > 0),
             thread=words[_THREAD],
-            stacks_fd=words[_STACKS_FD],
             kernel_thread=words[_KERNEL_THREAD],
-            activity=tuple(words[_ACTIVITY : _ACTIVITY + NUM_ACTIVITIES]),
+            slots=tuple(words[_SLOTS : _SLOTS + NUM_SLOTS * (1 + NUM_WORDS)]),
         )
 
     def close(self) -> None:
         """Release the memory."""
         self._words.release()
         self._memory.close()
+
+
+def _digest(watch: str) -> int:
+    """Return the number that marks the words of a watch; never 0."""
+    return int.from_bytes(hashlib.blake2b(watch.encode(), digest_size=7).digest(), "big") | 1
+
+
+def _find(slots: tuple[int, ...], digest: int) -> int | None:
+    """Return the position of the words of a watch; None if the pulse lacks them."""
+    marks = slots[:: 1 + NUM_WORDS]
+    return marks.index(digest) * (1 + NUM_WORDS) + 1 if digest in marks else None

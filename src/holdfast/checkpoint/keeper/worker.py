@@ -25,12 +25,11 @@ from holdfast.checkpoint.keeper.pulse import PulseReader
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports, bugs_as_errors
 from holdfast.checkpoint.keeper.save_files import SaveFiles
 from holdfast.checkpoint.keeper.topologies import Surroundings, make_topology
+from holdfast.checkpoint.keeper.watch import KeeperRun, start_watches
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, RetryLater, Unsupported
 from holdfast.system import backoff
 from holdfast.system.log import reported_if_slow
-from holdfast.watch.hang.keeper import HangWatch
-from holdfast.watch.pace.keeper import PaceWatch
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0
 """Shortest and longest pause between two checks for other ranks' parts."""
@@ -101,10 +100,13 @@ class Worker:
         )
 
     def watch_trainer(self) -> None:
-        """Start to watch the trainer's progress and pace, in threads that end with the trainer."""
-        watched = self._config, self._lockfile.info, self._inbox, self._reports.history
-        HangWatch(*watched, self._has_work).start()
-        PaceWatch(*watched).start()
+        """Start the halves of the watches here. They watch the trainer in threads of their own."""
+        start_watches(
+            self._config.watches,
+            lambda name: KeeperRun(
+                name, self._config, self._lockfile.info, self._reports.history, self._has_work, self._inbox
+            ),
+        )
 
     def _has_work(self) -> bool:
         return bool(self._pending) or self._inbox.has_saves or self._next_step is not None

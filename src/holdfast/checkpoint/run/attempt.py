@@ -121,14 +121,11 @@ class Attempt:
         )
         self._run = claim.run
         config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
-        pulse = self._components.pulse
         self.keeper = keeper = Keeper(
             config,
             released=self._pipeline.release,
-            pulse_fd=-1 if pulse is None else pulse.share(),
+            pulse_fd=self._components.pulse.share(),
         )
-        if self._components.sampler is not None:
-            self._components.sampler.start()
         for note in self._early_notes:
             keeper.record(**note)
         for step in self._early_deletions:
@@ -167,13 +164,7 @@ class Attempt:
             keep_metric=options.keep.metric,
             keep_mode=options.keep.mode,
             healthy_back=options.spike.healthy_back,
-            on_hang=options.hang.action,
-            hang_step_s=options.hang.limits.step_s,
-            hang_first_s=options.hang.limits.first_s,
-            hang_phase_s=options.hang.limits.phase_s,
-            on_slow=options.slow.action,
-            slow_factor=options.slow.factor,
-            slow_window_s=options.slow.window_s,
+            watches=self._components.watching.keeper_halves(),
             **self._tiers.config,
         )
 

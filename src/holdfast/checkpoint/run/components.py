@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
@@ -17,13 +16,12 @@ from holdfast.checkpoint.run.metrics import MetricsBuffer
 from holdfast.checkpoint.run.options import Options
 from holdfast.checkpoint.run.pipeline import Pipeline
 from holdfast.checkpoint.run.tiers import Tiers
+from holdfast.checkpoint.run.watching import Watching
 from holdfast.checkpoint.state import State
 from holdfast.checkpoint.state.loader_watch import watch_loaders
 from holdfast.checkpoint.state.review import refuse_snapshots
 from holdfast.system.log import get_logger
 from holdfast.watch.compiled import CompiledCode
-from holdfast.watch.hang.handlers import install_handlers
-from holdfast.watch.pace.sampler import ActivitySampler
 
 _log = get_logger("checkpoint.run")
 
@@ -40,8 +38,8 @@ class Components:
     metrics: MetricsBuffer
     done: DoneMarker
     compiled: CompiledCode | None
-    pulse: Pulse | None  # None if neither hangs nor slow ranks are watched
-    sampler: ActivitySampler | None  # None if ranks are not compared
+    pulse: Pulse
+    watching: Watching
     has_state: bool  # otherwise each save brings its own
 
     @classmethod
@@ -88,7 +86,6 @@ class Components:
             world_size=ranks.world_size,
             now_s=now_s,
         )
-        pulse, sampler = _watched(options, ranks)
         done = DoneMarker(tiers.home_store, rank=ranks.rank)
         return cls(
             options,
@@ -99,29 +96,19 @@ class Components:
             metrics,
             done,
             compiled,
-            pulse=pulse,
-            sampler=sampler,
+            pulse=Pulse(),
+            watching=Watching(options.watches),
             has_state=state is not None,
         )
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return the context of a stretch that may take longer than a step."""
-        return contextlib.nullcontext() if self.pulse is None else self.pulse.phase(name)
+        return self.pulse.phase(name)
 
     def show(self, text: str) -> None:
         """Log a line for the user on rank 0, unless the option `quiet` is set."""
         if self.ranks.rank == 0 and not self.options.quiet:
             _log.info(text)
-
-
-def _watched(options: Options, ranks: RankGroup) -> tuple[Pulse | None, ActivitySampler | None]:
-    """Return the pulse and the sampler that the options ask for."""
-    watches_hangs = options.hang.action != "off"
-    compares = options.slow.action != "off" and ranks.world_size > 1
-    if not (watches_hangs or compares):
-        return None, None
-    pulse = Pulse(install_handlers() if watches_hangs else -1)
-    return pulse, ActivitySampler(pulse, options.slow.window_s) if compares else None
 
 
 def _compiled(tiers: Tiers, options: Options) -> CompiledCode | None:

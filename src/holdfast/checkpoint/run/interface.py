@@ -21,7 +21,6 @@ from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.loop_exit import is_orderly, looping
 from holdfast.checkpoint.run.options import (
     CompileCache,
-    Hang,
     Home,
     Limits,
     Local,
@@ -29,21 +28,20 @@ from holdfast.checkpoint.run.options import (
     Options,
     Preemption,
     Reads,
-    SlowRanks,
     Spike,
     parse_audit,
     parse_compile_cache,
-    parse_hang,
     parse_home,
     parse_keep,
     parse_local,
     parse_memory,
     parse_preemption,
-    parse_slow,
     parse_spike,
 )
 from holdfast.checkpoint.run.restoration import Selection
 from holdfast.checkpoint.run.training import Training
+from holdfast.checkpoint.run.watching import choose_watches
+from holdfast.checkpoint.watch import Watch
 from holdfast.errors import InvalidInput
 from holdfast.system.units import Duration, parse_step, parse_timeout
 
@@ -70,14 +68,13 @@ class Checkpointer:
         compile_cache: size of the place in home for the output of torch.compile, or a `CompileCache`; False
             for none.
         limits: response to saves that fail, and limits after which the run raises.
-        on_hang: what to do when the training makes no progress: "report" the stacks of all ranks, "restart"
-            it, "off", or a `Hang` with limits of its own.
         on_spike: what to do when the recorded loss, or norm of gradients, is in a spike: "report" it,
             "rollback" to the newest healthy checkpoint before it and leave out the samples since then, "off",
             or a `Spike` with numbers of its own.
-        on_slow: what to do about a rank that all others wait for: "report" it, "off", or a `SlowRanks`.
         audit: number of saves within which every tensor that several ranks hold is compared, "off", or "auto"
             for as many as keep the cost small, at most 64.
+        watches: watches of the run, such as `Hang("restart")` or `SlowRanks("off")`. Each replaces the
+            default watch of its name, and the other defaults stay; None for no watch at all.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.checkpoint.ranks`.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
@@ -105,10 +102,9 @@ class Checkpointer:
         preemption: str | Preemption | None = None,
         compile_cache: int | str | bool | CompileCache = "1GiB",
         limits: Limits = Limits(),
-        on_hang: str | Hang = "report",
         on_spike: str | Spike = "report",
-        on_slow: str | SlowRanks = "report",
         audit: int | str = "auto",
+        watches: Iterable[Watch] | None = (),
         group: RankGroup | None = None,
         take_over: bool = False,
         quiet: bool = False,
@@ -123,9 +119,8 @@ class Checkpointer:
             preemption=parse_preemption(preemption),
             compile_cache=parse_compile_cache(compile_cache),
             limits=limits,
-            hang=parse_hang(on_hang),
             spike=parse_spike(on_spike),
-            slow=parse_slow(on_slow),
+            watches=choose_watches(watches),
             audit=parse_audit(audit),
             take_over=take_over,
             quiet=quiet,

@@ -7,28 +7,23 @@ The first field is what most users set. The Checkpointer also accepts it alone: 
 from __future__ import annotations
 
 import datetime
-import math
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 from holdfast.checkpoint.policy import Every, every
 from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.watch import Watch
 from holdfast.errors import InvalidInput
 from holdfast.system.environment import KEEP_IN_MEMORY
 from holdfast.system.units import Duration, parse_bytes, parse_duration
-from holdfast.watch.hang.limit import HangLimits
-from holdfast.watch.pace.judgement import FACTOR
 
-HANG_ACTIONS = ("report", "restart", "off")
-"""Responses to a training that makes no progress."""
 FAILED_SAVE_ACTIONS = ("warn", "pause", "raise")
 """Responses to a save that fails."""
 SPIKE_ACTIONS = ("report", "rollback", "off")
 """Responses to a spike of the recorded loss or norm of gradients."""
 _MOST_NOTICED_STEPS = 16
 """Steps after which a spike is usually noticed, on all ranks."""
-_MIN_WINDOW_S = 0.2
 _DEFAULT_CACHE = "1GiB"
 _NO_LIMIT_S = 1e9  # 30 years: a keeper's configuration is JSON, which has no infinity
 
@@ -189,50 +184,6 @@ class Preemption:
 
 
 @dataclass(frozen=True, slots=True)
-class Hang:
-    """Response to a training that makes no progress, and the limits of that.
-
-    Args:
-        action: "report" the stacks of all ranks; "restart": also end all ranks once their saves are durable,
-            with status 63, so that a launcher starts them again; "off" to watch nothing.
-        limit: longest step, such as "5m"; by default learnt from the steps before: ten times their median,
-            twice the longest, and at least a minute.
-        first: longest first step of a loop, which compiles and connects, and any step until the limit is
-            learnt.
-        phase: longest phase, such as an evaluation, a restore or a save; or ten times the longest of
-            its name.
-
-    Raises:
-        InvalidInput: a value cannot be used.
-    """
-
-    action: str = "report"
-    _: KW_ONLY
-    limit: Duration | None = None
-    first: Duration = "30m"
-    phase: Duration = "30m"
-
-    def __post_init__(self) -> None:
-        if self.action not in HANG_ACTIONS:
-            raise InvalidInput(
-                f"on_hang= must be one of {', '.join(HANG_ACTIONS)}, got {self.action!r:.100}."
-            )
-        if self.limit is not None:
-            parse_duration(self.limit, "Hang(limit=)")
-        parse_duration(self.first, "Hang(first=)")
-        parse_duration(self.phase, "Hang(phase=)")
-
-    @property
-    def limits(self) -> HangLimits:
-        """The limits in seconds."""
-        return HangLimits(
-            None if self.limit is None else parse_duration(self.limit, "Hang(limit=)"),
-            parse_duration(self.first, "Hang(first=)"),
-            parse_duration(self.phase, "Hang(phase=)"),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Spike:
     """Response to a spike of the recorded loss, or of the norm of gradients.
 
@@ -274,39 +225,6 @@ class Spike:
         The newest checkpoint may be of a step of the spike, which is noticed only after some.
         """
         return self.back + _MOST_NOTICED_STEPS if self.action == "rollback" else None
-
-
-@dataclass(frozen=True, slots=True)
-class SlowRanks:
-    """Response to a rank that all others wait for, step after step.
-
-    Args:
-        action: "report" it once in the history and on stderr; "off" to compare no ranks.
-        factor: own time of a slow rank, as a multiple of that of a usual one. Own time is what it does not
-            spend waiting for other ranks.
-        window: time over which own times are averaged. A rank is slow if it is in six of eight windows.
-
-    Raises:
-        InvalidInput: a value cannot be used.
-    """
-
-    action: str = "report"
-    _: KW_ONLY
-    factor: float = FACTOR
-    window: Duration = "15s"
-
-    def __post_init__(self) -> None:
-        if self.action not in ("report", "off"):
-            raise InvalidInput(f"on_slow= must be one of report, off, got {self.action!r:.100}.")
-        if not (isinstance(self.factor, (int, float)) and 1 < self.factor < math.inf):
-            raise InvalidInput(f"SlowRanks(factor=) must be a number above 1, got {self.factor!r:.100}.")
-        if self.window_s < _MIN_WINDOW_S:
-            raise InvalidInput(f"SlowRanks(window=) must be at least 0.2 s, got {self.window!r:.100}.")
-
-    @property
-    def window_s(self) -> float:
-        """Length of a window, in seconds."""
-        return parse_duration(self.window, "SlowRanks(window=)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,9 +356,8 @@ class Options:
     preemption: Preemption
     compile_cache: CompileCache | None
     limits: Limits
-    hang: Hang
     spike: Spike
-    slow: SlowRanks
+    watches: tuple[Watch, ...]
     audit: Audit
     take_over: bool
     quiet: bool
@@ -471,19 +388,9 @@ def parse_preemption(value: str | Preemption | None) -> Preemption:
     return value if isinstance(value, Preemption) else Preemption(value)
 
 
-def parse_hang(value: str | Hang) -> Hang:
-    """Return the value of an `on_hang=` argument."""
-    return value if isinstance(value, Hang) else Hang(value)
-
-
 def parse_spike(value: str | Spike) -> Spike:
     """Return the value of an `on_spike=` argument."""
     return value if isinstance(value, Spike) else Spike(value)
-
-
-def parse_slow(value: str | SlowRanks) -> SlowRanks:
-    """Return the value of an `on_slow=` argument."""
-    return value if isinstance(value, SlowRanks) else SlowRanks(value)
 
 
 def parse_audit(value: int | str) -> Audit:

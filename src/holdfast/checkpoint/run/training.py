@@ -82,6 +82,14 @@ class Training:
         """Step of the last save, as long as training has not changed the state since."""
         self._components = components
         self._pipeline, self._cadence = components.pipeline, components.cadence
+        self._watching = components.watching
+        self._watching.begin(
+            home=components.tiers.home,
+            rank=components.ranks.rank,
+            world_size=components.ranks.world_size,
+            pulse=components.pulse,
+            note=lambda *line, **members: self.attempt.note(*line, **members),
+        )
         self._followers = StepFollowers(components.pipeline.objects)
         self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
         self._has_restored = False  # from the attempt's base; the script may have changed the state since
@@ -160,8 +168,7 @@ class Training:
         self._cadence.restart(step, time.monotonic())
         show_what_is_left(self._components, step, total)
         self._pipeline.watch_optimizers()
-        if self._components.pulse is not None:
-            self._components.pulse.begin(step)
+        self._components.pulse.begin(step)
         return step
 
     def end_step(self, step: int) -> bool:
@@ -169,8 +176,8 @@ class Training:
         self._watch_signals()
         attempt, self._metrics.num_done = self.attempt, step
         self._followers.reach(step)
-        if self._components.pulse is not None:
-            self._components.pulse.beat(step)
+        self._components.pulse.beat(step)
+        self._watching.step(step)
         self._spikes.check()
         is_spiking = self._spikes.observe(attempt)
         outcome = attempt.step_sync.exchange(step, attempt.keeper, self.notices, is_spiking=is_spiking)
@@ -461,8 +468,7 @@ class Training:
         self._release_signals()
 
     def _expect_no_step(self) -> None:
-        if self._components.pulse is not None:
-            self._components.pulse.end()
+        self._components.pulse.end()
 
     def _is_marked(self, step: int) -> bool:
         """Return True if the run is marked as finished at `step`; before the claim, on all ranks."""
@@ -530,10 +536,8 @@ class Training:
         if keeper is not None:
             keeper.close(timeout_s, frees_memory=goodbye)
         self._pipeline.arenas.close()
-        if self._components.sampler is not None:
-            self._components.sampler.close()
-        if self._components.pulse is not None:
-            self._components.pulse.close()
+        self._watching.end()
+        self._components.pulse.close()
 
 
 def _end_at_exit(training: weakref.ref[Training]) -> None:

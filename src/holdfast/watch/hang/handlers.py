@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from holdfast.errors import HUNG_STATUS
 from holdfast.system.linux.processes import handles_signal
 
+NAME = "hang"
+"""Name of the watch. The first of its words in the pulse is one more than the descriptor for stacks."""
 STACKS_SIGNAL = signal.SIGRTMAX - 2
 """Signal that has a trainer write its stacks. Real-time signals are hardly used by other libraries."""
 EXIT_SIGNAL = HUNG_STATUS

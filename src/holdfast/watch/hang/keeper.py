@@ -1,20 +1,18 @@
-"""Hang watch of a keeper: notices that its trainer makes no progress, and records the ranks' stacks."""
+"""Half of the hang watch in a keeper: notices that its trainer makes no progress, and records all stacks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from holdfast.checkpoint.home.history import History
+from typing_extensions import override
+
 from holdfast.checkpoint.home.history_lines import read_lines
-from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.inbox import TrainerInbox
-from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive
-from holdfast.checkpoint.keeper.messages import MAX_DETAIL, ShowHang
+from holdfast.checkpoint.keeper.lockfile import is_trainer_alive
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
+from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.system.environment import report_hang
 from holdfast.watch.hang import evidence as evidences
@@ -23,7 +21,7 @@ from holdfast.watch.hang.evidence import RankEvidence
 from holdfast.watch.hang.grouping import place_of
 from holdfast.watch.hang.handlers import EXIT_SIGNAL
 from holdfast.watch.hang.incidents import OVER
-from holdfast.watch.hang.limit import StallClock
+from holdfast.watch.hang.limit import HangLimits, StallClock
 from holdfast.watch.hang.places import Kind
 from holdfast.watch.hang.rank_capture import capture_host, capture_rank, read_progress
 from holdfast.watch.hang.text import describe_hang, summary
@@ -46,47 +44,30 @@ _SHOW_S = 3.0
 _UNLIMITED_S = 1e9
 
 
-class HangWatch:
-    """Thread that watches the pulse of a keeper's trainer.
+class HangKeeper(KeeperWatch):
+    """Thread that watches the pulse of a keeper's trainer."""
 
-    Args:
-        info: contents of the keeper's lock file.
-        inbox: sends the trainer the text that it prints.
-        history: receives the evidence.
-        has_work: returns True while a save is not durable.
-    """
-
-    def __init__(
-        self,
-        config: KeeperConfig,
-        info: KeeperInfo,
-        inbox: TrainerInbox,
-        history: History,
-        has_work: Callable[[], bool],
-    ) -> None:
-        self._config, self._info, self._inbox = config, info, inbox
-        self._history, self._has_work = history, has_work
-        self._clock = StallClock(config.hang_limits)
+    @override
+    def start(self, run: KeeperRun) -> None:
+        self._config, self._trainer, self._history = run.config, run.trainer, run.history
+        self._run, self._restarts = run, bool(self.options["restarts"])
+        self._limits = HangLimits(**self.options["limits"])
+        self._clock = StallClock(self._limits)
         self._reported: tuple[int, int] | None = None  # progress at which a hang was reported
         self._reported_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="holdfast-hang", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread, if the trainer has a pulse."""
-        if self._config.on_hang != "off" and self._info.pulse_fd >= 0:
-            self._thread.start()
+        run.in_background(self._watch)
 
     # -- the thread ------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
         try:
-            pulse = PulseReader.of_process(self._info.trainer_pid, self._info.pulse_fd)
+            pulse = PulseReader.of_process(self._trainer.trainer_pid, self._trainer.pulse_fd)
         except (OSError, Corrupt):
             return  # the trainer has exited already
-        step_s = self._config.hang_limits.step_s
+        step_s = self._limits.step_s
         period_s = _PERIOD_S if step_s is None else min(_PERIOD_S, step_s / _LOOKS)
         seen_s = time.monotonic()
-        while is_trainer_alive(self._info):
+        while is_trainer_alive(self._trainer):
             time.sleep(period_s)
             progress, now_s = pulse.read(), time.monotonic()
             is_late = self._clock.tick(progress, now_s - seen_s)
@@ -115,18 +96,18 @@ class HangWatch:
     def _handle(self, progress: TrainerProgress) -> None:
         """Capture all ranks of this host, and report a hang unless one may take long."""
         clock = self._clock
-        own = capture_rank(self._info, progress, stalled_s=clock.stalled_s, limit_s=clock.limit_s)
+        own = capture_rank(self._trainer, progress, stalled_s=clock.stalled_s, limit_s=clock.limit_s)
         peers = self._capture_peers()
         if (limit_s := self._longer_limit([own, *peers], progress)) is not None:
             self._clock.extend(limit_s)
             return
         self._reported = progress.beats, progress.phase_count
         self._reported_s = time.monotonic() - self._clock.stalled_s
-        recording = _in_background(lambda: self._record(own))
+        recording = self._run.in_background(lambda: self._record(own))
         is_first = self._is_first(own, peers)
         found = self._report(own, peers) if is_first else [own]
         recording.join(_RECORD_S)
-        if self._config.on_hang == "restart":
+        if self._restarts:
             if not is_first:  # the job takes the first place that is reported
                 time.sleep(_LEAD_S if self._config.all_ranks_here else _LEAD_S + _GATHER_S)
             with contextlib.suppress(OSError, Corrupt):  # it has exited
@@ -141,7 +122,7 @@ class HangWatch:
 
     def _longer_limit(self, ranks: Sequence[RankEvidence], progress: TrainerProgress) -> float | None:
         """Return a longer limit if a rank of this host does what may take long; None if none does."""
-        limits, places = self._config.hang_limits, [place_of(one) for one in ranks]
+        limits, places = self._limits, [place_of(one) for one in ranks]
         kinds = {place.kind for place in places if place is not None}
         if Kind.DEBUGS in kinds or any(one.process.state == "stopped by a debugger" for one in ranks):
             return _UNLIMITED_S
@@ -171,14 +152,14 @@ class HangWatch:
         """Print one block about all ranks, with what other hosts have recorded. Return the evidence."""
         found = {one.rank: one for one in (*peers, own)}
         if len(found) < self._config.world_size:
-            gathering = _in_background(lambda: self._gather(found))
+            gathering = self._run.in_background(lambda: self._gather(found))
             gathering.join(_GATHER_S + _RECORD_S)
         if 0 in found and own.rank != 0 and found[0].is_late:
             return list(found.values())  # rank 0's keeper reports
         found = dict(found)
         for one in peers:
             if one.phase or one.stalled_s < own.stalled_s / 2:  # its own keeper does not
-                _in_background(lambda one=one: self._record(one))
+                self._run.in_background(lambda one=one: self._record(one))
         ranks = [found[rank] for rank in sorted(found)]
         text = describe_hang(
             ranks,
@@ -186,10 +167,8 @@ class HangWatch:
             action=self._action(),
             home=self._config.home,
         )
-        self._inbox.reply(ShowHang(text[:MAX_DETAIL]))
-        if not self._inbox.hang_shown.wait(_SHOW_S):  # it is stopped, or something holds the GIL
-            _print_to(self._info.trainer_pid, f"holdfast: {text}\n")
-        self._inbox.hang_shown.clear()
+        if not self._run.show(text, wait_s=_SHOW_S):  # it is stopped, or something holds the GIL
+            _print_to(self._trainer.trainer_pid, f"holdfast: {text}\n")
         return ranks
 
     def _gather(self, found: dict[int, RankEvidence]) -> None:
@@ -205,31 +184,26 @@ class HangWatch:
             time.sleep(_PERIOD_S)
 
     def _action(self) -> str:
-        if self._config.on_hang == "restart":
+        if self._restarts:
             return "The trainers are ended, so that the job starts again."
-        return 'Nothing was done (on_hang="report").'
+        return 'Nothing was done (Hang("report")).'
 
     # -- restart ---------------------------------------------------------------------------------------------
 
     def _end_trainer(self, step: int, place: str) -> None:
         """End the trainer once its saves are durable, unless it makes progress again."""
         deadline_s = time.monotonic() + _SAVES_S
-        while self._has_work() and time.monotonic() < deadline_s:
+        while self._run.has_work() and time.monotonic() < deadline_s:
             time.sleep(_PERIOD_S / _LOOKS)
-        if self._has_recovered(read_progress(self._info)):
+        if self._has_recovered(read_progress(self._trainer)):
             return
         report_hang(step, place)
-        recording = _in_background(lambda: self._history.record("ended", step=step, detail=f"hung ({place})"))
+        recording = self._run.in_background(
+            lambda: self._history.record("ended", step=step, detail=f"hung ({place})")
+        )
         recording.join(_RECORD_S)
-        if is_trainer_alive(self._info):
-            end_process(self._info.trainer_pid, EXIT_SIGNAL, limit_s=_EXIT_S)
-
-
-def _in_background(work: Callable[[], object]) -> threading.Thread:
-    """Run something that a store may delay for ever."""
-    thread = threading.Thread(target=work, name="holdfast-hang-record", daemon=True)
-    thread.start()
-    return thread
+        if is_trainer_alive(self._trainer):
+            end_process(self._trainer.trainer_pid, EXIT_SIGNAL, limit_s=_EXIT_S)
 
 
 def _print_to(pid: int, text: str) -> None:

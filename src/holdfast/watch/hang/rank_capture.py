@@ -11,6 +11,7 @@ from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.errors import Corrupt
 from holdfast.watch.hang.capture import capture
 from holdfast.watch.hang.evidence import RankEvidence
+from holdfast.watch.hang.handlers import NAME
 
 MAX_RANKS = 64
 """Ranks of a host whose stacks are captured."""
@@ -29,7 +30,7 @@ def capture_rank(
 
     Blocks: at most 3 s per process.
     """
-    process, workers = capture(info.trainer_pid, progress.stacks_fd)
+    process, workers = capture(info.trainer_pid, progress.words(NAME)[0] - 1)
     return RankEvidence(
         rank=info.rank,
         host=socket.gethostname(),

@@ -9,6 +9,8 @@ from types import CodeType
 from holdfast.watch.hang.places import Kind, frame_kind, loads_data
 from holdfast.watch.hang.stacks import Frame
 
+NAME = "slow-ranks"
+"""Name of the watch. Its words in the pulse count the samples of each activity."""
 _APART = (Kind.COMPILES, Kind.EVALUATES, Kind.DEBUGS)
 _MAX_CODES = 10_000
 """Functions whose kind is remembered."""

@@ -1,21 +1,20 @@
-"""Pace watch of a keeper: compares the own times of the ranks, and names those that all others wait for."""
+"""Half of the watch of slow ranks in a keeper: compares the own times of the ranks, and names slow ones."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 from pathlib import Path
 
-from holdfast.checkpoint.home.history import History
+from typing_extensions import override
+
 from holdfast.checkpoint.home.history_lines import read_new_lines
-from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
-from holdfast.checkpoint.keeper.messages import MAX_DETAIL, ShowText
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
+from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
+from holdfast.watch.pace.activity import NAME
 from holdfast.watch.pace.announcer import PaceChange, SlowRankAnnouncer
 from holdfast.watch.pace.slow_periods import BEGUN, OVER, SlowPeriod, block_of_end, block_of_slow
 from holdfast.watch.pace.windows import (
@@ -33,39 +32,29 @@ _AGE_WINDOWS = 60
 """Windows of an attempt for each one in a line."""
 
 
-class PaceWatch:
+class PaceKeeper(KeeperWatch):
     """Thread that compares the ranks of its host, for the lowest one.
 
     In each window of time it reads the pulses of all trainers of the host. A few windows make a line of the
     history, from which rank 0's keeper takes the ranks of other hosts.
-
-    Args:
-        info: contents of the keeper's lock file.
-        inbox: sends the trainer the text that it prints.
-        history: receives windows and slow ranks.
     """
 
-    def __init__(self, config: KeeperConfig, info: KeeperInfo, inbox: TrainerInbox, history: History) -> None:
-        self._config, self._info, self._inbox, self._history = config, info, inbox, history
-        self._window_s = config.slow_window_s
+    @override
+    def start(self, run: KeeperRun) -> None:
+        self._run, self._config, self._trainer, self._history = run, run.config, run.trainer, run.history
+        self._window_s = float(self.options["window_s"])
         self._host = socket.gethostname()
         self._ranks: dict[int, _RankReader] = {}
         self._lines: list[PaceWindow] = []  # not in the history yet
         self._num_windows = 0
-        self._table = WindowTable(config.world_size)
-        self._announcer = SlowRankAnnouncer(config.world_size, config.slow_factor)
+        self._table = WindowTable(run.config.world_size)
+        self._announcer = SlowRankAnnouncer(run.config.world_size, float(self.options["factor"]))
         self._hosts: dict[int, str] = {}
         self._read: dict[str, int] = {}  # bytes of each log that were read
-        self._thread = threading.Thread(target=self._run, name="holdfast-pace", daemon=True)
+        run.in_background(self._watch)
 
-    def start(self) -> None:
-        """Start the thread, if the trainer is one of several and has a pulse."""
-        config = self._config
-        if config.on_slow != "off" and config.world_size > 1 and self._info.pulse_fd >= 0:
-            self._thread.start()
-
-    def _run(self) -> None:
-        while is_trainer_alive(self._info):
+    def _watch(self) -> None:
+        while is_trainer_alive(self._trainer):
             number = int(time.time() // self._window_s)
             time.sleep(max(0.0, (number + 1) * self._window_s - time.time()))
             with contextlib.suppress(HoldfastError):  # a lock file could not be read; the next window may be
@@ -142,9 +131,9 @@ class PaceWatch:
             self._record(BEGUN, one, one.describe())
         for one in change.ended:
             self._record(OVER, one, block_of_end(one))
-            self._show(block_of_end(one))
+            self._run.show(block_of_end(one))
         if change.begun:
-            self._show(block_of_slow(change.begun, self._config.home))
+            self._run.show(block_of_slow(change.begun, self._config.home))
 
     def _record(self, event: str, one: SlowPeriod, text: str) -> None:
         seconds = 0.0 if one.until_unix_s is None else one.until_unix_s - one.since_unix_s
@@ -153,9 +142,6 @@ class PaceWatch:
     def _step(self) -> int | None:
         own = self._ranks.get(self._config.rank)
         return None if own is None or own.before is None else own.before.step
-
-    def _show(self, text: str) -> None:
-        self._inbox.reply(ShowText(text[:MAX_DETAIL]))
 
 
 class _RankReader:
@@ -179,7 +165,7 @@ class _RankReader:
         self.before, self._queued_s = now, queued_s
         if before is None or not now.is_training or now.beats_here < 1:
             return None
-        counts = [new - old for new, old in zip(now.activity, before.activity, strict=True)]
+        counts = [new - old for new, old in zip(now.words(NAME), before.words(NAME), strict=True)]
         window = RankWindow.of_samples(counts, (queued_s - queued_before_s) / window_s)
         num_steps = now.beats - before.beats
         step_s = window_s / num_steps if num_steps > 0 else max(now.durations_s, default=window_s)

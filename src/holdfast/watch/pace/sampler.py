@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 
 from holdfast.checkpoint.keeper.pulse import Pulse
 from holdfast.system.process_exit import complete_at_exit
-from holdfast.watch.pace.activity import Activity, FrameKinds
+from holdfast.watch.pace.activity import NAME, Activity, FrameKinds
 
 SAMPLES_PER_WINDOW = 75
 """Samples in one window of time."""
@@ -59,7 +59,7 @@ class ActivitySampler:
         try:
             while not self._stop.wait(self._period_s * self._jitter.uniform(0.5, 1.5)):
                 if self._pulse.is_in_loop:
-                    self._pulse.count(self._sample())
+                    self._pulse.words(NAME)[self._sample()] += 1
         finally:
             self._close_stat()
 

@@ -1,0 +1,12 @@
+"""The watches of a run that names no others, in the order of their events."""
+
+from __future__ import annotations
+
+from holdfast.checkpoint.watch import Watch
+from holdfast.watch.hang.trainer import Hang
+from holdfast.watch.pace.trainer import SlowRanks
+
+
+def default_watches() -> tuple[Watch, ...]:
+    """Return the watches of a Checkpointer whose argument `watches=` names no others."""
+    return Hang(), SlowRanks()

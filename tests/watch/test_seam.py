@@ -1,0 +1,163 @@
+"""The seam of the watches: which ones a run has, what they receive, and what happens when they fail."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from typing_extensions import override
+
+import holdfast
+from holdfast.checkpoint.run.watching import choose_watches
+from holdfast.checkpoint.watch import Run
+
+
+class Toy(holdfast.Watch):
+    """Watch that notes each event, and may fail in one."""
+
+    name: ClassVar[str] = "toy"
+
+    def __init__(self, *, fails: str = "", seen: list[Any] | None = None) -> None:
+        self.fails, self.seen = fails, [] if seen is None else seen
+
+    def note(self, event: str, *arguments: Any) -> None:
+        self.seen.append((event, *arguments))
+        if self.fails == event:
+            raise ValueError(f"cannot {event}")
+
+    @override
+    def applies(self, run: Run) -> bool:
+        self.note("applies")
+        return True
+
+    @override
+    def begin(self, run: Run) -> None:
+        self.note("begin", run.rank, run.world_size)
+
+    @override
+    def step(self, step: int) -> None:
+        self.note("step", step)
+
+    @override
+    def end(self) -> None:
+        self.note("end")
+
+
+class ToyWithKeeper(holdfast.Watch):
+    """Watch with a half in the keeper."""
+
+    name: ClassVar[str] = "toy-with-keeper"
+    keeper: ClassVar[str | None] = "watch.toy_keeper:ToyKeeper"
+
+    def __init__(self, file: Path, *, fails: bool = False) -> None:
+        self.file, self.fails = file, fails
+
+    @override
+    def options(self) -> dict[str, Any]:
+        return {"file": str(self.file), "fails": self.fails}
+
+
+def train(home: Path, *watches: holdfast.Watch, steps: int = 3) -> None:
+    state = {"weights": torch.zeros(3)}
+    with holdfast.Checkpointer(home, state, every=1, watches=watches, quiet=True) as ckpt:
+        for _ in ckpt.steps(steps):
+            state["weights"].add_(1)
+
+
+def lines(home: Path, event: str) -> list[dict[str, Any]]:
+    found = [
+        json.loads(line) for log in (home / "history").iterdir() for line in log.read_text().splitlines()
+    ]
+    return [line for line in found if line["event"] == event]
+
+
+def odd(*, name: str = "odd", keeper: str | None = None) -> holdfast.Watch:
+    return type("Odd", (holdfast.Watch,), {"name": name, "keeper": keeper})()
+
+
+def test_a_given_watch_replaces_the_default_of_its_name() -> None:
+    names = [watch.name for watch in holdfast.default_watches()]
+    off = holdfast.Hang("off")
+    chosen = choose_watches([off, Toy()])
+    assert [watch.name for watch in chosen] == [*names, "toy"]
+    assert off in chosen
+    assert choose_watches(None) == ()
+    assert [watch.name for watch in choose_watches(())] == names
+
+
+@pytest.mark.parametrize(
+    ("watches", "message"),
+    [
+        ([holdfast.Hang(), holdfast.Hang("off")], "two watches with the name 'hang'"),
+        (["hang"], r"objects such as holdfast.Hang\(\), got 'hang'"),
+        ([odd(name="Odd name")], "got 'Odd name'"),
+        ([odd(keeper="__main__:Half")], "cannot import '__main__"),
+        ([odd(keeper="no_such_module:Half")], "cannot import 'no_such_module"),
+    ],
+)
+def test_watches_that_cannot_be_used_are_refused(tmp_path: Path, watches: Any, message: str) -> None:
+    with pytest.raises(holdfast.InvalidInput, match=message):
+        holdfast.Checkpointer(tmp_path / "run", {}, watches=watches)
+
+
+def test_a_watch_receives_the_events_in_order(tmp_path: Path) -> None:
+    toy = Toy()
+    train(tmp_path / "run", toy)
+    steps = [("step", 1), ("step", 2), ("step", 3)]
+    assert toy.seen == [("applies",), ("begin", 0, 1), *steps, ("end",)]
+
+
+@pytest.mark.parametrize(
+    ("event", "seen"),
+    [
+        ("applies", ["applies"]),
+        ("begin", ["applies", "begin"]),
+        ("step", ["applies", "begin", "step"]),
+        ("end", ["applies", "begin", "step", "step", "step", "end"]),
+    ],
+)
+def test_an_error_in_a_watch_switches_only_that_watch_off(
+    tmp_path: Path, event: str, seen: list[str]
+) -> None:
+    home, toy = tmp_path / "run", Toy(fails=event)
+    with pytest.warns(
+        holdfast.WatchWarning, match=rf"'toy' has failed in {event}\(\).*cannot {event}"
+    ) as found:
+        train(home, toy)
+    assert len(found) == 1
+    assert [name for name, *_ in toy.seen] == seen
+    assert holdfast.open(home).step == 3
+    if event != "end":
+        (line,) = lines(home, "watch-off")
+        assert "'toy'" in line["detail"]
+
+
+def test_one_object_may_watch_several_runs(tmp_path: Path) -> None:
+    hang = holdfast.Hang(limit="5m")
+    for name in ("one", "two"):
+        train(tmp_path / name, hang)
+    assert hang == holdfast.Hang(limit="5m")
+
+
+def test_the_half_in_the_keeper_receives_its_options(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "seen"
+    train(tmp_path / "run", ToyWithKeeper(file))
+    name, pid = json.loads(file.read_text())
+    assert (name, pid != os.getpid()) == ("toy-with-keeper", True)
+    assert "the toy has started" in capfd.readouterr().err
+
+
+def test_a_half_that_fails_in_the_keeper_fails_no_save(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "run"
+    train(home, ToyWithKeeper(tmp_path / "seen", fails=True))
+    assert holdfast.open(home).step == 3
+    assert "'toy-with-keeper' has failed in the keeper of rank 0" in capfd.readouterr().err
+    assert "cannot start" in lines(home, "watch-off")[0]["detail"]

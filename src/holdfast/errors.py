@@ -148,11 +148,23 @@ class ResumeWarning(UserWarning):
     """A part of training that would differ in a resumed run from an uninterrupted one."""
 
 
+class LoaderWarning(ResumeWarning):
+    """A data loader that is being read, and whose position is not in the state."""
+
+
+class StrayParametersWarning(ResumeWarning):
+    """Parameters that an optimizer of the state trains, and that no module of the state has."""
+
+
 class SaveWarning(UserWarning):
     """A save that failed, was skipped or dropped, or supersedes another one; or a failed export.
 
     Training continues, and older checkpoints remain.
     """
+
+
+class TornSaveWarning(SaveWarning):
+    """A save that was dropped: something wrote to the state while it was copied."""
 
 
 ERRORS: Mapping[str, type[HoldfastError]] = {

@@ -28,7 +28,14 @@ from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Limits, Preemption, parse_preemption
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput, ResumeWarning
+from holdfast.errors import (
+    Corrupt,
+    HoldfastError,
+    InvalidInput,
+    LoaderWarning,
+    ResumeWarning,
+    StrayParametersWarning,
+)
 from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 
@@ -36,14 +43,6 @@ if TYPE_CHECKING:
     from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
 
 _log = get_logger("adapters")
-
-_LOADER_WARNING = "The run will not resume exactly: a (shuffled )?DataLoader"
-"""Warning about loaders that are not in the state: the positions of prepared ones are."""
-
-_OPTIMIZER_WARNING = (
-    r"The run will not resume exactly: .* parameters? that (is|are) in no module of the state"
-)
-"""Warning about parameters that are not in the state: hooks may have saved them."""
 
 
 class Session:
@@ -218,9 +217,9 @@ class Session:
         iteration = accelerator.project_configuration.iteration
         self._state[PROGRESS] = {"step": accelerator.step, "iteration": iteration + 1}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _LOADER_WARNING, ResumeWarning)
-            if len(models) < len(accelerator._models):
-                warnings.filterwarnings("ignore", _OPTIMIZER_WARNING, ResumeWarning)
+            warnings.simplefilter("ignore", LoaderWarning)  # the positions of prepared loaders are saved
+            if len(models) < len(accelerator._models):  # hooks may have saved the others
+                warnings.simplefilter("ignore", StrayParametersWarning)
             save = self._checkpointer.save(step)
         if self._copies_at_once:
             save.wait_staged()

@@ -27,7 +27,15 @@ from holdfast.checkpoint.keeper import Save, wait_for_orphans
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Memory, Preemption
 from holdfast.checkpoint.store import open_store
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, ResumeWarning, SaveWarning
+from holdfast.errors import (
+    Corrupt,
+    HoldfastError,
+    InvalidInput,
+    NotFound,
+    ResumeWarning,
+    SaveWarning,
+    TornSaveWarning,
+)
 from holdfast.system.callsite import warn
 from holdfast.system.linux.partial_files import remove_partial_files
 from holdfast.system.log import get_logger
@@ -35,8 +43,6 @@ from holdfast.system.log import get_logger
 _log = get_logger("lightning")
 _ORPHANS_S = 600.0
 """Longest wait for the keeper of a dead process, which may be about to complete a checkpoint."""
-_DROPPED = r"The save of step \d+ was dropped"
-"""Warning about a torn copy: the callback replaces the save, and warns itself."""
 
 
 @dataclass(slots=True)
@@ -136,7 +142,8 @@ class BackgroundSaver:
         with warnings.catch_warnings():
             # Positions in the data are part of the checkpoint, so open data loaders are no doubt.
             warnings.simplefilter("ignore", ResumeWarning)
-            warnings.filterwarnings("ignore", _DROPPED, SaveWarning)
+            # The callback replaces the save, and warns itself.
+            warnings.simplefilter("ignore", TornSaveWarning)
             save = checkpointer.save(step, make_state(pickled, facts), optimizers=private)
         self._last = step
         return save

@@ -37,17 +37,13 @@ from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Limits
-from holdfast.errors import InvalidInput, ResumeWarning
+from holdfast.errors import InvalidInput, LoaderWarning
 from holdfast.system.log import get_logger
 
 if TYPE_CHECKING:
     from holdfast.adapters.transformers.trainer import HoldfastTrainer
 
 _log = get_logger("adapters")
-
-
-_LOADER_WARNING = "The run will not resume exactly: a (shuffled )?DataLoader"
-"""Warning about loaders that are not in the state: the Trainer itself brings its loaders back."""
 
 
 class Session:
@@ -283,7 +279,7 @@ class Session:
         self._state[TRAINER_STATE] = state
         self._state[PROGRESS] = dataclasses.asdict(self._progress())
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _LOADER_WARNING, ResumeWarning)
+            warnings.simplefilter("ignore", LoaderWarning)  # the Trainer itself brings its loaders back
             self._last = self._checkpointer.save(step)
         if self._args.push_to_hub and self._args.hub_strategy != HubStrategy.END:
             self._push(self._folders.path(step))

@@ -13,8 +13,9 @@ from holdfast.adapters.accelerate.batch_position import BatchPosition, batches_o
 from holdfast.adapters.accelerate.data_position import UnpreparedGenerators
 from holdfast.adapters.accelerate.loader import add_position, follow_position
 from holdfast.adapters.accelerate.session import Session
-from holdfast.adapters.accelerate.settings import HOME, Settings
+from holdfast.adapters.accelerate.settings import Settings
 from holdfast.adapters.accelerate.support import check_load_arguments
+from holdfast.adapters.kit.run import HOME
 from holdfast.checkpoint.run.options import parse_home
 from holdfast.errors import InvalidInput
 

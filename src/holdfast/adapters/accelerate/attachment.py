@@ -11,9 +11,10 @@ from accelerate import Accelerator
 from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
 from holdfast.adapters.accelerate.batch_position import check_prepared
 from holdfast.adapters.accelerate.loader import add_position
-from holdfast.adapters.accelerate.settings import HOME, Settings, folder_of_checkpoints
+from holdfast.adapters.accelerate.settings import Settings, folder_of_checkpoints
 from holdfast.adapters.accelerate.support import check_accelerator
-from holdfast.adapters.attached_class import check_attach, insert_class
+from holdfast.adapters.kit.attachment import check_attach, insert_class
+from holdfast.adapters.kit.run import HOME
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput
 

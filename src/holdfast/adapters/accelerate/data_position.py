@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from typing import Any
 
 import torch
 from accelerate.state import PartialState
 
-from holdfast.checkpoint.state.rng import python_state, set_python_state
+from holdfast.adapters.kit import generators
+from holdfast.adapters.kit.generators import bytes_of, tensor_of
 from holdfast.errors import ResumeWarning
 from holdfast.system.callsite import warn
 
+_TENSORS = frozenset({"torch", "cuda"})
+"""Generators of a process whose states are tensors, which are saved as bytes."""
 BETWEEN, WITHIN, AT_END = "between", "within", "at end"
 """Phases: no pass is under way; one is; or one is, and its last batch has been given."""
 
@@ -173,7 +174,7 @@ class UnpreparedGenerators:
         """Return the state of a generator; Accelerate has seeded those that did not exist before."""
         fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
         state = next((state for one, state in self._own if one is generator), fresh)
-        return state.cpu().numpy().tobytes()
+        return bytes_of(state)
 
 
 def is_stateful(loader: Any) -> bool:
@@ -202,37 +203,23 @@ def capture_generators(loader: Any) -> dict[str, Any]:
 
 
 def _capture_process() -> dict[str, Any]:
-    states: dict[str, Any] = {
-        "python": python_state(random),
-        "torch": torch.get_rng_state().numpy().tobytes(),
-    }
-    if numpy := sys.modules.get("numpy"):
-        states["numpy"] = numpy.random.get_state(legacy=False)
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state().cpu().numpy().tobytes()
-    return states
+    states = generators.capture_generators()
+    return {**states, **{name: bytes_of(states[name]) for name in _TENSORS & states.keys()}}
 
 
 def set_generators(states: dict[str, Any], loader: Any) -> None:
     """Set the generators of the process and of a loader to states from `capture_generators`."""
-    set_python_state(random, states["python"])
-    torch.set_rng_state(_tensor(states["torch"]))
+    generators.set_generators(
+        {**states, **{name: tensor_of(states[name]) for name in _TENSORS & states.keys()}}
+    )
     _set_states(own_generators(loader), states["own"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(states["cuda"]))
 
 
-def _states_of(generators: dict[str, torch.Generator]) -> dict[str, bytes]:
-    return {name: one.get_state().cpu().numpy().tobytes() for name, one in generators.items()}
+def _states_of(owned: dict[str, torch.Generator]) -> dict[str, bytes]:
+    return {name: one.get_state().cpu().numpy().tobytes() for name, one in owned.items()}
 
 
-def _set_states(generators: dict[str, torch.Generator], states: dict[str, bytes]) -> None:
-    for name, generator in generators.items():
+def _set_states(owned: dict[str, torch.Generator], states: dict[str, bytes]) -> None:
+    for name, generator in owned.items():
         if name in states:
-            generator.set_state(_tensor(states[name]))
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            generator.set_state(tensor_of(states[name]))

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.adapters.accelerate.settings import HOME
-from holdfast.adapters.saved_files import read_json
+from holdfast.adapters.kit.run import HOME
+from holdfast.adapters.kit.saved_files import read_json
 from holdfast.system.documents import is_text
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import partial_file, remove_folder, remove_partial_files

@@ -7,9 +7,8 @@ from typing import Any
 
 from holdfast.adapters.accelerate.batch_position import BatchPosition, batches_of
 from holdfast.adapters.accelerate.data_position import DataPosition, UnpreparedGenerators
-from holdfast.adapters.accelerate.notices import end_preempted
-from holdfast.adapters.attached_class import insert_class
-from holdfast.adapters.persistent_workers import warn_of_persistent_workers
+from holdfast.adapters.accelerate.session import end_preempted
+from holdfast.adapters.kit.attachment import insert_class, warn_of_persistent_workers
 
 
 class PositionedLoader:

@@ -11,9 +11,6 @@ from accelerate import Accelerator
 
 from holdfast.checkpoint.run.options import Home
 
-HOME = "holdfast"
-"""Name of a home beside the folders of its checkpoints."""
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

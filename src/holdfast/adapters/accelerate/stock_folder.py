@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from holdfast.adapters.saved_files import folder_fault
+from holdfast.adapters.kit.saved_files import folder_fault
 
 _NUMBER = re.compile(r"([0-9]+)\D*$")
 _AUTOMATIC = re.compile(r"checkpoint_([0-9]+)")

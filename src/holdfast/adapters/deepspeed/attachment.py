@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from holdfast.adapters.attached_class import check_attach, insert_class
 from holdfast.adapters.deepspeed.engine import HoldfastEngine
 from holdfast.adapters.deepspeed.session import Session, Settings
 from holdfast.adapters.deepspeed.support import check_engine
+from holdfast.adapters.kit.attachment import check_attach, insert_class
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput, Unsupported
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.optim import Optimizer
 
-from holdfast.adapters.private_memory import PrivateMemory, storage_of
+from holdfast.adapters.kit.private_memory import PrivateMemory, private_memory
 
 _WRAPPERS = frozenset({DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3})
 """Classes that write to their partitions in `step()` of the optimizer that they have, and not elsewhere.
@@ -26,23 +26,14 @@ Subclasses are left out: those of ZenFlow and SuperOffload step in another threa
 _PLAIN = frozenset({DeepSpeedCPUAdam, FusedAdam})
 
 
-def private_memory(engine: Any) -> list[PrivateMemory]:
+def memory_of_engine(engine: Any) -> list[PrivateMemory]:
     """Return the memory of an engine that may be copied beside the next steps; [] without any.
 
     These are partitions in full precision and the state of the optimizer. What belongs to the module is left
     out: scripts may write to it at any time, for example to exchange averaged weights.
-
-    Memory of devices is left out too: writes through `.data`, as DeepSpeed makes them, cannot be detected
-    there.
     """
     inner = _trained_by(engine.optimizer)
-    if inner is None:
-        return []
-    shared = {storage_of(one) for one in _tensors_of_module(engine.module)}
-    found = {id(one): one for one in _tensors_of(inner) if one.numel() and storage_of(one) not in shared}
-    if not found or any(one.device.type != "cpu" for one in found.values()):
-        return []
-    return [PrivateMemory(found.values())]
+    return [] if inner is None else private_memory(_tensors_of(inner), _tensors_of_module(engine.module))
 
 
 def _trained_by(optimizer: Any) -> Optimizer | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -12,14 +10,12 @@ from torch.optim import Optimizer
 
 import holdfast
 from holdfast.adapters.deepspeed.saved_files import META, Facts, SavedFiles, file_names, make_state
-from holdfast.adapters.loaded_checkpoint import open_loaded
+from holdfast.adapters.kit.run import TrainerRun, open_loaded
 from holdfast.checkpoint.exchange.packed_value import Packed
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import Save
-from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
-from holdfast.checkpoint.run import Checkpointer
-from holdfast.checkpoint.run.options import Home, Limits
+from holdfast.checkpoint.run.options import Home
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
 from holdfast.system.log import get_logger
 
@@ -39,12 +35,11 @@ class RunHome:
     """
 
     def __init__(self, home: Home, options: Mapping[str, Any]) -> None:
-        limits = options.get("limits", Limits())
         self._options = dict(options)
-        self._ranks = Ranks(timeout_s=limits.rank_timeout_s)
-        given = {"keep": None, "quiet": True, **options}
-        self._checkpointer = Checkpointer(home, every=None, group=self._ranks, **given)
-        self.url = self._checkpointer.home
+        self._run = TrainerRun(home, None, options)
+        self._checkpointer, self._ranks, self.url = self._run.checkpointer, self._run.ranks, self._run.home
+        self.announce = self._run.announce
+        self.wait_copied = self._run.wait_copied
         self._may_save = False  # the home is empty, or the run was continued
         self._last = 0  # step of the newest save or load
         self._save: Save | None = None  # the newest save
@@ -82,6 +77,11 @@ class RunHome:
         """Number of ranks."""
         return self._ranks.world_size
 
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes notes and log lines."""
+        return self._ranks.rank == 0
+
     # -- saves -----------------------------------------------------------------------------------------------
 
     def save(self, facts: Facts, files: Mapping[str, Packed], private: Iterable[Optimizer]) -> int:
@@ -100,7 +100,8 @@ class RunHome:
         """
         self._check_may_save()
         step = max(facts.global_steps, self._last + 1)
-        self._save = self._checkpointer.save(step, make_state(facts, files), optimizers=private)
+        self._run.settle()
+        self._save = self._run.save(step, make_state(facts, files), optimizers=private)
         self._last = step
         replaced = self._step_of.get(facts.tag)
         self._step_of[facts.tag] = step
@@ -113,21 +114,9 @@ class RunHome:
             return
         newest = self.on_first(self._checkpointer.latest_step)
         if newest is not None:
-            raise InvalidInput(
-                f"{self.url} holds a run up to step {newest}, and this engine has not loaded it. Nothing was "
-                "saved. Call engine.load_checkpoint() first to continue it. To begin anew, save to another "
-                f"folder, or delete this run: `holdfast rm {self.url}`."
-            )
+            what = "this engine has not loaded it"
+            self._run.refuse_new_run(newest, what, "saved", "Call engine.load_checkpoint() first")
         self._may_save = True
-
-    def wait_copied(self) -> None:
-        """Wait until training can no longer change what the last save contains.
-
-        Ranks: not collective.
-        """
-        if self._save is not None and self._save.state == "staging":
-            with contextlib.suppress(InvalidInput):  # it was dropped; see `was_dropped`
-                self._save.wait_staged()
 
     def was_dropped(self) -> bool:
         """Return True if a rank has dropped the last save: its memory was written meanwhile.
@@ -246,12 +235,3 @@ class RunHome:
 def _read_owners(checkpoint: Checkpoint) -> dict[str, int]:
     every = ((rank, checkpoint.values(rank)) for rank in reversed(range(checkpoint.world_size)))
     return {name: rank for rank, values in every for name in values[META]["partitions"]}
-
-
-def _wait_copied() -> None:
-    """Wait for copies under way before the process ends."""
-    for home in _homes.values():
-        home.wait_copied()
-
-
-atexit.register(_wait_copied)

@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from holdfast.adapters.deepspeed import folders
 from holdfast.adapters.deepspeed.file_engine import FileEngine
 from holdfast.adapters.deepspeed.other_ranks import ReshardedFiles
-from holdfast.adapters.deepspeed.private_memory import private_memory
+from holdfast.adapters.deepspeed.private_memory import memory_of_engine
 from holdfast.adapters.deepspeed.run_home import RunHome
 from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
+from holdfast.adapters.kit.run import HOME
 from holdfast.checkpoint.exchange.packed_value import Packed
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import NotFound, SaveWarning
@@ -28,7 +27,6 @@ from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 
 _log = get_logger("deepspeed")
-_HOME = "holdfast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +105,9 @@ class Session:
         assert self._current is not None
         steps = int(self._engine.global_steps)
         facts = Facts(info.tag, bool(info.save_latest), steps, self._needs_client_state)
-        private = [] if self._is_repeat else private_memory(self._engine)
+        private = [] if self._is_repeat else memory_of_engine(self._engine)
         step = self._current.save(facts, files, private)
-        if _is_first():
+        if self._current.is_first:
             folders.write_note(info.save_dir, info.tag, self._current.url, step)
 
     def _replace_dropped(self) -> None:
@@ -168,10 +166,9 @@ class Session:
             return None
         self._needs_client_state = found.facts.has_client_state
         saved, live = found.checkpoint.world_size, home.world_size
-        if _is_first():
-            _log.info("resuming from %s: step %d of %s", found.facts.tag, found.checkpoint.step, home.url)
-            if saved != live:
-                _log.warning("%d ranks saved it: the %d ranks here have new random numbers", saved, live)
+        home.announce("resuming from %s: step %d of %s", found.facts.tag, found.checkpoint.step, home.url)
+        if home.is_first and saved != live:
+            _log.warning("%d ranks saved it: the %d ranks here have new random numbers", saved, live)
         return found if saved == live else ReshardedFiles(found, self._engine)
 
     def _check_exists(self, home: RunHome, folder: str, tag: str | None) -> None:
@@ -237,10 +234,6 @@ class Session:
         home = self._settings.home
         self._folder = os.fspath(folder)
         if home is None:
-            home = parse_home(Path(folder).absolute() / _HOME)
+            home = parse_home(Path(folder).absolute() / HOME)
         self._current = RunHome.of(home, self._settings.options)
         return self._current
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

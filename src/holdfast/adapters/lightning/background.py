@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from torch.optim import Optimizer
 
+from holdfast.adapters.kit.run import NO_NOTICES
 from holdfast.adapters.lightning.ckpt_file import FileId, may_replace, read_id, verify_ckpt, write_ckpt
 from holdfast.adapters.lightning.home_content import Facts, HomeContent, make_state
 from holdfast.adapters.lightning.pickled import Pickled
@@ -25,7 +26,7 @@ from holdfast.checkpoint.home.documents import read_run
 from holdfast.checkpoint.home.recovery import find_loadable
 from holdfast.checkpoint.keeper import Save, wait_for_orphans
 from holdfast.checkpoint.run import Checkpointer
-from holdfast.checkpoint.run.options import Memory, Preemption
+from holdfast.checkpoint.run.options import Memory
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import (
     Corrupt,
@@ -232,7 +233,7 @@ class BackgroundSaver:
             self.place.home,
             keep=None,
             memory=self._memory,
-            preemption=Preemption("none", signals=False),
+            preemption=NO_NOTICES,
             compile_cache=False,
             group=SoleRank(),
             quiet=True,

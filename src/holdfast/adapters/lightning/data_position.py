@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from holdfast.adapters.lightning.generators import capture_generators, set_generators
+from holdfast.adapters.kit import generators
+from holdfast.adapters.kit.generators import bytes_of, tensor_of
 from holdfast.adapters.lightning.packages import CombinedLoader
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.log import get_logger
@@ -218,3 +219,24 @@ class PositionedLoader(CombinedLoader):
             )
         for _ in range(num_batches):
             super().__next__()
+
+
+def capture_generators() -> dict[str, Any]:
+    """Return the generators of this process, as values that torch.load accepts with `weights_only`."""
+    states = generators.capture_generators()
+    states["python"]["words"] = tensor_of(states["python"]["words"])
+    if "numpy" in states:
+        inner = dict(states["numpy"]["state"])
+        inner["key"] = torch.from_numpy(inner["key"].astype("int64"))
+        states["numpy"] = {**states["numpy"], "state": {**inner, "pos": int(inner["pos"])}}
+    return states
+
+
+def set_generators(states: dict[str, Any]) -> None:
+    """Set the generators to states from `capture_generators`."""
+    states = {**states, "python": {**states["python"], "words": bytes_of(states["python"]["words"])}}
+    if "numpy" in states:
+        inner = states["numpy"]["state"]
+        inner = {**inner, "key": inner["key"].cpu().numpy().astype("uint32")}
+        states["numpy"] = {**states["numpy"], "state": inner}
+    generators.set_generators(states)

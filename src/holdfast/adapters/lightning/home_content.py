@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from holdfast.adapters.kit.run import open_loaded
 from holdfast.adapters.lightning.pickled import Pickled
-from holdfast.adapters.loaded_checkpoint import open_loaded
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.restore.checkpoint import Checkpoint

@@ -7,20 +7,17 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.private_memory import PrivateMemory, storage_of
+from holdfast.adapters.kit.private_memory import PrivateMemory, private_memory
 
 
-def private_memory(trainer: Any) -> list[PrivateMemory]:
+def memory_of_trainer(trainer: Any) -> list[PrivateMemory]:
     """Return the state of a Trainer's optimizers that may be copied beside the next batches; [] if none is.
 
     Weights and buffers are left out: callbacks write to them after a save, for example to exchange averaged
-    ones. Optimizers that are not torch's are left out too, since others may write to their state. So are
-    devices, where writes through `.data` cannot be detected.
+    ones. Optimizers that are not torch's are left out too, since others may write to their state.
     """
     module = trainer.lightning_module
-    shared = {storage_of(one) for owner in (module.parameters(), module.buffers()) for one in owner}
-    found = {id(one): one for one in _state_tensors(trainer) if storage_of(one) not in shared}
-    return [PrivateMemory(found.values())] if found else []
+    return private_memory(_state_tensors(trainer), [*module.parameters(), *module.buffers()])
 
 
 def _state_tensors(trainer: Any) -> Iterator[torch.Tensor]:
@@ -31,4 +28,4 @@ def _state_tensors(trainer: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.device.type == "cpu" and value.is_leaf and value.numel() > 0
+    return type(value) is torch.Tensor and value.device.type == "cpu" and value.is_leaf

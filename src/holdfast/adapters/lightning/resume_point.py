@@ -7,8 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.adapters.lightning.data_position import DataPosition, PositionedLoader
-from holdfast.adapters.lightning.generators import capture_generators, set_generators
+from holdfast.adapters.lightning.data_position import (
+    DataPosition,
+    PositionedLoader,
+    capture_generators,
+    set_generators,
+)
 from holdfast.adapters.lightning.packages import EPOCH_CALLBACKS, DataLoaderIterDataFetcher
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.train.data import Batches

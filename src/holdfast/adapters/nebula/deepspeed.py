@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.nebula.checkpoint import Checkpoint
-from holdfast.adapters.nebula.default_session import init
-from holdfast.adapters.nebula.interface import get_checkpoint, get_latest_checkpoint
+from holdfast.adapters.nebula.interface import Checkpoint, get_checkpoint, get_latest_checkpoint, init
 from holdfast.adapters.nebula.marker import PartitionMarker
 from holdfast.adapters.nebula.settings import parse_location
-from holdfast.adapters.nebula.tags import EXPLICIT
+from holdfast.adapters.nebula.tag_index import EXPLICIT
 from holdfast.checkpoint.exchange.torch_files import load
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 

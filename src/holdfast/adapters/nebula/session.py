@@ -12,13 +12,28 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from holdfast.adapters.nebula.memory_budget import MemoryBudget
-from holdfast.adapters.nebula.settings import Settings, parse_location
-from holdfast.adapters.nebula.store_ranks import StoreRanks
-from holdfast.adapters.nebula.tag_coordinator import TagCoordinator, TagPlan, is_grouped, own_rank, world
-from holdfast.adapters.nebula.tag_index import TaggedCheckpoint, TagIndex, Tier, make_metadata
+from holdfast.adapters.nebula.settings import MemoryBudget, Settings, parse_location
+from holdfast.adapters.nebula.tag_coordinator import (
+    StoreRanks,
+    TagCoordinator,
+    TagPlan,
+    is_grouped,
+    own_rank,
+    world,
+)
+from holdfast.adapters.nebula.tag_index import (
+    EXPLICIT,
+    META,
+    TaggedCheckpoint,
+    TagIndex,
+    Tier,
+    goes_back,
+    key_of,
+    make_metadata,
+    named_step,
+    next_step,
+)
 from holdfast.adapters.nebula.tag_writer import RANKS_S, TagWriter, local_folder, run_of
-from holdfast.adapters.nebula.tags import EXPLICIT, META, goes_back, key_of, named_step, next_step
 from holdfast.checkpoint.exchange.packed_value import Packed, pack
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import MemoryTierStore, wait_for_orphans

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.adapters.kit.run import NO_NOTICES
 from holdfast.adapters.nebula.settings import Settings
-from holdfast.adapters.nebula.store_ranks import StoreRanks
-from holdfast.adapters.nebula.tag_coordinator import TagPlan
+from holdfast.adapters.nebula.tag_coordinator import StoreRanks, TagPlan
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.home.claim import claim_run
 from holdfast.checkpoint.home.documents import read_run
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.run import Checkpointer
-from holdfast.checkpoint.run.options import Home, Limits, Local, Preemption
+from holdfast.checkpoint.run.options import Home, Limits, Local
 from holdfast.checkpoint.state.replication import per_rank
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError, SaveWarning, Unsupported
@@ -88,7 +88,7 @@ class TagWriter:
             memory=self._memory_bytes,
             group=ranks,
             quiet=True,
-            preemption=Preemption("none", signals=False),
+            preemption=NO_NOTICES,
             limits=Limits(rank_timeout=RANKS_S),
         )
         made.continue_from(plan.base)

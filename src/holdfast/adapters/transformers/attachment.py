@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from holdfast.adapters.attached_class import check_attach, insert_class
-from holdfast.adapters.persistent_workers import warn_of_persistent_workers
+from holdfast.adapters.kit.attachment import check_attach, insert_class, warn_of_persistent_workers
+from holdfast.adapters.kit.run import HOME
 from holdfast.adapters.transformers.data_feed import DataFeed, check_data
 from holdfast.adapters.transformers.flow import FlowCallback
 from holdfast.adapters.transformers.settings import Settings
@@ -68,7 +68,7 @@ def attach(
     if data is not None:
         check_data(trainer, data)
     if home is None:
-        home = Path(trainer.args.output_dir or ".") / "holdfast"
+        home = Path(trainer.args.output_dir or ".") / HOME
     settings = Settings(parse_home(home), folders, options, None if data is None else DataFeed(data))
     attached = insert_class(trainer, HoldfastTrainer, before=Trainer)
     attached.holdfast_settings = settings

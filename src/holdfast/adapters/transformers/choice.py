@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.adapters.kit.run import TrainerRun
 from holdfast.adapters.transformers.folders import Folders
 from holdfast.adapters.transformers.stock_folder import find_fault, has_weights, list_folders, step_of
-from holdfast.checkpoint.ranks import RankGroup
-from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput
 from holdfast.system.log import get_logger
@@ -32,25 +31,14 @@ class Chooser:
     """Chooser among the checkpoints of a home, and the folders `checkpoint-N` of an output directory.
 
     Args:
-        checkpointer: Checkpointer of the home.
-        home: its URL.
+        run: run of the Trainer.
         folders: folders of the output directory.
-        group: ranks that resume.
         with_training: a folder has to have the optimizer, the scheduler and the generators too.
     """
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        home: str,
-        folders: Folders,
-        group: RankGroup,
-        *,
-        with_training: bool,
-    ) -> None:
-        self._checkpointer, self._home = checkpointer, home
-        self._folders, self._group = folders, group
-        self._with_training = with_training
+    def __init__(self, run: TrainerRun, folders: Folders, *, with_training: bool) -> None:
+        self._checkpointer, self._home, self._group = run.checkpointer, run.home, run.ranks
+        self._run, self._folders, self._with_training = run, folders, with_training
 
     def choose(self, asked: str | bool) -> Choice | None:
         """Return the checkpoint that `resume_from_checkpoint` asks for; None for "auto" without any.
@@ -82,12 +70,8 @@ class Chooser:
         """
         newest = self._group.of_rank_0(self._checkpointer.latest_step)
         if newest is not None:
-            raise InvalidInput(
-                f"{self._home} holds a run up to step {newest}, and train() was called without "
-                "resume_from_checkpoint. Nothing was trained. Call train(resume_from_checkpoint=True) to "
-                f"continue it. To begin anew, give attach() another home, or delete this one: "
-                f"`holdfast rm {self._home}`."
-            )
+            what = "train() was called without resume_from_checkpoint"
+            self._run.refuse_new_run(newest, what, "trained", "Call train(resume_from_checkpoint=True)")
 
     def _newest(self) -> Choice | None:
         step = self._checkpointer.continue_from(verify=True)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.adapters.saved_files import read_json
+from holdfast.adapters.kit.saved_files import read_json
 from holdfast.adapters.transformers.stock_folder import TRAINER_STATE, list_folders, step_of
 from holdfast.system.linux.partial_files import remove_folder, remove_partial_files
 

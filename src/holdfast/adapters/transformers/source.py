@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from holdfast.adapters.transformers.live_state import (
@@ -14,9 +14,7 @@ from holdfast.adapters.transformers.live_state import (
     TRAINING,
     Progress,
 )
-from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.run import Checkpointer
-from holdfast.checkpoint.run.options import Preemption
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 
@@ -77,18 +75,3 @@ class ResumeSource:
 
     def _load(self, keys: Collection[str]) -> None:
         self._checkpointer.restore(self.step, only=keys)
-
-
-def open_elsewhere(home: str, state: MutableMapping[str, Any], timeout_s: float) -> Checkpointer:
-    """Return a Checkpointer that only reads another run's home.
-
-    Ranks: collective.
-    """
-    return Checkpointer(
-        home,
-        state,
-        preemption=Preemption("none", signals=False),
-        compile_cache=False,
-        group=Ranks(timeout_s=timeout_s),
-        quiet=True,
-    )

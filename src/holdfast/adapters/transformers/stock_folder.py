@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.adapters.saved_files import folder_fault, read_json
+from holdfast.adapters.kit.saved_files import folder_fault, read_json
 
 TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")

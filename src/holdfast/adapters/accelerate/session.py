@@ -9,8 +9,13 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.adapters.accelerate.candidates import Candidate, LoadCandidates
-from holdfast.adapters.accelerate.folders import Folders
+from holdfast.adapters.accelerate.folders import (
+    Candidate,
+    Folders,
+    LoadCandidates,
+    automatic_number,
+    number_of,
+)
 from holdfast.adapters.accelerate.live_state import (
     FOLDERS,
     GENERATORS,
@@ -19,8 +24,6 @@ from holdfast.adapters.accelerate.live_state import (
     loaded_models,
     saved_models,
 )
-from holdfast.adapters.accelerate.settings import Settings
-from holdfast.adapters.accelerate.stock_folder import automatic_number, number_of
 from holdfast.adapters.kit.notices import Notices
 from holdfast.adapters.kit.run import NO_NOTICES, TrainerRun
 from holdfast.checkpoint.run.options import parse_preemption
@@ -37,7 +40,7 @@ from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 
 if TYPE_CHECKING:
-    from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
+    from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator, Settings
 
 _log = get_logger("adapters")
 
@@ -143,9 +146,6 @@ class Session:
 
         Returns:
             The reason of a preemption notice, if any; the step; and the steps whose folders are gone.
-
-        Raises:
-            InvalidInput: the folder is another checkpoint's, or the home holds a run that was not loaded.
         """
         is_first = self._ranks.rank == 0
         outcomes = self._ranks.agree(
@@ -251,7 +251,6 @@ class Session:
 
         Raises:
             InvalidInput: there is none, or it is not complete.
-            HoldfastError: as `Checkpointer.restore`.
         """
         self._finish_saves()
         own: Any = self._accelerator

@@ -126,7 +126,6 @@ def make_catalog(plans: Sequence[SavePlan]) -> bytes:
 
     Raises:
         InvalidInput: a name is reserved, or the ranks' regions do not cover a tensor exactly once.
-        Unsupported: a dtype cannot be saved.
     """
     found: dict[str, tuple[Shard, list[tuple[int, Region]]]] = {}
     for rank, plan in enumerate(plans):
@@ -159,11 +158,7 @@ def _check_same_tensor(first: Shard, rows: Sequence[tuple[int, Region]], shard: 
 
 
 def items_to_write(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[WriteItem, Shard]]:
-    """Return the shards that a rank writes, in the order of the catalog.
-
-    Raises:
-        Unsupported: the planner has dropped or changed an item.
-    """
+    """Return the shards that a rank writes, in the order of the catalog."""
     planned = {(shard.name, shard.offsets): item for item, shard in planned_shards(plan)}
     items: list[tuple[WriteItem, Shard]] = []
     for shard in parse_catalog(catalog, "the catalog of this save").shards_of(rank):
@@ -185,7 +180,6 @@ def planned_shards(plan: SavePlan) -> list[tuple[WriteItem, Shard]]:
 
     Raises:
         InvalidInput: a name is reserved.
-        Unsupported: a dtype cannot be saved.
     """
     found: list[tuple[WriteItem, Shard]] = []
     for item in plan.items:
@@ -217,7 +211,6 @@ def encode_values(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
 
     Raises:
         InvalidInput: a value cannot be saved.
-        Unsupported: the planner returns pickles instead of objects.
     """
     encoded: dict[str, Any] = {}
     for item in plan.items:

@@ -48,7 +48,6 @@ def stage(planner: SavePlanner, items: Sequence[tuple[WriteItem, Shard]], layout
         items: tensors to copy, in the order of the layout's starts.
 
     Raises:
-        Unsupported: a tensor does not have plain memory.
         InvalidInput: a tensor differs from the plan.
 
     Blocks: until the tensors are copied, also from devices.

@@ -6,6 +6,6 @@ from holdfast.adapters.kit.attachment import check_versions
 
 check_versions("deepspeed", {"deepspeed": (0, 19)})  # the oldest whose private methods fit
 
-from holdfast.adapters.deepspeed.attachment import attach  # noqa: E402 - the check is first
+from holdfast.adapters.deepspeed.engine import attach  # noqa: E402 - the check is first
 
 __all__ = ["attach"]

@@ -12,19 +12,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
+from typing import TypeVar, final
 
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from holdfast.adapters.kit.run import NO_NOTICES
-from holdfast.adapters.lightning.ckpt_file import FileId, may_replace, read_id, verify_ckpt, write_ckpt
-from holdfast.adapters.lightning.home_content import Facts, HomeContent, make_state
+from holdfast.adapters.lightning.ckpt_file import (
+    Facts,
+    FileId,
+    HomeContent,
+    make_state,
+    may_replace,
+    read_id,
+    verify_ckpt,
+    write_ckpt,
+)
 from holdfast.adapters.lightning.pickled import Pickled
 from holdfast.adapters.lightning.places import HomePlace, folder_of, is_inside, is_local
-from holdfast.adapters.lightning.sole_rank import SoleRank
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import read_run
 from holdfast.checkpoint.home.recovery import find_loadable
 from holdfast.checkpoint.keeper import Save, wait_for_orphans
+from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Memory
 from holdfast.checkpoint.store import open_store
@@ -40,6 +50,36 @@ from holdfast.errors import (
 from holdfast.system.callsite import warn
 from holdfast.system.linux.partial_files import remove_partial_files
 from holdfast.system.log import get_logger
+
+_T = TypeVar("_T")
+
+
+@final
+class SoleRank(RankGroup):
+    """One rank that saves by itself: Lightning gives a whole checkpoint to rank 0."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+
+    @override
+    def gather(self, value: _T) -> list[_T]:
+        return [value]
+
+    @override
+    def share(self, value: _T) -> _T:
+        return value
+
+    @override
+    def exchange_flags(
+        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
+    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+        """Return the values unchanged."""
+        return flags, numbers
+
+    @override
+    def barrier_and_close(self) -> None:
+        """Do nothing."""
+
 
 _log = get_logger("lightning")
 _ORPHANS_S = 600.0
@@ -117,9 +157,6 @@ class BackgroundSaver:
             moment: equal for saves between which nothing trains. If the tensors are those of the save
                 before, they are saved once.
             private: memory that is copied beside the next forward and backward pass.
-
-        Raises:
-            HoldfastError: this save failed, or an earlier one.
 
         Blocks: for the copy.
         """
@@ -246,11 +283,7 @@ class BackgroundSaver:
         return checkpointer
 
     def sort_out(self, folder: str) -> None:
-        """Sort out a folder before the first save to it, which may never come.
-
-        Raises:
-            HoldfastError: as `save`.
-        """
+        """Sort out a folder before the first save to it, which may never come."""
         self._open()
         self._sort_out(folder)
 
@@ -380,11 +413,7 @@ class BackgroundSaver:
     # -- waits -----------------------------------------------------------------------------------------------
 
     def wait(self, path: str | None = None) -> None:
-        """Wait until a file, or all files, are written.
-
-        Raises:
-            HoldfastError, OSError: a save failed, or a file could not be written.
-        """
+        """Wait until a file, or all files, are written."""
         for job in list(self._jobs):
             if path is not None and job.path != path:
                 continue
@@ -395,11 +424,7 @@ class BackgroundSaver:
                 raise job.error
 
     def close(self) -> None:
-        """Wait until everything is written, and let the keeper end. A later save opens the home again.
-
-        Raises:
-            HoldfastError, OSError: a save failed, or a file could not be written.
-        """
+        """Wait until everything is written, and let the keeper end. A later save opens the home again."""
         if self._checkpointer is None:
             return
         try:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
 
+import torch
+
 from holdfast.adapters.kit.notices import Notices
-from holdfast.adapters.kit.private_memory import PrivateMemory
+from holdfast.adapters.kit.private_memory import PrivateMemory, private_memory
 from holdfast.adapters.lightning.packages import ModelCheckpoint, SIGTERMException, TorchCheckpointIO
 from holdfast.adapters.lightning.places import absolute, home_beside, is_local
 from holdfast.adapters.lightning.plugin import HoldfastCheckpointIO
-from holdfast.adapters.lightning.private_memory import memory_of_trainer
 from holdfast.adapters.lightning.resume_point import (
     KEY,
     begin_epoch,
@@ -36,6 +37,28 @@ from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.run.options import Memory
 from holdfast.errors import PREEMPTED_STATUS, InvalidInput, Preempted, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
+
+
+def memory_of_trainer(trainer: Any) -> list[PrivateMemory]:
+    """Return the state of a Trainer's optimizers that may be copied beside the next batches; [] if none is.
+
+    Weights and buffers are left out: callbacks write to them after a save, for example to exchange averaged
+    ones. Optimizers that are not torch's are left out too, since others may write to their state.
+    """
+    module = trainer.lightning_module
+    return private_memory(_state_tensors(trainer), [*module.parameters(), *module.buffers()])
+
+
+def _state_tensors(trainer: Any) -> Iterator[torch.Tensor]:
+    for optimizer in trainer.optimizers:
+        if type(optimizer).__module__.startswith("torch.optim."):
+            for slots in optimizer.state.values():
+                yield from (one for one in slots.values() if _is_plain(one))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.device.type == "cpu" and value.is_leaf
+
 
 _moments = itertools.count()
 _RANKS_S = 3600.0
@@ -324,9 +347,6 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
         Its workers may have died of it. The last complete step is saved. On several ranks it is not: others
         compute with their next batch.
-
-        Raises:
-            Preempted: otherwise nothing is done.
         """
         notices = self._notices
         if notices is None or notices.reason is None or not trainer.training:
@@ -423,11 +443,7 @@ def _may_stop(trainer: Any, notices: Notices) -> bool:
 
 
 def _check_strategy(strategy: Any) -> None:
-    """Check that a strategy saves with its CheckpointIO.
-
-    Raises:
-        Unsupported: it writes shards itself.
-    """
+    """Check that a strategy saves with its CheckpointIO."""
     if getattr(strategy, "_state_dict_type", "full") == "sharded":
         raise Unsupported(
             f'{type(strategy).__name__}(state_dict_type="sharded") writes its shards without a CheckpointIO, '

@@ -87,11 +87,7 @@ class NebulaBlock:
 
     @classmethod
     def parse(cls, block: Mapping[str, Any]) -> NebulaBlock:
-        """Parse the block of a configuration.
-
-        Raises:
-            InvalidInput: the block has an unknown member.
-        """
+        """Parse the block of a configuration."""
         given = {_RENAMED.get(name, name): value for name, value in block.items() if name != "enabled"}
         names = {one.name for one in fields(cls)}
         if unknown := sorted(given.keys() - names):

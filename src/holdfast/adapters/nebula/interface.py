@@ -102,9 +102,6 @@ def session_for(persist_path: Any) -> Session:
 def end() -> None:
     """End the session, and make its checkpoints durable in home. It is called when the interpreter exits.
 
-    Raises:
-        HoldfastError: the newest save failed.
-
     Blocks: until everything is durable.
     """
     global _current

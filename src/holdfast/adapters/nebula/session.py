@@ -118,7 +118,6 @@ class Session:
 
         Raises:
             InvalidInput, Unsupported: the partition cannot be saved. Nothing was saved.
-            HoldfastError: this save failed, or an earlier one.
 
         Blocks: for a copy of the partition.
         """
@@ -212,9 +211,6 @@ class Session:
 
         Returns:
             True if the tag is staged and submitted to the keeper.
-
-        Raises:
-            HoldfastError: this save failed, or an earlier one.
         """
         with self._lock:
             self._check_errors()
@@ -436,11 +432,6 @@ class Session:
     def flush(self, tag: str | None = None, timeout_s: float | None = None) -> None:
         """Wait until a tag, or everything in near tiers, is in home.
 
-        Raises:
-            NotFound: the tag does not exist.
-            RetryLater: the tag is not in home within `timeout_s`.
-            HoldfastError: the newest save failed.
-
         Blocks: until the checkpoints are in home.
         """
         with self._lock:
@@ -482,9 +473,6 @@ class Session:
 
     def close(self) -> None:
         """Make everything durable in home.
-
-        Raises:
-            HoldfastError: the newest save failed.
 
         Blocks: until everything is durable.
         """

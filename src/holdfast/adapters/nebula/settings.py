@@ -51,11 +51,7 @@ def make_settings(
 
 
 def parse_location(path: Any) -> str:
-    """Return the absolute path or URL of a location. A tuple of one path is accepted with a warning.
-
-    Raises:
-        InvalidInput: the location is missing, empty or of another type.
-    """
+    """Return the absolute path or URL of a location. A tuple of one path is accepted with a warning."""
     if isinstance(path, tuple) and len(path) == 1:
         message = (
             f"The path is a tuple, {path!r}, because a comma follows it. Its only element is used. Remove "
@@ -117,11 +113,7 @@ class MemoryBudget:
         return cls(num_bytes if count == 1 else num_bytes // 2 // count, count, is_set=True)
 
     def check(self, tensors: Iterable[torch.Tensor], tag: str) -> None:
-        """Check that the budget is large enough for some tensors.
-
-        Raises:
-            InvalidInput: the budget is too small. The message has the value that suffices.
-        """
+        """Check that the budget is large enough for some tensors."""
         needed = image_bytes(tensors)
         if needed <= self.cap_bytes:
             return

@@ -91,11 +91,7 @@ class StoreRanks(RankGroup):
     def exchange_flags(
         self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
     ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-        """Return the values unchanged. Only a single rank may call it.
-
-        Raises:
-            Unsupported: there are several ranks.
-        """
+        """Return the values unchanged. Only a single rank may call it."""
         if self.world_size > 1:
             raise Unsupported("Ranks that communicate by a store do not exchange values at every step.")
         return flags, numbers
@@ -124,11 +120,7 @@ class TagPlan:
 
     @classmethod
     def parse(cls, text: str | bytes) -> TagPlan:
-        """Parse a plan in JSON.
-
-        Raises:
-            Corrupt: the text is not a plan.
-        """
+        """Parse a plan in JSON."""
         return decode_dataclass(cls, text, "the plan for a tag")
 
 
@@ -163,9 +155,6 @@ class TagCoordinator:
         """Return the ranks that saved the first `num_files` files of a tag.
 
         Ranks that were late are not included.
-
-        Raises:
-            RetryLater: a rank has counted a file and then died.
 
         Blocks: while a rank is counting a file, at most 30 s.
         """

@@ -42,22 +42,14 @@ _RESERVED = frozenset({META, "rng"})
 
 
 def check_tag(tag: Any) -> str:
-    """Return a tag, if it is valid.
-
-    Raises:
-        InvalidInput: the tag is not a string, or is empty.
-    """
+    """Return a tag, if it is valid."""
     if not isinstance(tag, str) or not tag:
         raise InvalidInput(f"A tag must be a string such as 'global_step500', not {tag!r}.")
     return tag
 
 
 def check_num_of_files(count: Any) -> int | None:
-    """Return a number of files, if it is valid.
-
-    Raises:
-        InvalidInput: the number is not None, -2, or 1 or more.
-    """
+    """Return a number of files, if it is valid."""
     is_number = isinstance(count, int) and not isinstance(count, bool)
     if count is None or (is_number and (count == EXPLICIT or count >= 1)):
         return count
@@ -209,23 +201,11 @@ class TaggedCheckpoint:
         return list(dict.fromkeys(every))
 
     def packed(self, name: str, index: int) -> Packed:
-        """Return a packed partition of a part, on the CPU and verified.
-
-        Raises:
-            Corrupt: the checkpoint is damaged.
-            NotFound: a file is missing.
-            RetryLater: the store failed.
-        """
+        """Return a packed partition of a part, on the CPU and verified."""
         return read_partition(self.checkpoint, index, META, name)
 
     def load(self, name: str, rank: int, map_location: MapLocation) -> Any:
-        """Load a partition: this rank's own, or else the lowest rank's.
-
-        Raises:
-            NotFound: no rank has saved the partition, or a file is missing.
-            Corrupt: the checkpoint is damaged.
-            RetryLater: the store failed.
-        """
+        """Load a partition: this rank's own, or else the lowest rank's."""
         index = self.index_of(name, rank)
         if index is None:
             raise NotFound(
@@ -265,19 +245,12 @@ class TagIndex:
 
         Args:
             only_home: omit checkpoints that are not complete in home.
-
-        Raises:
-            RetryLater: a store failed.
         """
         found, listings = self._candidates(only_home=only_home)
         return self._usable(found, lambda one: self._open(one, listings))  # `newest` warns about damage
 
     def find(self, tag: str) -> TaggedCheckpoint | None:
-        """Return the newest readable checkpoint of a tag, or None.
-
-        Raises:
-            RetryLater: a store failed.
-        """
+        """Return the newest readable checkpoint of a tag, or None."""
         step = named_step(tag)
         found, listings = self._candidates()
         found.sort(key=lambda one: one.step != step)  # the most likely one first
@@ -304,10 +277,6 @@ class TagIndex:
             only_home: omit checkpoints that are not complete in home.
             verified: verified checkpoints, which are not verified again. New ones are
                 added.
-
-        Raises:
-            Corrupt: all checkpoints are damaged.
-            RetryLater: a store failed.
 
         Blocks: until the checkpoint has been read once.
         """

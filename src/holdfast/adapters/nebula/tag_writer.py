@@ -54,9 +54,6 @@ class TagWriter:
     def begin(self, plan: TagPlan, ranks: StoreRanks) -> None:
         """Begin an attempt that continues the base of a plan.
 
-        Raises:
-            HoldfastError: the home cannot be taken over, or a rank did not respond.
-
         Ranks: collective over `ranks`.
         """
         if self._checkpointer is None:
@@ -98,9 +95,6 @@ class TagWriter:
         """Save a state under a step.
 
         Returns when the state is staged. You may change its objects then.
-
-        Raises:
-            HoldfastError: as in `Checkpointer.save`.
         """
         assert self._checkpointer is not None
         marked = {key: per_rank(value) for key, value in state.items()}
@@ -126,21 +120,12 @@ class TagWriter:
             self._checkpointer.send_home(step)
 
     def wait_home(self, timeout_s: float | None = None) -> None:
-        """Wait until the newest save is in home.
-
-        Raises:
-            HoldfastError: the save failed.
-            RetryLater: the save is not in home within `timeout_s`.
-        """
+        """Wait until the newest save is in home."""
         if self._checkpointer is not None:
             self._checkpointer.wait(timeout_s)
 
     def close(self) -> None:
-        """Wait until the newest save is in home, and end the keeper.
-
-        Raises:
-            HoldfastError: the save failed.
-        """
+        """Wait until the newest save is in home, and end the keeper."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 

@@ -60,11 +60,7 @@ def _is_resumable(folder: str, step: int, names: Collection[str]) -> bool:
 
 
 def _check_metadata(folder: str, step: int) -> None:
-    """Check that the metadata of a DCP checkpoint can be read.
-
-    Raises:
-        Corrupt: it is damaged.
-    """
+    """Check that the metadata of a DCP checkpoint can be read."""
     path = filesystem.join(folder, f"step-{step}")
     if filesystem.is_remote(path):
         return
@@ -201,11 +197,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         return True
 
     def _load_stock(self, step: int) -> bool:
-        """Load a checkpoint of torchtitan's own manager.
-
-        Raises:
-            Corrupt: its metadata is damaged.
-        """
+        """Load a checkpoint of torchtitan's own manager."""
         try:
             return super()._load(step)
         except CheckpointException:

@@ -32,11 +32,7 @@ _NAMES = {
 
 
 def read_run_numbers(home: str) -> dict[str, float]:
-    """Return the numbers of the run in a home, by their names in a tracker. Unknown ones are left out.
-
-    Raises:
-        HoldfastError: the home could not be read.
-    """
+    """Return the numbers of the run in a home, by their names in a tracker. Unknown ones are left out."""
     summary = read_summary(open_store(home))
     families = {one.name: one.samples for one in metric_families(summary, home)}
     found = {ours: float(families[name][0][1]) for name, ours in _NAMES.items() if name in families}

@@ -31,10 +31,6 @@ class StepRecord:
 
     Attributes:
         step: newest recorded step; `NONE` without any.
-
-    Raises:
-        Corrupt: the file has other contents.
-        OSError: it cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,11 +45,7 @@ class StepRecord:
         self.step = int(found) if found else NONE
 
     def raise_to(self, step: int) -> None:
-        """Record a newer step.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Record a newer step."""
         os.pwrite(self._fd, b"%0*d\n" % (_DIGITS, step), 0)
         self.step = step
 

@@ -96,12 +96,7 @@ class DataFeed:
 
 
 def check_data(trainer: Trainer, batches: Any) -> None:
-    """Check that batches fit a Trainer.
-
-    Raises:
-        InvalidInput: they are made for other data, ranks or settings.
-        Unsupported: the Trainer does not divide its data among all ranks, or has a stream.
-    """
+    """Check that batches fit a Trainer."""
     if not isinstance(batches, Batches):
         raise InvalidInput(
             f"attach(data=...) takes GlobalBatches or a relative, not {type(batches).__name__}. The Trainer "

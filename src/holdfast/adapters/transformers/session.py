@@ -13,32 +13,27 @@ from transformers.trainer_utils import HubStrategy
 from typing_extensions import Self
 
 from holdfast.adapters.kit.run import TrainerRun
-from holdfast.adapters.transformers.choice import Choice, Chooser
-from holdfast.adapters.transformers.end_folder import write_folder
-from holdfast.adapters.transformers.folders import Folders, surplus
+from holdfast.adapters.transformers.folders import Choice, Chooser, Folders, step_of, surplus, write_folder
 from holdfast.adapters.transformers.live_state import (
     DATA,
     MODEL,
     PROGRESS,
     TRAINER_STATE,
     Progress,
+    ResumeSource,
     live_objects,
     read_counters,
     stops_early,
     trainer_state,
     write_counters,
 )
-from holdfast.adapters.transformers.settings import Settings
-from holdfast.adapters.transformers.source import ResumeSource
-from holdfast.adapters.transformers.stock_folder import step_of
-from holdfast.adapters.transformers.support import check_optimizer
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.run import Checkpointer
-from holdfast.errors import InvalidInput, LoaderWarning
+from holdfast.errors import InvalidInput, LoaderWarning, Unsupported
 
 if TYPE_CHECKING:
-    from holdfast.adapters.transformers.trainer import HoldfastTrainer
+    from holdfast.adapters.transformers.trainer import HoldfastTrainer, Settings
 
 
 class Session:
@@ -58,7 +53,7 @@ class Session:
     def __init__(
         self, trainer: HoldfastTrainer, settings: Settings, ignored_keys: list[str] | None = None
     ) -> None:
-        check_optimizer(trainer.optimizer)
+        _check_optimizer(trainer.optimizer)
         self.must_evaluate = False
         self._trainer, self._settings, self._ignored_keys = trainer, settings, ignored_keys
         self._args = trainer.args
@@ -107,7 +102,6 @@ class Session:
 
         Raises:
             InvalidInput: there is none, or a new training would begin in a home that holds one.
-            HoldfastError: as `Checkpointer.restore`.
 
         Ranks: collective.
         """
@@ -373,3 +367,13 @@ def _best_rule(args: TrainingArguments) -> Keep:
         return Keep(last=None)
     name = metric if metric.startswith("eval_") else f"eval_{metric}"
     return Keep(last=None, metric=name, mode="max" if args.greater_is_better else "min")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Check that an optimizer has state that can be saved, not one per layer that no Trainer can reach."""
+    if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
+        raise Unsupported(
+            "A layerwise optimizer keeps its state in hooks of the parameters, and neither the Trainer nor "
+            "Holdfast can save it. Nothing was trained. Use the variant that is not layerwise, such as "
+            'optim="galore_adamw".'
+        )

@@ -153,7 +153,7 @@ class LoaderWarning(ResumeWarning):
 
 
 class StrayParametersWarning(ResumeWarning):
-    """Parameters that an optimizer of the state trains, and that no module of the state has."""
+    """Parameters of an optimizer of the state that are in no module of it."""
 
 
 class SaveWarning(UserWarning):

@@ -381,7 +381,7 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def end_preempted(error: Exception) -> None:
-    """End the process by `Preempted` if a loader has failed after a notice, else do nothing.
+    """End the process by `Preempted` if a loader has failed after a notice.
 
     Its workers may have died of it. Nothing is saved: only the script knows where its step ends. The last
     save becomes durable.

@@ -34,7 +34,7 @@ def check_versions(extra: str, oldest: Mapping[str, tuple[int, int]]) -> None:
 def check_attach(
     target: Any, added: type, options: Mapping[str, Any], decided: Mapping[str, str], *, name: str
 ) -> None:
-    """Check the arguments of an adapter's `attach`, to which an object may be given once.
+    """Check the arguments of an adapter's `attach`. An object is attached once.
 
     Args:
         target: object to attach to.

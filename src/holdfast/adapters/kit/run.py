@@ -30,7 +30,7 @@ _log = get_logger("adapters")
 
 
 class TrainerRun:
-    """Run whose loop, rhythm of saves and choice of what to keep belong to a trainer.
+    """Run of a trainer that owns the loop and the rhythm of saves.
 
     Args:
         home: home of the run.

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints in a home, and the files of torch.save that are written from them, with hashes."""
+"""Lightning's checkpoints in a home, and their files of torch.save, with hashes."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ def _best_rule(args: TrainingArguments) -> Keep:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """Check that an optimizer has state that can be saved, not one per layer that no Trainer can reach."""
+    """Check that the state of an optimizer is in reach, and not in hooks."""
     if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
         raise Unsupported(
             "A layerwise optimizer keeps its state in hooks of the parameters, and neither the Trainer nor "

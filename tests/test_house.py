@@ -27,6 +27,9 @@ FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
 # A new folder or top-level file must be placed here, by hand, in review.
 ROOMS = "errors | system | checkpoint | watch | train adapters jobs | cli testing"
 FLOORS = {
+    "adapters": """
+        kit | accelerate dcp deepspeed lightning ray recipe torchtitan trackers transformers | nebula
+    """,
     "checkpoint": """
         format retention save_interval | policy ranks state store | home stage | keeper restore
         | exchange watch | run
@@ -41,12 +44,11 @@ FLOORS = {
 }
 # Imports that still point up or sideways. This list only shrinks.
 UPWARD = """
-adapters/accelerate/batch_position.py imports train.data.Batches
+adapters/accelerate/data_position.py imports train.data.Batches
 adapters/accelerate/live_state.py imports train.data.Batches
-adapters/lightning/data_position.py imports train.data.Batches
 adapters/lightning/resume_point.py imports train.data.Batches
-adapters/transformers/attachment.py imports train.data.Batches
 adapters/transformers/data_feed.py imports train.data.Batches
+adapters/transformers/trainer.py imports train.data.Batches
 checkpoint/home/commit.py imports watch.values.judgement.judge
 checkpoint/home/commit.py imports watch.values.replicas.ReplicaHashes
 checkpoint/home/commit.py imports watch.values.replicas.ReplicaWatch

@@ -196,7 +196,7 @@ def test_a_planted_file_is_not_handed_out_as_the_latest_checkpoint(
     """`get_latest_checkpoint_path` returned whatever stood at a predictable path below TMPDIR."""
     import holdfast.adapters.nebula as nm
     from holdfast.adapters.nebula import interface
-    from holdfast.adapters.nebula.default_session import end
+    from holdfast.adapters.nebula.interface import end
 
     monkeypatch.setattr("tempfile.tempdir", str(shared))
     home = shared.parent / "home"

@@ -152,11 +152,23 @@ class WatchWarning(UserWarning):
     """A watch that has failed and is off now, or what a watch reports. Training continues, and is saved."""
 
 
+class LoaderWarning(ResumeWarning):
+    """A data loader that is being read, and whose position is not in the state."""
+
+
+class StrayParametersWarning(ResumeWarning):
+    """Parameters of an optimizer of the state that are in no module of it."""
+
+
 class SaveWarning(UserWarning):
     """A save that failed, was skipped or dropped, or supersedes another one; or a failed export.
 
     Training continues, and older checkpoints remain.
     """
+
+
+class TornSaveWarning(SaveWarning):
+    """A save that was dropped: something wrote to the state while it was copied."""
 
 
 ERRORS: Mapping[str, type[HoldfastError]] = {

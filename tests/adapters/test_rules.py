@@ -7,7 +7,7 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.adapters.dcp.rules import find_rule
+from holdfast.adapters.dcp.documents import find_rule
 from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from holdfast.adapters import saved_files
-from holdfast.adapters.saved_files import file_fault, folder_fault, read_json
+from holdfast.adapters.kit import saved_files
+from holdfast.adapters.kit.saved_files import file_fault, folder_fault, read_json
 from holdfast.errors import Denied, HoldfastError, RetryLater
 
 DEEP = "[" * 100_000

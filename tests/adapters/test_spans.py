@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.adapters.dcp.sinks import make_sinks
-from holdfast.adapters.dcp.spans import Span, spans
+from holdfast.adapters.dcp.reader import Span, make_sinks, spans
 from holdfast.checkpoint.format.layout import Shard
 from holdfast.errors import InvalidInput
 

@@ -35,7 +35,7 @@ def _warnings_of(action: Callable[[], Any]) -> list[warnings.WarningMessage]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         action()
-    return [one for one in caught if one.category is ResumeWarning]
+    return [one for one in caught if issubclass(one.category, ResumeWarning)]
 
 
 def _lines(one: Any) -> list[str]:

@@ -154,7 +154,7 @@ def change_frozen(rank: int, home: Path) -> dict[str, Any]:
     return {
         "digests": digests,
         "told": told,
-        "warned": [str(one.message) for one in warned if one.category is holdfast.SaveWarning],
+        "warned": [str(one.message) for one in warned if issubclass(one.category, holdfast.SaveWarning)],
     }
 
 

@@ -15,7 +15,7 @@ import torch
 import holdfast
 from holdfast.adapters import nebula, recipe
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
-from holdfast.adapters.nebula import default_session, tag_index
+from holdfast.adapters.nebula import interface, tag_index
 from holdfast.checkpoint.home import documents
 from holdfast.checkpoint.restore import parts, verify
 from holdfast.checkpoint.store import direct_io, local
@@ -98,7 +98,7 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for step in (OLDER, NEWEST):
         nebula.Checkpoint(f"global_step{step}", 1).save("model", torch.full((2,), float(step)))
     nebula.flush_persistence()
-    default_session.end()
+    interface.end()
     return {name: root / name for name in ("plain", "dcp", "nebula")}
 
 
@@ -175,9 +175,9 @@ def test_a_newest_that_cannot_be_read_is_never_passed_over(
         with pytest.raises(RetryLater if number in PASSING else Denied):
             choose(home)
         assert disk.failed
-    default_session.end()
+    interface.end()
     assert choose(home) == NEWEST, "nothing was deleted or marked for good"
-    default_session.end()
+    interface.end()
 
 
 @pytest.mark.usefixtures("hurried")
@@ -199,7 +199,7 @@ def test_an_error_that_passes_costs_no_step(
         disk = Disk(patch, NEWEST, number, 1, call)
         assert choose(home) == NEWEST
         assert disk.failed == 1
-    default_session.end()
+    interface.end()
 
 
 @pytest.mark.usefixtures("hurried")
@@ -219,7 +219,7 @@ def test_bytes_that_cannot_be_read_are_not_called_damaged(
             with pytest.raises(RetryLater, match=f"Step {NEWEST} of attempt 1"):
                 choose(home)
         assert disk.failed
-    default_session.end()
+    interface.end()
 
 
 @pytest.mark.usefixtures("hurried")
@@ -368,7 +368,7 @@ def test_nebula_lists_again_if_its_newest_is_deleted_meanwhile(
 
     monkeypatch.setattr(tag_index, "read_manifest", read_manifest)
     assert newest_of_nebula(home) == NEWEST
-    default_session.end()
+    interface.end()
 
 
 def test_a_replay_lists_again_if_a_checkpoint_is_deleted_meanwhile(

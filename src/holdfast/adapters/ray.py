@@ -12,7 +12,7 @@ from typing import Any
 
 import holdfast
 from holdfast import Checkpoint, Checkpointer
-from holdfast.adapters.versions import check_versions
+from holdfast.adapters.kit.attachment import check_versions
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.endpoints import check_endpoint

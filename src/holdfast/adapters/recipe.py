@@ -307,12 +307,7 @@ class _Series:
         return None
 
     def _examine(self, step: int) -> tuple[_Metadata | None, str]:
-        """Return a step's metadata, and the reason to skip it or "".
-
-        Raises:
-            RetryLater: a file could not be read, so the state of the step is unknown.
-            Denied: access is refused.
-        """
+        """Return a step's metadata, and the reason to skip it or ""."""
         with self._convert_errors(step):
             try:
                 metadata = self._read(step)

@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
 import torch
 
 import holdfast
-from holdfast.adapters.deepspeed.folders import stock_tag
+from holdfast.adapters.deepspeed.session import stock_tag
 from holdfast.errors import Corrupt
 from nursery import shared
 from servers import reserve_port

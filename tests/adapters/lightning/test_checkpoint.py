@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 from holdfast.adapters.lightning import HoldfastCheckpoint, HoldfastCheckpointIO  # noqa: E402
-from holdfast.adapters.lightning.home_content import HomeContent  # noqa: E402
+from holdfast.adapters.lightning.ckpt_file import HomeContent  # noqa: E402
 from holdfast.errors import Corrupt  # noqa: E402
 
 

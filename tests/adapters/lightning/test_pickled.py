@@ -12,8 +12,7 @@ import torch
 
 import holdfast
 from holdfast.adapters.lightning.background import BackgroundSaver
-from holdfast.adapters.lightning.ckpt_file import read_id, verify_ckpt
-from holdfast.adapters.lightning.home_content import Facts
+from holdfast.adapters.lightning.ckpt_file import Facts, read_id, verify_ckpt
 from holdfast.adapters.lightning.pickled import pickle_content
 from holdfast.adapters.lightning.places import HomePlace
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.adapters.nebula import default_session
+from holdfast.adapters.nebula import interface
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def own_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     yield
-    default_session.end()
+    interface.end()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 import holdfast.adapters.nebula as nm
-from holdfast.adapters.nebula import default_session
+from holdfast.adapters.nebula import interface
 
 pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
 pytestmark = [
@@ -53,7 +53,7 @@ def test_the_callback_saves_and_a_run_resumes_from_its_path(home: str, tmp_path:
     callback = nm.NebulaCallback(dirpath=tmp_path / "ckpt", save_last=True, config_params=config)
     model = make_model()
     make_trainer(tmp_path, 2, callbacks=[callback]).fit(model)
-    default_session.end()
+    interface.end()
     checkpoint = holdfast.open(home)
     assert checkpoint.verify().is_good
     assert torch.equal(checkpoint["checkpoint.state_dict.layer.weight"], model.layer.weight)
@@ -73,7 +73,7 @@ def test_the_callback_saves_and_a_run_resumes_from_its_path(home: str, tmp_path:
             trainer.fit(again, ckpt_path=path)
             assert trainer.global_step == 24
             assert torch.equal(again.layer.weight, whole.layer.weight)
-        default_session.end()
+        interface.end()
 
 
 def test_the_plugin_alone_saves_to_its_path(home: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_checkpoint_only_in_near_tiers_is_found_after_a_kill(home: str) -> Non
 def test_a_script_that_searches_all_tiers_itself_finds_the_newest(home: str) -> None:
     assert run("mainz", home, "global_step7").split() == ["none"]
     import holdfast.adapters.nebula as nm
-    from holdfast.adapters.nebula import default_session
+    from holdfast.adapters.nebula import interface
 
     nm.init(home, 3600)
     for step in (7, 8):
@@ -61,5 +61,5 @@ def test_a_script_that_searches_all_tiers_itself_finds_the_newest(home: str) -> 
         "the tag that is noted, though near"
     )
     assert run("mainz", home, "global_step9").split() == ["global_step7"], "else what is persisted"
-    default_session.end()
+    interface.end()
     assert run("mainz", home, "global_step9").split() == ["global_step8"]

@@ -17,7 +17,7 @@ import torch
 
 import holdfast
 import holdfast.adapters.nebula as nm
-from holdfast.adapters.nebula import default_session
+from holdfast.adapters.nebula import interface
 from holdfast.errors import Corrupt, InvalidInput, NotFound, SaveWarning, Unsupported
 
 
@@ -191,7 +191,7 @@ def test_a_tag_that_was_never_complete_warns_at_the_end(home: str) -> None:
     nm.init(home)
     nm.Checkpoint("global_step1", 2).save("a", 1)
     with pytest.warns(SaveWarning, match=r"global_step1 was never complete.*'a'"):
-        default_session.end()
+        interface.end()
 
 
 # -- steps ---------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_a_new_start_continues_the_loaded_checkpoint_or_the_newest(home: str, lo
     nm.init(home)
     for step in (10, 20):
         save(f"global_step{step}", {"n": step})
-    default_session.end()
+    interface.end()
     nm.init(home)
     if looks:
         load("global_step10")
@@ -281,7 +281,7 @@ def test_a_new_start_continues_the_loaded_checkpoint_or_the_newest(home: str, lo
 def test_the_base_of_a_start_is_not_saved_again(home: str) -> None:
     nm.init(home)
     save("global_step10", {"n": 10})
-    default_session.end()
+    interface.end()
     nm.init(home)
     nm.get_latest_checkpoint().load("model")
     with pytest.warns(SaveWarning, match="not saved again"):
@@ -297,7 +297,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(home: str) -> Non
     nm.init(home)
     for step in (1, 2):
         save(f"global_step{step}", {"t": torch.full((100,), float(step))})
-    default_session.end()
+    interface.end()
     damage(home, 2)
     nm.init(home)
     with pytest.warns(SaveWarning, match=r"global_step1 is used.*step 2 of attempt 1"):
@@ -311,7 +311,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(home: str) -> Non
 def test_an_error_is_raised_if_all_checkpoints_are_damaged(home: str) -> None:
     nm.init(home)
     save("global_step1", {"t": torch.ones(100)})
-    default_session.end()
+    interface.end()
     damage(home, 1)
     nm.init(home)
     with pytest.raises(Corrupt, match="all of them are damaged"):
@@ -322,7 +322,7 @@ def test_a_damaged_near_copy_is_read_from_home(home: str, tmp_path: Path) -> Non
     near = tmp_path / "near"
     nm.init(home, 3600, local=near)
     save("global_step1", {"t": torch.ones(100)})
-    default_session.end()
+    interface.end()
     damage(str(near), 1)
     nm.init(home, 3600, local=near)
     assert nm.get_latest_checkpoint().load("model")["t"].sum() == 100
@@ -340,7 +340,7 @@ def test_a_save_over_budget_is_refused_with_the_number_that_suffices(
     save("global_step1", {"t": torch.ones(100)})
     with pytest.raises(InvalidInput, match=r"NEBULA_MEMORY_BUFFER_SIZE to at least (\d+)") as caught:
         save("global_step2", {"t": torch.ones(100_000)})
-    default_session.end()
+    interface.end()
     needed = str(caught.value).rpartition("at least ")[2].partition(";")[0]
     monkeypatch.setenv("NEBULA_MEMORY_BUFFER_SIZE", needed)
     nm.init(home)
@@ -454,4 +454,4 @@ def test_a_normal_run_does_not_warn(home: str) -> None:
         nm.init(home)
         save("global_step1", {"t": torch.ones(4)})
         nm.get_latest_checkpoint().load("model")
-        default_session.end()
+        interface.end()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.adapters.trackers.newest_steps import NONE
-from holdfast.adapters.trackers.step_record import StepRecord
+from holdfast.adapters.trackers.wandb_run import StepRecord
 from holdfast.errors import Corrupt
 
 

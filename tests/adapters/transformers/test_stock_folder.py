@@ -11,8 +11,7 @@ pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
 
 from safetensors.torch import save_file
 
-from holdfast.adapters.transformers.folders import Folders, surplus
-from holdfast.adapters.transformers.stock_folder import find_fault, list_folders, step_of
+from holdfast.adapters.transformers.folders import Folders, find_fault, list_folders, step_of, surplus
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.adapters.versions import check_versions
+from holdfast.adapters.kit.attachment import check_versions
 
 check_versions("accelerate", {"accelerate": (1, 15)})  # the oldest whose private names fit
 
-from holdfast.adapters.accelerate.attachment import attach, is_preempted  # noqa: E402 - the check is first
+from holdfast.adapters.accelerate.accelerator import attach, is_preempted  # noqa: E402 - the check is first
 
 __all__ = ["attach", "is_preempted"]

@@ -1,25 +1,107 @@
-"""The methods of `Accelerator` that save and load, through Holdfast."""
+"""An attached Accelerator: its checks, and the methods that save and load through Holdfast."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from typing_extensions import override
 
-from holdfast.adapters.accelerate.batch_position import BatchPosition, batches_of, prepare_batches
-from holdfast.adapters.accelerate.data_position import UnpreparedGenerators
-from holdfast.adapters.accelerate.loader import add_position, follow_position
+from holdfast.adapters.accelerate.data_position import (
+    BatchPosition,
+    UnpreparedGenerators,
+    add_position,
+    batches_of,
+    check_prepared,
+    follow_position,
+    prepare_batches,
+)
 from holdfast.adapters.accelerate.session import Session
-from holdfast.adapters.accelerate.settings import HOME, Settings
-from holdfast.adapters.accelerate.support import check_load_arguments
-from holdfast.checkpoint.run.options import parse_home
-from holdfast.errors import InvalidInput
+from holdfast.adapters.kit.attachment import check_attach, insert_class
+from holdfast.adapters.kit.run import HOME
+from holdfast.checkpoint.run.options import Home, parse_home
+from holdfast.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one Accelerator. `options` are those of the Checkpointer that it does not decide.
+
+    Attributes:
+        home: home of the run; None until the first folder is named, beside which it is.
+        root: folder of the folders that are named, if it is known.
+        options: options of the Checkpointer.
+    """
+
+    home: Home | None
+    root: Path | None
+    options: Mapping[str, Any]
+
+
+def folder_of_checkpoints(accelerator: Accelerator) -> Path | None:
+    """Return the folder of a run's checkpoints; None if its configuration does not name one."""
+    config = accelerator.project_configuration
+    if config.project_dir is None:
+        return None
+    folder = Path(config.project_dir)
+    return folder / "checkpoints" if config.automatic_checkpoint_naming else folder
+
+
+_KNOWN_ARGUMENTS = frozenset({"map_location", "strict"})
+_MAP_LOCATIONS = (None, "cpu", "on_device")
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Check the kind of training that an Accelerator is configured for."""
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        name = "DeepSpeed" if kind == DistributedType.DEEPSPEED else "Megatron-LM"
+        raise Unsupported(
+            f"The Accelerator uses {name}, whose engine saves by itself, so it was not changed. Use FSDP2 in "
+            f"place of {name} (FullyShardedDataParallelPlugin(fsdp_version=2)), or leave attach() out."
+        )
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise Unsupported(
+            "The Accelerator uses FSDP 1, so it was not changed. Set fsdp_version: 2 in its configuration, "
+            "or FullyShardedDataParallelPlugin(fsdp_version=2) in the script."
+        )
+    if kind == DistributedType.XLA:
+        raise Unsupported(
+            "Training on TPUs is not supported. The Accelerator was not changed. Leave attach() out."
+        )
+    config = accelerator.project_configuration
+    if config.automatic_checkpoint_naming and config.project_dir is None:
+        raise InvalidInput(
+            "automatic_checkpoint_naming=True needs a folder for the checkpoints. The Accelerator was not "
+            "changed. Set project_dir in ProjectConfiguration or in Accelerator."
+        )
+
+
+def check_load_arguments(arguments: dict[str, Any]) -> bool:
+    """Check the further arguments of `load_state`, and return `strict`.
+
+    Tensors are filled where they are, so `map_location` has no effect.
+    """
+    if arguments.get("map_location") not in _MAP_LOCATIONS:
+        raise TypeError(
+            "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or "
+            f"`'on_device'`; got {arguments['map_location']!r}. Nothing was loaded."
+        )
+    unknown = sorted(set(arguments) - _KNOWN_ARGUMENTS)
+    if unknown:
+        raise InvalidInput(
+            f"load_state() got {', '.join(unknown)}, which Holdfast does not support. Nothing was loaded. "
+            "Leave it out; strict and map_location are supported."
+        )
+    return bool(arguments.get("strict", True))
 
 
 class HoldfastAccelerator(Accelerator):
@@ -151,3 +233,71 @@ class HoldfastAccelerator(Accelerator):
         if session is not None and session.is_open:
             session.close()
         super().end_training()
+
+
+_T = TypeVar("_T", bound=Accelerator)
+_DECIDED = {
+    "state": "what the Accelerator has prepared and registered is the state",
+    "every": "call save_state when the script wants to save",
+    "keep": "set total_limit in ProjectConfiguration, or delete folders",
+    "group": "the ranks are those of the Accelerator",
+}
+
+
+def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, **options: Any) -> _T:
+    """Have an Accelerator save and load its state through Holdfast. Returns the same Accelerator.
+
+    Everything that `save_state` and `load_state` take keeps its meaning: folders, hooks, registered objects,
+    `automatic_checkpoint_naming` and `total_limit`. `save_state` returns when the state is copied, or about
+    to be copied beside training. The folder that it names holds the name of a checkpoint in the home.
+
+    If the home holds a run, the folders of its checkpoints are made to agree with it: those of interrupted
+    saves are removed, and missing ones are made again.
+
+    Args:
+        accelerator: an `Accelerator`, before or after `prepare`.
+        home: folder or URL of the run's checkpoints; by default `holdfast` beside their folders.
+        options: other options of `Checkpointer`, such as `local`, `memory`, `preemption` or `limits`.
+
+    Raises:
+        InvalidInput: the Accelerator is already attached, or an option is decided by its configuration.
+        Unsupported: the Accelerator saves in a way that Holdfast does not replace, such as with DeepSpeed.
+        HoldfastError: the home cannot be read.
+
+    Ranks: collective.
+    """
+    check_attach(accelerator, HoldfastAccelerator, options, _DECIDED, name="Accelerator")
+    check_accelerator(accelerator)
+    for loader in accelerator._dataloaders:
+        check_prepared(loader)
+    root = folder_of_checkpoints(accelerator)
+    if home is not None:
+        parsed = parse_home(home)
+        if root is None:
+            root = Path.cwd() if "://" in str(parsed.url) else Path(parsed.url).absolute().parent
+    else:
+        parsed = None if root is None else parse_home(root / HOME)
+    attached = insert_class(accelerator, HoldfastAccelerator, before=Accelerator)
+    attached.holdfast_settings = Settings(parsed, root, options)
+    for loader in accelerator._dataloaders:
+        add_position(loader)
+    if parsed is not None:
+        attached.open_session()
+    return accelerator
+
+
+def is_preempted(accelerator: Accelerator) -> bool:
+    """Return True after a preemption notice, on all ranks at the same call.
+
+    The next `save_state` saves, waits until that is durable, and ends the process with status 75. A script
+    that saves rarely calls it after each step: `if is_preempted(accelerator): accelerator.save_state(...)`.
+
+    Raises:
+        InvalidInput: the Accelerator is not attached.
+
+    Ranks: collective; every rank calls it equally often.
+    Blocks: hardly; with several ranks the result is that of the call before.
+    """
+    if not isinstance(accelerator, HoldfastAccelerator):
+        raise InvalidInput("This Accelerator is not attached. Call attach(accelerator) first.")
+    return accelerator.holdfast_session is not None and accelerator.holdfast_session.is_preempted()

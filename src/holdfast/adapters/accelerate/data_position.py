@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from accelerate.state import PartialState
+from torch.utils.data import DataLoader
+from typing_extensions import override
 
-from holdfast.checkpoint.state.rng import python_state, set_python_state
-from holdfast.errors import ResumeWarning
+from holdfast.adapters.accelerate.session import end_preempted
+from holdfast.adapters.kit import generators
+from holdfast.adapters.kit.attachment import insert_class, warn_of_persistent_workers
+from holdfast.adapters.kit.generators import bytes_of, tensor_of
+from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
+from holdfast.train.data import Batches
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_TENSORS = frozenset({"torch", "cuda"})
+"""Generators of a process whose states are tensors, which are saved as bytes."""
 BETWEEN, WITHIN, AT_END = "between", "within", "at end"
 """Phases: no pass is under way; one is; or one is, and its last batch has been given."""
 
@@ -173,7 +184,7 @@ class UnpreparedGenerators:
         """Return the state of a generator; Accelerate has seeded those that did not exist before."""
         fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
         state = next((state for one, state in self._own if one is generator), fresh)
-        return state.cpu().numpy().tobytes()
+        return bytes_of(state)
 
 
 def is_stateful(loader: Any) -> bool:
@@ -202,37 +213,266 @@ def capture_generators(loader: Any) -> dict[str, Any]:
 
 
 def _capture_process() -> dict[str, Any]:
-    states: dict[str, Any] = {
-        "python": python_state(random),
-        "torch": torch.get_rng_state().numpy().tobytes(),
-    }
-    if numpy := sys.modules.get("numpy"):
-        states["numpy"] = numpy.random.get_state(legacy=False)
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state().cpu().numpy().tobytes()
-    return states
+    states = generators.capture_generators()
+    return {**states, **{name: bytes_of(states[name]) for name in _TENSORS & states.keys()}}
 
 
 def set_generators(states: dict[str, Any], loader: Any) -> None:
     """Set the generators of the process and of a loader to states from `capture_generators`."""
-    set_python_state(random, states["python"])
-    torch.set_rng_state(_tensor(states["torch"]))
+    generators.set_generators(
+        {**states, **{name: tensor_of(states[name]) for name in _TENSORS & states.keys()}}
+    )
     _set_states(own_generators(loader), states["own"])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(states["cuda"]))
 
 
-def _states_of(generators: dict[str, torch.Generator]) -> dict[str, bytes]:
-    return {name: one.get_state().cpu().numpy().tobytes() for name, one in generators.items()}
+def _states_of(owned: dict[str, torch.Generator]) -> dict[str, bytes]:
+    return {name: one.get_state().cpu().numpy().tobytes() for name, one in owned.items()}
 
 
-def _set_states(generators: dict[str, torch.Generator], states: dict[str, bytes]) -> None:
-    for name, generator in generators.items():
+def _set_states(owned: dict[str, torch.Generator], states: dict[str, bytes]) -> None:
+    for name, generator in owned.items():
         if name in states:
-            generator.set_state(_tensor(states[name]))
+            generator.set_state(tensor_of(states[name]))
 
 
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+class BatchPosition(DataPosition):
+    """Position of one loader with GlobalBatches. It is the same on all ranks.
+
+    A batch counts as used once the next one is requested, or the state is saved.
+
+    Args:
+        loader: loader of the Accelerator.
+        batches: its batch sampler.
+    """
+
+    def __init__(self, loader: Any, batches: Batches[Any]) -> None:
+        super().__init__(loader)
+        self._batches = batches
+        self._num_before = 0  # batches of the epoch that earlier passes have used
+        self._num_given = 0  # batches of the epoch that were given, while a pass is under way
+        self._num_steps = 0  # optimizer steps of this pass that were counted
+
+    @property
+    def num_used(self) -> int:
+        """Number of this rank's batches of the epoch that training has used."""
+        return self._num_before if self._active is None else self._num_given
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._active is not None:
+            self._reach(self._num_given)
+        return {**super().state_dict(), "num_used": self.num_used, "batches": self._batches.state_dict()}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "batches" not in state:
+            raise InvalidInput(
+                "The checkpoint has no position of GlobalBatches: it was saved with another kind of loader. "
+                "Training has not begun. Prepare the loader that the run was saved with."
+            )
+        self._batches.load_state_dict(state["batches"])
+        self._num_before = 0 if state["phase"] == AT_END else state["num_used"]
+        super().load_state_dict(state)
+
+    @override
+    def _load_elsewhere(self, state: dict[str, Any]) -> None:
+        if state["phase"] == AT_END:
+            self._loader.iteration += 1
+
+    @property
+    @override
+    def _continues_itself(self) -> bool:
+        return True
+
+    @override
+    def begin(self, loader: Any) -> dict[str, Any] | None:
+        self._batches.complete_steps(0)
+        self._num_given, self._num_steps = self._num_before, 0
+        return super().begin(loader)
+
+    @override
+    def give(self, number: int) -> bool:
+        # The batches continue at a whole step. Gradients of a part of one are not saved, but it was used.
+        in_step = self._num_before % self._batches.accumulation_steps
+        if number <= in_step:
+            return False
+        self._reach(self._num_given)
+        self._num_given = self._num_before - in_step + number
+        return True
+
+    def _reach(self, num_batches: int) -> None:
+        """Count the steps of the epoch's first batches."""
+        parts = self._batches.accumulation_steps
+        num_steps = num_batches // parts - self._num_before // parts
+        self._batches.complete_steps(num_steps - self._num_steps)
+        self._num_steps = num_steps
+
+    @override
+    def leave(self) -> None:
+        self._reach(self._num_given)
+        self._num_before = self._num_given
+        super().leave()
+
+    @override
+    def end(self, loader: Any, *, is_empty: bool) -> None:
+        self._reach(self._num_given)
+        self._num_before = 0
+        super().end(loader, is_empty=is_empty)
+
+    def check_skip(self, num_batches: int) -> bool:
+        """Return True if the epoch continues after a number of batches; False if that is its end."""
+        if num_batches == len(self._batches) and self.num_used == 0:
+            return False
+        if num_batches not in (0, self.num_used):
+            raise InvalidInput(
+                f"skip_first_batches was to skip {num_batches} batches of a loader with GlobalBatches that "
+                f"has used {self.num_used} of its epoch. Nothing was skipped. Iterate over the loader "
+                "itself: it continues at its position. batches.skip() leaves samples out."
+            )
+        return True
+
+
+def batches_of(loader: Any) -> Batches[Any] | None:
+    """Return the GlobalBatches that a loader reads, or None."""
+    found = getattr(loader, "batch_sampler", None)
+    return found if isinstance(found, Batches) else None
+
+
+def prepare_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_device: bool | None) -> Any:
+    """Prepare a loader with GlobalBatches, which divide the data among the ranks themselves.
+
+    Args:
+        accelerator: the Accelerator.
+        loader: loader of the user.
+        on_device: move the batches to the device; None as the Accelerator is configured.
+
+    Raises:
+        InvalidInput: they are made for other ranks, or for another number of batches per step.
+    """
+    own: Any = accelerator
+    batches = batches_of(loader)
+    assert batches is not None
+    _check_ranks(own, batches)
+    prepared = prepare_data_loader(
+        loader,
+        own.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=own.device_placement if on_device is None else on_device,
+        rng_types=own.rng_types.copy(),
+        dispatch_batches=False,
+        non_blocking=own.non_blocking,
+    )
+    prepared._drop_last = True  # else gather_for_metrics cuts the last batch as if the others were whole
+    own._dataloaders.append(prepared)
+    return prepared
+
+
+def check_prepared(loader: Any) -> None:
+    """Check that a loader that was prepared before `attach` has not divided GlobalBatches once more."""
+    outer = getattr(loader, "batch_sampler", None)
+    if isinstance(getattr(outer, "batch_sampler", None), Batches):
+        raise InvalidInput(
+            "A loader with GlobalBatches was prepared before attach(), so each rank would get a part of its "
+            "share. The Accelerator was not changed. Call attach() before prepare()."
+        )
+
+
+def _check_ranks(own: Any, batches: Batches[Any]) -> None:
+    parallelism = getattr(own, "parallelism_config", None)
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        raise Unsupported(
+            "GlobalBatches divide each batch among all ranks, but with tensor, context or sequence "
+            "parallelism some need the same samples. The loader was not prepared. Use shuffle=True."
+        )
+    mine, theirs = (batches.rank, batches.world_size), (own.process_index, own.num_processes)
+    if mine != theirs:
+        raise InvalidInput(
+            f"GlobalBatches are for rank {mine[0]} of {mine[1]}, and this is rank {theirs[0]} of "
+            f"{theirs[1]}. The loader was not prepared. Make them after the Accelerator, which starts the "
+            "process group."
+        )
+    if own.gradient_accumulation_steps not in (1, batches.accumulation_steps):
+        raise InvalidInput(
+            f"GlobalBatches have accumulation_steps={batches.accumulation_steps}, and the Accelerator has "
+            f"gradient_accumulation_steps={own.gradient_accumulation_steps}. The loader was not prepared. "
+            "Set the same number."
+        )
+
+
+class PositionedLoader:
+    """Part of a prepared loader's class that records and continues its passes.
+
+    Attributes:
+        holdfast_position: position, which a loader without the first batches shares with its origin.
+        holdfast_origin: loader that the first batches were left out of; None for a whole one.
+        holdfast_continues: this loader continues the pass of a checkpoint, if it has one.
+    """
+
+    holdfast_position: DataPosition
+    holdfast_origin: Any = None
+    holdfast_continues = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of a pass.
+
+        Generators that a pass draws from when it begins, for the order of the data, are set to their states
+        at the beginning of the pass that it continues, and set back before the first batch.
+        """
+        position = self.holdfast_position
+        now = position.begin(self)
+        num_batches = 0
+        try:
+            for batch in super().__iter__():  # pyright: ignore
+                if num_batches == 0:
+                    position.set_back(now)
+                num_batches += 1
+                if position.give(num_batches):
+                    yield batch
+        except GeneratorExit:
+            position.leave()  # by `break`
+            raise
+        except Exception as error:
+            end_preempted(error)
+            raise
+        if num_batches == 0:
+            position.set_back(now)
+        position.end(self, is_empty=num_batches == 0)
+
+
+def add_position(loader: Any, before: UnpreparedGenerators | None = None) -> Any:
+    """Have a prepared loader record its position. Returns the same loader.
+
+    Args:
+        loader: the loader.
+        before: generators before it was prepared; None if that was before `attach`.
+    """
+    if not isinstance(_position_of(loader), DataPosition):
+        insert_class(loader, PositionedLoader, before=type(loader))
+        batches = batches_of(loader)
+        loader.holdfast_position = (
+            DataPosition(loader, before) if batches is None else BatchPosition(loader, batches)
+        )
+        if getattr(loader, "persistent_workers", False) and loader.generator is None:
+            warn_of_persistent_workers("persistent_workers")
+    return loader
+
+
+def follow_position(loader: Any, origin: Any, *, continues: bool) -> Any:
+    """Share the position of a whole loader with one without its first batches. Returns the latter.
+
+    Args:
+        loader: loader without the first batches.
+        origin: the whole loader; one without a position is left as it is.
+        continues: it may continue the pass of a checkpoint.
+    """
+    position = _position_of(origin)
+    if isinstance(position, DataPosition) and hasattr(loader, "iteration"):
+        insert_class(loader, PositionedLoader, before=type(loader))
+        loader.holdfast_position, loader.holdfast_origin = position, origin
+        loader.holdfast_continues = continues
+    return loader
+
+
+def _position_of(loader: Any) -> Any:
+    return vars(loader).get("holdfast_position")

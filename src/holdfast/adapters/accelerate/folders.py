@@ -1,20 +1,69 @@
-"""Folders that a script saves to. Each refers to a checkpoint in home, and has the files of hooks."""
+"""Folders of a run with Accelerate: referring to a home or its own, and the choice of one to load."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.adapters.accelerate.settings import HOME
-from holdfast.adapters.saved_files import read_json
+from holdfast.adapters.kit.run import HOME
+from holdfast.adapters.kit.saved_files import folder_fault, read_json
+from holdfast.checkpoint.store.endpoints import check_endpoint
+from holdfast.errors import InvalidInput
 from holdfast.system.documents import is_text
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import partial_file, remove_folder, remove_partial_files
 from holdfast.system.log import get_logger
+
+_NUMBER = re.compile(r"([0-9]+)\D*$")
+_AUTOMATIC = re.compile(r"checkpoint_([0-9]+)")
+_MAX_DIGITS = 15
+_MODELS = ("model", "pytorch_model")
+
+
+def number_of(name: str) -> int | None:
+    """Return the last number in a folder's name, such as 500 of "step_500"; None without one."""
+    match = _NUMBER.search(name)
+    return None if match is None or len(match[1]) > _MAX_DIGITS else int(match[1])
+
+
+def automatic_number(name: str) -> int | None:
+    """Return N of a folder `checkpoint_N`, as `automatic_checkpoint_naming` makes it; None for another."""
+    match = _AUTOMATIC.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def is_stock(folder: Path) -> bool:
+    """Return True if Accelerate has written something into a folder."""
+    return any(folder.glob("random_states_*.pkl")) or any(_models(folder))
+
+
+def find_fault(folder: Path, *, ranks: Collection[int], num_optimizers: int) -> str | None:
+    """Return why a state cannot be loaded from a folder of Accelerate; None if it can.
+
+    Args:
+        folder: the folder.
+        ranks: ranks whose generators it has to have.
+        num_optimizers: number of optimizers that it has to have.
+    """
+    if not any(_models(folder)):
+        return "it has no model"
+    needed = [f"random_states_{rank}.pkl" for rank in ranks]
+    if not any(folder.glob("optimizer_0")):  # a folder of FSDP
+        needed += [f"optimizer{f'_{number}' if number else ''}.bin" for number in range(num_optimizers)]
+    missing = [name for name in needed if not (folder / name).exists()]
+    if missing:
+        return f"{missing[0]} is missing"
+    return folder_fault(folder)
+
+
+def _models(folder: Path) -> list[Path]:
+    return [path for name in _MODELS for path in sorted(folder.glob(f"{name}*"))]
+
 
 _log = get_logger("adapters")
 _MARKER = "holdfast_checkpoint.json"
@@ -167,3 +216,105 @@ def _write(folder: Path, content: str) -> None:
     with partial_file(folder, mode=0o777, is_folder=True) as partial:
         (partial / _MARKER).write_text(content)
         partial.rename(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """State to load.
+
+    Attributes:
+        folder: its folder.
+        step: step of the checkpoint; None for a folder that Accelerate has written itself.
+        home: home of the checkpoint if it is another run's.
+    """
+
+    folder: str
+    step: int | None
+    home: str | None = None
+
+
+class LoadCandidates:
+    """Candidates of one load.
+
+    Args:
+        folders: folders of the run.
+        names: name of each complete checkpoint's folder, by step.
+        complete: steps of the complete checkpoints.
+        ranks: ranks that load.
+        num_optimizers: number of optimizers to load.
+        is_automatic: folders have the names of `automatic_checkpoint_naming`.
+    """
+
+    def __init__(
+        self,
+        folders: Folders,
+        names: Mapping[int, str],
+        complete: Collection[int],
+        *,
+        ranks: Collection[int],
+        num_optimizers: int,
+        is_automatic: bool,
+    ) -> None:
+        self._folders, self._names, self._complete = folders, names, complete
+        self._ranks, self._num_optimizers = ranks, num_optimizers
+        self._is_automatic = is_automatic
+
+    def newest_first(self) -> list[Candidate]:
+        """Return all candidates of the run, the newest first.
+
+        Folders that Accelerate has written are among them if their names have an order.
+        """
+        own = [
+            Candidate(str(self._folders.path(name)), step) for step, name in sorted(self._names.items())[::-1]
+        ]
+        if not self._is_automatic:
+            return own
+        stock = [
+            Candidate(str(path), None)
+            for name in self._folders.list()
+            if automatic_number(name) is not None
+            and is_stock(path := self._folders.path(name))
+            and read_marker(path) is None
+        ]
+        return sorted([*own, *stock], key=_number, reverse=True)
+
+    def of_path(self, path: Path, home: str) -> Candidate:
+        """Return the candidate that a path names.
+
+        Args:
+            path: folder that `save_state` was called with.
+            home: path or URL of the run's home.
+
+        Raises:
+            InvalidInput: the folder does not exist, its state is not complete, or its home would send your
+                keys to an unknown server.
+        """
+        if not path.is_dir():
+            raise InvalidInput(f"Tried to find {path} but folder does not exist. Nothing was loaded.")
+        marker = read_marker(path)
+        if marker is None:
+            self.check_stock(path)
+            return Candidate(str(path), None)
+        if not self._folders.is_ours(marker):
+            check_endpoint(marker.home, f"The folder {path}", own=home)
+            return Candidate(str(path), marker.steps[-1], marker.home)
+        steps = [step for step in marker.steps if step in self._complete]
+        if not steps:
+            newest = self.newest_first()
+            advice = f"The newest that is: {newest[0].folder}." if newest else "There is no other."
+            raise InvalidInput(
+                f"{path} is of a save that was interrupted before it was complete in {home}. Nothing was "
+                f"loaded. {advice} If attach() is given the home, it removes such folders at the start."
+            )
+        return Candidate(str(path), steps[-1])
+
+    def check_stock(self, folder: Path) -> None:
+        """Check a folder that Accelerate has written itself."""
+        fault = find_fault(folder, ranks=self._ranks, num_optimizers=self._num_optimizers)
+        if fault is not None:
+            raise InvalidInput(f"No state can be loaded from {folder}: {fault}. Nothing was loaded.")
+
+
+def _number(candidate: Candidate) -> int:
+    number = automatic_number(Path(candidate.folder).name)
+    return -1 if number is None else number

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import warnings
 import weakref
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.adapters.accelerate.candidates import Candidate, LoadCandidates
-from holdfast.adapters.accelerate.folders import Folders
+from holdfast.adapters.accelerate.folders import (
+    Candidate,
+    Folders,
+    LoadCandidates,
+    automatic_number,
+    number_of,
+)
 from holdfast.adapters.accelerate.live_state import (
     FOLDERS,
     GENERATORS,
@@ -21,29 +24,25 @@ from holdfast.adapters.accelerate.live_state import (
     loaded_models,
     saved_models,
 )
-from holdfast.adapters.accelerate.notices import Notices
-from holdfast.adapters.accelerate.settings import Settings
-from holdfast.adapters.accelerate.stock_folder import automatic_number, number_of
-from holdfast.checkpoint.keeper import Save
-from holdfast.checkpoint.ranks import Ranks
-from holdfast.checkpoint.run import Checkpointer
-from holdfast.checkpoint.run.options import Limits, Preemption, parse_preemption
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput, ResumeWarning
+from holdfast.adapters.kit.notices import Notices
+from holdfast.adapters.kit.run import NO_NOTICES, TrainerRun
+from holdfast.checkpoint.run.options import parse_preemption
+from holdfast.errors import (
+    Corrupt,
+    HoldfastError,
+    InvalidInput,
+    LoaderWarning,
+    Preempted,
+    ResumeWarning,
+    StrayParametersWarning,
+)
 from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 
 if TYPE_CHECKING:
-    from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
+    from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator, Settings
 
 _log = get_logger("adapters")
-
-_LOADER_WARNING = "The run will not resume exactly: a (shuffled )?DataLoader"
-"""Warning about loaders that are not in the state: the positions of prepared ones are."""
-
-_OPTIMIZER_WARNING = (
-    r"The run will not resume exactly: .* parameters? that (is|are) in no module of the state"
-)
-"""Warning about parameters that are not in the state: hooks may have saved them."""
 
 
 class Session:
@@ -55,38 +54,29 @@ class Session:
 
     Attributes:
         is_open: False once it is closed, also by a new session of this process for the same home.
+        notices: preemption notices.
+        saved_step: step of the newest durable save of this process.
 
-    Ranks: collective, and so are all methods but `forget` and `wait_staged`.
+    Ranks: collective, and so are all methods but `forget`.
     """
 
     def __init__(self, accelerator: HoldfastAccelerator, settings: Settings) -> None:
         assert settings.home is not None, "a session has a home"
         assert settings.root is not None, "a session has a folder of checkpoints"
-        self._accelerator, options = accelerator, dict(settings.options)
-        self._is_quiet = bool(options.pop("quiet", False))
-        self._timeout_s = options.get("limits", Limits()).rank_timeout_s
-        preemption = parse_preemption(options.pop("preemption", None))
+        self._accelerator = accelerator
         self._state: dict[str, Any] = {FOLDERS: {}, PROGRESS: {}}
-        self._checkpointer = Checkpointer(
-            settings.home,
-            self._state,
-            every=None,
-            keep=None,
-            quiet=True,
-            preemption=Preemption("none", signals=False),
-            **options,
-        )
-        self._ranks = Ranks(timeout_s=self._timeout_s)
-        self._notices = Notices(preemption, self._ranks)
-        self._home = self._checkpointer.home
+        decided = {"group": None, "preemption": NO_NOTICES}
+        self._run = TrainerRun(settings.home, self._state, settings.options, **decided)
+        self._checkpointer, self._ranks, self._home = self._run.checkpointer, self._run.ranks, self._run.home
+        preemption = parse_preemption(settings.options.get("preemption"))
+        self.notices = Notices(preemption.sources, self._ranks, signals=preemption.signals)
+        self.saved_step = 0  # newest durable save of this process
         self.is_open = True
         for other in [one for one in _sessions if one._home == self._home]:
             other.close()  # a process trains one run in a home, and this is its training now
         self._folders = Folders(settings.root, self._home, writes=_writes(accelerator))
         self._names: dict[int, str] = {}  # of the folders of all checkpoints, by step
         self._complete: set[int] = set()  # steps that were complete when they were listed, or are since
-        self._pending: list[Save] = []
-        self._doomed: dict[int, str] = {}  # folders to remove, by step, once a newer checkpoint is durable
         self._copies_at_once = False
         self._save_s = 0.0  # time of the last durable save
         self._chosen: Candidate | None = None
@@ -111,14 +101,15 @@ class Session:
     def is_preempted(self) -> bool:
         """Return True if a rank has a preemption notice."""
         self._settle()
-        self._notices.end_step(self._save_s)
-        return self._notices.have_arrived()
+        self.notices.end_step(self._save_s)
+        self.notices.exchange()
+        return self.notices.agreed is not None
 
     def save(self, output_dir: str | os.PathLike[str] | None) -> Path:
         """Save the state under a folder's name, and return the folder. See `Accelerator.save_state`."""
         accelerator, config = self._accelerator, self._accelerator.project_configuration
         self._wait_for_limit()
-        self._notices.end_step(self._save_s)
+        self.notices.end_step(self._save_s)
         name = self._name_of(output_dir)
         reason, step, gone = self._agree_on_save(name)
         folder = self._folders.path(name)
@@ -134,7 +125,7 @@ class Session:
         config.iteration += 1
         self._settle()
         if reason is not None:
-            self._notices.note(reason)
+            self.notices.agreed = reason
             self._checkpointer.stop(step)
         return folder
 
@@ -155,13 +146,10 @@ class Session:
 
         Returns:
             The reason of a preemption notice, if any; the step; and the steps whose folders are gone.
-
-        Raises:
-            InvalidInput: the folder is another checkpoint's, or the home holds a run that was not loaded.
         """
         is_first = self._ranks.rank == 0
         outcomes = self._ranks.agree(
-            lambda: (self._notices.reason, self._begin_save(name) if is_first else None)
+            lambda: (self.notices.reason, self._begin_save(name) if is_first else None)
         )
         for outcome in outcomes:
             if outcome.error is not None:
@@ -176,12 +164,8 @@ class Session:
         """Create the folder. Return the step, followed by the steps whose folders the script has removed."""
         if not self._has_begun:
             newest = max(self._complete)
-            raise InvalidInput(
-                f"{self._home} holds a run up to step {newest} ({self._names.get(newest, '')}), and "
-                "save_state() was called without load_state(). Nothing was saved. Call load_state() to "
-                "continue that run. To begin anew, give attach() another home, or delete this one: "
-                f"`holdfast rm {self._home}`."
-            )
+            what = f"save_state() was called without load_state() of {self._names.get(newest, 'it')}"
+            self._run.refuse_new_run(newest, what, "saved", "Call load_state()")
         config, folder = self._accelerator.project_configuration, self._folders.path(name)
         if config.automatic_checkpoint_naming and folder.exists():
             raise InvalidInput(
@@ -195,7 +179,7 @@ class Session:
 
     def _next_step(self, name: str) -> int:
         """Return the step of a new checkpoint: the folder's number, if it is greater than all before."""
-        newest = max([*self._complete, *(save.step for save in self._pending)], default=-1)
+        newest = max([*self._complete, *(save.step for save in self._run.pending)], default=-1)
         number = number_of(Path(name).name)
         return newest + 1 if number is None or number <= newest else number
 
@@ -206,7 +190,7 @@ class Session:
             return []
         steps = sorted(self._names)
         surplus = steps[: max(0, len(steps) + 1 - limit)]
-        self._doomed |= {step: self._names[step] for step in surplus}
+        self._run.doomed |= {step: self._names[step] for step in surplus}
         return surplus
 
     def _checkpoint(self, step: int, models: list[int]) -> None:
@@ -217,14 +201,12 @@ class Session:
         self._state[FOLDERS] = {str(one): name for one, name in self._names.items()}
         iteration = accelerator.project_configuration.iteration
         self._state[PROGRESS] = {"step": accelerator.step, "iteration": iteration + 1}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _LOADER_WARNING, ResumeWarning)
-            if len(models) < len(accelerator._models):
-                warnings.filterwarnings("ignore", _OPTIMIZER_WARNING, ResumeWarning)
-            save = self._checkpointer.save(step)
+        silenced: list[type[Warning]] = [LoaderWarning]  # the positions of prepared loaders are saved
+        if len(models) < len(accelerator._models):  # hooks may have saved the others
+            silenced.append(StrayParametersWarning)
+        save = self._run.save(step, silenced=silenced)
         if self._copies_at_once:
             save.wait_staged()
-        self._pending.append(save)
 
     def _warn_of_gradients(self) -> None:
         own: Any = self._accelerator
@@ -239,25 +221,23 @@ class Session:
 
     def _settle(self) -> None:
         """Record which saves are durable or have failed, and remove folders that are not needed."""
-        for save in [one for one in self._pending if one.done()]:
-            self._pending.remove(save)
+        for save in self._run.settle():
             if save.durable:
                 self._complete.add(save.step)
-                self._notices.saved_step, self._save_s = save.step, save.durable_s or 0.0
+                self.saved_step, self._save_s = save.step, save.durable_s or 0.0
             elif self._names.get(save.step) is not None:
                 self._copies_at_once = True  # something but the optimizer has written to the state
                 self._folders.remove_interrupted(self._names.pop(save.step))
-        newest = max(self._complete, default=-1)
-        for step in [one for one in self._doomed if one < newest]:
-            self._folders.remove(self._doomed.pop(step))
+        for step, name in self._run.pop_doomed().items():
+            self._folders.remove(name)
             self._complete.discard(step)
 
     def _wait_for_limit(self) -> None:
         """Wait until folders that are not needed are removed: saves may be faster than the disk."""
         self._settle()
-        while self._doomed and self._pending:
+        while self._run.doomed and self._run.pending:
             with suppress(HoldfastError):  # a later one may succeed
-                self._pending[0].wait_durable()
+                self._run.pending[0].wait_durable()
             self._settle()
 
     # -- loading ---------------------------------------------------------------------------------------------
@@ -271,7 +251,6 @@ class Session:
 
         Raises:
             InvalidInput: there is none, or it is not complete.
-            HoldfastError: as `Checkpointer.restore`.
         """
         self._finish_saves()
         own: Any = self._accelerator
@@ -331,20 +310,12 @@ class Session:
         accelerator.step = self._state[PROGRESS]["step"]
         self._set_iteration(self._state[PROGRESS]["iteration"])
         self._has_begun = True
-        if self._ranks.rank == 0 and not self._is_quiet:
-            _log.info("loaded step %d of %s (%s)", chosen.step, chosen.home or self._home, chosen.folder)
+        self._run.announce("loaded step %d of %s (%s)", chosen.step, chosen.home or self._home, chosen.folder)
 
     def _load_elsewhere(self, chosen: Candidate, *, strict: bool, only: list[str] | None) -> None:
         """Load a checkpoint of another run's home."""
         assert chosen.home is not None
-        elsewhere = Checkpointer(
-            chosen.home,
-            self._state,
-            preemption=Preemption("none", signals=False),
-            compile_cache=False,
-            quiet=True,
-        )
-        with elsewhere:
+        with self._run.reader_of(chosen.home, self._state) as elsewhere:
             elsewhere.restore(chosen.step, strict=strict, only=only)
         self._continue_home()
 
@@ -354,8 +325,7 @@ class Session:
         self._continue_home()
         self._set_iteration()
         self._has_begun = True
-        if self._ranks.rank == 0 and not self._is_quiet:
-            _log.info("loaded %s, which Accelerate has written", folder)
+        self._run.announce("loaded %s, which Accelerate has written", folder)
 
     def _continue_home(self) -> None:
         if self._complete:
@@ -375,35 +345,27 @@ class Session:
 
     def _finish_saves(self) -> None:
         """Wait until no save is under way."""
-        for save in self._pending:
-            with suppress(HoldfastError):  # a failed save is no candidate
-                save.wait_durable()
+        self._run.wait_settled()  # a failed save is no candidate
         self._settle()
         self._complete = set(self._ranks.of_rank_0(lambda: sorted(self._complete)))
-        there = self._ranks.of_rank_0(
+        existing = self._ranks.of_rank_0(
             lambda: [step for step, name in self._names.items() if self._folders.path(name).is_dir()]
         )
-        self._names = {step: self._names[step] for step in there}
+        self._names = {step: self._names[step] for step in existing}
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Release the prepared objects, once the last save does not need them."""
-        for save in self._pending:
-            save.wait_staged()
+        self._run.wait_copied()
         self._state.clear()
-
-    def wait_staged(self) -> None:
-        """Wait until the last save does not need this process."""
-        for save in self._pending:
-            save.wait_staged()
 
     def close(self) -> None:
         """Wait until all saves are durable, and end."""
         self.is_open = False
         self._checkpointer.close()
         self._settle()
-        self._notices.close()
+        self.notices.close()
         self._ranks.barrier_and_close()
         _sessions.discard(self)
 
@@ -418,10 +380,13 @@ def _writes(accelerator: HoldfastAccelerator) -> bool:
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-def _wait_staged() -> None:
-    """Wait for copies under way before the process ends."""
+def end_preempted(error: Exception) -> None:
+    """End the process by `Preempted` if a loader has failed after a notice.
+
+    Its workers may have died of it. Nothing is saved: only the script knows where its step ends. The last
+    save becomes durable.
+    """
     for session in list(_sessions):
-        session.wait_staged()
-
-
-atexit.register(_wait_staged)
+        if session.notices.reason is not None:
+            reason = f"{session.notices.reason}; {type(error).__name__} has ended the next batch: {error}"
+            raise Preempted(session.saved_step, reason) from error

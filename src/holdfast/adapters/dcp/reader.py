@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -23,9 +24,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from typing_extensions import override
 
-from holdfast.adapters.dcp.sinks import make_sinks
 from holdfast.adapters.dcp.target import Target
 from holdfast.checkpoint.format import values as value_format
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.layout import Shard
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Part
@@ -36,13 +38,129 @@ from holdfast.checkpoint.home.listing import candidates
 from holdfast.checkpoint.home.newest import from_listing, list_patiently, usable
 from holdfast.checkpoint.home.patience import LIMIT_S, Patience
 from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.restore.fill import CollectingSink, TensorSink
 from holdfast.checkpoint.restore.parts import Located, Parts
-from holdfast.checkpoint.restore.read import FileRead, Want, read
+from holdfast.checkpoint.restore.read import FileRead, Sink, Want, read
 from holdfast.checkpoint.state.torch_dtypes import torch_dtype
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.contract import Store
-from holdfast.errors import Corrupt, HoldfastError, NotFound, ResumeWarning, RetryLater
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, ResumeWarning, RetryLater
 from holdfast.system.callsite import warn
+
+
+class Span(NamedTuple):
+    """Range of a row-major tensor that begins and ends with elements of a wanted region.
+
+    `at` and `sizes` are the part of the wanted region in it, relative to that region. Within the span, its
+    elements have the strides of the tensor.
+    """
+
+    start: int  # element of the tensor
+    num_items: int
+    at: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def is_dense(self) -> bool:
+        """True if the span contains only wanted elements."""
+        return self.num_items == math.prod(self.sizes)
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor, in elements."""
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+def spans(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], max_gap: int
+) -> Iterator[Span]:
+    """Yield the spans of a region that is not empty.
+
+    Args:
+        max_gap: maximum gap, in elements, that is read rather than skipped.
+    """
+    yield from _split(strides_of(shape), offsets, sizes, (0,) * len(shape), 0, max_gap)
+
+
+def _split(
+    strides: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    at: tuple[int, ...],
+    dim: int,
+    max_gap: int,
+) -> Iterator[Span]:
+    """Split along the first dimension from `dim` on with large gaps.
+
+    Gaps of inner dimensions are never larger, so the recursion ends at a small one.
+    """
+    while dim < len(sizes) and sizes[dim] == 1:
+        dim += 1
+    inner = 1 + sum((n - 1) * stride for n, stride in zip(sizes[dim + 1 :], strides[dim + 1 :], strict=True))
+    if dim >= len(sizes) or strides[dim] - inner <= max_gap:
+        start = sum((a + o) * stride for a, o, stride in zip(at, offsets, strides, strict=True))
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        yield Span(start, extent, at, sizes)
+        return
+    for index in range(sizes[dim]):
+        yield from _split(
+            strides,
+            offsets,
+            (*sizes[:dim], 1, *sizes[dim + 1 :]),
+            (*at[:dim], index, *at[dim + 1 :]),
+            dim + 1,
+            max_gap,
+        )
+
+
+def make_sinks(
+    shard: Shard,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    target: torch.Tensor,
+    *,
+    max_gap_bytes: int,
+) -> Iterator[tuple[int, int, Sink]]:
+    """Yield (byte in the shard, number of bytes, sink) for every span of a region.
+
+    Args:
+        target: tensor that receives the region, of the same shape.
+        max_gap_bytes: maximum gap that is read rather than skipped.
+
+    Raises:
+        InvalidInput: the target has another shape.
+    """
+    if tuple(target.shape) != sizes:
+        raise InvalidInput(
+            f"{shard.name} has shape {list(sizes)}, but the tensor to load it into has {list(target.shape)}.",
+            key=shard.name,
+        )
+    if not math.prod(sizes):
+        return
+    item_bytes, dtype = ITEM_BYTES[shard.dtype], torch_dtype(shard.dtype)
+    strides = strides_of(shard.sizes)
+    for span in spans(shard.sizes, offsets, sizes, max_gap_bytes // item_bytes):
+        part = target
+        for dim, (at, length) in enumerate(zip(span.at, span.sizes, strict=True)):
+            part = part.narrow(dim, at, length)
+        is_direct = span.is_dense and part.is_cpu and part.dtype is dtype and part.is_contiguous()
+        sink = TensorSink(part) if is_direct else _gathering_sink(span, strides, dtype, part)
+        yield span.start * item_bytes, span.num_items * item_bytes, sink
+
+
+def _gathering_sink(
+    span: Span, strides: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor
+) -> CollectingSink:
+    """Return a sink that collects a span, then copies its wanted elements into a tensor."""
+
+    def copy(items: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(items.as_strided(span.sizes, strides))
+
+    return CollectingSink((span.num_items,), dtype, copy)
 
 
 @dataclass(slots=True)

@@ -52,8 +52,6 @@ def claim_save(
     Raises:
         Conflict: another trainer has taken over this home; or the checkpoint exists, and `overwrite` is
             False.
-        Corrupt: the home's documents are damaged.
-        RetryLater: the store failed.
     """
     with _lock:
         home = list_home(store)

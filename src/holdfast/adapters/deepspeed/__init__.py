@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.adapters.versions import check_versions
+from holdfast.adapters.kit.attachment import check_versions
 
 check_versions("deepspeed", {"deepspeed": (0, 19)})  # the oldest whose private methods fit
 
-from holdfast.adapters.deepspeed.attachment import attach  # noqa: E402 - the check is first
+from holdfast.adapters.deepspeed.engine import attach  # noqa: E402 - the check is first
 
 __all__ = ["attach"]

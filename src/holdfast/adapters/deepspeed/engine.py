@@ -1,4 +1,4 @@
-"""The methods of DeepSpeed's engine that save, load and step, through Holdfast."""
+"""An attached engine of DeepSpeed: its checks, and the methods that save, load and step through Holdfast."""
 
 # DeepSpeed has no type information.
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -8,14 +8,53 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from holdfast.adapters.deepspeed.session import SaveArguments, Session
-from holdfast.adapters.deepspeed.whole_weights import returning_weights
+from holdfast.adapters.deepspeed.resharding import returning_weights
+from holdfast.adapters.deepspeed.session import SaveArguments, Session, Settings
+from holdfast.adapters.kit.attachment import check_attach, insert_class
+from holdfast.checkpoint.run.options import Home, parse_home
+from holdfast.errors import InvalidInput, Unsupported
+
+
+def check_engine(engine: Any) -> None:
+    """Check that an object is an engine that Holdfast can save."""
+    if not isinstance(engine, DeepSpeedEngine):
+        hint = ""
+        if isinstance(engine, tuple):
+            hint = " deepspeed.initialize() returns a tuple, whose first element is the engine."
+        raise InvalidInput(
+            f"attach() needs the engine of deepspeed.initialize(), not a {type(engine).__name__}.{hint} "
+            "Nothing was changed."
+        )
+    if isinstance(engine, PipelineEngine):
+        raise Unsupported(
+            "Pipeline engines are not supported: they write their layers without the engine's checkpoint "
+            "names. The engine was not changed. Leave attach() out, and save as DeepSpeed does."
+        )
+    if engine.zero_nvme_offload_optimizer() or _keeps_parameters_on_nvme(engine):
+        raise Unsupported(
+            "The engine keeps state in files of its own (offload to NVMe), which Holdfast does not save. "
+            'The engine was not changed. Offload to "cpu", or leave attach() out.'
+        )
+    if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
+        raise InvalidInput(
+            f"The configuration of DeepSpeed chooses {type(engine.checkpoint_engine).__name__} to write "
+            'checkpoints. The engine was not changed. Remove "checkpoint": {"writer": ...} and '
+            '"datastates_ckpt" from the configuration: Holdfast already writes in the background.'
+        )
+
+
+def _keeps_parameters_on_nvme(engine: Any) -> bool:
+    offload = engine.zero_offload_param()
+    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
 
 
 class HoldfastEngine(DeepSpeedEngine):
@@ -114,3 +153,56 @@ class HoldfastEngine(DeepSpeedEngine):
         super().step(lr_kwargs)
         if self.global_steps != before:
             self.holdfast_session.end_step()
+
+
+_T = TypeVar("_T")
+_DECIDED = {
+    "state": "the engine's objects are the state",
+    "every": "call engine.save_checkpoint() when a save is due",
+    "group": "the ranks are those of the engine",
+}
+
+
+def attach(
+    engine: _T,
+    home: str | os.PathLike[str] | Home | None = None,
+    *,
+    client_state: Callable[[], Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> _T:
+    """Have an engine save and load through Holdfast. Returns the same engine.
+
+    `save_checkpoint` and `load_checkpoint` keep their arguments. The object gets a class in which
+    `HoldfastEngine` comes directly before its own.
+
+    Args:
+        engine: engine of `deepspeed.initialize`.
+        home: folder or URL of the run's checkpoints; by default `holdfast` in the folder that is given to
+            `save_checkpoint` and `load_checkpoint`.
+        client_state: returns the client state of the save after a preemption notice. Without it that save
+            waits for the next call of `save_checkpoint`, unless the last one did not have a client state.
+        options: other options of `Checkpointer`, such as `keep`, `memory` or `preemption`. By default all
+            checkpoints are kept, as by DeepSpeed.
+
+    Raises:
+        InvalidInput: the object is not an engine, is already attached, or an option does not fit.
+        Unsupported: the engine keeps its state in a way that Holdfast does not save.
+
+    Ranks: every rank calls it; not collective.
+    """
+    check_attach(engine, HoldfastEngine, options, _DECIDED, name="engine")
+    if options.get("local") is not None:
+        raise Unsupported(
+            "attach() does not take local=: a rank loads files that another rank has saved, so all are read "
+            "from home. The engine was not changed. Leave local= out."
+        )
+    if client_state is not None and not callable(client_state):
+        raise InvalidInput(
+            f"client_state= must be a function that returns the client state, got "
+            f"{type(client_state).__name__}. The engine was not changed. Write client_state=lambda: ..."
+        )
+    check_engine(engine)
+    settings = Settings(None if home is None else parse_home(home), client_state, options)
+    attached = insert_class(engine, HoldfastEngine, before=type(engine))
+    attached.holdfast_session = Session(attached, settings)
+    return engine

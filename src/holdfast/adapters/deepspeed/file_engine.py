@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from holdfast.adapters.deepspeed.other_ranks import ReshardedFiles
+from holdfast.adapters.deepspeed.resharding import ReshardedFiles
 from holdfast.adapters.deepspeed.saved_files import SavedFiles, name_in, pack_file
 from holdfast.checkpoint.exchange.packed_value import Packed
 from holdfast.system.linux.partial_files import temporary_folder

@@ -1,18 +1,26 @@
-"""Partitions of ZeRO, divided again among another number of ranks; pure."""
+"""Checkpoints that another number of ranks has saved: partitions of ZeRO, divided again or merged."""
 
 # DeepSpeed has no type information.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed.runtime.engine as stock
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
+from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
 from holdfast.errors import Unsupported
 
 _FLAT_12, _FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
@@ -39,11 +47,7 @@ class Layout:
 
 
 def check_layouts(saved: Layout, live: Layout, tag: str) -> None:
-    """Check that two layouts have the same parameters in the same order.
-
-    Raises:
-        UnsupportedRanks: they differ.
-    """
+    """Check that two layouts have the same parameters in the same order."""
     if saved.groups != live.groups:
         raise UnsupportedRanks(
             f"{tag} was saved on another number of ranks, and the parameters had another order or other "
@@ -61,10 +65,6 @@ def reshard(states: Sequence[Mapping[str, Any]], live: Layout, rank: int, world_
         live: layout of the engine that loads.
         rank: rank that loads.
         world_size: number of ranks that load.
-
-    Raises:
-        UnsupportedRanks: the state does not have an element per parameter; or it was saved with
-            `elastic_checkpoint`, which has another form.
     """
     first = dict(states[0])
     stage = int(first["zero_stage"])
@@ -149,3 +149,124 @@ def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
 
 def _counts(saved: Any, world_size: int) -> Any:
     return [world_size] * len(saved) if isinstance(saved, list) else world_size
+
+
+_RANK = re.compile(r"((?:bf16_)?zero_pp_rank_)(\d+)(_mp_rank_00_(optim|model)_states\.pt)")
+_MODEL = "mp_rank_00_model_states.pt"
+
+
+class ReshardedFiles:
+    """Files of one checkpoint as this number of ranks would have saved them.
+
+    Args:
+        files: the files as they were saved.
+        engine: engine that loads.
+    """
+
+    def __init__(self, files: SavedFiles, engine: Any) -> None:
+        self.facts: Facts = files.facts
+        self.checkpoint = files.checkpoint
+        self.files, self._engine = files, engine
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.owners = self._make_owners()
+
+    def _make_owners(self) -> dict[str, int]:
+        owners: dict[str, int] = {}
+        for name in self.files.owners:
+            match = _RANK.fullmatch(name)
+            if match is not None:
+                owners |= {f"{match[1]}{rank}{match[3]}": rank for rank in range(self._world_size)}
+            elif name == _MODEL:
+                owners[name] = 0
+            else:
+                raise self._refused(f"{name} belongs to tensor, expert or pipeline parallelism")
+        return owners
+
+    def _refused(self, why: str, done: str = "Nothing was loaded") -> UnsupportedRanks:
+        saved = self.checkpoint.world_size
+        return UnsupportedRanks(
+            f"{self.facts.tag} was saved by {saved} ranks and cannot be loaded by {self._world_size}: {why}. "
+            f"{done}. Resume on {saved} ranks; or export it (`holdfast export --to deepspeed`), "
+            "convert it with ds_to_universal, and load that with load_universal."
+        )
+
+    def load(self, name: str) -> Any:
+        """Load the content of a file, resharded if it has partitions."""
+        match = _RANK.fullmatch(name)
+        if match is not None and match[4] == "optim":
+            return self._load_optimizer(match[1], match[3], int(match[2]))
+        saved = name if match is None else f"{match[1]}0{match[3]}"
+        content: dict[str, Any] = self.files.load(saved)
+        if match is not None and content.get("frozen_param_shapes"):
+            raise self._refused("ZeRO 3 partitions its frozen parameters")
+        if content.get("param_shapes") is not None:
+            check_layouts(_layout(content["param_shapes"], ()), self._live(()), self.facts.tag)
+        return {**content, "dp_world_size": self._engine.seq_dp_world_size}
+
+    def _load_optimizer(self, before: str, after: str, rank: int) -> Any:
+        saved = range(self.checkpoint.world_size)
+        contents = [self.files.load(f"{before}{one}{after}") for one in saved]
+        states = [one["optimizer_state_dict"] for one in contents]
+        if any(map(any, states[0].get("param_alignment_paddings", ()))):
+            raise self._refused("its parameters are aligned", "The optimizer was not loaded")
+        live = self._live(_partition_sizes(self._engine.optimizer))
+        return {**contents[0], "optimizer_state_dict": reshard(states, live, rank, self._world_size)}
+
+    def _live(self, sizes: Iterable[int]) -> Layout:
+        return _layout(self._engine._get_zero_param_shapes(), sizes)
+
+
+def _layout(shapes: Iterable[Mapping[str, Iterable[int]]], sizes: Iterable[int]) -> Layout:
+    groups = (tuple((name, math.prod(shape)) for name, shape in group.items()) for group in shapes)
+    return Layout(tuple(groups), tuple(sizes))
+
+
+def _partition_sizes(optimizer: Any) -> list[int]:
+    flat = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    return [one.numel() for one in (optimizer.fp32_partitioned_groups_flat if flat is None else flat)]
+
+
+_NAME = "get_fp32_state_dict_from_zero_checkpoint"
+"""Function by which DeepSpeed's engine reads the weights from its files."""
+
+
+@contextlib.contextmanager
+def returning_weights(files: SavedFiles) -> Iterator[None]:
+    """Have DeepSpeed's engine take whole weights from a checkpoint instead of its own files."""
+    original = getattr(stock, _NAME)
+    setattr(stock, _NAME, lambda folder: merge_weights(files))
+    try:
+        yield
+    finally:
+        setattr(stock, _NAME, original)
+
+
+def merge_weights(files: SavedFiles) -> dict[str, torch.Tensor]:
+    """Return the whole weights in full precision, and the buffers."""
+    models = [files.load(name) for name in _names(files, "_model_states.pt")]
+    flats = [_flat(files.load(name)) for name in _names(files, "_optim_states.pt")]
+    first = models[0]
+    buffers = set(first["buffer_names"])
+    made = {name: value for name, value in first["module"].items() if name in buffers}
+    shapes = {name: shape for group in first["param_shapes"] for name, shape in group.items()}
+    made |= _merge(flats, shapes)
+    frozen: Mapping[str, Sequence[int]] = first.get("frozen_param_shapes") or {}
+    for name, shape in frozen.items():
+        made |= _merge([model["frozen_param_fragments"][name].flatten() for model in models], {name: shape})
+    return made | {name: made[other] for name, other in first["shared_params"].items() if other in made}
+
+
+def _names(files: SavedFiles, end: str) -> list[str]:
+    """Return the names of the files with this suffix, ordered by rank."""
+    return sorted((name for name in files.owners if name.endswith(end)), key=lambda name: files.owners[name])
+
+
+def _flat(content: Mapping[str, Any]) -> torch.Tensor:
+    groups: Iterable[torch.Tensor] = content["optimizer_state_dict"]["fp32_flat_groups"]
+    return torch.cat([one.detach().flatten() for one in groups])
+
+
+def _merge(parts: Sequence[torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    whole = split_each(parts, sizes, rank=0, world_size=1).split(sizes)
+    return {name: one.view(tuple(shape)) for (name, shape), one in zip(shapes.items(), whole, strict=True)}

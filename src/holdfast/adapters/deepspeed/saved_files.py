@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+import holdfast
+from holdfast.adapters.kit.run import TrainerRun, open_loaded
 from holdfast.checkpoint.exchange.packed_value import Packed, pack, unpack
 from holdfast.checkpoint.exchange.partitions import (
     describe_partitions,
@@ -14,8 +19,12 @@ from holdfast.checkpoint.exchange.partitions import (
     partition_key,
     read_partition,
 )
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
-from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.checkpoint.run.options import Home
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
+from holdfast.system.log import get_logger
 
 META = "deepspeed"
 """Top-level key of the facts about a save."""
@@ -41,11 +50,7 @@ class Facts:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> Facts:
-        """Return the facts from the values of a checkpoint.
-
-        Raises:
-            Unsupported: an engine did not save it, or a newer version of Holdfast did.
-        """
+        """Return the facts from the values of a checkpoint."""
         meta = values.get(META)
         if not isinstance(meta, dict) or meta.get("version") != _VERSION:
             raise Unsupported(
@@ -106,13 +111,7 @@ class SavedFiles:
         return self
 
     def load(self, name: str) -> Any:
-        """Load the content of a file, with tensors on the CPU.
-
-        Raises:
-            NotFound: the checkpoint does not have the file.
-            Corrupt: the checkpoint is damaged.
-            RetryLater: the store failed.
-        """
+        """Load the content of a file, with tensors on the CPU."""
         packed = self._find(name)
         return unpack(packed.tree, packed.kinds)
 
@@ -134,3 +133,216 @@ def name_in(folder: str, path: str) -> str | None:
     """Return the name of a file in a folder, or None if it is elsewhere."""
     name = posixpath.relpath(path, folder)
     return None if name.startswith("..") or name == "." else name
+
+
+_log = get_logger("deepspeed")
+_T = TypeVar("_T")
+_homes: dict[tuple[str, int], RunHome] = {}
+
+
+class RunHome:
+    """Checkpoints of one run. Engines of one process that use the same home share it.
+
+    Args:
+        home: folder or URL.
+        options: options of the Checkpointer.
+
+    Ranks: all methods are collective.
+    """
+
+    def __init__(self, home: Home, options: Mapping[str, Any]) -> None:
+        self._options = dict(options)
+        self._run = TrainerRun(home, None, options)
+        self._checkpointer, self._ranks, self.url = self._run.checkpointer, self._run.ranks, self._run.home
+        self.announce = self._run.announce
+        self.wait_copied = self._run.wait_copied
+        self._may_save = False  # the home is empty, or the run was continued
+        self._last = 0  # step of the newest save or load
+        self._save: Save | None = None  # the newest save
+        self._step_of: dict[str, int] = {}  # by tag
+
+    @classmethod
+    def of(cls, home: Home, options: Mapping[str, Any]) -> RunHome:
+        """Return the home, which is opened once per process.
+
+        Raises:
+            InvalidInput: it is open with other options.
+        """
+        key = (str(home.url), id(dist.group.WORLD) if dist.is_initialized() else 0)
+        if key not in _homes:
+            _homes[key] = cls(home, options)
+        if options and _homes[key]._options != dict(options):
+            raise InvalidInput(
+                f"{home.url} is open in this process with other options ({_homes[key]._options}). Nothing "
+                "was changed. Give attach() the same options for the same home."
+            )
+        return _homes[key]
+
+    @property
+    def preempted(self) -> str | None:
+        """Reason why the run has to stop, agreed by all ranks; None while it need not."""
+        return self._checkpointer.preempted
+
+    @property
+    def waited_for_copy_s(self) -> float:
+        """Total time that optimizers have waited for copies of this process."""
+        return self._checkpointer.waited_for_copy_s
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._ranks.world_size
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes notes and log lines."""
+        return self._ranks.rank == 0
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def save(self, facts: Facts, files: Mapping[str, Packed], private: Iterable[Optimizer]) -> int:
+        """Save the files of this rank under a tag. Returns the step of the checkpoint.
+
+        Args:
+            facts: facts about the save.
+            files: content of this rank's files.
+            private: memory that is copied beside the next forward and backward passes.
+
+        Raises:
+            InvalidInput: the home holds checkpoints, and none was loaded.
+
+        Blocks: for a copy of the tensors that are not in `private`.
+        """
+        self._check_may_save()
+        step = max(facts.global_steps, self._last + 1)
+        self._run.settle()
+        self._save = self._run.save(step, make_state(facts, files), optimizers=private)
+        self._last = step
+        replaced = self._step_of.get(facts.tag)
+        self._step_of[facts.tag] = step
+        if replaced is not None and replaced != step:
+            self._checkpointer.delete(replaced)
+        return step
+
+    def _check_may_save(self) -> None:
+        if self._may_save:
+            return
+        newest = self.on_first(self._checkpointer.latest_step)
+        if newest is not None:
+            what = "this engine has not loaded it"
+            self._run.refuse_new_run(newest, what, "saved", "Call engine.load_checkpoint() first")
+        self._may_save = True
+
+    def was_dropped(self) -> bool:
+        """Return True if a rank has dropped the last save: its memory was written meanwhile.
+
+        Blocks: until the copies of all ranks are complete.
+        """
+        self.wait_copied()
+        return any(self._ranks.gather(self._save is not None and isinstance(self._save.failed, InvalidInput)))
+
+    def end_step(self, step: int) -> None:
+        """Check for a preemption notice after an optimizer step."""
+        self._checkpointer.should_save(step)
+
+    def wait(self) -> None:
+        """Wait until everything saved so far is durable."""
+        self._checkpointer.wait()
+
+    def stop(self) -> NoReturn:
+        """End a preempted run, once everything is durable.
+
+        Raises:
+            Preempted: always. It is a SystemExit with status 75.
+        """
+        self._checkpointer.stop(self._last)
+
+    # -- loads -----------------------------------------------------------------------------------------------
+
+    def tags(self) -> list[str]:
+        """Return the tags of all checkpoints, each once."""
+        return self.on_first(lambda: list(dict.fromkeys(facts.tag for _, facts in self._list())))
+
+    def load(self, tag: str | None, *, rng: bool) -> SavedFiles | None:
+        """Load a checkpoint. Later saves continue from it.
+
+        Args:
+            tag: its tag; None for the newest one that verifies and was saved as the latest.
+            rng: also restore the random number generators.
+
+        Returns:
+            Its files, or None if the home does not have it.
+        """
+        if self._may_save and self._step_of:
+            self._checkpointer.wait()
+        if tag is None:
+            found = self._load_step(None, rng=rng)
+            if found is not None and not found.facts.is_latest:
+                found = self._load_latest(rng=rng)
+        else:
+            self._checkpointer.continue_from()  # a dead process's save may become complete here
+            step = self.on_first(lambda: self._find(tag))
+            found = None if step is None else self._load_step(step, rng=rng)
+        return found
+
+    def continue_after(self) -> None:
+        """Continue the run after a checkpoint from outside of the home was loaded."""
+        self._last = self._checkpointer.continue_from() or 0
+        self._may_save = True
+
+    def _load_latest(self, *, rng: bool) -> SavedFiles | None:
+        """Load the newest checkpoint that was saved as the latest."""
+        every = self._list()
+        steps = self.on_first(lambda: [one.step for one, facts in every if facts.is_latest])
+        for step in steps:
+            try:
+                return self._load_step(step, rng=rng)
+            except Corrupt as error:
+                _log.warning("step %d of %s is skipped: %s", step, self.url, error)
+        if steps:
+            raise Corrupt(f"{self.url} has {len(steps)} checkpoints to resume from, and all are damaged.")
+        return None
+
+    def _load_step(self, step: int | None, *, rng: bool) -> SavedFiles | None:
+        own = self._checkpointer.load(step, rng=rng)
+        self._may_save = True
+        if own is None:
+            return None
+        found, attempt = self._checkpointer.restored_step, self._checkpointer.restored_attempt
+        assert found is not None
+        self._last = found
+        facts = Facts.parse(own, f"Step {found} of {self.url}")
+        self._step_of[facts.tag] = found
+        checkpoint = open_loaded(self.url, found, attempt)
+        is_equal = checkpoint.world_size == self._ranks.world_size
+        owners = self._owners(own) if is_equal else self.on_first(lambda: _read_owners(checkpoint))
+        return SavedFiles(facts, own if is_equal else {}, checkpoint, owners)
+
+    def _owners(self, own: Mapping[str, Any]) -> dict[str, int]:
+        every = self._ranks.gather(file_names(own))
+        return {name: rank for rank, names in reversed(list(enumerate(every))) for name in names}
+
+    def _find(self, tag: str) -> int | None:
+        return next((one.step for one, facts in self._list() if facts.tag == tag), None)
+
+    def _list(self) -> list[tuple[CheckpointId, Facts]]:
+        """Return the checkpoints with their facts, the newest first. Damaged ones are left out."""
+        found: list[tuple[CheckpointId, Facts]] = []
+        for step in self._checkpointer.all_steps():
+            try:
+                checkpoint = holdfast.open(self.url, step)
+                facts = Facts.parse(checkpoint.values(), f"Step {step} of {self.url}")
+            except HoldfastError as error:
+                _log.warning("step %d of %s is skipped: %s", step, self.url, error)
+                continue
+            found.append((checkpoint.manifest.checkpoint_id, facts))
+        return sorted(found, key=lambda one: one[0], reverse=True)
+
+    def on_first(self, work: Callable[[], _T]) -> Any:
+        """Call `work` on rank 0, and return its result on every rank."""
+        return self._ranks.first_of((0,), work)
+
+
+def _read_owners(checkpoint: Checkpoint) -> dict[str, int]:
+    every = ((rank, checkpoint.values(rank)) for rank in reversed(range(checkpoint.world_size)))
+    return {name: rank for rank, values in every for name in values[META]["partitions"]}

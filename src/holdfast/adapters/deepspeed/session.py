@@ -8,27 +8,131 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.optim import Optimizer
 
-from holdfast.adapters.deepspeed import folders
 from holdfast.adapters.deepspeed.file_engine import FileEngine
-from holdfast.adapters.deepspeed.other_ranks import ReshardedFiles
-from holdfast.adapters.deepspeed.private_memory import private_memory
-from holdfast.adapters.deepspeed.run_home import RunHome
-from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
+from holdfast.adapters.deepspeed.resharding import ReshardedFiles
+from holdfast.adapters.deepspeed.saved_files import Facts, RunHome, SavedFiles
+from holdfast.adapters.kit.private_memory import PrivateMemory, private_memory
+from holdfast.adapters.kit.run import HOME
 from holdfast.checkpoint.exchange.packed_value import Packed
+from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.run.options import Home, parse_home
-from holdfast.errors import NotFound, SaveWarning
+from holdfast.errors import Corrupt, Denied, NotFound, SaveWarning
 from holdfast.system.callsite import warn
+from holdfast.system.linux.files import open_regular
 from holdfast.system.log import get_logger
 
+NOTE = "HOLDFAST.txt"
+_PATTERN = "*_states.pt"
+_MAX_TAG_BYTES = 4096
+
+
+def stock_tag(folder: str, tag: str | None) -> str | None:
+    """Return the tag to load from DeepSpeed's own files; None if a folder does not have them.
+
+    Args:
+        folder: folder of checkpoints.
+        tag: tag of the checkpoint; None for that in the file `latest`.
+    """
+    wanted = _latest(folder) if tag is None else str(tag)
+    if wanted is None or next((Path(folder) / wanted).glob(_PATTERN), None) is None:
+        return None
+    return wanted
+
+
+def _latest(folder: str) -> str | None:
+    path = Path(folder) / "latest"
+    try:
+        with open_regular(path) as file:
+            tag = file.read(_MAX_TAG_BYTES + 1).decode().strip()
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        raise Denied(f"{path} cannot be read: {error}. Nothing was loaded.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise Corrupt(_not_a_tag(path, str(error))) from error
+    if len(tag) > _MAX_TAG_BYTES or "\0" in tag:
+        raise Corrupt(_not_a_tag(path, f"it has {len(tag)} characters, or a NUL"))
+    return tag or None
+
+
+def _not_a_tag(path: Path, why: str) -> str:
+    return (
+        f"{path} does not contain the tag of a checkpoint: {why}. Nothing was loaded. Write the tag into it, "
+        "name the tag as you load, or remove that file if no checkpoint of DeepSpeed's own is there."
+    )
+
+
+def write_note(folder: str, tag: str, home: str, step: int) -> None:
+    """Write a note into the folder of a tag: the place of the checkpoint, and the command for its files."""
+    place = Path(folder) / tag
+    place.mkdir(parents=True, exist_ok=True)
+    text = (
+        f"This checkpoint is step {step} of the run in {home}, saved by Holdfast.\n\n"
+        "engine.load_checkpoint() of an engine that is attached to Holdfast resumes from it.\n"
+        "For DeepSpeed's own files, as zero_to_fp32.py and ds_to_universal.py read them, run\n\n"
+        f"    holdfast export {home} FOLDER --to deepspeed --step {step}\n"
+    )
+    with atomic_file(place / NOTE, overwrite=True) as partial:
+        partial.write_text(text)
+
+
+_WRAPPERS = frozenset({DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3})
+"""Classes that write to their partitions in `step()` of the optimizer that they have, and not elsewhere.
+
+Subclasses are left out: those of ZenFlow and SuperOffload step in another thread or process.
+"""
+_PLAIN = frozenset({DeepSpeedCPUAdam, FusedAdam})
+
+
+def memory_of_engine(engine: Any) -> list[PrivateMemory]:
+    """Return the memory of an engine that may be copied beside the next steps; [] without any.
+
+    These are partitions in full precision and the state of the optimizer. What belongs to the module is left
+    out: scripts may write to it at any time, for example to exchange averaged weights.
+    """
+    inner = _trained_by(engine.optimizer)
+    return [] if inner is None else private_memory(_tensors_of(inner), _tensors_of_module(engine.module))
+
+
+def _trained_by(optimizer: Any) -> Optimizer | None:
+    """Return the optimizer of torch's interface that makes all changes; None if others may make some."""
+    if type(optimizer) in _WRAPPERS:
+        optimizer = None if getattr(optimizer, "zenflow", False) else optimizer.optimizer
+    kind = type(optimizer)
+    is_plain = kind in _PLAIN or kind.__module__.startswith("torch.optim.")
+    # DeepSpeed itself updates the momentum of every optimizer with this name, during the backward pass.
+    return optimizer if is_plain and "muon" not in kind.__name__.lower() else None
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    yield from optimizer.state  # under ZeRO 3 the groups are empty between two steps
+    for slots in optimizer.state.values():
+        yield from (one for one in slots.values() if isinstance(one, torch.Tensor))
+
+
+def _tensors_of_module(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.buffers()
+    for one in module.parameters():
+        yield one
+        partition = getattr(one, "ds_tensor", None)  # under ZeRO 3
+        if partition is not None:
+            yield partition
+
+
 _log = get_logger("deepspeed")
-_HOME = "holdfast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +211,10 @@ class Session:
         assert self._current is not None
         steps = int(self._engine.global_steps)
         facts = Facts(info.tag, bool(info.save_latest), steps, self._needs_client_state)
-        private = [] if self._is_repeat else private_memory(self._engine)
+        private = [] if self._is_repeat else memory_of_engine(self._engine)
         step = self._current.save(facts, files, private)
-        if _is_first():
-            folders.write_note(info.save_dir, info.tag, self._current.url, step)
+        if self._current.is_first:
+            write_note(info.save_dir, info.tag, self._current.url, step)
 
     def _replace_dropped(self) -> None:
         """Save the present state with the same arguments if the last save was dropped.
@@ -168,19 +272,14 @@ class Session:
             return None
         self._needs_client_state = found.facts.has_client_state
         saved, live = found.checkpoint.world_size, home.world_size
-        if _is_first():
-            _log.info("resuming from %s: step %d of %s", found.facts.tag, found.checkpoint.step, home.url)
-            if saved != live:
-                _log.warning("%d ranks saved it: the %d ranks here have new random numbers", saved, live)
+        home.announce("resuming from %s: step %d of %s", found.facts.tag, found.checkpoint.step, home.url)
+        if home.is_first and saved != live:
+            _log.warning("%d ranks saved it: the %d ranks here have new random numbers", saved, live)
         return found if saved == live else ReshardedFiles(found, self._engine)
 
     def _check_exists(self, home: RunHome, folder: str, tag: str | None) -> None:
-        """Check that DeepSpeed itself has written the checkpoint of a tag.
-
-        Raises:
-            NotFound: neither it nor Holdfast has.
-        """
-        if tag is None or home.on_first(lambda: folders.stock_tag(folder, tag)) is not None:
+        """Check that DeepSpeed itself has written the checkpoint of a tag."""
+        if tag is None or home.on_first(lambda: stock_tag(folder, tag)) is not None:
             return
         raise NotFound(
             f"{home.url} does not have a checkpoint with the tag {tag!r}, and {folder} does not have files "
@@ -199,7 +298,7 @@ class Session:
 
     def _is_stock(self, home: RunHome, folder: str, tag: str | None) -> bool:
         """Return True if DeepSpeed itself has written the checkpoint to load."""
-        stock = home.on_first(lambda: folders.stock_tag(folder, tag))
+        stock = home.on_first(lambda: stock_tag(folder, tag))
         return stock is not None and stock not in home.tags()
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -237,10 +336,6 @@ class Session:
         home = self._settings.home
         self._folder = os.fspath(folder)
         if home is None:
-            home = parse_home(Path(folder).absolute() / _HOME)
+            home = parse_home(Path(folder).absolute() / HOME)
         self._current = RunHome.of(home, self._settings.options)
         return self._current
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

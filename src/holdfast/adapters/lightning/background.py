@@ -12,31 +12,78 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
+from typing import TypeVar, final
 
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from holdfast.adapters.lightning.ckpt_file import FileId, may_replace, read_id, verify_ckpt, write_ckpt
-from holdfast.adapters.lightning.home_content import Facts, HomeContent, make_state
+from holdfast.adapters.kit.run import NO_NOTICES
+from holdfast.adapters.lightning.ckpt_file import (
+    Facts,
+    FileId,
+    HomeContent,
+    make_state,
+    may_replace,
+    read_id,
+    verify_ckpt,
+    write_ckpt,
+)
 from holdfast.adapters.lightning.pickled import Pickled
 from holdfast.adapters.lightning.places import HomePlace, folder_of, is_inside, is_local
-from holdfast.adapters.lightning.sole_rank import SoleRank
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import read_run
 from holdfast.checkpoint.home.recovery import find_loadable
 from holdfast.checkpoint.keeper import Save, wait_for_orphans
+from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.run import Checkpointer
-from holdfast.checkpoint.run.options import Memory, Preemption
+from holdfast.checkpoint.run.options import Memory
 from holdfast.checkpoint.store import open_store
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, ResumeWarning, SaveWarning
+from holdfast.errors import (
+    Corrupt,
+    HoldfastError,
+    InvalidInput,
+    NotFound,
+    ResumeWarning,
+    SaveWarning,
+    TornSaveWarning,
+)
 from holdfast.system.callsite import warn
 from holdfast.system.linux.partial_files import remove_partial_files
 from holdfast.system.log import get_logger
 
+_T = TypeVar("_T")
+
+
+@final
+class SoleRank(RankGroup):
+    """One rank that saves by itself: Lightning gives a whole checkpoint to rank 0."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+
+    @override
+    def gather(self, value: _T) -> list[_T]:
+        return [value]
+
+    @override
+    def share(self, value: _T) -> _T:
+        return value
+
+    @override
+    def exchange_flags(
+        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
+    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+        """Return the values unchanged."""
+        return flags, numbers
+
+    @override
+    def barrier_and_close(self) -> None:
+        """Do nothing."""
+
+
 _log = get_logger("lightning")
 _ORPHANS_S = 600.0
 """Longest wait for the keeper of a dead process, which may be about to complete a checkpoint."""
-_DROPPED = r"The save of step \d+ was dropped"
-"""Warning about a torn copy: the callback replaces the save, and warns itself."""
 
 
 @dataclass(slots=True)
@@ -111,9 +158,6 @@ class BackgroundSaver:
                 before, they are saved once.
             private: memory that is copied beside the next forward and backward pass.
 
-        Raises:
-            HoldfastError: this save failed, or an earlier one.
-
         Blocks: for the copy.
         """
         checkpointer = self._open()
@@ -136,7 +180,8 @@ class BackgroundSaver:
         with warnings.catch_warnings():
             # Positions in the data are part of the checkpoint, so open data loaders are no doubt.
             warnings.simplefilter("ignore", ResumeWarning)
-            warnings.filterwarnings("ignore", _DROPPED, SaveWarning)
+            # The callback replaces the save, and warns itself.
+            warnings.simplefilter("ignore", TornSaveWarning)
             save = checkpointer.save(step, make_state(pickled, facts), optimizers=private)
         self._last = step
         return save
@@ -225,7 +270,7 @@ class BackgroundSaver:
             self.place.home,
             keep=None,
             memory=self._memory,
-            preemption=Preemption("none", signals=False),
+            preemption=NO_NOTICES,
             compile_cache=False,
             group=SoleRank(),
             quiet=True,
@@ -238,11 +283,7 @@ class BackgroundSaver:
         return checkpointer
 
     def sort_out(self, folder: str) -> None:
-        """Sort out a folder before the first save to it, which may never come.
-
-        Raises:
-            HoldfastError: as `save`.
-        """
+        """Sort out a folder before the first save to it, which may never come."""
         self._open()
         self._sort_out(folder)
 
@@ -372,11 +413,7 @@ class BackgroundSaver:
     # -- waits -----------------------------------------------------------------------------------------------
 
     def wait(self, path: str | None = None) -> None:
-        """Wait until a file, or all files, are written.
-
-        Raises:
-            HoldfastError, OSError: a save failed, or a file could not be written.
-        """
+        """Wait until a file, or all files, are written."""
         for job in list(self._jobs):
             if path is not None and job.path != path:
                 continue
@@ -387,11 +424,7 @@ class BackgroundSaver:
                 raise job.error
 
     def close(self) -> None:
-        """Wait until everything is written, and let the keeper end. A later save opens the home again.
-
-        Raises:
-            HoldfastError, OSError: a save failed, or a file could not be written.
-        """
+        """Wait until everything is written, and let the keeper end. A later save opens the home again."""
         if self._checkpointer is None:
             return
         try:

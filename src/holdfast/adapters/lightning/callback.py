@@ -5,6 +5,8 @@
 import contextlib
 import itertools
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -12,11 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
 
+import torch
+
+from holdfast.adapters.kit.notices import Notices
+from holdfast.adapters.kit.private_memory import PrivateMemory, private_memory
 from holdfast.adapters.lightning.packages import ModelCheckpoint, SIGTERMException, TorchCheckpointIO
 from holdfast.adapters.lightning.places import absolute, home_beside, is_local
 from holdfast.adapters.lightning.plugin import HoldfastCheckpointIO
-from holdfast.adapters.lightning.preempted import Preemptions
-from holdfast.adapters.lightning.private_memory import private_memory
 from holdfast.adapters.lightning.resume_point import (
     KEY,
     begin_epoch,
@@ -29,12 +33,36 @@ from holdfast.adapters.lightning.resume_point import (
     restore_point,
     watch_position,
 )
-from holdfast.adapters.private_memory import PrivateMemory
+from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.run.options import Memory
 from holdfast.errors import PREEMPTED_STATUS, InvalidInput, Preempted, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
 
+
+def memory_of_trainer(trainer: Any) -> list[PrivateMemory]:
+    """Return the state of a Trainer's optimizers that may be copied beside the next batches; [] if none is.
+
+    Weights and buffers are left out: callbacks write to them after a save, for example to exchange averaged
+    ones. Optimizers that are not torch's are left out too, since others may write to their state.
+    """
+    module = trainer.lightning_module
+    return private_memory(_state_tensors(trainer), [*module.parameters(), *module.buffers()])
+
+
+def _state_tensors(trainer: Any) -> Iterator[torch.Tensor]:
+    for optimizer in trainer.optimizers:
+        if type(optimizer).__module__.startswith("torch.optim."):
+            for slots in optimizer.state.values():
+                yield from (one for one in slots.values() if _is_plain(one))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.device.type == "cpu" and value.is_leaf
+
+
 _moments = itertools.count()
+_RANKS_S = 3600.0
+"""Longest wait for a rank that does not reach the end of its batch."""
 
 
 class HoldfastCheckpoint(ModelCheckpoint):
@@ -99,7 +127,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
             enable_version_counter=enable_version_counter,
         )
         self._home, self._memory, self._preemption = home, memory, preemption
-        self._notices: Preemptions | None = None  # while training
+        self._notices: Notices | None = None  # while training
         self._point: dict[str, Any] | None = None  # to be restored before training
         self._has_batch = False  # the checkpoint was saved at the end of a batch
         self._unsent: list[tuple[Any, str]] = []  # loggers to be notified once a file is written
@@ -157,8 +185,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the generators and the position in the data."""
         super().on_train_start(trainer, pl_module)
-        self._notices = Preemptions(self._preemption)
-        self._notices.watch(trainer)
+        self._notices = _watch_notices(trainer, self._preemption)
         begin_epoch(trainer)
         check_batches(trainer)
         point, self._point = self._point, None
@@ -211,16 +238,14 @@ class HoldfastCheckpoint(ModelCheckpoint):
         """Save if it is due, or if a preemption notice has arrived."""
         reach_batch(trainer)
         notices = self._notices
-        if notices is not None and notices.exchange(
-            trainer,
-            is_dropped=bool(self._dropped(trainer)),
-            save_s=0.0 if self._io is None else self._io.save_s,
-        ):
-            self._replace_dropped(trainer)
-        with self._moment(private=lambda: private_memory(trainer)):
+        if notices is not None:
+            notices.end_step(0.0 if self._io is None else self._io.save_s)
+            if any(notices.exchange(bool(self._dropped(trainer)))):
+                self._replace_dropped(trainer)
+        with self._moment(private=lambda: memory_of_trainer(trainer)):
             super().on_train_batch_end(trainer, *args, **kwargs)
         self._notify_loggers()
-        if notices is not None and notices.may_stop(trainer):
+        if notices is not None and _may_stop(trainer, notices):
             self._save_and_stop(trainer, notices)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -230,7 +255,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is due."""
-        with self._moment(private=lambda: private_memory(trainer)):
+        with self._moment(private=lambda: memory_of_trainer(trainer)):
             super().on_validation_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -322,19 +347,17 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
         Its workers may have died of it. The last complete step is saved. On several ranks it is not: others
         compute with their next batch.
-
-        Raises:
-            Preempted: otherwise nothing is done.
         """
         notices = self._notices
-        if notices is None or not notices.have_arrived() or not trainer.training:
+        if notices is None or notices.reason is None or not trainer.training:
             return
-        if trainer.world_size == 1 and not has_begun(trainer) and notices.may_stop(trainer):
+        notices.agreed = notices.reason
+        if trainer.world_size == 1 and not has_begun(trainer) and _may_stop(trainer, notices):
             self._save_notice(trainer)
         reason = f"{notices.reason}; {type(error).__name__} has ended the next batch: {error}"
         raise Preempted(self._last_global_step_saved, reason) from error
 
-    def _save_and_stop(self, trainer: Any, notices: Preemptions) -> None:
+    def _save_and_stop(self, trainer: Any, notices: Notices) -> None:
         self._save_notice(trainer)
         notices.finish()
         raise Preempted(trainer.global_step, str(notices.reason))
@@ -361,7 +384,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         super().teardown(trainer, pl_module, stage)
         notices, self._notices = self._notices, None
         if notices is not None:
-            notices.release()
+            notices.close()
 
     @staticmethod
     def _link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
@@ -396,12 +419,31 @@ def _is_fitting(trainer: Any) -> bool:
     return trainer.state.fn == "fit" and trainer.state.status == "running"
 
 
-def _check_strategy(strategy: Any) -> None:
-    """Check that a strategy saves with its CheckpointIO.
+def _watch_notices(trainer: Any, sources: str | None) -> Notices:
+    """Watch for preemption notices from the start of training on.
 
-    Raises:
-        Unsupported: it writes shards itself.
+    Lightning's handler of SIGTERM is replaced: on several ranks it communicates wherever it interrupts them,
+    and it ends training with status 0. Under Slurm's requeueing it stays.
+
+    Ranks: collective.
     """
+    environment = trainer._accelerator_connector.cluster_environment
+    is_requeued = bool(getattr(environment, "auto_requeue", False))
+    takes_signals = threading.current_thread() is threading.main_thread() and not is_requeued
+    if takes_signals:
+        before = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    return Notices(sources, Ranks(timeout_s=_RANKS_S), signals=takes_signals)
+
+
+def _may_stop(trainer: Any, notices: Notices) -> bool:
+    """Return True if the ranks have a notice, and training may stop here."""
+    # Gradients that were accumulated over some batches are not part of a checkpoint.
+    return notices.agreed is not None and not trainer.fit_loop._should_accumulate()
+
+
+def _check_strategy(strategy: Any) -> None:
+    """Check that a strategy saves with its CheckpointIO."""
     if getattr(strategy, "_state_dict_type", "full") == "sharded":
         raise Unsupported(
             f'{type(strategy).__name__}(state_dict_type="sharded") writes its shards without a CheckpointIO, '

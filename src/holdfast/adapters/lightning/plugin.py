@@ -12,8 +12,7 @@ from fsspec.core import url_to_fs
 from torch.optim import Optimizer
 
 from holdfast.adapters.lightning.background import BackgroundSaver
-from holdfast.adapters.lightning.ckpt_file import FileId, verify_ckpt
-from holdfast.adapters.lightning.home_content import Facts
+from holdfast.adapters.lightning.ckpt_file import Facts, FileId, verify_ckpt
 from holdfast.adapters.lightning.packages import TorchCheckpointIO
 from holdfast.adapters.lightning.pickled import pickle_content
 from holdfast.adapters.lightning.places import HomePlace, absolute, home_beside, is_local

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from holdfast.adapters.nebula.checkpoint import Checkpoint
-from holdfast.adapters.nebula.default_session import init
 from holdfast.adapters.nebula.interface import (
+    Checkpoint,
     flush_persistence,
     get_checkpoint,
     get_latest_checkpoint,
     get_latest_checkpoint_path,
+    init,
     list_checkpoints,
 )
 

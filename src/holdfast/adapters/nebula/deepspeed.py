@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.nebula.checkpoint import Checkpoint
-from holdfast.adapters.nebula.default_session import init
-from holdfast.adapters.nebula.interface import get_checkpoint, get_latest_checkpoint
+from holdfast.adapters.nebula.interface import Checkpoint, get_checkpoint, get_latest_checkpoint, init
 from holdfast.adapters.nebula.marker import PartitionMarker
 from holdfast.adapters.nebula.settings import parse_location
-from holdfast.adapters.nebula.tags import EXPLICIT
+from holdfast.adapters.nebula.tag_index import EXPLICIT
 from holdfast.checkpoint.exchange.torch_files import load
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 
@@ -89,11 +87,7 @@ class NebulaBlock:
 
     @classmethod
     def parse(cls, block: Mapping[str, Any]) -> NebulaBlock:
-        """Parse the block of a configuration.
-
-        Raises:
-            InvalidInput: the block has an unknown member.
-        """
+        """Parse the block of a configuration."""
         given = {_RENAMED.get(name, name): value for name, value in block.items() if name != "enabled"}
         names = {one.name for one in fields(cls)}
         if unknown := sorted(given.keys() - names):

@@ -1,7 +1,8 @@
-"""Nebula's functions that search for checkpoints, and `flush_persistence`."""
+"""Nebula's interface: its session of this process, checkpoints by tag, searches and `flush_persistence`."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import tempfile
@@ -10,15 +11,207 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.nebula.checkpoint import Checkpoint
-from holdfast.adapters.nebula.default_session import session, session_for
-from holdfast.adapters.nebula.tag_index import TaggedCheckpoint
-from holdfast.adapters.nebula.tags import key_of
+from holdfast.adapters.nebula.session import Session
+from holdfast.adapters.nebula.settings import make_settings
+from holdfast.adapters.nebula.tag_index import (
+    MapLocation,
+    TaggedCheckpoint,
+    check_num_of_files,
+    check_tag,
+    key_of,
+)
 from holdfast.checkpoint.exchange.trees import make_plain
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.restore.atomic_output import atomic_file
-from holdfast.errors import NotFound
+from holdfast.errors import InvalidInput, NotFound, SaveWarning
+from holdfast.system.callsite import warn
 from holdfast.system.privacy import private_folder
+
+_current: Session | None = None
+
+
+def init(
+    persistent_storage_path: Any = None,
+    persistent_time_interval: Any = None,
+    num_of_version_in_retention: int = 2,
+    *,
+    local: Any = None,
+) -> None:
+    """Configure where checkpoints are stored. A later call with another home ends this home's session.
+
+    Args:
+        persistent_storage_path: home: a folder, or a URL of an object store. Defaults to
+            NEBULA_PERSISTENT_STORAGE_PATH. Checkpoints in it are never deleted, except those of a run that
+            went back.
+        persistent_time_interval: seconds between two checkpoints that are copied to home. Those in between
+            stay in the nearer tiers. Defaults to NEBULA_PERSISTENT_TIME_INTERVAL; with None or 0 every
+            checkpoint is copied.
+        num_of_version_in_retention: number of newest checkpoints to keep in the nearer tiers.
+        local: folder on this host for near copies of this run only. Defaults to a folder in HOLDFAST_LOCAL,
+            or in the temporary folder. Without an interval there are no near copies.
+
+    Raises:
+        InvalidInput: the home is missing, or an argument is invalid.
+        HoldfastError: the newest save of the previous session failed.
+
+    Ranks: not collective.
+    Blocks: until everything that the previous session has saved is durable.
+    """
+    global _current
+    settings = make_settings(
+        persistent_storage_path, persistent_time_interval, num_of_version_in_retention, local, os.environ
+    )
+    if _current is not None and _current.is_usable and _current.home == settings.home:
+        if _current.settings != settings:
+            warn(f"The session of {settings.home} already exists. Its settings do not change.", SaveWarning)
+        return
+    previous, _current = _current, None
+    if previous is not None:
+        previous.close()
+    _current = Session(settings)
+
+
+def session() -> Session:
+    """Return the current session, or begin one from the environment.
+
+    Raises:
+        InvalidInput: neither `init` nor the environment has set a home.
+    """
+    if _current is None or not _current.is_usable:
+        init()
+    assert _current is not None
+    return _current
+
+
+def has_session() -> bool:
+    """Return True if a session has begun and not ended."""
+    return _current is not None and _current.is_usable
+
+
+def session_for(persist_path: Any) -> Session:
+    """Return the current session, or begin one with `persist_path` as its home.
+
+    Raises:
+        InvalidInput: the home is missing.
+    """
+    if persist_path is not None and not has_session():
+        init(persist_path)
+    return session()
+
+
+def end() -> None:
+    """End the session, and make its checkpoints durable in home. It is called when the interpreter exits.
+
+    Blocks: until everything is durable.
+    """
+    global _current
+    previous, _current = _current, None
+    if previous is not None:
+        previous.close()
+
+
+atexit.register(end)
+
+
+class Checkpoint:
+    """State under a tag: any number of partitions that are saved and loaded one by one.
+
+    The checkpoint is complete when all ranks together have saved `num_of_files` partitions under its tag,
+    or when `commit` is called. Without the number, the first partition completes it, and a later one makes
+    a new version that contains both.
+
+    Args:
+        tag: tag; "" if a search did not find a checkpoint.
+        num_of_files: number of partitions that all ranks together save; -2 if `commit` completes the
+            checkpoint.
+
+    Raises:
+        InvalidInput: the tag is empty, or the number is invalid.
+
+    Attributes:
+        tag: the tag; "" where a search found none.
+    """
+
+    def __init__(self, tag: str, num_of_files: int | None = None) -> None:
+        self.tag = check_tag(tag)
+        self._num_of_files = check_num_of_files(num_of_files)
+        self._tagged: TaggedCheckpoint | None = None
+        self._session: Session | None = session()
+        self._session.join(tag, self._num_of_files)
+
+    @classmethod
+    def found(cls, session: Session | None, tagged: TaggedCheckpoint | None) -> Checkpoint:
+        """Return the result of a search, with the tag "" if `tagged` is None."""
+        made = cls.__new__(cls)
+        made.tag = "" if tagged is None else tagged.tag
+        made._num_of_files, made._tagged, made._session = None, tagged, session
+        return made
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.tag!r})"
+
+    def save(self, name: str, value: Any) -> None:
+        """Save one partition, as `torch.save` would. You may change its objects when this returns.
+
+        Args:
+            name: name of the partition.
+            value: tensors, plain values and containers of these. Modules, optimizers and other objects with
+                state_dict() and load_state_dict() are saved as their state dicts.
+
+        Raises:
+            InvalidInput, Unsupported: an object cannot be saved. The message has its key path.
+            HoldfastError: this save failed, or an earlier one.
+
+        Ranks: not collective. Other ranks may save other partitions or none.
+        Blocks: for the copy. When several ranks complete their first tag together, until all of them save.
+        """
+        self._require_session().save(self.tag, name, value, self._num_of_files)
+
+    def commit(self) -> bool:
+        """Complete the tag with the partitions that were saved under it.
+
+        Returns:
+            True if the checkpoint is copied and submitted to the keeper, which finishes it even if this
+            process dies. The next call raises its errors.
+
+        Raises:
+            HoldfastError: this save failed, or an earlier one.
+
+        Ranks: each rank that saves to the tag must call it.
+        Blocks: like `save`.
+        """
+        return self._require_session().commit(self.tag)
+
+    def load(self, name: str, map_location: MapLocation = None) -> Any:
+        """Load one partition, verified, from the nearest tier that has it.
+
+        Args:
+            name: name of the partition. If several ranks have saved it, this rank's own is loaded, or else
+                the lowest rank's.
+            map_location: as in `torch.load`; None loads every tensor to its device.
+
+        Raises:
+            NotFound: the checkpoint or partition does not exist.
+            Corrupt: the checkpoint is damaged. Nothing was loaded.
+            RetryLater: a store failed.
+        """
+        if not self.tag:
+            raise NotFound(
+                "There is no checkpoint to load yet: the tag is ''. Check for that, and start from scratch."
+            )
+        session = self._require_session()
+        tagged = self._tagged or session.find(self.tag)
+        if tagged is None:
+            raise NotFound(f"{session.home} has no complete checkpoint {self.tag!r}.", key=self.tag)
+        return session.load(tagged, name, map_location)
+
+    def _require_session(self) -> Session:
+        if self._session is None or not self.tag:
+            raise InvalidInput(
+                "This is the result of a search that did not find a checkpoint. Create a Checkpoint with "
+                "a tag to save."
+            )
+        return self._session
 
 
 def get_checkpoint(tag: str | None = None, persist_path: Any = None) -> Checkpoint | None:

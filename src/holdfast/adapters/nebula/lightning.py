@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.adapters.nebula.default_session import has_session, init, session, session_for
-from holdfast.adapters.nebula.interface import get_checkpoint
+from holdfast.adapters.lightning.packages import ModelCheckpoint, TorchCheckpointIO
+from holdfast.adapters.nebula.interface import get_checkpoint, has_session, init, session, session_for
 from holdfast.adapters.nebula.marker import PartitionMarker
-from holdfast.adapters.nebula.tags import named_step
+from holdfast.adapters.nebula.tag_index import named_step
 from holdfast.checkpoint.store.endpoints import check_endpoint
-from holdfast.errors import InvalidInput, NotFound, Unsupported
+from holdfast.errors import InvalidInput, NotFound
 
 PARTITION = "checkpoint"
 """Partition of the state from Lightning."""
 
 
-def _classes() -> tuple[Any, Any]:
-    """Return TorchCheckpointIO and ModelCheckpoint of the installed Lightning package.
-
-    If both packages are installed, the one that is already imported is used, because their classes are
-    different.
-    """
-    names = ("lightning.pytorch", "pytorch_lightning")
-    loaded = [name for name in names if name in sys.modules]
-    present = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is not None]
-    if not present:
-        return _Missing, _Missing
-    name = (loaded or present)[0]
-    plugins, callbacks = (importlib.import_module(f"{name}.{part}") for part in ("plugins.io", "callbacks"))
-    return plugins.TorchCheckpointIO, callbacks.ModelCheckpoint
-
-
-class _Missing:
-    """Placeholder for a class of Lightning if it is not installed."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        raise Unsupported("Neither lightning nor pytorch_lightning is installed: pip install lightning.")
-
-
-_TorchCheckpointIO: Any
-_ModelCheckpoint: Any
-_TorchCheckpointIO, _ModelCheckpoint = _classes()
-
-
-class NebulaCheckpointIO(_TorchCheckpointIO):
+class NebulaCheckpointIO(TorchCheckpointIO):
     """Checkpoint I/O plugin for Holdfast: `Trainer(plugins=[NebulaCheckpointIO()])`.
 
     A small marker file at Lightning's path refers to the checkpoint. Loading accepts markers and ordinary
@@ -111,7 +80,7 @@ class NebulaCheckpointIO(_TorchCheckpointIO):
             session().flush()
 
 
-class NebulaCallback(_ModelCheckpoint):
+class NebulaCallback(ModelCheckpoint):
     """ModelCheckpoint that saves with Holdfast: it begins the session and adds NebulaCheckpointIO.
 
     Args:

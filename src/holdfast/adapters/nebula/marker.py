@@ -27,18 +27,13 @@ class PartitionMarker:
 
         Raises:
             InvalidInput: the path is a folder, or its folder does not exist.
-            RetryLater: the file could not be written.
         """
         with atomic_file(Path(path), overwrite=True) as partial:
             partial.write_text(_FIRST_LINE + json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> PartitionMarker | None:
-        """Read the marker at a path. Returns None if the file is missing or not a marker.
-
-        Raises:
-            Corrupt: the file begins like a marker, but is damaged.
-        """
+        """Read the marker at a path. Returns None if the file is missing or not a marker."""
         file = Path(path)
         if not file.is_file() or file.stat().st_size > _LIMIT_BYTES:
             return None

@@ -12,13 +12,28 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from holdfast.adapters.nebula.memory_budget import MemoryBudget
-from holdfast.adapters.nebula.settings import Settings, parse_location
-from holdfast.adapters.nebula.store_ranks import StoreRanks
-from holdfast.adapters.nebula.tag_coordinator import TagCoordinator, TagPlan, is_grouped, own_rank, world
-from holdfast.adapters.nebula.tag_index import TaggedCheckpoint, TagIndex, Tier, make_metadata
+from holdfast.adapters.nebula.settings import MemoryBudget, Settings, parse_location
+from holdfast.adapters.nebula.tag_coordinator import (
+    StoreRanks,
+    TagCoordinator,
+    TagPlan,
+    is_grouped,
+    own_rank,
+    world,
+)
+from holdfast.adapters.nebula.tag_index import (
+    EXPLICIT,
+    META,
+    TaggedCheckpoint,
+    TagIndex,
+    Tier,
+    goes_back,
+    key_of,
+    make_metadata,
+    named_step,
+    next_step,
+)
 from holdfast.adapters.nebula.tag_writer import RANKS_S, TagWriter, local_folder, run_of
-from holdfast.adapters.nebula.tags import EXPLICIT, META, goes_back, key_of, named_step, next_step
 from holdfast.checkpoint.exchange.packed_value import Packed, pack
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import MemoryTierStore, wait_for_orphans
@@ -103,7 +118,6 @@ class Session:
 
         Raises:
             InvalidInput, Unsupported: the partition cannot be saved. Nothing was saved.
-            HoldfastError: this save failed, or an earlier one.
 
         Blocks: for a copy of the partition.
         """
@@ -197,9 +211,6 @@ class Session:
 
         Returns:
             True if the tag is staged and submitted to the keeper.
-
-        Raises:
-            HoldfastError: this save failed, or an earlier one.
         """
         with self._lock:
             self._check_errors()
@@ -421,11 +432,6 @@ class Session:
     def flush(self, tag: str | None = None, timeout_s: float | None = None) -> None:
         """Wait until a tag, or everything in near tiers, is in home.
 
-        Raises:
-            NotFound: the tag does not exist.
-            RetryLater: the tag is not in home within `timeout_s`.
-            HoldfastError: the newest save failed.
-
         Blocks: until the checkpoints are in home.
         """
         with self._lock:
@@ -467,9 +473,6 @@ class Session:
 
     def close(self) -> None:
         """Make everything durable in home.
-
-        Raises:
-            HoldfastError: the newest save failed.
 
         Blocks: until everything is durable.
         """

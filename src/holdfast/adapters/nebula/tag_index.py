@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.adapters.nebula.map_location import MapLocation, place
-from holdfast.adapters.nebula.tags import META, named_step
+import torch
+
 from holdfast.checkpoint.exchange.packed_value import Packed, rebuild, unpack
-from holdfast.checkpoint.exchange.partitions import checked_metadata, describe_partitions, read_partition
+from holdfast.checkpoint.exchange.partitions import (
+    checked_metadata,
+    describe_partitions,
+    partition_key,
+    read_partition,
+)
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import check_files, read_manifest, read_run
 from holdfast.checkpoint.home.listing import Listing, candidates, list_home
@@ -21,11 +27,119 @@ from holdfast.checkpoint.restore.verify import check_verified
 from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.tiered import TieredStore
-from holdfast.errors import Corrupt, HoldfastError, NotFound, SaveWarning
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, SaveWarning
 from holdfast.system.callsite import warn
 
 if TYPE_CHECKING:
     import torch
+
+META = "nebula"
+"""Top-level key of a checkpoint's tag and partitions."""
+EXPLICIT = -2
+"""Number of files of a checkpoint that `commit` completes."""
+_STEP = re.compile(r"global_step([0-9]{1,15})")
+_RESERVED = frozenset({META, "rng"})
+
+
+def check_tag(tag: Any) -> str:
+    """Return a tag, if it is valid."""
+    if not isinstance(tag, str) or not tag:
+        raise InvalidInput(f"A tag must be a string such as 'global_step500', not {tag!r}.")
+    return tag
+
+
+def check_num_of_files(count: Any) -> int | None:
+    """Return a number of files, if it is valid."""
+    is_number = isinstance(count, int) and not isinstance(count, bool)
+    if count is None or (is_number and (count == EXPLICIT or count >= 1)):
+        return count
+    raise InvalidInput(
+        f"num_of_files must be 1 or more, or -2 for a checkpoint that commit() completes, not {count!r}."
+    )
+
+
+def named_step(tag: str) -> int | None:
+    """Return the step in a tag: 500 for "global_step500", None for other tags."""
+    found = _STEP.fullmatch(tag)
+    return int(found[1]) if found else None
+
+
+def next_step(tag: str, last: int | None) -> int:
+    """Return the step of a new tag: the step in its name if that is new, or else the next number.
+
+    Args:
+        last: previous step, or None.
+    """
+    named = named_step(tag)
+    if named is not None and (last is None or named > last):
+        return named
+    return 1 if last is None else last + 1
+
+
+def goes_back(tag: str, last: int | None, loaded: int | None) -> bool:
+    """Return True if a tag repeats steps after an older checkpoint was loaded.
+
+    Loading an older checkpoint and continuing with new steps is not going back.
+
+    Args:
+        last: step that was saved last.
+        loaded: step that was loaded since then, or None.
+    """
+    named = named_step(tag)
+    return None not in (named, last, loaded) and named <= last and loaded < last  # type: ignore[operator]
+
+
+def key_of(name: Any) -> str:
+    """Return the key of a partition: its name, with characters escaped that keys cannot have.
+
+    Raises:
+        InvalidInput: the name is not a string, or is empty.
+    """
+    return partition_key(name, _RESERVED)
+
+
+MapLocation = Any
+"""None, a device, its name, a mapping of names, or a function of a storage and its name."""
+
+
+def place(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
+    """Return a tensor on the device that `map_location` selects.
+
+    Args:
+        tensor: tensor on the CPU.
+        location: device that it was saved from.
+        map_location: as in `torch.load`; None selects that device.
+
+    Raises:
+        InvalidInput: `map_location` is None, and the device does not exist here.
+    """
+    if map_location is None:
+        return _to_device(tensor, location)
+    if isinstance(map_location, Mapping):
+        return _to_device(tensor, str(map_location.get(location, location)))
+    if callable(map_location) and not isinstance(map_location, torch.device):
+        return _call(tensor, location, map_location)
+    return tensor.to(map_location)
+
+
+def _to_device(tensor: torch.Tensor, location: str) -> torch.Tensor:
+    try:
+        return tensor.to(location)
+    except (AssertionError, RuntimeError) as error:
+        raise InvalidInput(
+            f"The checkpoint was saved from {location}, which does not exist here ({error}). Nothing was "
+            "loaded. Pass map_location='cpu' or another device."
+        ) from error
+
+
+def _call(tensor: torch.Tensor, location: str, function: Callable[[Any, str], Any]) -> torch.Tensor:
+    storage = function(tensor.untyped_storage(), location)
+    if storage is None:
+        return _to_device(tensor, location)
+    plain = storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
+    found = torch.empty(0, dtype=tensor.dtype, device=plain.device)
+    return found.set_(plain, tensor.storage_offset(), tensor.size(), tensor.stride())
+
 
 _VERSION = 1
 _T = TypeVar("_T")
@@ -87,23 +201,11 @@ class TaggedCheckpoint:
         return list(dict.fromkeys(every))
 
     def packed(self, name: str, index: int) -> Packed:
-        """Return a packed partition of a part, on the CPU and verified.
-
-        Raises:
-            Corrupt: the checkpoint is damaged.
-            NotFound: a file is missing.
-            RetryLater: the store failed.
-        """
+        """Return a packed partition of a part, on the CPU and verified."""
         return read_partition(self.checkpoint, index, META, name)
 
     def load(self, name: str, rank: int, map_location: MapLocation) -> Any:
-        """Load a partition: this rank's own, or else the lowest rank's.
-
-        Raises:
-            NotFound: no rank has saved the partition, or a file is missing.
-            Corrupt: the checkpoint is damaged.
-            RetryLater: the store failed.
-        """
+        """Load a partition: this rank's own, or else the lowest rank's."""
         index = self.index_of(name, rank)
         if index is None:
             raise NotFound(
@@ -143,19 +245,12 @@ class TagIndex:
 
         Args:
             only_home: omit checkpoints that are not complete in home.
-
-        Raises:
-            RetryLater: a store failed.
         """
         found, listings = self._candidates(only_home=only_home)
         return self._usable(found, lambda one: self._open(one, listings))  # `newest` warns about damage
 
     def find(self, tag: str) -> TaggedCheckpoint | None:
-        """Return the newest readable checkpoint of a tag, or None.
-
-        Raises:
-            RetryLater: a store failed.
-        """
+        """Return the newest readable checkpoint of a tag, or None."""
         step = named_step(tag)
         found, listings = self._candidates()
         found.sort(key=lambda one: one.step != step)  # the most likely one first
@@ -182,10 +277,6 @@ class TagIndex:
             only_home: omit checkpoints that are not complete in home.
             verified: verified checkpoints, which are not verified again. New ones are
                 added.
-
-        Raises:
-            Corrupt: all checkpoints are damaged.
-            RetryLater: a store failed.
 
         Blocks: until the checkpoint has been read once.
         """

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.adapters.kit.run import NO_NOTICES
 from holdfast.adapters.nebula.settings import Settings
-from holdfast.adapters.nebula.store_ranks import StoreRanks
-from holdfast.adapters.nebula.tag_coordinator import TagPlan
+from holdfast.adapters.nebula.tag_coordinator import StoreRanks, TagPlan
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.home.claim import claim_run
 from holdfast.checkpoint.home.documents import read_run
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.run import Checkpointer
-from holdfast.checkpoint.run.options import Home, Limits, Local, Preemption
+from holdfast.checkpoint.run.options import Home, Limits, Local
 from holdfast.checkpoint.state.replication import per_rank
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError, SaveWarning, Unsupported
@@ -54,9 +54,6 @@ class TagWriter:
     def begin(self, plan: TagPlan, ranks: StoreRanks) -> None:
         """Begin an attempt that continues the base of a plan.
 
-        Raises:
-            HoldfastError: the home cannot be taken over, or a rank did not respond.
-
         Ranks: collective over `ranks`.
         """
         if self._checkpointer is None:
@@ -88,7 +85,7 @@ class TagWriter:
             memory=self._memory_bytes,
             group=ranks,
             quiet=True,
-            preemption=Preemption("none", signals=False),
+            preemption=NO_NOTICES,
             limits=Limits(rank_timeout=RANKS_S),
         )
         made.continue_from(plan.base)
@@ -98,9 +95,6 @@ class TagWriter:
         """Save a state under a step.
 
         Returns when the state is staged. You may change its objects then.
-
-        Raises:
-            HoldfastError: as in `Checkpointer.save`.
         """
         assert self._checkpointer is not None
         marked = {key: per_rank(value) for key, value in state.items()}
@@ -126,21 +120,12 @@ class TagWriter:
             self._checkpointer.send_home(step)
 
     def wait_home(self, timeout_s: float | None = None) -> None:
-        """Wait until the newest save is in home.
-
-        Raises:
-            HoldfastError: the save failed.
-            RetryLater: the save is not in home within `timeout_s`.
-        """
+        """Wait until the newest save is in home."""
         if self._checkpointer is not None:
             self._checkpointer.wait(timeout_s)
 
     def close(self) -> None:
-        """Wait until the newest save is in home, and end the keeper.
-
-        Raises:
-            HoldfastError: the save failed.
-        """
+        """Wait until the newest save is in home, and end the keeper."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 

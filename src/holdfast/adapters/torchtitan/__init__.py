@@ -10,11 +10,7 @@ _NEEDED = "torchtitan.components.checkpointer"
 
 
 def _check_version() -> None:
-    """Check that the installed torchtitan lets its config choose a checkpoint manager.
-
-    Raises:
-        Unsupported: it is missing, or older.
-    """
+    """Check that the installed torchtitan lets its config choose a checkpoint manager."""
     if importlib.util.find_spec("torchtitan") is None:
         raise Unsupported(
             "holdfast.adapters.torchtitan needs torchtitan, which is not installed. "

@@ -7,22 +7,77 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.checkpointer import MODEL, CheckpointManager
 from torchtitan.tools import filesystem
 
 import holdfast
 from holdfast import Checkpointer
-from holdfast.adapters.torchtitan import stock_folders
 from holdfast.adapters.torchtitan.live_state import Counters, DataPosition, keys_of, live_objects
 from holdfast.errors import Corrupt, InvalidInput, NotFound
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")  # without the zeros of a folder of Holdfast
+_METADATA = ".metadata"
+_HF_INDEX = "model.safetensors.index.json"
+_DAMAGE = (EOFError, LookupError, AttributeError, ImportError, ValueError, pickle.UnpicklingError)
+"""Errors of a reader whose metadata is damaged."""
+
+
+def _steps_with(folder: str, name: str) -> list[int]:
+    """Return the steps of the folders with a file of this name, newest first."""
+    if not filesystem.isdir(folder):
+        return []
+    found = (_STEP.fullmatch(entry.rstrip("/")) for entry in filesystem.listdir(folder))
+    numbers = [match[1] for match in found if match]
+    paths = {int(one): filesystem.join(filesystem.join(folder, f"step-{one}"), name) for one in numbers}
+    return sorted((step for step, path in paths.items() if filesystem.isfile(path)), reverse=True)
+
+
+def _is_resumable(folder: str, step: int, names: Collection[str]) -> bool:
+    """Return True if a DCP checkpoint contains more than a model, or may do so.
+
+    Args:
+        names: states of the trainer besides the model.
+    """
+    path = filesystem.join(folder, f"step-{step}")
+    if step == 0 or filesystem.is_remote(path):  # a seed; or one whose content only the load itself reads
+        return True
+    try:
+        keys = _read_keys(path)
+    except _DAMAGE:  # the load itself names the damage, if nothing newer takes its place
+        return True
+    return any(key == name or key.startswith(f"{name}.") for key in keys for name in names)
+
+
+def _check_metadata(folder: str, step: int) -> None:
+    """Check that the metadata of a DCP checkpoint can be read."""
+    path = filesystem.join(folder, f"step-{step}")
+    if filesystem.is_remote(path):
+        return
+    try:
+        _read_keys(path)
+    except _DAMAGE as error:
+        raise Corrupt(
+            f"{path}/.metadata, which torchtitan's own manager wrote, is damaged: {error}. Nothing was "
+            "loaded. Move that folder away to resume from an older checkpoint.",
+            step=step,
+            key=path,
+        ) from error
+
+
+def _read_keys(path: str) -> Collection[str]:
+    return FileSystemReader(path).read_metadata().state_dict_metadata
+
 
 _STEP_FOLDER = re.compile(r"(.*)/step-([0-9]+)/*", re.DOTALL)
 _RUN = "holdfast.json"
@@ -142,15 +197,11 @@ class HoldfastCheckpointManager(CheckpointManager):
         return True
 
     def _load_stock(self, step: int) -> bool:
-        """Load a checkpoint of torchtitan's own manager.
-
-        Raises:
-            Corrupt: its metadata is damaged.
-        """
+        """Load a checkpoint of torchtitan's own manager."""
         try:
             return super()._load(step)
         except CheckpointException:
-            stock_folders.check_metadata(self.folder, step)
+            _check_metadata(self.folder, step)
             raise
 
     def _restore(self, step: int, *, is_listed: bool) -> int | None:
@@ -201,14 +252,14 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     def _choices(self, step: int) -> tuple[int | None, int | None, int | None]:
         own = self._own().all_steps() if step != -1 else [self._own().latest_step()]
-        stock = stock_folders.steps(self.folder)
+        stock = _steps_with(self.folder, _METADATA)
         if step != -1:
             is_own = step in own
             return (step if step in stock and not is_own else None), (step if is_own else None), None
         names = [name for name in self.states if name != MODEL]
-        whole = (one for one in stock if stock_folders.is_resumable(self.folder, one, names))
+        whole = (one for one in stock if _is_resumable(self.folder, one, names))
         newest = next(whole, None)
-        exported = max([*stock, *stock_folders.exported_steps(self.folder)], default=None)
+        exported = max([*stock, *_steps_with(self.folder, _HF_INDEX)], default=None)
         return newest, own[0], exported if newest is None and own[0] is None else None
 
     def _find_load_step(self, folder: str = "") -> int:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER
 
-from holdfast.adapters.loaded_checkpoint import open_loaded
+from holdfast.adapters.kit.run import open_loaded
 
 
 class Stateful(Protocol):

@@ -10,14 +10,38 @@ from types import TracebackType
 from typing import SupportsFloat, final
 
 from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
-from holdfast.adapters.trackers.run_numbers import read_run_numbers
+from holdfast.adapters.trackers.newest_steps import OWN_PREFIX
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.stage import PendingScalar, copy_scalar
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import InvalidInput, Preempted, SaveWarning
 from holdfast.system.callsite import warn
 from holdfast.system.environment import is_dry_run
 from holdfast.system.log import get_logger, reported_if_slow
 from holdfast.system.units import parse_step
+from holdfast.watch.report.open_metrics import metric_families
+from holdfast.watch.report.summary import read_summary
+
+_NAMES = {
+    "holdfast_restores": "restores",
+    "holdfast_steps_lost": "steps_lost",
+    "holdfast_goodput_ratio": "goodput",
+    "holdfast_checkpoint_step": "checkpoint_step",
+}
+"""Names in a tracker of numbers that `holdfast metrics` has."""
+
+
+def read_run_numbers(home: str) -> dict[str, float]:
+    """Return the numbers of the run in a home, by their names in a tracker. Unknown ones are left out."""
+    summary = read_summary(open_store(home))
+    families = {one.name: one.samples for one in metric_families(summary, home)}
+    found = {ours: float(families[name][0][1]) for name, ours in _NAMES.items() if name in families}
+    found["saves"] = sum(
+        value for labels, value in families.get("holdfast_saves", ()) if labels["outcome"] == "durable"
+    )
+    found["rollbacks"] = len(summary.rollbacks)
+    return {OWN_PREFIX + name: value for name, value in found.items()}
+
 
 _log = get_logger("adapters")
 MAX_WAITING = 10_000

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.adapters.versions import check_versions
+from holdfast.adapters.kit.attachment import check_versions
 
 check_versions("transformers", {"transformers": (5, 23), "accelerate": (1, 15)})  # whose private methods fit
 
-from holdfast.adapters.transformers.attachment import attach  # noqa: E402 - the check is first
+from holdfast.adapters.transformers.trainer import attach  # noqa: E402 - the check is first
 
 __all__ = ["attach"]

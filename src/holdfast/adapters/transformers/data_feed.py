@@ -96,25 +96,18 @@ class DataFeed:
 
 
 def check_data(trainer: Trainer, batches: Any) -> None:
-    """Check that batches fit a Trainer.
-
-    Raises:
-        InvalidInput: they are made for other data, ranks or settings.
-        Unsupported: the Trainer does not divide its data among all ranks, or has a stream.
-    """
+    """Check that batches fit a Trainer."""
     if not isinstance(batches, Batches):
         raise InvalidInput(
-            f"attach(data=...) takes GlobalBatches or a relative, not {type(batches).__name__}. The "
-            f"Trainer was "
-            "not changed. Pass data=GlobalBatches(len(trainer.train_dataset), 64)."
+            f"attach(data=...) takes GlobalBatches or a relative, not {type(batches).__name__}. The Trainer "
+            "was not changed. Pass data=GlobalBatches(len(trainer.train_dataset), 64)."
         )
     args, dataset = trainer.args, trainer.train_dataset
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise Unsupported(
-            "attach(data=...) needs a train_dataset with a length, which is read by index. The "
-            "Trainer was not "
-            "changed. Leave data= out: a stream has an order of its own."
+            "attach(data=...) needs a train_dataset with a length, which is read by index. The Trainer was "
+            "not changed. Leave data= out: a stream has an order of its own."
         )
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
         raise Unsupported(
@@ -133,8 +126,7 @@ def _faults(args: Any, dataset: Any, batches: Batches[Any]) -> list[str]:
         (
             mine == theirs,
             f"it is for rank {mine[0]} of {mine[1]}, and this is rank {theirs[0]} of {theirs[1]}. "
-            f"Make it after "
-            "TrainingArguments, which start the process group",
+            "Make it after TrainingArguments, which start the process group",
         ),
         (
             num_samples == len(dataset),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,41 +12,28 @@ from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 from typing_extensions import Self
 
-from holdfast.adapters.transformers.choice import Choice, Chooser
-from holdfast.adapters.transformers.end_folder import write_folder
-from holdfast.adapters.transformers.folders import Folders, surplus
+from holdfast.adapters.kit.run import TrainerRun
+from holdfast.adapters.transformers.folders import Choice, Chooser, Folders, step_of, surplus, write_folder
 from holdfast.adapters.transformers.live_state import (
     DATA,
     MODEL,
     PROGRESS,
     TRAINER_STATE,
     Progress,
+    ResumeSource,
     live_objects,
     read_counters,
     stops_early,
     trainer_state,
     write_counters,
 )
-from holdfast.adapters.transformers.settings import Settings
-from holdfast.adapters.transformers.source import ResumeSource, open_elsewhere
-from holdfast.adapters.transformers.stock_folder import step_of
-from holdfast.adapters.transformers.support import check_optimizer
 from holdfast.checkpoint.keeper import Save
-from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.run import Checkpointer
-from holdfast.checkpoint.run.options import Limits
-from holdfast.errors import InvalidInput, ResumeWarning
-from holdfast.system.log import get_logger
+from holdfast.errors import InvalidInput, LoaderWarning, Unsupported
 
 if TYPE_CHECKING:
-    from holdfast.adapters.transformers.trainer import HoldfastTrainer
-
-_log = get_logger("adapters")
-
-
-_LOADER_WARNING = "The run will not resume exactly: a (shuffled )?DataLoader"
-"""Warning about loaders that are not in the state: the Trainer itself brings its loaders back."""
+    from holdfast.adapters.transformers.trainer import HoldfastTrainer, Settings
 
 
 class Session:
@@ -67,34 +53,22 @@ class Session:
     def __init__(
         self, trainer: HoldfastTrainer, settings: Settings, ignored_keys: list[str] | None = None
     ) -> None:
-        check_optimizer(trainer.optimizer)
+        _check_optimizer(trainer.optimizer)
         self.must_evaluate = False
         self._trainer, self._settings, self._ignored_keys = trainer, settings, ignored_keys
-        self._args, options = trainer.args, dict(settings.options)
+        self._args = trainer.args
         self._state: dict[str, Any] = {MODEL: live_objects(trainer)[MODEL], TRAINER_STATE: "", PROGRESS: {}}
         self._feed = settings.feed
         if self._feed is not None:
             self._state[DATA] = self._feed
-        self._is_quiet = bool(options.pop("quiet", False))
-        self._timeout_s = options.get("limits", Limits()).rank_timeout_s
-        self._ranks = Ranks(timeout_s=self._timeout_s)
-        self._checkpointer = Checkpointer(
-            settings.home,
-            self._state,
-            every=None,
-            keep=_best_rule(self._args),
-            group=self._ranks,
-            quiet=True,
-            **options,
-        )
-        self._home = self._checkpointer.home
+        self._run = TrainerRun(settings.home, self._state, settings.options, keep=_best_rule(self._args))
+        self._checkpointer, self._ranks, self._home = self._run.checkpointer, self._run.ranks, self._run.home
         self._folders = Folders(self._args.output_dir or ".", self._home, writes=self._args.should_save)
         self._elsewhere: Checkpointer | None = None
         self._source: ResumeSource | None = None
         self._steps: list[int] = []  # of all checkpoints, in the order in which they were saved
         self._in_home: set[int] = set()
         self._superseded: set[int] = set()  # steps that training goes back behind
-        self._doomed: list[int] = []  # steps whose folders go once a newer checkpoint is durable
         self._last: Save | None = None
         self._is_finished = False
 
@@ -128,17 +102,10 @@ class Session:
 
         Raises:
             InvalidInput: there is none, or a new training would begin in a home that holds one.
-            HoldfastError: as `Checkpointer.restore`.
 
         Ranks: collective.
         """
-        chooser = Chooser(
-            self._checkpointer,
-            self._home,
-            self._folders,
-            self._ranks,
-            with_training=not self._args.save_only_model,
-        )
+        chooser = Chooser(self._run, self._folders, with_training=not self._args.save_only_model)
         choice = chooser.choose(asked) if asked else chooser.check_new()
         self._list_steps(choice)
         if choice is None or not choice.home:
@@ -149,19 +116,16 @@ class Session:
         self._folders.remove_interrupted(choice.step, self._in_home)
         self._ranks.gather(None)
         self._folders.make_readable(choice.step, source.trainer_state)
-        if self._ranks.rank == 0 and not self._is_quiet:
-            _log.info("resuming from step %d of %s", choice.step, choice.home)
+        self._run.announce("resuming from step %d of %s", choice.step, choice.home)
         return self._folders.path(choice.step)
 
     def _check_position(self, choice: Choice | None) -> None:
         """Check that a checkpoint without a position in the data is not resumed with `data=`."""
         if choice is not None and self._feed is not None:
             raise InvalidInput(
-                f"{choice.folder} is the Trainer's own, without a position in the data, and "
-                f"attach() was given "
-                "data=, whose order is another one. Nothing was trained. Leave data= out to finish "
-                "this run, or "
-                "begin a new one.",
+                f"{choice.folder} is the Trainer's own, without a position in the data, and attach() was "
+                "given data=, whose order is another one. Nothing was trained. Leave data= out to finish "
+                "this run, or begin a new one.",
                 step=choice.step,
             )
 
@@ -176,7 +140,7 @@ class Session:
     def _checkpointer_of(self, choice: Choice) -> Checkpointer:
         if choice.home == self._home:
             return self._checkpointer
-        self._elsewhere = open_elsewhere(choice.home, self._state, self._timeout_s)
+        self._elsewhere = self._run.reader_of(choice.home, self._state)
         return self._elsewhere
 
     def _leave_elsewhere(self) -> None:
@@ -282,9 +246,7 @@ class Session:
         self._state.update(live_objects(trainer))
         self._state[TRAINER_STATE] = state
         self._state[PROGRESS] = dataclasses.asdict(self._progress())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _LOADER_WARNING, ResumeWarning)
-            self._last = self._checkpointer.save(step)
+        self._last = self._run.save(step, silenced=[LoaderWarning])  # the Trainer brings its loaders back
         if self._args.push_to_hub and self._args.hub_strategy != HubStrategy.END:
             self._push(self._folders.path(step))
         self._delete_surplus()
@@ -329,13 +291,12 @@ class Session:
                 self._checkpointer.delete(step)
         self._steps = [one for one in self._steps if one not in surplus_steps]
         self._in_home -= set(surplus_steps)
-        self._doomed += surplus_steps
+        self._run.doomed |= dict.fromkeys(surplus_steps, "")
 
     def _remove_doomed(self) -> None:
-        if self._doomed and self._last is not None and self._last.durable:
-            for step in self._doomed:
-                self._folders.remove(step)
-            self._doomed.clear()
+        self._run.settle()
+        for step in self._run.pop_doomed():
+            self._folders.remove(step)
 
     def finish_save(self, step: int) -> None:
         """Check that a save has reached this session. After a preemption notice, end the process.
@@ -406,3 +367,13 @@ def _best_rule(args: TrainingArguments) -> Keep:
         return Keep(last=None)
     name = metric if metric.startswith("eval_") else f"eval_{metric}"
     return Keep(last=None, metric=name, mode="max" if args.greater_is_better else "min")
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Check that the state of an optimizer is in reach, and not in hooks."""
+    if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
+        raise Unsupported(
+            "A layerwise optimizer keeps its state in hooks of the parameters, and neither the Trainer nor "
+            "Holdfast can save it. Nothing was trained. Use the variant that is not layerwise, such as "
+            'optim="galore_adamw".'
+        )

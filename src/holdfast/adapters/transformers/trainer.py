@@ -1,18 +1,95 @@
-"""The methods of `Trainer` that save and resume, through Holdfast."""
+"""An attached Trainer: its checks, the methods that save and resume through Holdfast, and its callback."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
+from holdfast.adapters.kit.attachment import check_attach, insert_class, warn_of_persistent_workers
+from holdfast.adapters.kit.run import HOME
+from holdfast.adapters.transformers.data_feed import DataFeed, check_data
 from holdfast.adapters.transformers.session import Session
-from holdfast.adapters.transformers.support import check_call
+from holdfast.checkpoint.run.options import Home, parse_home
+from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
+from holdfast.system.callsite import warn
+from holdfast.train.data import Batches
 
-if TYPE_CHECKING:
-    from holdfast.adapters.transformers.settings import Settings
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one Trainer. `options` are those of the Checkpointer that the Trainer does not decide.
+
+    `feed` replaces the order of the Trainer's data, if it is given.
+    """
+
+    home: Home
+    folders: bool | Literal["all"]
+    options: Mapping[str, Any]
+    feed: DataFeed | None = None
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Check the arguments of a Trainer."""
+    args = trainer.args
+    if trainer.is_deepspeed_enabled:
+        raise Unsupported(
+            "The Trainer uses DeepSpeed, whose engine saves by itself, so the Trainer was not changed. Use "
+            "fsdp= with fsdp_version 2 in place of DeepSpeed, or leave attach() out."
+        )
+    if trainer.is_fsdp_enabled and _fsdp_version(trainer) != 2:
+        raise Unsupported(
+            'The Trainer uses FSDP 1. Nothing was changed. Set fsdp_config={"version": 2} in '
+            "TrainingArguments, or fsdp_version: 2 in the configuration of Accelerate."
+        )
+    if getattr(trainer, "is_fsdp_xla_enabled", False) or _is_on_tpu():
+        raise Unsupported(
+            "Training on TPUs is not supported. The Trainer was not changed. Leave attach() out."
+        )
+    if args.enable_jit_checkpoint:
+        raise InvalidInput(
+            "enable_jit_checkpoint=True also saves after SIGTERM, in the middle of a step. The Trainer was "
+            "not changed. Leave it out of TrainingArguments: Holdfast already saves after SIGTERM."
+        )
+    if args.save_strategy == SaveStrategy.NO:
+        raise InvalidInput(
+            'save_strategy="no" leaves nothing to save or to resume. The Trainer was not changed. Set '
+            'save_strategy="steps" and save_steps in TrainingArguments, or leave attach() out.'
+        )
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise Unsupported(
+            "The model was sharded while it was loaded, and the Trainer cannot resume such a training. The "
+            "Trainer was not changed. Use fsdp= with fsdp_version 2, or leave attach() out."
+        )
+
+
+def check_call(trial: Any) -> None:
+    """Check the arguments of one call of `train`."""
+    if trial is not None:
+        raise Unsupported(
+            "hyperparameter_search() trains many runs, and a home is for one. Nothing was trained. Search "
+            "with a Trainer that is not attached, then attach the one that trains with the values found."
+        )
+
+
+def _fsdp_version(trainer: Trainer) -> int:
+    return getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
+
+
+def _is_on_tpu() -> bool:
+    from transformers.utils.import_utils import is_torch_xla_available
+
+    return is_torch_xla_available()
 
 
 class HoldfastTrainer(Trainer):
@@ -117,3 +194,172 @@ class HoldfastTrainer(Trainer):
     def _load_best_model(self) -> None:
         if self.holdfast_session is None or not self.holdfast_session.load_best_model():
             super()._load_best_model()
+
+
+_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+
+class FlowCallback(TrainerCallback):
+    """Callback of an attached Trainer. It does nothing outside `train`.
+
+    Args:
+        trainer: the attached Trainer.
+    """
+
+    def __init__(self, trainer: HoldfastTrainer) -> None:
+        self._trainer = trainer
+        self._saves_at_epoch_end = False
+
+    @property
+    def _session(self) -> Session | None:
+        return self._trainer.holdfast_session
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Continue the log interval of the checkpoint. The Trainer has just begun a new one."""
+        if self._session is not None:
+            self._session.begin_loop()
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check for a preemption notice, and choose the moment of the save.
+
+        After a notice an evaluation may take longer than is left, so the next start makes up for it.
+        """
+        session = self._session
+        if session is None:
+            return
+        session.finish_step(state.global_step)
+        is_epoch_end = control.should_epoch_stop or control.should_training_stop or _is_whole(state.epoch)
+        if session.must_stop(control):
+            session.must_evaluate |= control.should_evaluate
+            control.should_evaluate, control.should_save = False, not is_epoch_end
+        elif is_epoch_end and control.should_save and _ends_with_epoch(args):
+            # The evaluation and the log entry of the epoch follow, and belong to the checkpoint.
+            control.should_save, self._saves_at_epoch_end = False, True
+
+    @override
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make the save that had to wait for the end of the epoch."""
+        session = self._session
+        if session is None:
+            return
+        if self._saves_at_epoch_end:
+            control.should_save, self._saves_at_epoch_end = True, False
+        if session.must_stop(control):
+            session.must_evaluate |= control.should_evaluate
+            control.should_evaluate, control.should_save = False, True
+
+    @override
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record the numbers of a log entry, for the report."""
+        if self._session is not None:
+            self._session.record(
+                {
+                    name: float(value)
+                    for name, value in (logs or {}).items()
+                    if isinstance(value, (int, float)) and _METRIC.fullmatch(name) and math.isfinite(value)
+                }
+            )
+
+    @override
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check that the save reached Holdfast, and end the process after a preemption notice."""
+        if self._session is not None:
+            self._session.finish_save(state.global_step)
+
+
+def _is_whole(epoch: float | None) -> bool:
+    return epoch is not None and float(epoch).is_integer()
+
+
+def _ends_with_epoch(args: TrainingArguments) -> bool:
+    """Return True if something is evaluated or logged when an epoch ends."""
+    return IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
+
+
+_T = TypeVar("_T", bound=Trainer)
+_DECIDED = {
+    "state": "the Trainer's objects are the state",
+    "every": "set save_strategy and save_steps in TrainingArguments",
+    "keep": "set save_total_limit in TrainingArguments",
+    "group": "the ranks are those of the Trainer",
+}
+
+
+def attach(
+    trainer: _T,
+    home: str | os.PathLike[str] | Home | None = None,
+    *,
+    data: Batches[Any] | None = None,
+    folders: bool | Literal["all"] = True,
+    **options: Any,
+) -> _T:
+    """Have a Trainer save and resume through Holdfast. Returns the same Trainer.
+
+    Its arguments keep their meaning: `save_strategy`, `save_steps`, `save_total_limit`, `save_only_model`,
+    `load_best_model_at_end`, and `resume_from_checkpoint` of `train`. The object gets a class in which
+    `HoldfastTrainer` comes directly before `Trainer`: methods of your own subclass, or of TRL's, still run
+    first, and their `super()` calls reach Holdfast in place of the Trainer.
+
+    Args:
+        trainer: a `Trainer`, `Seq2SeqTrainer`, `SFTTrainer` or an object of another subclass.
+        home: folder or URL of the run's checkpoints; by default `holdfast` in the output directory.
+        data: order of the training data, such as `GlobalBatches(len(train_dataset), 64)`, which resumes in
+            mid-epoch on any number of ranks. It replaces the Trainer's sampler and batch size.
+        folders: at the end of `train`, write the newest and the best checkpoint as folders `checkpoint-N`
+            that `from_pretrained` and the Trainer itself can read; "all" for every checkpoint that is kept.
+        options: other options of `Checkpointer`, such as `local`, `memory`, `preemption` or `limits`.
+
+    Raises:
+        InvalidInput: the Trainer is already attached, an option is wrong or decided by its arguments, or
+            `data` does not fit them.
+        Unsupported: the Trainer saves in a way that Holdfast does not replace, such as with DeepSpeed.
+
+    Ranks: every rank calls it; not collective.
+    """
+    check_attach(trainer, HoldfastTrainer, options, _DECIDED, name="Trainer")
+    if folders not in (True, False, "all"):
+        raise InvalidInput(f'folders= is True, False or "all", not {folders!r}. The Trainer was not changed.')
+    check_trainer(trainer)
+    if data is not None:
+        check_data(trainer, data)
+    if home is None:
+        home = Path(trainer.args.output_dir or ".") / HOME
+    settings = Settings(parse_home(home), folders, options, None if data is None else DataFeed(data))
+    attached = insert_class(trainer, HoldfastTrainer, before=Trainer)
+    attached.holdfast_settings = settings
+    attached.add_callback(FlowCallback(attached))
+    if trainer.args.dataloader_persistent_workers and trainer.args.dataloader_num_workers:
+        warn_of_persistent_workers("dataloader_persistent_workers")
+    _warn_of_callbacks(trainer)
+    return trainer
+
+
+def _warn_of_callbacks(trainer: Trainer) -> None:
+    """Warn of callbacks with a saved state that begin anew at a resume."""
+    saved = [
+        type(one).__name__ for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)
+    ]
+    if saved and not trainer.args.restore_callback_states_from_checkpoint:
+        warn(
+            f"After a resume {', '.join(saved)} begins anew, so training may stop at another step: the "
+            "Trainer saves the state of its callbacks, but restores it only with "
+            "restore_callback_states_from_checkpoint=True. Set it in TrainingArguments.",
+            ResumeWarning,
+        )

@@ -12,7 +12,7 @@ from holdfast.checkpoint.policy import Overdue
 from holdfast.checkpoint.run.pipeline import PendingCopy
 from holdfast.checkpoint.run.stable_step import StableStep
 from holdfast.checkpoint.stage import Stager
-from holdfast.errors import HoldfastError, InvalidInput, SaveWarning
+from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, TornSaveWarning
 from holdfast.system.callsite import warn
 
 
@@ -144,7 +144,7 @@ class Saves:
         if time.monotonic() - self._failing_since_s > self._limit_s:
             raise error
         if not (one.is_torn and self._has_warned_of_tear):  # later ones are in the history
-            warn(str(error), SaveWarning)
+            warn(str(error), TornSaveWarning if one.is_torn else SaveWarning)
         self._has_warned_of_tear |= one.is_torn
 
     def overdue(self) -> tuple[float, int] | None:

@@ -11,7 +11,7 @@ from holdfast.checkpoint.restore.request import Restored
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.restoration import describe_skipped
 from holdfast.checkpoint.run.skipped_samples import describe_skipped_samples, rewound_streams
-from holdfast.errors import ResumeWarning
+from holdfast.errors import LoaderWarning, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_bytes, format_duration
@@ -90,7 +90,7 @@ def warn_of_samples(found: Restored, unknown: Sequence[str], *, has_kept: bool) 
 def warn_of_loaders(components: Components) -> None:
     """Warn of data loaders that are being read and will not resume."""
     for doubt in components.pipeline.objects.review_loaders():
-        warn(f"The run will not resume exactly: {doubt}", ResumeWarning)
+        warn(f"The run will not resume exactly: {doubt}", LoaderWarning)
 
 
 def warn_of_gradients(components: Components) -> None:
@@ -113,7 +113,7 @@ def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     """Warn of state that will not resume exactly; in a new run suggest `holdfast check`."""
     pipeline = components.pipeline
     for doubt in pipeline.objects.review(pipeline.stager.stepped(), has_live_objects=components.has_state):
-        warn(f"The run will not resume exactly: {doubt.text}", ResumeWarning)
+        warn(f"The run will not resume exactly: {doubt.text}", doubt.category)
     objects = components.pipeline.objects
     if components.options.spike.action == "rollback" and not (objects.skippables() or objects.streams()):
         warn(

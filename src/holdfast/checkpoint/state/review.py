@@ -15,7 +15,7 @@ from holdfast.checkpoint.state.containers import kind_of
 from holdfast.checkpoint.state.entry_kinds import is_follower
 from holdfast.checkpoint.state.loader_watch import plain_iterators
 from holdfast.checkpoint.state.read_only_memory import describe_read_only
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, LoaderWarning, ResumeWarning, StrayParametersWarning
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
 _REPORTED = "_holdfast_has_reported"
@@ -90,6 +90,7 @@ class ResumeRisk:
 
     text: str  # a sentence with the fix
     would_show: bool  # a resumed run's checkpoints show the difference, so comparing them decides
+    category: type[ResumeWarning] = ResumeWarning
 
 
 def find_resume_risks(
@@ -110,6 +111,7 @@ def find_resume_risks(
     hidden = [describe_read_only(read_only)] if read_only else []
     hidden += _forgotten_doubts(values, forgotten)
     shown: list[str] = []
+    strays: list[str] = []
     modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
     for key, value in values.items():
         if isinstance(value, torch.nn.Module):
@@ -119,15 +121,20 @@ def find_resume_risks(
         elif _is_stateful_loader(value):
             shown += _loader_doubts(key, value, values)
         elif isinstance(value, torch.optim.Optimizer):
-            hidden += _optimizer_doubts(key, value, values)
+            strays += _stray_doubts(key, value, values)
+            hidden += _schedule_doubts(key, value, values)
         elif callable(getattr(value, "state_dict", None)):
             hidden += _empty_doubts(key, value)
         elif has_live_objects:
             hidden += _snapshot_doubts(key, value, modules)
-    shown += loader_doubts(list(values.values()))
     return [
         *(ResumeRisk(text, would_show=False) for text in hidden),
+        *(ResumeRisk(text, would_show=False, category=StrayParametersWarning) for text in strays),
         *(ResumeRisk(text, would_show=True) for text in shown),
+        *(
+            ResumeRisk(text, would_show=True, category=LoaderWarning)
+            for text in loader_doubts(list(values.values()))
+        ),
     ]
 
 
@@ -196,7 +203,7 @@ def _empty_doubts(key: str, value: Any) -> Iterator[str]:
         )
 
 
-def _optimizer_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Iterator[str]:
+def _stray_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Iterator[str]:
     modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
     known = {id(one) for module in modules for one in module.parameters()}
     known |= {id(one) for value in values.values() for one in _tensors_in(value)}
@@ -207,6 +214,9 @@ def _optimizer_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mappin
             f"{key} trains {num_lost} parameters that are in no module of the state, so they are not saved. "
             "Add their module to the state."
         )
+
+
+def _schedule_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Iterator[str]:
     step = getattr(optimizer, "step", None)
     is_scheduled = bool(getattr(step, "_wrapped_by_lr_sched", False) or getattr(step, "_with_counter", False))
     if is_scheduled and not any(_schedules(one, optimizer) for one in values.values()):

@@ -1,4 +1,4 @@
-"""Classes of attached objects: the order of their methods, and attachments that are refused."""
+"""Attachment: the order of methods of an attached object, refused attachments, versions of packages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.adapters.attached_class import check_attach, insert_class
-from holdfast.errors import InvalidInput
+from holdfast.adapters.kit.attachment import check_attach, check_versions, insert_class
+from holdfast.errors import InvalidInput, Unsupported
 
 
 class Library:
@@ -94,3 +94,13 @@ def test_an_object_is_attached_once() -> None:
     insert_class(script, Added, before=Library)
     with pytest.raises(InvalidInput, match=r"This Trainer is already attached\. Call attach\(\) once"):
         check_attach(script, Added, {}, {}, name="Trainer")
+
+
+def test_a_missing_or_old_package_is_named_with_the_fix() -> None:
+    check_versions("lightning", {"torch": (2, 6)})
+    with pytest.raises(
+        Unsupported, match=r"needs no-such-package 1\.2 .* not installed.*torch-holdfast\[lightning\]"
+    ):
+        check_versions("lightning", {"torch": (2, 6), "no-such-package": (1, 2)})
+    with pytest.raises(Unsupported, match=r"needs torch 1000\.0 or later, and 2\..* is installed"):
+        check_versions("lightning", {"torch": (1000, 0)})

@@ -21,11 +21,7 @@ _MAX_JSON_BYTES = 64 << 20  # the state of a long training logs many lines
 
 
 def file_fault(path: Path) -> str | None:
-    """Return the damage of a file; None if none is found, or if the kind of file cannot be checked.
-
-    Raises:
-        RetryLater, Denied: it could not be read, so it may be intact.
-    """
+    """Return the damage of a file; None if none is found, or if the kind of file cannot be checked."""
     try:
         return _find_fault(path)
     except OSError as error:
@@ -52,11 +48,7 @@ def folder_fault(folder: Path) -> str | None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it is missing or damaged.
-
-    Raises:
-        RetryLater, Denied: it could not be read, so it may be intact.
-    """
+    """Return the content of a JSON file; None if it is missing or damaged."""
     try:
         with open_regular(path) as file:
             text = file.read(_MAX_JSON_BYTES + 1)

@@ -1,0 +1,1 @@
+"""Kit of the doors to other trainers: attachment, the run, its notices, and files of others."""

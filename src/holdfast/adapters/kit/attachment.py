@@ -1,0 +1,91 @@
+"""Attachment to an object of another library: its version, its options, and a class inserted into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from holdfast.checkpoint.run.options import parse_spike
+from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
+from holdfast.system.callsite import warn
+
+
+def check_versions(extra: str, oldest: Mapping[str, tuple[int, int]]) -> None:
+    """Check that packages are installed, in versions that an adapter supports.
+
+    Args:
+        extra: name of the adapter, and of the extra that installs them.
+        oldest: the oldest version of each package, such as `{"deepspeed": (0, 19)}`.
+    """
+    for name, least in oldest.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = None
+        if found is None or tuple(int(part) for part in found.split(".")[:2]) < least:
+            state = "it is not installed" if found is None else f"{found} is installed"
+            raise Unsupported(
+                f"holdfast.adapters.{extra} needs {name} {'.'.join(map(str, least))} or later, and {state}. "
+                f"Run: pip install 'torch-holdfast[{extra}]'."
+            )
+
+
+def check_attach(
+    target: Any, added: type, options: Mapping[str, Any], decided: Mapping[str, str], *, name: str
+) -> None:
+    """Check the arguments of an adapter's `attach`. An object is attached once.
+
+    Args:
+        target: object to attach to.
+        added: class that it is to get.
+        options: options that the user has given.
+        decided: options that the object decides, with the places to set them.
+        name: name of the object in messages.
+    """
+    check_no_rollback(options, f"attach() of this {name}")
+    for option, fix in decided.items():
+        if option in options:
+            raise InvalidInput(f"attach() does not take {option}=: {fix}. The {name} was not changed.")
+    if isinstance(target, added):
+        raise InvalidInput(f"This {name} is already attached. Call attach() once.")
+
+
+def check_no_rollback(options: Mapping[str, Any], place: str) -> None:
+    """Refuse to go back in a loop that another library counts."""
+    given = options.get("on_spike", "report")
+    if parse_spike(given).action == "rollback":
+        raise InvalidInput(
+            f'{place} does not take on_spike="rollback": the loop, its counter of steps and its data belong '
+            'to the trainer, which cannot go back while it runs. Nothing was changed. Use on_spike="report" '
+            "(the default), stop at the report, and start again from the newest healthy checkpoint; or train "
+            "in a loop of your own over Checkpointer.steps()."
+        )
+
+
+def insert_class(target: Any, added: type, *, before: type) -> Any:
+    """Insert a class into the class of an object, directly before one of its bases. Returns the object.
+
+    Methods of classes derived from `before` still run first, and their `super()` calls reach `added`. If
+    `before` is the class of the object itself, those of `added` run first.
+    """
+    kind: type = type(target)
+    bases = (added, kind) if kind is before else (kind, added)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    # Data loaders of Accelerate have a property `__class__`, which cannot be set.
+    object.__dict__["__class__"].__set__(target, type(kind.__name__, bases, names))
+    return target
+
+
+def warn_of_persistent_workers(option: str) -> None:
+    """Warn that a resume within an epoch draws other random numbers.
+
+    Args:
+        option: the option that keeps the workers of a loader after an epoch.
+    """
+    warn(
+        f"The run will not resume exactly within an epoch, because of {option}=True: a loader draws a seed "
+        "for its workers when it starts them, from the generator of dropout. After a resume they start "
+        f"at another moment. Set {option}=False, or give the loader a generator of its own.",
+        ResumeWarning,
+    )

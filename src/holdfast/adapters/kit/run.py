@@ -1,0 +1,184 @@
+"""Run of an attached trainer: its Checkpointer and its ranks, and what every door does with them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import holdfast
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.recovery import merge_in_memory
+from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.ranks import Ranks
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.checkpoint.run.options import Home, Limits, Preemption
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.tiered import TieredStore
+from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.system.log import get_logger
+
+HOME = "holdfast"
+"""Name of a home in the folder of a trainer's checkpoints, if the user does not choose another place."""
+NO_NOTICES = Preemption("none", signals=False)
+"""Option of a Checkpointer beside a trainer that watches for notices itself."""
+_log = get_logger("adapters")
+
+
+class TrainerRun:
+    """Run of a trainer that owns the loop and the rhythm of saves.
+
+    Args:
+        home: home of the run.
+        state: live objects; None if each save has a dictionary of its own.
+        options: options that the user has given to `attach`.
+        decided: options of the Checkpointer that the door decides.
+
+    Attributes:
+        checkpointer: its Checkpointer, which prints nothing.
+        ranks: its ranks.
+        home: absolute path or URL of the home.
+        pending: saves that are not settled yet, the oldest first.
+        doomed: folders of deleted checkpoints, by step. They go once a newer checkpoint is durable.
+
+    Ranks: collective, and so are all methods but those that wait.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        state: MutableMapping[str, Any] | None,
+        options: Mapping[str, Any],
+        **decided: Any,
+    ) -> None:
+        given = {"keep": None, **options, **decided}
+        self._is_quiet = bool(given.pop("quiet", False))
+        self._timeout_s = given.get("limits", Limits()).rank_timeout_s
+        self.ranks = Ranks(timeout_s=self._timeout_s)
+        self.checkpointer = Checkpointer(
+            home, state, **{"every": None, "group": self.ranks, **given}, quiet=True
+        )
+        self.home = self.checkpointer.home
+        self.pending: list[Save] = []
+        self.doomed: dict[int, str] = {}
+        self._newest_durable = -1
+        _open.add(self)
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        *,
+        silenced: Iterable[type[Warning]] = (),
+        **options: Any,
+    ) -> Save:
+        """Save a step in the background.
+
+        Args:
+            step: the step.
+            state: dictionary to save, for a run without live objects.
+            silenced: categories of warnings that do not apply to this trainer.
+            options: other arguments of `Checkpointer.save`.
+        """
+        given = () if state is None else (state,)
+        with warnings.catch_warnings():
+            for category in silenced:
+                warnings.simplefilter("ignore", category)
+            save = self.checkpointer.save(step, *given, **options)
+        self.pending.append(save)
+        return save
+
+    def settle(self) -> list[Save]:
+        """Return the saves that have ended since the last call, durable or failed."""
+        ended = [save for save in self.pending if save.done()]
+        self.pending = [save for save in self.pending if save not in ended]
+        self._newest_durable = max([self._newest_durable, *(save.step for save in ended if save.durable)])
+        return ended
+
+    def pop_doomed(self) -> dict[int, str]:
+        """Return the folders that are to be removed now, by step: a newer checkpoint is durable."""
+        due = [step for step in self.doomed if step < self._newest_durable]
+        return {step: self.doomed.pop(step) for step in due}
+
+    def wait_copied(self) -> None:
+        """Wait until training can no longer change what was saved.
+
+        Ranks: not collective.
+        """
+        for save in self.pending:
+            if save.state == "staging":
+                with contextlib.suppress(InvalidInput):  # it was dropped, which the next save reports
+                    save.wait_staged()
+
+    def wait_settled(self) -> None:
+        """Wait until no save is under way. Failures are reported by the next save.
+
+        Ranks: not collective.
+        """
+        for save in self.pending:
+            with contextlib.suppress(HoldfastError):
+                save.wait_durable()
+
+    # -- the run that the home holds -------------------------------------------------------------------------
+
+    def refuse_new_run(self, newest: int, what: str, done: str, advice: str) -> None:
+        """Refuse to begin anew in a home that holds a run.
+
+        Args:
+            newest: newest step of the home.
+            what: what the script did, or left out.
+            done: what was not done.
+            advice: call that continues the run.
+        """
+        raise InvalidInput(
+            f"{self.home} holds a run up to step {newest}, and {what}. Nothing was {done}. {advice} to "
+            "continue it. To begin anew, give attach() another home, or delete this one: "
+            f"`holdfast rm {self.home}`."
+        )
+
+    def reader_of(self, home: str, state: MutableMapping[str, Any]) -> Checkpointer:
+        """Return a Checkpointer that only reads another run's home into a state."""
+        return Checkpointer(
+            home,
+            state,
+            preemption=NO_NOTICES,
+            compile_cache=False,
+            group=Ranks(timeout_s=self._timeout_s),
+            quiet=True,
+        )
+
+    def announce(self, line: str, *values: object) -> None:
+        """Log a line on rank 0, unless the user has asked for quiet."""
+        if self.ranks.rank == 0 and not self._is_quiet:
+            _log.info(line, *values)
+
+
+_open: weakref.WeakSet[TrainerRun] = weakref.WeakSet()
+
+
+def _wait_copied() -> None:
+    """Wait for copies under way before the process ends."""
+    for run in list(_open):
+        run.wait_copied()
+
+
+atexit.register(_wait_copied)
+
+
+def open_loaded(home: str, step: int, attempt: int | None) -> Checkpoint:
+    """Open a checkpoint that was just loaded.
+
+    If a keeper was killed between the last file and the manifest, the checkpoint lacks its manifest until the
+    next save, which claims the run. A load takes it nevertheless.
+    """
+    store = open_store(home)
+    made = None
+    if attempt is not None:
+        made = merge_in_memory(store, CheckpointId(attempt=attempt, step=step), None)
+    return holdfast.open(store if made is None else TieredStore([made, *store.copies()]), step, attempt)

@@ -27,11 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parent / folder) for folder in ("src", ".", "tests")]
 
 from holdfast.checkpoint.store import Store, open_store  # noqa: E402
 from holdfast.jobs.writeback import mount  # noqa: E402
-from holdfast.testing.fault_proxy import FaultProxy  # noqa: E402
+from tests.fault_proxy import FaultProxy  # noqa: E402
 from tests.servers import BUCKET, Server, ministack  # noqa: E402
 
 MB = 1 << 20

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAULTY_SYSTEM = ROOT / "campaigns" / "faulty_system"
 sys.path.insert(0, str(ROOT / "tests"))
 
-from holdfast.testing.fault_proxy import FaultProxy  # noqa: E402
+from fault_proxy import FaultProxy  # noqa: E402  # pyright: ignore[reportMissingImports]
 from nursery import Nursery  # noqa: E402  # pyright: ignore[reportMissingImports]
 from servers import Server, ministack  # noqa: E402  # pyright: ignore[reportMissingImports]
 

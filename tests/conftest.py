@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import slow_tests
+from fault_proxy import FaultProxy
 from holdfast.checkpoint.store import endpoints
-from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, ministack
 
 ROOT = Path(__file__).parent.parent

@@ -26,7 +26,7 @@ from holdfast.system.environment import (
     report_progress,
     was_preempted,
 )
-from holdfast.train.batch.memory_limit import find_memory_limit
+from holdfast.train.batch.finder import find_memory_limit
 from holdfast.train.sharding.process_group import ensure_process_group
 
 

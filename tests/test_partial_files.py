@@ -16,7 +16,7 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile, running_ke
 from holdfast.checkpoint.keeper.memory_offer import offer_images
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.cli.trials.runs import trial_folder
+from holdfast.cli.experiment import trial_folder
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import partial_file, remove_partial_files, temporary_folder
 from kills import kill_before_change

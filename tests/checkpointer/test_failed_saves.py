@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import holdfast
+from fault_proxy import FaultProxy
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.keeper import KeeperConfig
@@ -25,7 +26,6 @@ from holdfast.checkpoint.run import attempt
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Denied, HoldfastError, InvalidInput, Preempted, RetryLater, SaveWarning
 from holdfast.system.environment import PROGRESS, count_failed_saves
-from holdfast.testing.fault_proxy import FaultProxy
 from holdfast.watch.report.summary import read_summary
 from servers import Server, ministack
 from small_disk import small_disk

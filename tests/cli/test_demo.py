@@ -12,10 +12,17 @@ import pytest
 
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import demo
-from holdfast.cli.demo.claims import check_claims
-from holdfast.cli.demo.disk import Damage, RawWrite, flip_byte, write_raw
-from holdfast.cli.demo.figures import compute_figures
-from holdfast.cli.demo.scenario import DemoOutcome, Ending, Failure, Start
+from holdfast.cli.demo.claims import check_claims, compute_figures
+from holdfast.cli.demo.scenario import (
+    Damage,
+    DemoOutcome,
+    Ending,
+    Failure,
+    RawWrite,
+    Start,
+    flip_byte,
+    write_raw,
+)
 from holdfast.errors import InvalidInput
 from servers import ministack
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command
+from faulty_store import FaultyStore
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import metrics
-from holdfast.testing import FaultyStore
 from holdfast.watch.report import kept_readings
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from forked import forking
-from holdfast.cli.replay.verdict import DIFFERS, RANDOM, SOUND, MetricDifference, first_difference, judge
-from holdfast.cli.trials.comparison import CheckpointComparison, DifferenceRow
+from holdfast.cli.experiment import CheckpointComparison, DifferenceRow
+from holdfast.cli.replay import DIFFERS, RANDOM, SOUND, MetricDifference, first_difference, judge
 from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent

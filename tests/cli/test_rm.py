@@ -14,6 +14,7 @@ import torch
 
 import holdfast as api
 from cli.conftest import Command, flip, save
+from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.home.commit import refuse
 from holdfast.checkpoint.home.inventory import take_inventory
@@ -22,7 +23,6 @@ from holdfast.checkpoint.keeper.commit_tier import was_committed
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import homes, rm
 from holdfast.errors import Corrupt, InvalidInput, RetryLater
-from holdfast.testing import FaultyStore
 
 
 def remaining(home: Path) -> set[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from faulty_store import FaultyStore
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import RetryLater
-from holdfast.testing.faulty_store import FaultyStore
 from holdfast.watch.compiled import upload
 from holdfast.watch.compiled.build_environment import current_environment, environment_key
 from holdfast.watch.compiled.cache import CompiledCode

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dash.client import Client
+from faulty_store import FaultyStore
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import NotFound
 from holdfast.jobs.dash import run_view
 from holdfast.jobs.dash.run_view import RunPlace, find_place
-from holdfast.testing import FaultyStore
 from holdfast.watch.report import kept_readings
 from holdfast.watch.report.figures.curves import curves
 from holdfast.watch.report.summary import read_summary

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from fault_proxy import FaultProxy
 from faults.playground import ENDLESS, TOTAL, Playground
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.store import Store, open_store
-from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, ministack
 
 WAYS = ("diskless", "tiered")

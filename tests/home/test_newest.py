@@ -19,8 +19,7 @@ from holdfast.adapters.nebula import interface, tag_index
 from holdfast.checkpoint.home import documents
 from holdfast.checkpoint.restore import parts, verify
 from holdfast.checkpoint.store import direct_io, local
-from holdfast.cli import main
-from holdfast.cli.replay import span
+from holdfast.cli import main, replay
 from holdfast.errors import Denied, NotFound, ResumeWarning, RetryLater
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -379,18 +378,18 @@ def test_a_replay_lists_again_if_a_checkpoint_is_deleted_meanwhile(
     with holdfast.Checkpointer(home, make_state(0.0), quiet=True) as ckpt:
         ckpt.restore()
         ckpt.save(NEWEST + 10).wait_durable()
-    real, folder = span.candidates, home / f"step-{NEWEST:08d}"
+    real, folder = replay.candidates, home / f"step-{NEWEST:08d}"
 
     def candidates(listing: Any) -> Any:
         if folder.exists():
             shutil.rmtree(folder)
         return real(listing)
 
-    monkeypatch.setattr(span, "candidates", candidates)
-    found = span.find_span(local.LocalStore(home), to_step=NEWEST + 10)
+    monkeypatch.setattr(replay, "candidates", candidates)
+    found = replay.find_span(local.LocalStore(home), to_step=NEWEST + 10)
     assert (found.start.step, found.end.step) == (OLDER, NEWEST + 10)
     with pytest.raises(NotFound, match="step 20"):
-        span.find_span(local.LocalStore(home), step=NEWEST)
+        replay.find_span(local.LocalStore(home), step=NEWEST)
 
 
 @pytest.mark.parametrize("command", ["export", "diff"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from fault_proxy import FaultProxy
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.jobs.writeback.ownership import FOLDER
-from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server
 
 _numbers = itertools.count()

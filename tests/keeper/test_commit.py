@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
@@ -30,7 +31,6 @@ from holdfast.checkpoint.stage import Arena
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
-from holdfast.testing import FaultyStore
 from stage.training import wait_until
 
 

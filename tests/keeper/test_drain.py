@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import read_manifest, read_part
@@ -31,7 +32,6 @@ from holdfast.checkpoint.keeper.topologies import SharedLocal, Surroundings
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
-from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home
 
 WAIT_S = 600.0

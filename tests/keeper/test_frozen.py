@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import holdfast
+from faulty_store import FaultyStore
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
@@ -27,7 +28,6 @@ from holdfast.checkpoint.stage import Arena
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
-from holdfast.testing import FaultyStore
 
 NUM_ITEMS = 50_000
 CATALOG = Catalog(

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import holdfast
+from faulty_store import FaultyStore
 from holdfast.checkpoint.keeper import rate
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.store.memory import MemoryStore
-from holdfast.testing import FaultyStore
 from making import data_file
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.health import Health
 from holdfast.checkpoint.format.names import CheckpointId
@@ -30,7 +31,6 @@ from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home
 
 FROM_10: Ancestors = (CheckpointId(1, 10),)

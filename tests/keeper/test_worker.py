@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.commit import MAX_REFUSALS, check_not_refused, refuse
@@ -41,7 +42,6 @@ from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater
 from holdfast.system import log
 from holdfast.system.linux.processes import start_time
-from holdfast.testing import FaultyStore
 from keeper.test_commit import make_config, put_part
 
 

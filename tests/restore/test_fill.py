@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.checkpoint.format.fill_target import FillTarget
@@ -23,7 +24,6 @@ from holdfast.checkpoint.state.torch_dtypes import torch_dtype
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, InvalidInput, NotFound
-from holdfast.testing import FaultyStore
 from making import LocalShard, make_checkpoint, raw_bytes
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.fill_target import FillTarget
@@ -29,7 +30,6 @@ from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.testing import FaultyStore
 from making import make_checkpoint, make_home, reseal
 
 IGNORE: Mark = lambda skipped, restored: None  # noqa: E731 - a default

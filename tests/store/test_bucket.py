@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ceph import ceph_rgw
+from fault_proxy import FaultProxy
 from holdfast.checkpoint.store import ObjectInfo, Store, open_store
 from holdfast.checkpoint.store.bucket import CREATE_BYTES, READ_BYTES, ObjectStore
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.testing import StoreSuite
-from holdfast.testing.fault_proxy import FaultProxy
 from servers import Server, azurite, install_azurite
 
 PART_BYTES = 5 << 20

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fault_proxy import FaultProxy
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import FileRead, Want, read
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import Conflict, Corrupt, Denied, RetryLater
-from holdfast.testing.fault_proxy import FaultProxy
 from making import make_checkpoint
 from servers import reserve_port
 

@@ -9,11 +9,11 @@ import weakref
 
 import pytest
 
+from faulty_store import FaultyStore
 from holdfast.checkpoint.store.contract import ObjectInfo, Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import TieredStore, first_good
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
-from holdfast.testing import FaultyStore
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from fault_proxy import FaultProxy, ProxiedRequest
 from holdfast.errors import InvalidInput
-from holdfast.testing.fault_proxy import FaultProxy, ProxiedRequest
 
 BODY = bytes(range(256)) * 1000
 
@@ -190,20 +188,3 @@ def test_unknown_faults_are_refused(proxy: FaultProxy) -> None:
     for fault in ("flood", "200", "5000"):
         with pytest.raises(InvalidInput, match="Unknown fault"):
             proxy.inject(fault)
-
-
-def test_the_proxy_runs_as_a_program(proxy: FaultProxy) -> None:
-    """The program prints its URL and injects the fault of its arguments."""
-    argv = [sys.executable, "-m", "holdfast.testing.fault_proxy", f"127.0.0.1:{proxy.port}", "--fault", "503"]
-    with subprocess.Popen(
-        [*argv, "--method", "GET", "--times", "1"], stdout=subprocess.PIPE, text=True
-    ) as program:
-        assert program.stdout is not None
-        url = program.stdout.readline().strip()
-        client = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-        client.request("GET", "/")
-        response = client.getresponse()
-        assert (response.status, len(response.read()) > 0) == (503, True)
-        assert fetch(client, "GET") == BODY
-        client.close()
-        program.terminate()

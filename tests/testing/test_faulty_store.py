@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from faulty_store import Call, FaultyStore
 from holdfast.checkpoint.store import ObjectInfo, Store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, InvalidInput, RetryLater
-from holdfast.testing import Call, FaultyStore, StoreSuite
+from holdfast.testing import StoreSuite
 
 
 class TestFaultyStoreWithoutFaults(StoreSuite):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.fault_proxy import FaultProxy
+from fault_proxy import FaultProxy
 from servers import Server
 from writeback.harness import MountedDirectory
 

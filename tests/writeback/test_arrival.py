@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from holdfast.testing.fault_proxy import FaultProxy
+from fault_proxy import FaultProxy
 from writeback.harness import MountedDirectory, wait_for
 
 LARGE = 12 << 20  # sent in parts

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from holdfast.cli.jobs import add_which, format_span, job_row
-from holdfast.cli.node_checks import print_checks
 from holdfast.cli.options import Commands, add_json, command
-from holdfast.cli.tables import format_time, print_fields, print_json, print_table
+from holdfast.cli.tables import format_time, print_fields, print_json, print_table, printable, terminal_width
 from holdfast.jobs.description import JobDescription
 from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
+from holdfast.jobs.node.checks.summary import describe_checks
 from holdfast.system.units import plural
+
+_WIDTH = 110
+"""Width of the lines where there is no terminal."""
+
+
+def print_checks(found: JobDescription) -> None:
+    """Print the checks of the newest attempt, and of all attempts with failed ones."""
+    newest = max(found.checks, default=None)
+    for number, of_nodes in found.checks.items():
+        if number != newest and not any(one.failed for one in of_nodes.values()):
+            continue
+        print(f"\nchecks before attempt {number}:")
+        for line in describe_checks(of_nodes):
+            indent = len(line) - len(line.lstrip())
+            wrapped = textwrap.wrap(
+                printable(line),
+                max(20, (terminal_width() or _WIDTH) - 4),
+                subsequent_indent=" " * (indent + 4),
+                break_on_hyphens=False,
+            )
+            print(textwrap.indent("\n".join(wrapped), "    "))
+
 
 _EXAMPLES = """
 holdfast describe 3

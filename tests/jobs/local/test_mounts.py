@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from fault_proxy import FaultProxy
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.writeback import status_of
-from holdfast.testing.fault_proxy import FaultProxy
 from jobs.bucket import SAVES, Bucket
 from jobs.harness import JobHarness
 from servers import Server

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
+from fault_proxy import FaultProxy
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.status import JobStatus
-from holdfast.testing.fault_proxy import FaultProxy
 from jobs.bucket import SAVES, Bucket
 from jobs.local.test_bucket import needs_fuse
 from jobs.slurm.harness import SlurmHarness, command

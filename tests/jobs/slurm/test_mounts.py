@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from fault_proxy import FaultProxy
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.scratch import scratch_folder
 from holdfast.jobs.status import JobStatus
-from holdfast.testing.fault_proxy import FaultProxy
 from jobs.bucket import SAVES, Bucket
 from jobs.harness import needs_namespaces
 from jobs.local.test_bucket import needs_fuse

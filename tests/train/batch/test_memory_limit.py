@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.train.batch.memory_limit import find_memory_limit
+from holdfast.train.batch.finder import find_memory_limit
 
 
 def test_ranks_on_one_host_share_its_available_memory() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.train.data.permutation import KeyedPermutation
+from holdfast.train.data.global_batches import KeyedPermutation
 
 SPECIAL = [1, 2, 3, 4, 5, 7, 8, 9, 97, 127, 128, 129, 1009, 4095, 4096, 4097, 65_537]
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.store import open_store
-from holdfast.cli.demo.claims import DemoClaim, check_claims
-from holdfast.cli.demo.figures import Figures, compute_figures
+from holdfast.cli.demo.claims import DemoClaim, Figures, check_claims, compute_figures
 from holdfast.cli.demo.scenario import Scenario
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
+import mmap
+import os
 import shutil
 import signal
+import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +22,200 @@ from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.home.history_lines import read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.keeper.lockfile import running_keepers
-from holdfast.checkpoint.store import open_store
-from holdfast.cli.demo.child import Child
-from holdfast.cli.demo.disk import Damage, RawWrite, flip_byte, write_raw
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.cli.history import Event
 from holdfast.errors import HoldfastError, RetryLater
+from holdfast.system.entry import command
+from holdfast.system.units import format_duration
 
 if TYPE_CHECKING:
     from holdfast.cli.demo.screen import Screen
+
+_POLL_S = 0.001  # a save is in flight for less than a tenth of a second
+_LIMIT_S = 300.0
+
+
+class Child:
+    """A running training.
+
+    Args:
+        options: its command line.
+        on_step: called with step and loss after each step, in another thread.
+        on_line: called with each line that it writes to stderr, in another thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: list[str],
+        *,
+        on_step: Callable[[int, float], None],
+        on_line: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.step = 0  # newest completed step
+        self.sha256: str | None = None  # of weights and optimizer, after it has finished
+        self.optimizer_s: dict[int, float] = {}  # duration of optimizer.step(), by step
+        self.first_step_s: float | None = None  # from its start to the end of its first step
+        self.output: list[str] = []  # lines on stderr
+        self._began = time.monotonic()
+        reading, writing = os.pipe()
+        self._process = subprocess.Popen(
+            command(f"{__package__}.training", *options, "--progress", str(writing)),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=(writing,),
+            start_new_session=True,  # Ctrl-C interrupts only the demo, which ends its children
+        )
+        os.close(writing)
+        self._receivers = (
+            threading.Thread(target=self._receive_steps, args=(reading, on_step), daemon=True),
+            threading.Thread(target=self._receive_lines, args=(on_line,), daemon=True),
+        )
+        for thread in self._receivers:
+            thread.start()
+
+    def _receive_steps(self, reading: int, on_step: Callable[[int, float], None]) -> None:
+        with os.fdopen(reading) as lines:
+            for line in lines:
+                try:
+                    facts = json.loads(line)
+                except ValueError:
+                    return  # cut off by the kill
+                if "sha256" in facts:
+                    self.sha256 = facts["sha256"]
+                    continue
+                if self.first_step_s is None:
+                    self.first_step_s = time.monotonic() - self._began
+                self.step = facts["step"]
+                self.optimizer_s[self.step] = facts["optimizer_s"]
+                on_step(self.step, facts["loss"])
+
+    def _receive_lines(self, on_line: Callable[[str], None]) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self.output.append(line.rstrip())
+                on_line(line.rstrip())
+
+    def wait_for(self, condition: Callable[[], object], name: str) -> None:
+        """Wait until `condition()` is true.
+
+        Raises:
+            RetryLater: the training ended before, or it takes too long.
+        """
+        deadline = time.monotonic() + _LIMIT_S
+        while not condition():
+            status = self._process.poll()
+            if status is not None or time.monotonic() > deadline:
+                how = (
+                    f"is still running after {format_duration(_LIMIT_S)}"
+                    if status is None
+                    else f"ended with status {status}"
+                )
+                tail = "\n".join(self.output[-20:])
+                raise RetryLater(
+                    f"The {self.name} of the demo {how}, before {name}. The end of its output:\n{tail}"
+                )
+            time.sleep(_POLL_S)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it is still running."""
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Wait until the process has ended and all its output is received.
+
+        Returns:
+            Exit status; -N if signal N ended it.
+
+        Raises:
+            RetryLater: it takes too long.
+        """
+        try:
+            status = self._process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise RetryLater(
+                f"The {self.name} of the demo has not ended after {format_duration(_LIMIT_S)}."
+            ) from error
+        for thread in self._receivers:
+            thread.join(_LIMIT_S)
+        return status
+
+    def end(self) -> None:
+        """Kill the process, if it is still running."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RawWrite:
+    """One raw write: a new file from aligned memory, with fsync."""
+
+    num_bytes: int
+    seconds: float
+    is_direct: bool  # past the page cache, if the file system can
+
+
+def write_raw(folder: Path, num_bytes: int) -> RawWrite:
+    """Write and remove a file of about `num_bytes`, in whole blocks of 4 KiB.
+
+    Blocks: until it is durable.
+    """
+    num_bytes = max(mmap.PAGESIZE, num_bytes - num_bytes % mmap.PAGESIZE)
+    noise = mmap.mmap(-1, min(_BLOCK_BYTES, num_bytes))
+    noise.write(os.urandom(len(noise)))  # some disks and hosts compress data
+    path = folder / "raw"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+        is_direct = True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        is_direct = False
+    began = time.perf_counter()
+    try:
+        done = 0
+        while done < num_bytes:
+            done += os.pwrite(fd, memoryview(noise)[: min(len(noise), num_bytes - done)], done)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+        seconds = time.perf_counter() - began
+        path.unlink()
+    return RawWrite(num_bytes, seconds, is_direct)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One changed byte."""
+
+    step: int
+    attempt: int
+    name: str
+    offset: int
+    before: int
+    after: int  # as read back
+
+
+def flip_byte(store: Store, name: str, *, step: int, attempt: int) -> Damage:
+    """Flip all bits of the byte in the middle of an object."""
+    content = bytearray(store.get(name))
+    offset = len(content) // 2
+    before = content[offset]
+    content[offset] ^= 0xFF
+    store.put(name, content)
+    after = store.get(name)[offset]
+    return Damage(step=step, attempt=attempt, name=name, offset=offset, before=before, after=after)
+
 
 NUM_SAVES = 12
 """Number of saves of an uninterrupted run, which determines the steps of the failures."""

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.demo.claims import DemoClaim
-from holdfast.cli.demo.figures import Figures, Recovery
+from holdfast.cli.demo.claims import DemoClaim, Figures, Recovery
 from holdfast.cli.tables import terminal_width
 from holdfast.system.units import format_bytes, format_duration
 

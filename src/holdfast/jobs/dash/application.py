@@ -23,7 +23,7 @@ from holdfast.jobs.dash.response import (
 from holdfast.jobs.dash.run_view import RunPlace, RunView, find_place
 from holdfast.jobs.description import checkpoints_of
 from holdfast.jobs.engine import Job
-from holdfast.watch.report.chart_library import chart_library
+from holdfast.watch.report.page import chart_library
 
 _JOB = r"api/jobs/(?P<job>[0-9]{1,9})"
 _HOME = r"homes/(?P<home>[0-9a-f]{16})"

@@ -12,17 +12,41 @@ import torch
 
 from holdfast.checkpoint.ranks import RankGroup, Ranks, values_of
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
+from holdfast.system import host_memory
+from holdfast.system.environment import read_integer
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_bytes, parse_bytes, parse_duration, plural
 from holdfast.train.batch.benchmark import STEPS_PER_PROBE, StepBenchmark
 from holdfast.train.batch.estimate import estimate_peak
 from holdfast.train.batch.learning_rates import format_rates, plan_accumulation, scale_rates
-from holdfast.train.batch.memory_limit import find_memory_limit
 from holdfast.train.batch.result import BatchFit, Probe, choose_size
 from holdfast.train.batch.sample import batch_size_of, resize
 from holdfast.train.batch.search import Search
 from holdfast.train.batch.snapshot import Snapshot
 from holdfast.train.batch.training_state import TrainingState, collect_training_state, count_bytes
+
+# Probes do not show fragments that build up over hours, or other processes that grow a little.
+_SHARE_OF_DEVICE = 0.97
+_SHARE_OF_HOST = 0.9
+
+
+def find_memory_limit(device: torch.device, used_bytes: int, *, num_sharing: int | None = None) -> int:
+    """Return the bytes that this process may take on a device, including its current usage.
+
+    On a GPU: the free memory, less 3 %. On a host: the memory that is available there or in the process's
+    control group, whichever is less, divided by the ranks of this host, less 10 %.
+
+    Args:
+        used_bytes: bytes that the training state takes there now.
+        num_sharing: ranks that share the host's memory. Default: LOCAL_WORLD_SIZE, as torchrun sets it.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return int((free + torch.cuda.memory_reserved(device)) * _SHARE_OF_DEVICE)
+    sharing = num_sharing or read_integer("LOCAL_WORLD_SIZE", 1, minimum=1)
+    return int(host_memory.available_bytes() / sharing * _SHARE_OF_HOST) + used_bytes
+
 
 _log = get_logger("train")
 _T = TypeVar("_T")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import html
 import json
-from importlib import resources
+from functools import cache
 
+from holdfast.errors import Unsupported
 from holdfast.system.units import plural
-from holdfast.watch.report.chart_library import chart_library
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.headline import HeadlineNumber, headline, headline_numbers, tear_check
-from holdfast.watch.report.style import Figure, format_time
+from holdfast.watch.report.style import Figure, format_time, read_asset
 from holdfast.watch.report.summary import RunSummary
 
+_NOT_THERE = (
+    "The report page needs a chart library: pip install 'torch-holdfast[report]'. "
+    "`holdfast report HOME --json` does not need it."
+)
 _LONG = 60  # characters; more are broken into lines
 
 
@@ -33,13 +37,13 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
         "tear-check": html.escape(tear_check(summary)),
         "numbers": "\n".join(map(_number, headline_numbers(summary))),
         "figures": "\n".join(map(_section, figures)),
-        "style": _asset("page.css"),
+        "style": read_asset("page.css"),
         "library": _script(chart_library()),
-        "draw": _asset("page.js"),
+        "draw": read_asset("page.js"),
         # A script element ends at the first "</script", even inside a string.
         "specs": json.dumps(specs, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
     }
-    text = _asset("page.html")
+    text = read_asset("page.html")
     for part in parts:
         assert text.count(f"<!--{part}-->") == 1, part
     # One pass, so that inserted text is never searched.
@@ -47,10 +51,6 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
     return pieces[0] + "".join(
         parts[piece.partition("-->")[0]] + piece.partition("-->")[2] for piece in pieces[1:]
     )
-
-
-def _asset(name: str) -> str:
-    return (resources.files("holdfast.watch.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _script(text: str) -> str:
@@ -98,3 +98,23 @@ def _table(one: Figure) -> str:
 def _cell(value: str | int | None) -> str:
     text = "" if value is None else html.escape(str(value))
     return f'<td class="long">{text}</td>' if len(text) > _LONG else f"<td>{text}</td>"
+
+
+def chart_library() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script, which defines `vegaEmbed`.
+
+    Raises:
+        Unsupported: they are not installed.
+    """
+    try:
+        import vl_convert  # noqa: F401 - needed for pages only
+    except ImportError as error:
+        raise Unsupported(_NOT_THERE) from error
+    return _bundled()
+
+
+@cache
+def _bundled() -> str:
+    import vl_convert
+
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # takes a second

@@ -1,11 +1,14 @@
-"""Figures of the page, and the common style of all charts."""
+"""Figures of the page, which `assets/figures.json` declares, and the common style of all charts."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Any, TypeVar
 
 from holdfast.system.units import format_bytes, format_duration
@@ -25,15 +28,6 @@ MAX_MARKS = 1500
 # follows the reader's setting without a second drawing.
 KEPT, REDO, DOWN, RESTORE = "var(--kept)", "url(#redo)", "url(#down)", "var(--restore)"
 BLOCKED, ON_THE_WAY, BAD, INK = "var(--blocked)", "var(--way)", "var(--bad)", "var(--ink)"
-_MUTED, _LINE = "var(--muted)", "var(--line)"
-SPAN_AXIS = (
-    "datum.value == 0 ? '0' : datum.value < 1 ? format(datum.value * 1000, '.3~r') + ' ms'"
-    " : datum.value < 60 ? format(datum.value, '.3~r') + ' s'"
-    " : datum.value < 3600 ? format(datum.value / 60, '.3~r') + ' min'"
-    " : datum.value < 86400 ? format(datum.value / 3600, '.3~r') + ' h'"
-    " : format(datum.value / 86400, '.3~r') + ' d'"
-)
-BYTES_AXIS = "format(datum.value, '.3~s') + 'B'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,58 +44,71 @@ class Figure:
 
 
 def make_figure(
-    id: str, title: str, text: str, spec: Spec | None, columns: Sequence[str], rows: Sequence[Sequence[Cell]]
+    name: str,
+    rows: Sequence[Sequence[Cell]],
+    *,
+    id: str | None = None,
+    lead: str = "",
+    note: str = "",
+    label: str = "",
+    chart: Mapping[str, Any] | None = None,
 ) -> Figure:
-    """Return a figure with the last `MAX_ROWS` rows in its table."""
-    shown = tuple(tuple(row) for row in rows[-MAX_ROWS:])
-    return Figure(id, title, text, spec, tuple(columns), shown, len(rows) - len(shown))
-
-
-def make_chart(layers: Sequence[Spec], *, height: int, legend_columns: int = 2) -> Spec:
-    """Return a chart of layers, as wide as its container on the page.
+    """Return a figure of `assets/figures.json`, with the last `MAX_ROWS` rows in its table.
 
     Args:
-        layers: layers from bottom to top.
-        legend_columns: columns of the legend that fit on a phone.
+        name: of its entry, and by default its id.
+        rows: of the table, with a cell for each column of the entry.
+        lead: text before that of the entry.
+        note: text after it.
+        label: replaces `$name` in the title and the columns.
+        chart: values that replace the `$` names of the entry's chart; None: nothing to draw. A layer whose
+            `when` names an empty value is left out.
     """
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "width": "container",
-        "height": height,
-        "autosize": {"type": "fit-x", "contains": "padding"},
-        "background": "transparent",
-        "layer": list(layers),
-        "config": {
-            # The page describes charts to screen readers, and has their numbers as tables.
-            "aria": False,
-            "font": "system-ui, sans-serif",
-            "view": {"stroke": None},
-            "axis": {
-                "labelColor": _MUTED,
-                "titleColor": _MUTED,
-                "gridColor": _LINE,
-                "tickColor": _LINE,
-                "domainColor": _LINE,
-                "labelFontSize": 12,
-                "titleFontSize": 12,
-                "titleFontWeight": "normal",
-                "labelOverlap": True,
-                "labelLimit": 120,
-                "labelPadding": 5,
-            },
-            "legend": {
-                "labelColor": INK,
-                "labelFontSize": 12,
-                "labelLimit": 260,
-                "orient": "top",
-                "direction": "horizontal",
-                "columns": legend_columns,
-                "symbolSize": 110,
-                "title": None,
-            },
-            "text": {"fill": INK, "fontSize": 12},
-        },
+    entry = _declared()["figures"][name]
+    shown = tuple(tuple(row) for row in rows[-MAX_ROWS:])
+    text = " ".join(entry["text"])
+    title, *columns = (label if one == "$name" else one for one in (entry["title"], *entry["columns"]))
+    title = title.replace("$name", label)
+    spec = None if chart is None else _make_spec(entry, chart)
+    return Figure(
+        id or name, title, f"{lead}{text}{note}", spec, tuple(columns), shown, len(rows) - len(shown)
+    )
+
+
+@cache
+def _declared() -> dict[str, Any]:
+    return json.loads(read_asset("figures.json"))
+
+
+def read_asset(name: str) -> str:
+    """Return the text of a file of the page."""
+    return (resources.files("holdfast.watch.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _make_spec(entry: Spec, values: Mapping[str, Any]) -> Spec:
+    """Return the chart of an entry, as wide as its container on the page."""
+    known = {
+        "span_axis": "".join(_declared()["span_axis"]),
+        "legend_columns": entry.get("legend_columns", 2),
+        **values,
     }
+    known.update(_filled(entry.get("parts", {}), known))
+    return _filled({**_declared()["frame"], **entry["chart"]}, known)
+
+
+def _filled(template: Any, values: Mapping[str, Any]) -> Any:
+    """Return a part of a template with its `$` names replaced by values."""
+    if isinstance(template, str):
+        return values[template[1:]] if template.startswith("$") else template
+    if isinstance(template, list):
+        return [_filled(one, values) for one in template if _is_drawn(one, values)]
+    if isinstance(template, dict):
+        return {key: _filled(value, values) for key, value in template.items() if key != "when"}
+    return template
+
+
+def _is_drawn(part: Any, values: Mapping[str, Any]) -> bool:
+    return not isinstance(part, dict) or "when" not in part or bool(values[part["when"]])
 
 
 def time_axis(field: str, summary: RunSummary, *, grid: bool = True) -> Spec:
@@ -153,7 +160,7 @@ def _decimals(first: int, last: int) -> list[float]:
     return [float(f"{digit}e{exponent}") for exponent in range(first, last + 1) for digit in (1, 2, 5)]
 
 
-def color_by(field: str, looks: dict[str, str], *, legend: bool = True) -> Spec:
+def color_by(field: str, looks: Mapping[str, Any], *, legend: bool = True) -> Spec:
     """Return an encoding with a distinct style for each value of a field."""
     encoded: Spec = {
         "field": field,
@@ -162,6 +169,11 @@ def color_by(field: str, looks: dict[str, str], *, legend: bool = True) -> Spec:
         "sort": list(looks),
     }
     return encoded if legend else {**encoded, "legend": None}
+
+
+def line_of(fill: str) -> str:
+    """Return the plain colour around a fill."""
+    return {REDO: "var(--redo)", DOWN: "var(--down)"}.get(fill, fill)
 
 
 def to_ms(unix_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Costs of each interruption: repeated training, time down, time restoring."""
+"""Time that training lost: one bar for each kind of time, and one for each interruption."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from holdfast.watch.report.summary import RunSummary
 
 _MAX_BARS = 40
 _PARTS = {"repeated": style.REDO, "down": style.DOWN, "restoring": style.RESTORE}
-_TEXT = (
-    "The cost lasts from the moment when training first reached the step that it later resumed from, until "
-    "it trained again. Repeated: from that moment to the last event of the attempt. Down: from there to the "
-    "claim of the next attempt, including steps after the last event. So a killed trainer's loss is exact in "
-    "time, and bounded in steps. Restoring: from the claim until training resumed."
-)
 
 
 def costs(summary: RunSummary) -> Figure | None:
@@ -24,34 +18,16 @@ def costs(summary: RunSummary) -> Figure | None:
         return None
     drawn = sorted(summary.interruptions, key=lambda one: one.cost_s)[-_MAX_BARS:]
     drawn.sort(key=lambda one: one.after)
-    text = _TEXT
+    note = ""
     if len(drawn) < len(summary.interruptions):
-        text += f" Of {len(summary.interruptions)} interruptions, the {_MAX_BARS} most expensive are drawn."
-    return style.make_figure(
-        "costs",
-        "Cost of each interruption",
-        text,
-        style.make_chart(_layers(drawn), height=28 * len(drawn) + 4, legend_columns=3),
-        (
-            "last event (UTC)",
-            "attempt",
-            "kind",
-            "last step recorded",
-            "resumed from",
-            "steps lost",
-            "repeated",
-            "down",
-            "restoring",
-            "total",
-            "remark",
-        ),
-        [_row(one) for one in summary.interruptions],
-    )
+        note = f" Of {len(summary.interruptions)} interruptions, the {_MAX_BARS} most expensive are drawn."
+    rows = [_row(one) for one in summary.interruptions]
+    return style.make_figure("costs", rows, note=note, chart=_chart(drawn))
 
 
-def _layers(drawn: list[Interruption]) -> list[Spec]:
+def _chart(drawn: list[Interruption]) -> Spec:
     labels = {one.after: f"{one.before} to {one.after}" for one in drawn}
-    values = [
+    parts = [
         {
             "which": labels[one.after],
             "part": part,
@@ -69,34 +45,17 @@ def _layers(drawn: list[Interruption]) -> list[Spec]:
         for one in drawn
     ]
     longest = max(one.cost_s for one in drawn)
-    row = {
-        "field": "which",
-        "type": "nominal",
-        "sort": list(labels.values()),
-        "axis": {"title": "attempts", "labelFontSize": 13, "ticks": False},
+    axis = {"title": "attempts", "labelFontSize": 13, "ticks": False}
+    return {
+        "height": 28 * len(drawn) + 4,
+        "parts": parts,
+        "sums": sums,
+        "row": {"field": "which", "type": "nominal", "sort": list(labels.values()), "axis": axis},
+        "domain": [0, longest or 1],
+        "ticks": style.span_ticks(longest),
+        "fill": style.color_by("part", _PARTS),
+        "stroke": style.color_by("part", {part: style.line_of(look) for part, look in _PARTS.items()}),
     }
-    scale = {"domain": [0, longest or 1], "range": [0, {"expr": "max(40, width - 90)"}]}
-    axis = {"title": None, "labelExpr": style.SPAN_AXIS, "values": style.span_ticks(longest)}
-    lines = {"repeated": "var(--redo)", "down": "var(--down)", "restoring": style.RESTORE}
-    return [
-        {
-            "data": {"values": values},
-            "mark": {"type": "bar", "height": {"band": 0.62}, "strokeWidth": 1},
-            "encoding": {
-                "x": {"field": "s", "type": "quantitative", "stack": "zero", "scale": scale, "axis": axis},
-                "y": row,
-                "fill": style.color_by("part", _PARTS),
-                "stroke": style.color_by("part", lines),
-                "order": {"field": "order"},
-                "tooltip": [{"field": "part"}, {"field": "took"}],
-            },
-        },
-        {
-            "data": {"values": sums},
-            "mark": {"type": "text", "align": "left", "dx": 5, "fill": style.INK},
-            "encoding": {"x": {"field": "s", "type": "quantitative"}, "y": row, "text": {"field": "took"}},
-        },
-    ]
 
 
 def _row(one: Interruption) -> tuple[str | int | None, ...]:
@@ -124,3 +83,40 @@ def _row(one: Interruption) -> tuple[str | int | None, ...]:
         style.format_seconds(one.cost_s),
         "; ".join(filter(None, remarks)) or None,
     )
+
+
+def shares(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None if no time has passed."""
+    times = summary.times
+    whole_s = times.total_s - times.idle_s
+    if whole_s <= 0:
+        return None
+    kinds = {
+        "kept": (times.kept_s, style.KEPT),
+        "save()": (times.blocked_s, style.BLOCKED),
+        "repeated": (times.redo_s, style.REDO),
+        "down": (times.down_s, style.DOWN),
+        "restoring": (times.restore_s, style.RESTORE),
+    }
+    bars = [
+        {
+            "kind": kind,
+            "s": took_s,
+            "label": f"{style.format_seconds(took_s)}, {style.format_share(took_s / whole_s)}",
+        }
+        for kind, (took_s, _) in kinds.items()
+    ]
+    longest = max(one["s"] for one in bars)
+    chart = {
+        "height": 30 * len(bars),
+        "bars": bars,
+        "kinds": list(kinds),
+        "fill": style.color_by("kind", {kind: look for kind, (_, look) in kinds.items()}, legend=False),
+        "domain": [0, longest * 1.01],
+        "ticks": style.span_ticks(longest),
+    }
+    rows = [
+        (kind, style.format_seconds(took_s), style.format_share(took_s / whole_s))
+        for kind, (took_s, _) in kinds.items()
+    ]
+    return style.make_figure("shares", rows, chart=chart)

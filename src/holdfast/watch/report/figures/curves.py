@@ -16,12 +16,6 @@ _MAX_LABELS = 12  # of attempts; more would overlap
 _MAX_DOTS = 50  # values that are also drawn as dots
 _LOG_FROM = 1000.0  # smallest ratio of values for a logarithmic axis
 _COUNTS, _LOST = "counts", "discarded"
-_TEXT = (
-    "Recorded values by step. The line is the history of the current state: each step has one value, from "
-    "the attempt that led to this state. Steps that an attempt trained beyond the checkpoint that the next "
-    "one resumed from are drawn lightly, as far as they were recorded. Dashed lines mark where attempts "
-    "resumed."
-)
 
 
 def curves(summary: RunSummary) -> list[Figure]:
@@ -38,54 +32,37 @@ def _figure(curve: Curve, number: int, left_out: str) -> Figure:
     counted, every = style.thin_out(curve.counted)
     if every > 1 and counted[-1] != curve.counted[-1]:
         counted.append(curve.counted[-1])
-    text = _TEXT if every == 1 else f"{_TEXT} Of the steps, one of every {every} is drawn."
+    note = "" if every == 1 else f" Of the steps, one of every {every} is drawn."
     num_lost = sum(map(len, curve.lost))
     if num_lost:
-        text += f" Discarded values: {num_lost}."
+        note += f" Discarded values: {num_lost}."
     if left_out:
-        text += f" Not drawn: {left_out}; `holdfast history --metrics` has them."
+        note += f" Not drawn: {left_out}; `holdfast history --metrics` has them."
+    rows = [(point.step, point.attempt, f"{point.value:.6g}") for point in curve.counted]
     return style.make_figure(
-        f"curve-{number}",
-        f"{curve.name}, step by step",
-        text,
-        style.make_chart(_layers(curve, counted), height=260),
-        ("step", "attempt", curve.name),
-        [(one.step, one.attempt, f"{one.value:.6g}") for one in curve.counted],
+        "curve", rows, id=f"curve-{number}", note=note, label=curve.name, chart=_chart(curve, counted)
     )
 
 
-def _layers(curve: Curve, counted: Sequence[Point]) -> list[Spec]:
+def _chart(curve: Curve, counted: Sequence[Point]) -> Spec:
     lost = [_mark(one, _LOST) for stretch in curve.lost for one in style.thin_out(stretch)[0]]
     starts = _starts(curve.counted)
-    x = {"field": "step", "type": "quantitative", "axis": {"title": "step"}, "scale": {"zero": False}}
-    y = {"field": "value", "type": "quantitative", **_axis(curve)}
     looks = {_COUNTS: style.KEPT, _LOST: "var(--redo)"} if lost else {_COUNTS: style.KEPT}
-    stroke = style.color_by("what", looks, legend=bool(lost))
-    tooltip = [{"field": name} for name in ("step", "value", "attempt", "what")]
-    layers: list[Spec] = []
-    if len(starts) > 1:
-        rule = {"type": "rule", "strokeDash": [3, 3], "stroke": style.INK, "opacity": 0.4}
-        layers.append({"data": {"values": starts}, "mark": rule, "encoding": {"x": x}})
-    if lost:
-        # An attempt may be discarded in several stretches, which are separate lines.
-        mark = {"type": "line", "strokeWidth": 1.2, "opacity": 0.55, "point": {"size": 10, "opacity": 0.5}}
-        encoding = {"x": x, "y": y, "stroke": stroke, "detail": {"field": "attempt"}}
-        layers.append({"data": {"values": lost}, "mark": mark, "encoding": encoding})
     values = [_mark(one, _COUNTS) for one in counted]
     line: Spec = {"type": "line", "strokeWidth": 1.7}
     if len(values) <= _MAX_DOTS:  # a single value has no line
         line["point"] = {"size": 20, "filled": True, "fill": style.KEPT}
-    layers.append({"data": {"values": values}, "mark": line, "encoding": {"x": x, "y": y, "stroke": stroke}})
-    # Targets for tooltips: a line has a tooltip for its first step only.
-    spots = {"type": "point", "filled": True, "fill": style.INK, "size": 50, "opacity": 0}
-    encoding = {"x": x, "y": y, "tooltip": tooltip}
-    layers.append({"data": {"values": [*lost, *values]}, "mark": spots, "encoding": encoding})
-    if 1 < len(starts) <= _MAX_LABELS:
-        mark = {"type": "text", "align": "left", "dx": 3, "dy": -6, "y": 0}
-        layers.append(
-            {"data": {"values": starts}, "mark": mark, "encoding": {"x": x, "text": {"field": "label"}}}
-        )
-    return layers
+    return {
+        "y": {"field": "value", "type": "quantitative", **_axis(curve)},
+        "stroke": style.color_by("what", looks, legend=bool(lost)),
+        "starts": starts,
+        "resumed": len(starts) > 1,
+        "labelled": 1 < len(starts) <= _MAX_LABELS,
+        "lost": lost,  # an attempt may be discarded in several stretches, which are separate lines
+        "counted": values,
+        "line": line,
+        "spots": [*lost, *values],  # targets for tooltips: a line has one for its first step only
+    }
 
 
 def _mark(point: Point, what: str) -> Spec:

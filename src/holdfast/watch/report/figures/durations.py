@@ -1,13 +1,63 @@
-"""Durations of each save: blocking the training loop, until staged, and until durable in each tier."""
+"""Durations of each save, and the contents of every tier over time."""
 
 from __future__ import annotations
 
 import math
 
+from holdfast.system.units import plural
 from holdfast.watch.report import style
 from holdfast.watch.report.saves import SaveRecord
 from holdfast.watch.report.style import Cell, Figure, Spec
 from holdfast.watch.report.summary import RunSummary
+from holdfast.watch.report.tier_levels import tiers_in
+
+_COLOURS = {"memory": "var(--memory)", "local": style.ON_THE_WAY, "home": style.KEPT}
+_DASHES: dict[str, list[int]] = {"memory": [2, 3], "local": [8, 4], "home": [1, 0]}
+
+
+def levels(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None if no tier had contents."""
+    if not summary.levels or summary.last_unix_s is None:
+        return None
+    tiers = tiers_in(summary.levels)
+    drawn = summary.levels[-style.MAX_MARKS :]
+    values = [
+        {
+            "t": style.to_ms(level.unix_s),
+            "bytes": level.num_bytes,
+            "tier": level.tier,
+            "what": f"{plural(level.num_checkpoints, 'checkpoint')}, {style.format_size(level.num_bytes)}",
+        }
+        for level in drawn
+    ]
+    last = {level.tier: level for level in drawn}
+    end = style.to_ms(summary.end_unix_s or drawn[-1].unix_s)
+    values += [
+        {"t": end, "bytes": level.num_bytes, "tier": tier, "what": "at the end"}
+        for tier, level in last.items()
+    ]
+    note = ""
+    if summary.home_contents is not None:
+        held = summary.home_contents
+        size = style.format_size(held.num_bytes) if held.num_checkpoints else "nothing"
+        note = f" At present home holds {size} (checkpoints: {held.num_checkpoints})."
+    looks = {tier: _COLOURS.get(tier, "var(--ink)") for tier in tiers}
+    dashes = {tier: _DASHES.get(tier, [4, 2]) for tier in tiers}
+    return style.make_figure(
+        "levels",
+        [
+            (style.format_time(one.unix_s), one.tier, one.num_checkpoints, style.format_size(one.num_bytes))
+            for one in summary.levels
+        ],
+        note=note,
+        chart={
+            "levels": values,
+            "time": style.time_axis("t", summary),
+            "stroke": style.color_by("tier", looks),
+            "dashes": style.color_by("tier", dashes),
+        },
+    )
+
 
 _LOOKS = {
     "save() blocked the loop": (style.BLOCKED, "square"),
@@ -16,10 +66,6 @@ _LOOKS = {
     "durable in local after": (style.ON_THE_WAY, "triangle-up"),
     "durable in home after": (style.KEPT, "circle"),
 }
-_TEXT = (
-    "Each save, on a logarithmic scale. Staged: from then on, neither further training nor a crash of the "
-    "trainer can change or lose the save. Durable: committed in that tier, measured from the call of save()."
-)
 
 
 def durations(summary: RunSummary) -> Figure | None:
@@ -39,29 +85,10 @@ def durations(summary: RunSummary) -> Figure | None:
         for what, took_s in _measures(save).items()
         if took_s > 0
     ]
-    used = {one["what"] for one in values}
-    looks = {what: look for what, look in _LOOKS.items() if what in used}
-    text = _TEXT if every == 1 else f"{_TEXT} One of every {every} saves is drawn."
-    return style.make_figure(
-        "durations",
-        "Durations of saves",
-        text,
-        style.make_chart([_layer(summary, values, looks)], height=260, legend_columns=1) if values else None,
-        (
-            "time (UTC)",
-            "attempt",
-            "step",
-            "size",
-            "save() blocked",
-            "staged",
-            "tier",
-            "written in",
-            "speed",
-            "durable",
-            "outcome",
-        ),
-        [row for save in summary.saves for row in _rows(save)],
-    )
+    note = "" if every == 1 else f" One of every {every} saves is drawn."
+    rows = [row for save in summary.saves for row in _rows(save)]
+    chart = _chart(summary, values) if values else None
+    return style.make_figure("durations", rows, note=note, chart=chart)
 
 
 def _measures(save: SaveRecord) -> dict[str, float]:
@@ -70,21 +97,18 @@ def _measures(save: SaveRecord) -> dict[str, float]:
     return {what: took_s for what, took_s in found.items() if took_s is not None and what in _LOOKS}
 
 
-def _layer(summary: RunSummary, values: list[Spec], looks: dict[str, tuple[str, str]]) -> Spec:
+def _chart(summary: RunSummary, values: list[Spec]) -> Spec:
+    used = {one["what"] for one in values}
+    looks = {what: look for what, look in _LOOKS.items() if what in used}
     shortest, longest = min(one["s"] for one in values), max(one["s"] for one in values)
     low, high = 10.0 ** math.floor(math.log10(shortest)), 10.0 ** math.ceil(math.log10(longest))
-    scale = {"type": "log", "domain": [low, high if high > low else low * 10]}
-    axis = {"title": None, "labelExpr": style.SPAN_AXIS, "values": style.span_log_ticks(low, high)}
     return {
-        "data": {"values": values},
-        "mark": {"type": "point", "filled": True, "size": 55, "opacity": 0.9},
-        "encoding": {
-            "x": style.time_axis("t", summary),
-            "y": {"field": "s", "type": "quantitative", "scale": scale, "axis": axis},
-            "fill": style.color_by("what", {what: look[0] for what, look in looks.items()}),
-            "shape": style.color_by("what", {what: look[1] for what, look in looks.items()}),
-            "tooltip": [{"field": "step"}, {"field": "what"}, {"field": "took"}],
-        },
+        "points": values,
+        "time": style.time_axis("t", summary),
+        "domain": [low, high if high > low else low * 10],
+        "ticks": style.span_log_ticks(low, high),
+        "fill": style.color_by("what", {what: look[0] for what, look in looks.items()}),
+        "shape": style.color_by("what", {what: look[1] for what, look in looks.items()}),
     }
 
 

@@ -13,10 +13,6 @@ from holdfast.watch.report.summary import IntervalAdvice, RunSummary
 _POINTS = 80
 _DASHES = ([1, 0], [8, 4], [2, 3], [8, 3, 2, 3], [14, 5])
 _COLOURS = ("var(--kept)", "var(--way)", "var(--restore)", "var(--blocked)", "var(--ink)")
-_HOW = (
-    "The cost of a save is the duration of save(). The history does not contain the optimizer's waiting time "
-    "and slower steps meanwhile. Failures are assumed to be random and independent."
-)
 
 
 def intervals(summary: RunSummary) -> Figure | None:
@@ -25,20 +21,11 @@ def intervals(summary: RunSummary) -> Figure | None:
     if advice.cost_s is None:
         return None
     bests = [advice.own] if advice.own else list(advice.assumed)
-    layers = _layers(advice, bests) if bests else []
     return style.make_figure(
         "intervals",
-        "Best time between saves",
-        f"{_verdict(advice)}\n\n{_HOW}",
-        style.make_chart(layers, height=260, legend_columns=1) if layers else None,
-        (
-            "mean time between failures",
-            "best interval (Young)",
-            "best interval (Daly)",
-            "in steps",
-            "lost share",
-        ),
         _rows(advice),
+        lead=f"{_verdict(advice)}\n\n",
+        chart=_chart(advice, bests) if bests else None,
     )
 
 
@@ -80,7 +67,7 @@ def _verdict(advice: IntervalAdvice) -> str:
     return verdict
 
 
-def _layers(advice: IntervalAdvice, bests: list[BestInterval]) -> list[Spec]:
+def _chart(advice: IntervalAdvice, bests: list[BestInterval]) -> Spec | None:
     names = [f"failures every {style.format_seconds(best.mtbf_s)}" for best in bests]
     middle = [best.daly_s for best in bests] + ([advice.interval_s] if advice.interval_s else [])
     low, high = max(1e-4, min(middle) / 12), max(middle) * 12
@@ -92,79 +79,27 @@ def _layers(advice: IntervalAdvice, bests: list[BestInterval]) -> list[Spec]:
             if 0 < lost < 100:  # beyond that, training hardly progresses
                 values.append({"at": at, "lost": lost, "which": name})
     if not values:
-        return []
-    x = {
-        "field": "at",
-        "type": "quantitative",
-        "scale": {"type": "log", "domain": [low, high], "nice": False},
-        "axis": {
-            "title": "time between saves",
-            "labelExpr": style.SPAN_AXIS,
-            "values": style.span_log_ticks(low, high),
-        },
-    }
+        return None
     least, most = min(one["lost"] for one in values) / 2.5, max(one["lost"] for one in values) * 1.2
-    y = {
-        "field": "lost",
-        "type": "quantitative",
-        "scale": {"type": "log", "domain": [least, most], "nice": False},
-        "axis": {
-            "title": "lost share of training",
-            "labelExpr": "format(datum.value * 100, '.2~r') + ' %'",
-            "values": style.log_ticks(least, most),
-        },
-    }
-    scale = {"domain": names, "range": list(_COLOURS[: len(names)])}
-    dashes = {"domain": names, "range": [list(dash) for dash in _DASHES[: len(names)]]}
     legend = {"legend": None} if len(names) == 1 else {}
-    curve = {
-        "data": {"values": values},
-        "mark": {"type": "line", "strokeWidth": 2},
-        "encoding": {
-            "x": x,
-            "y": y,
-            "stroke": {"field": "which", "type": "nominal", "scale": scale, "sort": names, **legend},
-            "strokeDash": {"field": "which", "type": "nominal", "scale": dashes, "sort": names, **legend},
-        },
-    }
-    return [curve, *_marks(advice, bests, x, y)]
-
-
-def _marks(advice: IntervalAdvice, bests: list[BestInterval], x: Spec, y: Spec) -> list[Spec]:
-    """Return marks at the run's own interval and at the minimum of each curve."""
-    points = [
-        {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {style.format_seconds(best.daly_s)}"}
-        for best in bests
-    ]
-    place = {"x": x, "y": y}
-    words = {**place, "text": {"field": "name"}}
-    marks: list[tuple[Spec, Spec]] = [
-        ({"type": "point", "filled": True, "fill": style.INK, "size": 70, "opacity": 1}, place),
-        (
-            {"type": "text", "dy": 16, "stroke": "var(--card)", "strokeWidth": 4},
-            words,
-        ),  # keeps the label readable
-        ({"type": "text", "dy": 16, "fill": style.INK}, words),
-    ]
-    was = _actual(advice.interval_s, x) if advice.interval_s else []
-    return [
-        *was,
-        *({"data": {"values": points}, "mark": mark, "encoding": encoding} for mark, encoding in marks),
-    ]
-
-
-def _actual(interval_s: float, x: Spec) -> list[Spec]:
-    """Return a line at the run's own interval, labelled on the side with room."""
-    low, high = x["scale"]["domain"]
-    is_right = interval_s > math.sqrt(low * high)
+    own_s = advice.interval_s
+    is_right = own_s is not None and own_s > math.sqrt(low * high)  # the label is on the side with room
     side = {"align": "right", "dx": -4} if is_right else {"align": "left", "dx": 4}
-    data = {"values": [{"at": interval_s, "name": f"actual: {style.format_seconds(interval_s)}"}]}
-    rule = {"type": "rule", "stroke": style.INK, "strokeDash": [3, 3]}
-    label = {"type": "text", **side, "dy": 6, "y": 0, "fill": style.INK}
-    return [
-        {"data": data, "mark": rule, "encoding": {"x": x}},
-        {"data": data, "mark": label, "encoding": {"x": x, "text": {"field": "name"}}},
-    ]
+    return {
+        "curves": values,
+        "x_domain": [low, high],
+        "x_ticks": style.span_log_ticks(low, high),
+        "y_domain": [least, most],
+        "y_ticks": style.log_ticks(least, most),
+        "stroke": {**style.color_by("which", dict(zip(names, _COLOURS, strict=False))), **legend},
+        "dashes": {**style.color_by("which", dict(zip(names, _DASHES, strict=False))), **legend},
+        "own": [{"at": own_s, "name": f"actual: {style.format_seconds(own_s)}"}] if own_s else [],
+        "own_label": {"type": "text", **side, "dy": 6, "y": 0, "fill": style.INK},
+        "bests": [
+            {"at": best.daly_s, "lost": best.lost_share, "name": f"best: {style.format_seconds(best.daly_s)}"}
+            for best in bests
+        ],
+    }
 
 
 def _rows(advice: IntervalAdvice) -> list[tuple[Cell, ...]]:

@@ -9,10 +9,6 @@ from holdfast.watch.report import style
 from holdfast.watch.report.style import Cell, Figure, Spec
 from holdfast.watch.report.summary import RunSummary
 
-_TEXT = (
-    "The share of its time that each rank did not wait for the others. In synchronous training all ranks "
-    "take equally long for a step, so the rank with the highest share is the one that all others wait for. "
-)
 _SLOW, _USUAL = "slow rank", "other ranks"
 _MAX_RANKS = 64
 
@@ -22,33 +18,20 @@ def pace(summary: RunSummary) -> Figure | None:
     if not summary.paces:
         return None
     slow = {one.period.rank for one in summary.slow_periods}
-    values = _values(summary, slow)
-    num_slow = len(summary.slow_periods)
-    named = "No rank was slow for long."
-    if num_slow:
+    named = " No rank was slow for long."
+    if summary.slow_periods:
         newest = summary.slow_periods[-1].period
         named = (
-            f"Slow ranks were named: {num_slow}. The newest is rank {newest.rank} on {newest.host}, which "
-            f"cost all ranks {style.format_share(newest.cost_share)} of their time."
+            f" Slow ranks were named: {len(summary.slow_periods)}. The newest is rank {newest.rank} on "
+            f"{newest.host}, which cost all ranks {style.format_share(newest.cost_share)} of their time."
         )
-    return style.make_figure(
-        "pace",
-        "Pace of the ranks",
-        f"{_TEXT}{named}",
-        style.make_chart([_layer(summary, values, slow)], height=220),
-        (
-            "since (UTC)",
-            "until",
-            "attempt",
-            "rank",
-            "host",
-            "times as long",
-            "cost for all",
-            "per step",
-            "cause",
-        ),
-        [_row(one) for one in summary.slow_periods],
-    )
+    looks = {_SLOW: style.REDO, _USUAL: style.KEPT} if slow else {_USUAL: style.KEPT}
+    chart = {
+        "shares": _values(summary, slow),
+        "time": style.time_axis("t", summary),
+        "stroke": style.color_by("kind", looks),
+    }
+    return style.make_figure("pace", [_row(one) for one in summary.slow_periods], note=named, chart=chart)
 
 
 def _values(summary: RunSummary, slow: set[int]) -> list[Spec]:
@@ -77,26 +60,6 @@ def _groups(times: list[float], most: int) -> list[range]:
     """Return at most so many groups of neighbours, which are drawn as one point."""
     size = -(-len(times) // most) or 1
     return [range(first, min(first + size, len(times))) for first in range(0, len(times), size)]
-
-
-def _layer(summary: RunSummary, values: list[Spec], slow: set[int]) -> Spec:
-    looks = {_SLOW: style.REDO, _USUAL: style.KEPT} if slow else {_USUAL: style.KEPT}
-    return {
-        "data": {"values": values},
-        "mark": {"type": "line", "strokeWidth": 1.5, "opacity": 0.8},
-        "encoding": {
-            "x": style.time_axis("t", summary),
-            "y": {
-                "field": "share",
-                "type": "quantitative",
-                "scale": {"domain": [0, 1]},
-                "axis": {"title": None, "format": "%"},
-            },
-            "detail": {"field": "rank", "type": "nominal"},
-            "stroke": style.color_by("kind", looks),
-            "tooltip": [{"field": "rank"}, {"field": "share", "format": ".0%"}],
-        },
-    }
 
 
 def _row(one: SlowAttempt) -> tuple[Cell, ...]:

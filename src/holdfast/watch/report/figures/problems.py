@@ -1,21 +1,71 @@
-"""Problems of the run: failed saves, sick states and spikes, with their costs."""
+"""Problems of the run, with their costs: failed saves, sick states, hangs, rollbacks and differing copies."""
 
 from __future__ import annotations
 
 from itertools import groupby
 
+from holdfast.checkpoint.format.run import Rollback
 from holdfast.system.units import plural
+from holdfast.watch.hang.incidents import HangIncident
+from holdfast.watch.hang.text import describe_groups, summary
 from holdfast.watch.report import style
 from holdfast.watch.report.events import HistoryEvent
 from holdfast.watch.report.style import Cell, Figure
 from holdfast.watch.report.summary import RunSummary
 
-_TEXT = (
-    "Saves that failed, were skipped or dropped, or that training was paused for, checkpoints of states that "
-    "are not healthy, spikes of recorded metrics, and failed copies and deletions; equal ones in a row are "
-    "one line. The cost is the steps between the checkpoints before and after: a kill in between would "
-    "have lost up to so many."
-)
+
+def rollbacks(found: RunSummary) -> Figure | None:
+    """Return the figure, or None without rollbacks."""
+    if not found.rollbacks:
+        return None
+    lost = sum(one.last_step - one.base_step for one in found.rollbacks)
+    count = f"{plural(len(found.rollbacks), 'rollback')}, which lost {plural(lost, 'step')}. "
+    return style.make_figure("rollbacks", [_rollback_row(found, one) for one in found.rollbacks], lead=count)
+
+
+def _rollback_row(found: RunSummary, one: Rollback) -> tuple[Cell, ...]:
+    left_out = [f"samples {start} to {stop - 1} of {key}" for key, (start, stop) in one.skipped.items()]
+    cost_s = found.cost_after(one.attempt)
+    return (
+        style.format_time(one.noted_unix_s),
+        one.attempt,
+        one.first_step,
+        one.last_step,
+        one.base_step,
+        one.in_a_row,
+        None if cost_s is None else style.format_seconds(cost_s),
+        "; ".join([*left_out, *(f"{key} stayed at its position" for key in one.kept)]),
+        one.reason,
+    )
+
+
+def hangs(found: RunSummary) -> Figure | None:
+    """Return the figure, or None without hangs."""
+    if not found.hangs:
+        return None
+    newest = "\n\n".join(describe_groups(found.hangs[-1].groups))
+    return style.make_figure(
+        "hangs",
+        [_hang_row(found, hang) for hang in found.hangs],
+        lead=f"{plural(len(found.hangs), 'hang')}. ",
+        note=f"\n\nThe newest one:\n\n{newest}",
+    )
+
+
+def _hang_row(found: RunSummary, one: HangIncident) -> tuple[Cell, ...]:
+    cost_s = found.cost_after(one.attempt) if one.over_s is None else one.over_s
+    return (
+        style.format_time(one.unix_s),
+        one.attempt,
+        min(rank.step for rank in one.ranks),
+        len(one.ranks),
+        style.format_seconds(max(rank.stalled_s for rank in one.ranks)),
+        "the end of the attempt" if one.over_s is None else "progress",
+        None if cost_s is None else style.format_seconds(cost_s),
+        summary(one.ranks),
+    )
+
+
 _SAVE_KINDS = ("failed", "dropped", "skipped", "fenced", "unhealthy")
 """Kinds of events after which a step has no checkpoint that is whole and healthy."""
 
@@ -28,25 +78,7 @@ def problems(found: RunSummary) -> Figure | None:
         _row(found, list(some))
         for _, some in groupby(found.problems, lambda one: (one.attempt, one.kind, one.rank))
     ]
-    return style.make_figure(
-        "problems",
-        "Problems",
-        f"{plural(len(found.problems), 'problem')}. {_TEXT}",
-        None,
-        (
-            "first (UTC)",
-            "last",
-            "attempt",
-            "rank",
-            "what",
-            "times",
-            "first step",
-            "last step",
-            "cost",
-            "detail",
-        ),
-        rows,
-    )
+    return style.make_figure("problems", rows, lead=f"{plural(len(found.problems), 'problem')}. ")
 
 
 def _row(found: RunSummary, some: list[HistoryEvent]) -> tuple[Cell, ...]:
@@ -88,3 +120,19 @@ def good_steps_around(found: RunSummary, attempt: int, first: int, last: int) ->
     began = next((one.restored_step or 0 for one in found.attempts if one.number == attempt), 0)
     before = max((step for step in good if step < first), default=began)
     return before, min((step for step in good if step > last), default=None)
+
+
+def replicas(found: RunSummary) -> Figure | None:
+    """Return the figure, or None without differences."""
+    if not found.differences:
+        return None
+    rows = [_difference_row(found, event) for event in found.differences]
+    return style.make_figure("replicas", rows, lead=f"{plural(len(rows), 'difference')}. ")
+
+
+def _difference_row(found: RunSummary, event: HistoryEvent) -> tuple[Cell, ...]:
+    cost = None
+    if event.step is not None:
+        before, _ = good_steps_around(found, event.attempt, event.step, event.step)
+        cost = f"{plural(event.step - before, 'step')} in doubt"
+    return style.format_time(event.unix_s), event.attempt, event.step, cost, event.detail

@@ -1,13 +1,68 @@
-"""Timeline: training that counts, repeated training, time down or restoring, and saves."""
+"""Timeline of the run: training, time lost, saves; and the progress of its steps."""
 
 from __future__ import annotations
 
 from holdfast.watch.report import style
+from holdfast.watch.report.attempts import AttemptSpan
 from holdfast.watch.report.events import HOME
 from holdfast.watch.report.saves import SaveRecord
 from holdfast.watch.report.spans import Span
-from holdfast.watch.report.style import Figure, Spec
+from holdfast.watch.report.style import Cell, Figure, Spec
 from holdfast.watch.report.summary import RunSummary, kept_spans
+
+_DURABLE, _LOST = "durable save", "failed save"
+
+
+def progress(summary: RunSummary) -> Figure | None:
+    """Return the figure, or None without training."""
+    attempts = [attempt for attempt in summary.attempts if attempt.has_trained]
+    if not attempts:
+        return None
+    saves, _ = style.thin_out(summary.saves)
+    line: list[Spec] = []
+    for attempt in attempts:
+        own = [(save.started_unix_s, save.step) for save in saves if save.attempt == attempt.number]
+        ends = [
+            (attempt.training_unix_s, attempt.restored_step or 0),
+            (attempt.last_seen_unix_s, attempt.last_step),
+        ]
+        line += [
+            {"t": style.to_ms(t), "step": step, "attempt": attempt.number}
+            for t, step in sorted([*own, *ends])
+        ]
+    points = [
+        {
+            "t": style.to_ms(save.started_unix_s),
+            "step": save.step,
+            "what": _DURABLE if save.durable else _LOST,
+            "detail": f"step {save.step}, attempt {save.attempt}: {save.outcome}",
+        }
+        for save in saves
+    ]
+    known = {_DURABLE: (style.KEPT, "circle"), _LOST: (style.BAD, "cross")}
+    looks = {what: look for what, look in known.items() if any(one["what"] == what for one in points)}
+    chart = {
+        "line": line,
+        "points": points,
+        "time": style.time_axis("t", summary),
+        "fill": style.color_by("what", {what: look[0] for what, look in looks.items()}),
+        "shape": style.color_by("what", {what: look[1] for what, look in looks.items()}),
+    }
+    return style.make_figure("progress", [_row(attempt) for attempt in summary.attempts], chart=chart)
+
+
+def _row(attempt: AttemptSpan) -> tuple[Cell, ...]:
+    restored = attempt.restored_step
+    return (
+        attempt.number,
+        style.format_time(attempt.started_unix_s),
+        attempt.num_ranks,
+        restored,
+        None if restored is None else style.format_seconds(attempt.restore_s),
+        style.format_time(attempt.last_seen_unix_s),
+        attempt.last_step,
+    )
+
 
 _MAX_LABELS = 12  # of attempts; more would overlap
 _LANES = {
@@ -22,14 +77,6 @@ _LANES = {
     "draining": style.ON_THE_WAY,
     "problems": style.BAD,
 }
-_TEXT = (
-    "Each row is one kind of time. Training: steps that count. Repeated: steps lost to an "
-    "interruption. Down: from the last event of an attempt to the claim of the next one, including "
-    "unrecorded steps, the outage, and the start of the processes. Restoring: until training resumed. "
-    "save(): time that saving took from the training loop. To home: a save on its way until it is durable. "
-    "Problems: saves that failed or were skipped or dropped, and failed deletions. Dashed lines are starts "
-    "of attempts."
-)
 
 
 def timeline(summary: RunSummary) -> Figure | None:
@@ -44,26 +91,12 @@ def timeline(summary: RunSummary) -> Figure | None:
     ]
     used = {bar["lane"] for bar in bars} | {one["lane"] for one in problems}
     lanes = {lane: look for lane, look in _LANES.items() if lane in used}
-    text = _TEXT if every == 1 else f"{_TEXT} Of the saves, one of every {every} is drawn."
-    return style.make_figure(
-        "timeline",
-        "Timeline",
-        text,
-        style.make_chart(_layers(summary, lanes, bars, problems), height=26 * len(lanes)),
-        ("time (UTC)", "attempt", "what", "step", "took", "detail"),
-        _rows(summary),
-    )
+    note = "" if every == 1 else f" Of the saves, one of every {every} is drawn."
+    chart = _chart(summary, lanes, bars, problems)
+    return style.make_figure("timeline", _rows(summary), note=note, chart=chart)
 
 
-def _layers(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], problems: list[Spec]) -> list[Spec]:
-    row = {
-        "field": "lane",
-        "type": "nominal",
-        "scale": {"domain": list(lanes)},
-        "sort": list(lanes),
-        "axis": {"title": None, "grid": True, "bandPosition": 0.5, "labelFontSize": 13, "ticks": False},
-    }
-    tooltip = [{"field": "what", "title": "what"}, {"field": "took", "title": "took"}]
+def _chart(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], problems: list[Spec]) -> Spec:
     starts = [
         {
             "from": style.to_ms(attempt.started_unix_s),
@@ -72,43 +105,27 @@ def _layers(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], proble
         }
         for attempt in summary.attempts
     ]
-    x = style.time_axis("from", summary, grid=False)
-    layers: list[Spec] = [
-        {
-            "data": {"values": starts},
-            "mark": {"type": "rule", "strokeDash": [3, 3], "stroke": style.INK, "opacity": 0.6},
-            "encoding": {"x": x, "tooltip": [{"field": "what", "title": "start"}]},
+    time = style.time_axis("from", summary, grid=False)
+    lines = {lane: style.line_of(look) for lane, look in lanes.items()}
+    return {
+        "height": 26 * len(lanes),
+        "starts": starts,
+        "labelled": len(starts) <= _MAX_LABELS,
+        "bars": bars,
+        "problems": problems,
+        "time": time,
+        # With an x2, Vega-Lite would treat the same domain as a different one.
+        "bar_time": {**time, "scale": {"type": "utc", "nice": False}},
+        "row": {
+            "field": "lane",
+            "type": "nominal",
+            "scale": {"domain": list(lanes)},
+            "sort": list(lanes),
+            "axis": {"title": None, "grid": True, "bandPosition": 0.5, "labelFontSize": 13, "ticks": False},
         },
-        {
-            "data": {"values": bars},
-            "mark": {"type": "bar", "height": {"band": 0.62}, "strokeWidth": 1},
-            "encoding": {
-                # With an x2, Vega-Lite would treat the same domain as a different one.
-                "x": {**x, "scale": {"type": "utc", "nice": False}},
-                "x2": {"field": "to"},
-                "y": row,
-                "fill": style.color_by("lane", lanes, legend=False),
-                "stroke": style.color_by(
-                    "lane", {lane: _line_of(look) for lane, look in lanes.items()}, legend=False
-                ),
-                "tooltip": tooltip,
-            },
-        },
-    ]
-    if problems:
-        mark = {"type": "point", "shape": "cross", "size": 90, "angle": 45, "filled": True, "fill": style.BAD}
-        encoding = {"x": x, "y": row, "tooltip": tooltip[:1]}
-        layers.append({"data": {"values": problems}, "mark": mark, "encoding": encoding})
-    if len(starts) <= _MAX_LABELS:
-        mark = {"type": "text", "align": "left", "dx": 3, "dy": -6, "y": 0}
-        encoding = {"x": x, "text": {"field": "label"}}
-        layers.append({"data": {"values": starts}, "mark": mark, "encoding": encoding})
-    return layers
-
-
-def _line_of(fill: str) -> str:
-    """Return the plain colour around a fill."""
-    return {style.REDO: "var(--redo)", style.DOWN: "var(--down)"}.get(fill, fill)
+        "fill": style.color_by("lane", lanes, legend=False),
+        "stroke": style.color_by("lane", lines, legend=False),
+    }
 
 
 def _training(summary: RunSummary) -> list[Spec]:

@@ -1,26 +1,22 @@
 """HTTP proxy in front of a local server that injects faults on command: resets, stalls, flipped bits, errors.
 
 The Host header is forwarded unchanged, so signatures of requests stay valid. Each connection has a thread;
-only the standard library is used. As a program: `python -m holdfast.testing.fault_proxy HOST:PORT --fault 503
---method PUT`.
+only the standard library is used.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import socket
 import struct
-import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 
+from faulty_store import Gate
 from holdfast.errors import InvalidInput
-from holdfast.testing.faulty_store import Gate
 
 FAULTS = (
     "reset-before",  # the connection breaks before the server receives the request
@@ -415,50 +411,3 @@ def _reset(client: socket.socket) -> bool:
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends RST
     client.close()
     return False
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run a proxy until the process is stopped, and print each request."""
-    parser = argparse.ArgumentParser(prog="python -m holdfast.testing.fault_proxy", description=__doc__)
-    parser.add_argument("server", help="HOST:PORT of the server")
-    parser.add_argument("--port", type=int, default=0, help="port of the proxy; any free one if left out")
-    parser.add_argument("--fault", help=f"{', '.join(FAULTS)} or a status code")
-    parser.add_argument("--method", default="", help="HTTP method to match; all if left out")
-    parser.add_argument("--target", default="", help="regular expression to search for in the path")
-    parser.add_argument("--nth", type=int, default=1, help="first matching request that fails")
-    parser.add_argument("--times", type=int, help="number of requests that fail; all if left out")
-    parser.add_argument("--after-bytes", type=int, default=0, help="position of the fault in a body")
-    parser.add_argument("--seconds", type=float, default=30.0, help="duration of a stall")
-    parser.add_argument("--latency", type=float, default=0.0, help="delay of each request in seconds")
-    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="bandwidth limit of each connection")
-    args = parser.parse_args(argv)
-    host, _, port = args.server.rpartition(":")
-    with FaultProxy(host or "127.0.0.1", int(port), listen_on=args.port) as proxy:
-        proxy.latency_s, proxy.bytes_per_s = args.latency, args.bytes_per_s
-        if args.fault:
-            proxy.inject(
-                args.fault,
-                method=args.method,
-                target=args.target,
-                nth=args.nth,
-                times=args.times,
-                after_bytes=args.after_bytes,
-                seconds=args.seconds,
-            )
-        sys.stdout.write(f"{proxy.url}\n")
-        sys.stdout.flush()
-        with suppress(KeyboardInterrupt):
-            _print_requests(proxy)
-
-
-def _print_requests(proxy: FaultProxy) -> None:
-    while True:
-        time.sleep(0.2)
-        for one in proxy.requests():
-            sys.stdout.write(f"{one.method} {one.target} {one.fault or ''}\n")
-        proxy.clear_requests()
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

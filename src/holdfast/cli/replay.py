@@ -3,37 +3,190 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.exchange.home_copy import copy_checkpoint
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.newest import from_listing
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.cli import TROUBLE
+from holdfast.cli.experiment import (
+    CheckpointComparison,
+    DifferenceRow,
+    Trace,
+    Trials,
+    compare_sides,
+    open_side,
+    print_rows,
+    script_words,
+    show_progress,
+    trial_folder,
+)
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, step_number
-from holdfast.cli.replay.span import RecordedSpan, find_span, recorded_metrics
-from holdfast.cli.replay.verdict import (
-    DIFFERS,
-    RANDOM,
-    SOUND,
-    MetricDifference,
-    ReplayVerdict,
-    first_difference,
-    judge,
-)
 from holdfast.cli.tables import print_json
-from holdfast.cli.trials.comparison import CheckpointComparison, compare_sides, open_side, print_rows
-from holdfast.cli.trials.runs import Trials, script_words, show_progress, trial_folder
-from holdfast.cli.trials.traces import Trace
-from holdfast.errors import Corrupt, InvalidInput
+from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.system.environment import place_in_sandbox
 from holdfast.system.units import parse_duration, plural
+from holdfast.watch.report.curves import collect_curves
+from holdfast.watch.report.events import parse_events
+
+SOUND, DIFFERS, RANDOM = "sound", "differs", "not deterministic"
+"""Verdicts: equal to the record; both replays agree, and differ from it; they differ from each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayVerdict:
+    """Verdict of a replay."""
+
+    name: str
+    differences: tuple[DifferenceRow, ...]  # from the record, or of the replays if these differ
+    matches_once: bool  # one of two replays equals the record
+
+
+def judge(
+    record: CheckpointComparison, again: CheckpointComparison | None, between: CheckpointComparison | None
+) -> ReplayVerdict:
+    """Return the verdict.
+
+    Values that differ between two replays are no evidence about the record, such as a time, or generators
+    that nobody has seeded. Without them, the others are compared, unless a tensor is among them.
+
+    Args:
+        record: the first replay, compared with the record.
+        again: the second replay, compared with the record; None if the first one equals it.
+        between: both replays, compared with each other.
+    """
+    if not record.rows or again is None or between is None:
+        return ReplayVerdict(SOUND, (), matches_once=False)
+    if _has_tensors(between):
+        return ReplayVerdict(RANDOM, between.rows, matches_once=not again.rows)
+    rows = tuple(row for row in record.rows if row.key not in between.keys)
+    return ReplayVerdict(DIFFERS if rows else SOUND, rows, matches_once=False)
+
+
+def _has_tensors(found: CheckpointComparison) -> bool:
+    return any(not row.key.startswith("rng.") and row.is_tensor for row in found.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDifference:
+    """First recorded metric that differs between a run and its replay."""
+
+    step: int
+    name: str
+    recorded: float
+    replayed: float
+
+
+def first_difference(
+    recorded: Mapping[int, Mapping[str, float]], replayed: Mapping[int, Mapping[str, float]]
+) -> MetricDifference | None:
+    """Return the first metric that differs; None if all that both have are equal.
+
+    Args:
+        recorded: by step and name.
+        replayed: the same, of the replay.
+    """
+    for step in sorted(recorded.keys() & replayed.keys()):
+        for name in sorted(recorded[step].keys() & replayed[step].keys()):
+            one, other = recorded[step][name], replayed[step][name]
+            if one != other and not (math.isnan(one) and math.isnan(other)):
+                return MetricDifference(step, name, one, other)
+    return None
+
+
+_MAX_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSpan:
+    """Steps that a run has trained from one checkpoint to a later one."""
+
+    start: Manifest
+    end: Manifest
+
+
+def find_span(store: Store, *, step: int | None = None, to_step: int | None = None) -> RecordedSpan:
+    """Return the span between two checkpoints of the current line.
+
+    Args:
+        step: step of the first one; by default that before the other.
+        to_step: step of the other one; by default that after the first, or the newest.
+
+    Raises:
+        InvalidInput: such checkpoints do not exist, or the number of ranks has changed between them.
+        NotFound: the home holds no checkpoint.
+        RetryLater: the store failed.
+    """
+    return from_listing(lambda: _find_listed(store, step, to_step))
+
+
+def _find_listed(store: Store, step: int | None, to_step: int | None) -> RecordedSpan:
+    newest = open_checkpoint(store).manifest
+    every = candidates(list_home(store))
+    line = line_of(every, newest.checkpoint_id, newest.ancestors).current
+    attempts = {one.step: one.attempt for one in reversed(line)}  # of a step saved again, the newest
+    first, last = _choose(sorted(attempts), step, to_step, store.url)
+    start, end = (open_checkpoint(store, one, attempts[one]).manifest for one in (first, last))
+    if start.world_size != end.world_size:
+        raise InvalidInput(
+            f"Step {first} was saved on {plural(start.world_size, 'rank')} and step {last} on "
+            f"{end.world_size}. Results depend on the number of ranks, so they cannot be compared. Choose "
+            "two steps of the same number with --step and --to."
+        )
+    return RecordedSpan(start, end)
+
+
+def _choose(steps: list[int], step: int | None, to_step: int | None, url: str) -> tuple[int, int]:
+    for one in (step, to_step):
+        if one is not None and one not in steps:
+            shown = ", ".join(map(str, steps[-_MAX_SHOWN:]))
+            raise NotFound(
+                f"{url} does not hold a complete checkpoint of step {one} on the way to the newest one. "
+                f"It holds those of steps {shown}."
+            )
+    if step is not None:
+        later = [one for one in steps if one > step] if to_step is None else [to_step]
+        pair = (step, later[0]) if later else None
+    else:
+        last = steps[-1] if to_step is None else to_step
+        earlier = [one for one in steps if one < last]
+        pair = (earlier[-1], last) if earlier else None
+    if pair is None or pair[0] >= pair[1]:
+        raise InvalidInput(
+            f"A replay needs two checkpoints: one to start from, and a later one to compare with. {url} "
+            f"holds those of {plural(len(steps), 'step')}: {', '.join(map(str, steps[-_MAX_SHOWN:]))}."
+        )
+    return pair
+
+
+def recorded_metrics(store: Store, span: RecordedSpan) -> dict[int, dict[str, float]]:
+    """Return the metrics that the run recorded between the two checkpoints, by step and name.
+
+    Raises:
+        RetryLater: the store failed.
+    """
+    lines, _ = read_lines(store)
+    found: dict[int, dict[str, float]] = {}
+    for curve in collect_curves(parse_events(lines)):
+        for point in curve.counted:
+            if span.start.step < point.step <= span.end.step:
+                found.setdefault(point.step, {})[curve.name] = point.value
+    return found
+
 
 _EXAMPLES = """
 holdfast replay runs/gpt train.py --lr 0.1

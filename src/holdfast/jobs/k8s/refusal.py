@@ -1,4 +1,4 @@
-"""Names and labels that Kubernetes accepts, and errors about a key of a task file, with its line; pure."""
+"""Names that Kubernetes accepts, and errors about a key of a task file; pure."""
 
 from __future__ import annotations
 

@@ -746,7 +746,7 @@ def _run_slurm(data: bytes) -> None:
 
 
 def _run_queue(data: bytes) -> None:
-    from holdfast.jobs.sky.states import parse_queue
+    from holdfast.jobs.sky.commands import parse_queue
 
     parse_queue(data.decode("utf-8", "replace"))
 
@@ -1087,13 +1087,13 @@ def _mutate_safetensors(data: bytes, chance: random.Random) -> bytes:
 
 
 def _whole(data: bytes) -> None:
-    from holdfast.jobs.writeback import truncation
+    from holdfast.jobs.writeback import sender
 
     with tempfile.NamedTemporaryFile(suffix=".safetensors") as out:
         out.write(data)
         out.flush()
         for act in ("_safetensors_truncation", "_zip_truncation"):
-            getattr(truncation, act)(out.fileno(), len(data))
+            getattr(sender, act)(out.fileno(), len(data))
 
 
 def _json(*values: Any) -> Callable[[], list[bytes]]:

@@ -220,7 +220,7 @@ def _be_of_an_earlier_boot(records: Records, number: int) -> None:
     earlier = dataclasses.replace(record.clock, boot_id="an-earlier-boot")
     records.save(
         dataclasses.replace(record, clock=earlier),
-        record.life,
+        record.job_state,
         record.due,
         now_unix_s=record.submitted_unix_s,
         step_before=record.step_before,

@@ -10,7 +10,7 @@ import pytest
 from dash.client import Client
 from holdfast.errors import RetryLater
 from holdfast.jobs import interface
-from holdfast.jobs.dash import job_board, job_facts
+from holdfast.jobs.dash import job_board
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 
@@ -100,7 +100,7 @@ def test_texts_of_strangers_are_data(jobs: JobHarness, client: Client) -> None:
 def test_of_many_ended_jobs_the_newest_are_listed(
     jobs: JobHarness, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_facts, "MAX_ENDED", 1)
+    monkeypatch.setattr(job_board, "MAX_ENDED", 1)
     ended = [jobs.wait(jobs.submit("true")) for _ in range(2)]
     found = client.get("api/jobs").json
     assert ([row["id"] for row in found["jobs"]], found["left_out"]) == ([ended[1].id], 1)

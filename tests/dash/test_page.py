@@ -13,7 +13,7 @@ import pytest
 
 from dash.driver import Page, browsing, missing_browser
 from dash.serving import serving
-from holdfast.jobs.dash import job_facts
+from holdfast.jobs.dash import job_board
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
@@ -271,7 +271,7 @@ def test_a_server_that_has_ended_is_reported(story: Story) -> None:
 
 
 def test_many_jobs_are_filtered(story: Story) -> None:
-    assert job_facts.MAX_ENDED == 200
+    assert job_board.MAX_ENDED == 200
     for name in ("alpha", "beta"):
         story.jobs.wait(story.launch("true", name=name))
     page = story.page

@@ -17,7 +17,7 @@ import pytest
 
 from dash.serving import serving
 from holdfast.cli import main
-from holdfast.jobs.dash import browser
+from holdfast.jobs.dash import server
 
 pytest.importorskip("waitress", reason="needs the extra `dash`")
 
@@ -93,7 +93,7 @@ def test_the_extra_is_named_if_it_is_missing(
     ],
 )
 def test_a_browser_is_opened_on_a_desktop_only(env: dict[str, str], shown: bool) -> None:
-    assert browser.has_desktop(env) is shown
+    assert server.has_desktop(env) is shown
 
 
 def test_the_token_is_not_among_the_arguments_of_the_browser(
@@ -104,7 +104,7 @@ def test_the_token_is_not_among_the_arguments_of_the_browser(
     (tmp_path / "files").mkdir()
     seen: list[str] = []
     monkeypatch.setattr(webbrowser, "open", seen.append)
-    with browser.opened("http://127.0.0.1:1/x/?token=the-token"):
+    with server.opened("http://127.0.0.1:1/x/?token=the-token"):
         (url,) = seen
         assert "the-token" not in url
         (folder,) = (tmp_path / "files").iterdir()

@@ -39,14 +39,14 @@ def test_records_are_read_back_as_written(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         records.get(number)
     records.complete(Submission(number, "name", "task-id", "local", SPEC, policy, 1.0))
-    life = JobState(JobStatus.RUNNING, 2, True, 1, outcomes={0: Outcome(Phase.RUN, code=1)}, reason="x")
+    job_state = JobState(JobStatus.RUNNING, 2, True, 1, outcomes={0: Outcome(Phase.RUN, code=1)}, reason="x")
     due = Timers(start=2, kill_unix_s=7.5, kill_keepers=True)
     records.ask(number, "preempt", 1.5)
     (request,) = records.requests(records.get(number))
     assert (request.kind, request.lead_s) == ("preempt", 1.5)
-    records.save(records.get(number), life, due, now_unix_s=2.0, step_before=9)
+    records.save(records.get(number), job_state, due, now_unix_s=2.0, step_before=9)
     found = Records(tmp_path).get(number)
-    assert (found.life, found.due, found.policy, found.spec) == (life, due, policy, SPEC)
+    assert (found.job_state, found.due, found.policy, found.spec) == (job_state, due, policy, SPEC)
     assert (found.task_id, found.step_before, found.started_unix_s, found.ended_unix_s) == (
         "task-id",
         9,
@@ -113,15 +113,20 @@ def test_a_stray_folder_with_the_greatest_number_blocks_no_launch(tmp_path: Path
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     records = Records(tmp_path)
     submit(records)
-    life = JobState(JobStatus.STARTING, 1, True)
-    record = records.save(records.get(1), life, Timers(), now_unix_s=2.0, step_before=None)
+    job_state = JobState(JobStatus.STARTING, 1, True)
+    record = records.save(records.get(1), job_state, Timers(), now_unix_s=2.0, step_before=None)
     folder = job_folder(tmp_path, 1)
-    for torn in (b'{"unix_s": 3.0, "life": {"sta', b'{"unix_s": 3.0, "life": 7}\n', b"\0" * 99, b"[]\n"):
+    for torn in (
+        b'{"unix_s": 3.0, "job_state": {"sta',
+        b'{"unix_s": 3.0, "job_state": 7}\n',
+        b"\0" * 99,
+        b"[]\n",
+    ):
         with folder.states.open("ab") as file:
             file.write(torn)
-        assert records.get(1).life == life
-        record = records.save(record, life, Timers(), now_unix_s=4.0, step_before=None)
-        assert records.get(1).life == life
+        assert records.get(1).job_state == job_state
+        record = records.save(record, job_state, Timers(), now_unix_s=4.0, step_before=None)
+        assert records.get(1).job_state == job_state
     with folder.requests.open("ab") as file:
         file.write(b'{"id": "x", "kind": "can')
     records.ask(1, "cancel")
@@ -232,8 +237,12 @@ def test_a_journal_without_its_newest_attempt_is_not_believed(tmp_path: Path) ->
     records.ask(1, "preempt", 0.0)
     folder.attempt(4).mkdir(parents=True)
     found = records.get(1)
-    assert (found.life.status, found.life.attempt, found.life.recoveries) == (JobStatus.RECOVERING, 4, 3)
-    assert found.life.is_active
+    assert (found.job_state.status, found.job_state.attempt, found.job_state.recoveries) == (
+        JobStatus.RECOVERING,
+        4,
+        3,
+    )
+    assert found.job_state.is_active
     assert records.requests(found) == [], "an old preemption is not repeated"
     records.ask(1, "cancel")
     assert [one.kind for one in records.requests(records.get(1))] == ["cancel"]

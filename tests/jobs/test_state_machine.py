@@ -58,22 +58,22 @@ class Scenario:
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         self.policy = policy or RestartPolicy()
-        self.life = JobState()
+        self.job_state = JobState()
         self.actions: list[Action] = []
 
     def apply(self, *events: JobEvent) -> JobStatus:
         """Apply events in order. `actions` has the actions of the last."""
         for event in events:
-            self.life, actions = advance(self.life, event, self.policy)
+            self.job_state, actions = advance(self.job_state, event, self.policy)
             self.actions = list(actions)
-        return self.life.status
+        return self.job_state.status
 
     def run(
         self, *outcomes: Outcome, has_advanced: bool | None = None, cause: FailureCause | None = None
     ) -> JobStatus:
         """Run an attempt from its start, or from the backoff before it, to its end."""
         self.apply(ControllerStarted(), BackoffElapsed())
-        number = self.life.attempt
+        number = self.job_state.attempt
         self.apply(
             NodesRunning(number), *(NodeExited(number, node, one) for node, one in enumerate(outcomes))
         )
@@ -82,14 +82,14 @@ class Scenario:
 
 def test_a_job_that_finishes_goes_through_its_statuses() -> None:
     scenario = Scenario()
-    assert scenario.life.status is JobStatus.PENDING
+    assert scenario.job_state.status is JobStatus.PENDING
     assert scenario.apply(ControllerStarted()) is JobStatus.STARTING
     assert scenario.actions == [StartAttempt(1)]
     assert scenario.apply(NodesRunning(1)) is JobStatus.RUNNING
     assert scenario.apply(NodeExited(1, 0, DONE)) is JobStatus.RUNNING
     assert scenario.actions == [KillAttempt(0.0)], "what it left behind is ended"
     assert scenario.apply(AttemptExited(1, None)) is JobStatus.SUCCEEDED
-    assert scenario.life.recoveries == 0
+    assert scenario.job_state.recoveries == 0
 
 
 def test_a_completed_job_winds_down_until_its_files_are_uploaded() -> None:
@@ -98,14 +98,14 @@ def test_a_completed_job_winds_down_until_its_files_are_uploaded() -> None:
         scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, DONE), Uploading(1, "3 files"))
         is JobStatus.WINDING_DOWN
     )
-    assert scenario.life.reason == "3 files"
+    assert scenario.job_state.reason == "3 files"
     assert (
         scenario.apply(NoticeReceived(30.0), NodesRunning(1), Uploading(1, "2 files"))
         is JobStatus.WINDING_DOWN
     ), "no node is left"
-    assert scenario.life.reason == "2 files"
+    assert scenario.job_state.reason == "2 files"
     assert scenario.apply(AttemptExited(1, None)) is JobStatus.SUCCEEDED
-    assert scenario.life.reason == ""
+    assert scenario.job_state.reason == ""
 
 
 def test_only_a_completed_job_winds_down() -> None:
@@ -137,21 +137,21 @@ def test_work_whose_files_are_lost_with_their_machine_is_repeated() -> None:
     for number in range(1, MAX_BARREN + 1):
         scenario.apply(ControllerStarted(), BackoffElapsed())
         scenario.apply(NodesRunning(number), NodeExited(number, 0, DONE), Uploading(number, "3 files"))
-        assert scenario.life.status is JobStatus.WINDING_DOWN
+        assert scenario.job_state.status is JobStatus.WINDING_DOWN
         scenario.apply(AttemptExited(number, None, "3 files in /scratch"))
-        assert scenario.life.reason.startswith("3 files in /scratch")
-    assert scenario.life.status is JobStatus.FAILED
-    assert "attempts in a row" in scenario.life.reason
+        assert scenario.job_state.reason.startswith("3 files in /scratch")
+    assert scenario.job_state.status is JobStatus.FAILED
+    assert "attempts in a row" in scenario.job_state.reason
 
 
 def test_the_reason_of_a_restart_names_lost_files() -> None:
     scenario = Scenario(RestartPolicy(max_restarts=1))
     scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, LOST))
     assert scenario.apply(AttemptExited(1, None, "3 files in /scratch")) is JobStatus.RECOVERING
-    assert scenario.life.reason == "node 0 was lost; 3 files in /scratch"
+    assert scenario.job_state.reason == "node 0 was lost; 3 files in /scratch"
     scenario.apply(BackoffElapsed(), NodesRunning(2), NodeExited(2, 0, FAILED))
     scenario.apply(AttemptExited(2, None, "4 files"))
-    assert scenario.life.reason == "node 0 failed in run with status 1; 4 files"
+    assert scenario.job_state.reason == "node 0 failed in run with status 1; 4 files"
 
 
 @pytest.mark.parametrize("outcome", [LOST, KILLED, PREEMPTED])
@@ -159,15 +159,15 @@ def test_a_preemption_never_counts_as_an_error(outcome: Outcome) -> None:
     scenario = Scenario()
     for _ in range(50):
         assert scenario.run(outcome, has_advanced=True) is JobStatus.RECOVERING
-    assert scenario.life.num_errors == 0
+    assert scenario.job_state.num_errors == 0
     assert scenario.run(DONE) is JobStatus.SUCCEEDED
-    assert scenario.life.recoveries == 50
+    assert scenario.job_state.recoveries == 50
 
 
 def test_a_lost_node_counts_even_if_the_others_failed_because_of_it_first() -> None:
     scenario = Scenario(RestartPolicy(num_nodes=2))
     assert scenario.run(FAILED, LOST) is JobStatus.RECOVERING
-    assert scenario.life.num_errors == 0
+    assert scenario.job_state.num_errors == 0
 
 
 def test_a_notice_makes_any_end_a_preemption() -> None:
@@ -177,7 +177,7 @@ def test_a_notice_makes_any_end_a_preemption() -> None:
     assert scenario.actions == [SendNotice(30.0, "holdfast preempt"), KillAttempt(30.0, with_keepers=True)]
     assert scenario.apply(NodeExited(1, 0, FAILED), AttemptExited(1, True)) is JobStatus.RECOVERING
     assert scenario.actions == [Backoff(0.0)]
-    assert "notice" in scenario.life.reason
+    assert "notice" in scenario.job_state.reason
 
 
 def test_a_completed_job_succeeds_even_after_a_notice() -> None:
@@ -200,7 +200,7 @@ def test_errors_restart_as_often_as_allowed(max_restarts: int) -> None:
     for _ in range(max_restarts):
         assert scenario.run(FAILED) is JobStatus.RECOVERING
     assert scenario.run(FAILED) is JobStatus.FAILED
-    assert "node 0 failed in run with status 1" in scenario.life.reason
+    assert "node 0 failed in run with status 1" in scenario.job_state.reason
 
 
 def test_a_trainer_killed_alone_counts_as_an_error_with_its_likely_cause() -> None:
@@ -208,8 +208,8 @@ def test_a_trainer_killed_alone_counts_as_an_error_with_its_likely_cause() -> No
     scenario = Scenario(RestartPolicy(max_restarts=1))
     killed = Outcome(Phase.RUN, code=137)
     assert scenario.run(killed, has_advanced=True) is JobStatus.RECOVERING
-    assert scenario.life.num_errors == 1
-    assert "killed by SIGKILL: usually out of memory" in scenario.life.reason
+    assert scenario.job_state.num_errors == 1
+    assert "killed by SIGKILL: usually out of memory" in scenario.job_state.reason
     assert scenario.run(killed, has_advanced=True) is JobStatus.FAILED
 
 
@@ -224,7 +224,7 @@ def test_chosen_exit_codes_restart_without_being_counted() -> None:
     scenario = Scenario(RestartPolicy(free_codes=frozenset({33})))
     for _ in range(20):
         assert scenario.run(Outcome(Phase.RUN, code=33), has_advanced=True) is JobStatus.RECOVERING
-    assert scenario.life.num_errors == 0
+    assert scenario.job_state.num_errors == 0
     assert scenario.run(Outcome(Phase.RUN, code=34), has_advanced=True) is JobStatus.FAILED
 
 
@@ -234,7 +234,7 @@ def test_a_job_without_progress_is_stopped(has_advanced: bool | None) -> None:
     for _ in range(MAX_BARREN - 1):
         assert scenario.run(Outcome(Phase.RUN, code=33), has_advanced=has_advanced) is JobStatus.RECOVERING
     assert scenario.run(Outcome(Phase.RUN, code=33), has_advanced=has_advanced) is JobStatus.FAILED
-    assert "without a newer checkpoint" in scenario.life.reason
+    assert "without a newer checkpoint" in scenario.job_state.reason
 
 
 def test_restarts_after_errors_are_stopped_too_if_checkpoints_do_not_advance() -> None:
@@ -265,7 +265,7 @@ def test_one_failed_node_stops_the_others_after_a_moment() -> None:
     assert 0 < kill.after_s < 30
     scenario.apply(NodeExited(1, 0, STOPPED), NodeExited(1, 2, STOPPED))
     assert scenario.apply(AttemptExited(1, None)) is JobStatus.FAILED
-    assert scenario.life.reason == "node 1 failed in run with status 1"
+    assert scenario.job_state.reason == "node 1 failed in run with status 1"
 
 
 def test_a_lost_node_stops_the_others_at_once() -> None:
@@ -304,7 +304,11 @@ def test_cancelling_between_attempts_ends_the_job_at_once() -> None:
 def test_a_job_after_one_that_failed_never_starts() -> None:
     scenario = Scenario()
     assert scenario.apply(PredecessorFailed("job 1 is FAILED")) is JobStatus.CANCELLED
-    assert (scenario.life.attempt, scenario.life.reason, scenario.actions) == (0, "job 1 is FAILED", [])
+    assert (scenario.job_state.attempt, scenario.job_state.reason, scenario.actions) == (
+        0,
+        "job 1 is FAILED",
+        [],
+    )
     scenario = Scenario()
     assert scenario.apply(ControllerStarted(), PredecessorFailed("x")) is JobStatus.STARTING
 
@@ -315,7 +319,7 @@ def test_a_failed_controller_kills_what_is_running() -> None:
         scenario.apply(ControllerStarted(), ControllerFailed("disk on fire")) is JobStatus.FAILED_CONTROLLER
     )
     assert scenario.actions == [KillAttempt(0.0)]
-    assert scenario.life.reason == "disk on fire"
+    assert scenario.job_state.reason == "disk on fire"
 
 
 @pytest.mark.parametrize("has_advanced", [False, None])
@@ -324,9 +328,9 @@ def test_one_cause_that_repeats_ends_the_job_with_it(has_advanced: bool | None) 
     for _ in range(MAX_SAME - 1):
         assert scenario.run(FAILED, has_advanced=has_advanced, cause=CAUSES[0]) is JobStatus.RECOVERING
     assert scenario.run(FAILED, has_advanced=has_advanced, cause=CAUSES[0]) is JobStatus.FAILED
-    assert scenario.life.reason.startswith("3 attempts in a row failed in the same way")
-    assert "ValueError: a (node 0 failed in run with status 1)" in scenario.life.reason
-    assert exit_status(scenario.life) == 1
+    assert scenario.job_state.reason.startswith("3 attempts in a row failed in the same way")
+    assert "ValueError: a (node 0 failed in run with status 1)" in scenario.job_state.reason
+    assert exit_status(scenario.job_state) == 1
 
 
 def test_a_cause_that_repeats_in_setup_has_its_own_status() -> None:
@@ -346,7 +350,7 @@ def test_no_limit_lets_the_same_cause_use_all_restarts() -> None:
     for _ in range(10):
         assert scenario.run(FAILED, cause=CAUSES[0]) is JobStatus.RECOVERING
     assert scenario.run(FAILED, cause=CAUSES[0]) is JobStatus.FAILED
-    assert "all 10 restarts after errors are used up" in scenario.life.reason
+    assert "all 10 restarts after errors are used up" in scenario.job_state.reason
 
 
 @given(st.lists(st.sampled_from([LOST, KILLED, PREEMPTED]), min_size=1, max_size=30), st.data())
@@ -358,7 +362,7 @@ def test_preemptions_and_lost_nodes_never_count_as_a_repetition(
     for one in ends:
         cause = data.draw(st.sampled_from([None, *CAUSES]))
         assert scenario.run(one, has_advanced=False, cause=cause) is JobStatus.RECOVERING
-        assert scenario.life.num_same == 1
+        assert scenario.job_state.num_same == 1
 
 
 @given(
@@ -391,11 +395,11 @@ def test_an_unfit_node_restarts_the_job_elsewhere_but_not_forever() -> None:
     scenario.apply(ControllerStarted(), NodeExited(1, 1, UNFIT))
     assert scenario.actions == [KillAttempt(0.0)]
     assert scenario.apply(NodeExited(1, 0, STOPPED), AttemptExited(1, False)) is JobStatus.RECOVERING
-    assert scenario.life.reason == "node 1 is not fit for the job: the next save does not fit"
-    assert scenario.life.num_errors == 0
+    assert scenario.job_state.reason == "node 1 is not fit for the job: the next save does not fit"
+    assert scenario.job_state.num_errors == 0
     statuses = [scenario.run(STOPPED, UNFIT, has_advanced=False) for _ in range(MAX_BARREN - 1)]
     assert statuses[-1] is JobStatus.FAILED
-    assert scenario.life.reason.startswith("node 1 is not fit for the job: the next save does not fit")
+    assert scenario.job_state.reason.startswith("node 1 is not fit for the job: the next save does not fit")
 
 
 # -- every sequence --------------------------------------------------------------------------------------
@@ -417,20 +421,20 @@ def test_a_hang_restarts_the_job_unless_it_is_at_the_same_place_again(
     scenario = Scenario(RestartPolicy())
     scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, HUNG))
     assert scenario.apply(AttemptExited(1, True)) is JobStatus.RECOVERING
-    assert scenario.life.num_errors == 0
+    assert scenario.job_state.num_errors == 0
     scenario.apply(BackoffElapsed(), NodesRunning(2), NodeExited(2, 0, second))
     assert scenario.apply(AttemptExited(2, has_advanced)) is status
     if status is JobStatus.FAILED:
-        assert scenario.life.reason.endswith("rank 3 in train.py:88 (step)")
-        assert exit_status(scenario.life) == HUNG_STATUS
+        assert scenario.job_state.reason.endswith("rank 3 in train.py:88 (step)")
+        assert exit_status(scenario.job_state) == HUNG_STATUS
 
 
 def test_a_training_that_diverged_is_not_restarted() -> None:
     scenario = Scenario(RestartPolicy(max_restarts=5, free_codes=frozenset({1})))
     scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, DIVERGED))
     assert scenario.apply(AttemptExited(1, True)) is JobStatus.FAILED
-    assert scenario.life.reason == "node 0 diverged: loss is 9 at step 7"
-    assert exit_status(scenario.life) == 1
+    assert scenario.job_state.reason == "node 0 diverged: loss is 9 at step 7"
+    assert exit_status(scenario.job_state) == 1
 
 
 outcomes = st.sampled_from([DIVERGED, DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP, HUNG, UNFIT])
@@ -464,28 +468,28 @@ policies = st.builds(
 def test_the_invariants_hold_in_every_sequence_of_events(
     allowed: RestartPolicy, happened: list[JobEvent]
 ) -> None:
-    life = JobState()
+    job_state = JobState()
     for event in happened:
-        before = life
-        life, actions = advance(before, event, allowed)
+        before = job_state
+        job_state, actions = advance(before, event, allowed)
         starts = [order for order in actions if isinstance(order, StartAttempt)]
         if before.status.is_final:
-            assert (life, actions) == (before, ()), "the end is the end"
-        assert life.attempt == before.attempt + len(starts), "an attempt for each start"
+            assert (job_state, actions) == (before, ()), "the end is the end"
+        assert job_state.attempt == before.attempt + len(starts), "an attempt for each start"
         if starts:
             assert not before.is_active, "never two attempts at once"
-            assert starts[0].attempt == life.attempt
-        assert life.num_errors <= allowed.max_restarts
-        assert life.recoveries == max(0, life.attempt - 1)
-        if life.status is JobStatus.RUNNING:
-            assert life.is_active
-        if life.status.is_final and life.status is not JobStatus.FAILED_CONTROLLER:
-            assert not life.is_active, "nothing of a job that has ended is left"
+            assert starts[0].attempt == job_state.attempt
+        assert job_state.num_errors <= allowed.max_restarts
+        assert job_state.recoveries == max(0, job_state.attempt - 1)
+        if job_state.status is JobStatus.RUNNING:
+            assert job_state.is_active
+        if job_state.status.is_final and job_state.status is not JobStatus.FAILED_CONTROLLER:
+            assert not job_state.is_active, "nothing of a job that has ended is left"
         if (
             isinstance(event, (NodesRunning, NodeExited, Uploading, AttemptExited))
             and event.attempt != before.attempt
         ):
-            assert life == before, "word of another attempt changes nothing"
+            assert job_state == before, "word of another attempt changes nothing"
 
 
 @given(policies, st.lists(st.tuples(outcomes, outcomes), min_size=1, max_size=60))
@@ -501,9 +505,9 @@ def test_every_job_whose_attempts_end_is_recovering_or_ended(
         assert [type(order) for order in scenario.actions] == [Backoff]
     else:
         return
-    attempt = scenario.life.attempt
+    attempt = scenario.job_state.attempt
     scenario.apply(ControllerStarted(), BackoffElapsed())
-    assert scenario.life.attempt == attempt
+    assert scenario.job_state.attempt == attempt
 
 
 @given(st.integers(1, 3))
@@ -517,5 +521,5 @@ def test_applying_events_twice_changes_nothing(num_nodes: int) -> None:
     for event in (ControllerStarted(), NodesRunning(1), *ends, AttemptExited(1, None)):
         once.apply(event)
         twice.apply(event, event)
-    assert once.life == twice.life
-    assert once.life == dataclasses.replace(once.life, status=JobStatus.SUCCEEDED)
+    assert once.job_state == twice.job_state
+    assert once.job_state == dataclasses.replace(once.job_state, status=JobStatus.SUCCEEDED)

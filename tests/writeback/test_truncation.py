@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from holdfast.jobs.writeback.truncation import truncation_reason
+from holdfast.jobs.writeback.sender import truncation_reason
 
 
 def reason_for(path: Path, data: bytes) -> str:

@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
     from holdfast.jobs.dash.access import AccessKeys
     from holdfast.jobs.dash.application import Application
-    from holdfast.jobs.dash.browser import has_desktop, opened
-    from holdfast.jobs.dash.server import DashServer
+    from holdfast.jobs.dash.server import DashServer, has_desktop, opened
 
     homes = [absolute_place(place) for place in args.homes]
     for place in homes:

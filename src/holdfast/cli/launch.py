@@ -41,7 +41,7 @@ def show_plan(file: TaskFile, engine: Engine, args: argparse.Namespace) -> None:
 
 
 def _plan(task: Task, engine: Engine) -> dict[str, Any]:
-    from holdfast.jobs.task.rendering import to_yaml
+    from holdfast.jobs.task.document import to_yaml
 
     unsupported = engine.unsupported_keys(task)
     return {

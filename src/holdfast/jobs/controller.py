@@ -6,19 +6,17 @@ import dataclasses
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.jobs.failure_cause import FailureCause, find_cause
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.history import add_change
 from holdfast.jobs.job_clock import JobClock
-from holdfast.jobs.machines.attempt_events import attempt_events
-from holdfast.jobs.machines.record import add_events
+from holdfast.jobs.machines.record import add_events, attempt_events
 from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.notifications.notifier import announce
 from holdfast.jobs.outcome import own_ends
-from holdfast.jobs.output.last_attempt import attempt_lines
 from holdfast.jobs.output.tail import last_lines
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
@@ -45,6 +43,9 @@ LEAD_S = 30.0
 _NUM_LAST_LINES = 10
 _FULL_BYTES = 64 << 10
 """Free space of a disk that counts as full. Some file systems keep this little for themselves."""
+HEADLINE = "holdfast: "
+"""Beginning of the first line of an attempt, which names its number."""
+_NUM_LINES = 200
 
 
 class Controller(ABC):
@@ -76,7 +77,7 @@ class Controller(ABC):
         self._timers = timers or Timers()
         self._step_before = step_before
         self._is_started = False  # True once this process has started the attempt's nodes
-        self._is_notified = self._timers.tell_until_unix_s is None
+        self._is_notified = self._timers.notice_until_unix_s is None
         self.state = state
 
     @property
@@ -205,8 +206,8 @@ class Controller(ABC):
             self._log_change(state)  # first, so that a reader of the status also finds its change
         if (state, timers) != (before, self._timers) or answered is not None:
             self._save(state, timers, now_unix_s=time.time(), answered=answered)
-        if timers.tell_until_unix_s != self._timers.tell_until_unix_s:
-            self._is_notified = timers.tell_until_unix_s is None
+        if timers.notice_until_unix_s != self._timers.notice_until_unix_s:
+            self._is_notified = timers.notice_until_unix_s is None
         self.state, self._timers = state, timers
         if is_change:
             failpoint("jobs.recorded")
@@ -272,11 +273,11 @@ class Controller(ABC):
             self._start_nodes()
             self._is_started = True
         timers = self._timers
-        if not self._is_notified and timers.tell_until_unix_s is not None:
+        if not self._is_notified and timers.notice_until_unix_s is not None:
             self._is_notified = True
             # For the programs of the job, which compare it with the machine's clock.
-            until_unix_s = self._clock.machine_unix_s(timers.tell_until_unix_s)
-            if (event := self._notify_nodes(timers.tell_source, until_unix_s)) is not None:
+            until_unix_s = self._clock.machine_unix_s(timers.notice_until_unix_s)
+            if (event := self._notify_nodes(timers.notice_source, until_unix_s)) is not None:
                 self._apply(event)
         timers = self._timers
         if timers.kill_unix_s is not None and self._clock.unix_s() >= timers.kill_unix_s:
@@ -325,3 +326,17 @@ def event_of(request: JobRequest) -> JobEvent:
     if request.kind == "cancel":
         return CancelRequested()
     return NoticeReceived(LEAD_S if request.lead_s is None else request.lead_s)
+
+
+def attempt_lines(log: Path) -> list[str]:
+    """Return the last lines of the newest attempt in a log, without its first one."""
+    lines = last_lines(log, _NUM_LINES)
+    return lines[_last_headline(lines) + 1 :]
+
+
+def _last_headline(lines: Sequence[str]) -> int:
+    for number in range(len(lines) - 1, -1, -1):
+        line = lines[number]
+        if line.startswith(HEADLINE) and " attempt " in line and " starts" in line:
+            return number
+    return -1

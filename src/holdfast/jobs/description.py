@@ -10,7 +10,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.checks.result import NodeChecks, read_checks
-from holdfast.jobs.node.mounts.job_links import outside_path, read_links
+from holdfast.jobs.node.mounts.mount_spec import outside_path, read_links
 from holdfast.jobs.notifications.outbox import Delivery, read_deliveries
 from holdfast.jobs.output.tail import last_lines
 from holdfast.jobs.state_folder import state_dir

@@ -45,7 +45,7 @@ class JobFolder:
         self.requests = path / "requests.jsonl"  # requests to the controller
         self.lock = path / "controller.lock"  # lock of the running controller
         self.controller_log = path / "controller.log"
-        self.bell = path / "bell"  # FIFO that wakes the controller
+        self.wakeup = path / "wakeup"  # FIFO that wakes the controller
         self.changed = path / "changed"  # log of status changes, for followers
         self.history = path / "history.jsonl"  # the same changes with all details
         self.environment = path / "environment.json"  # of the user who launched the job, with secrets

@@ -79,7 +79,7 @@ class Durations:
 
 
 def add_change(
-    folder: JobFolder, life: JobState, *, machines: tuple[str, ...] = (), step: int | None = None
+    folder: JobFolder, job_state: JobState, *, machines: tuple[str, ...] = (), step: int | None = None
 ) -> None:
     """Append a change to the history of a job."""
     try:
@@ -88,11 +88,11 @@ def add_change(
         saved_unix_s = None
     change = Change(
         unix_s=time.time(),
-        status=life.status,
-        attempt=life.attempt,
-        is_active=life.is_active,
-        reason=life.reason,
-        outcomes=life.outcomes,
+        status=job_state.status,
+        attempt=job_state.attempt,
+        is_active=job_state.is_active,
+        reason=job_state.reason,
+        outcomes=job_state.outcomes,
         machines=machines,
         step=step,
         saved_unix_s=saved_unix_s,

@@ -19,11 +19,7 @@ _MAX_WRITTEN = 10**14
 
 
 def reserve_number(jobs: Path) -> int:
-    """Create the folder of a new job, and return its number.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
+    """Create the folder of a new job, and return its number."""
     with _locked(jobs) as fd:
         number = _last_number(jobs, fd) + 1
         _write(fd, number)

@@ -33,7 +33,7 @@ class NodeSpec:
     set_up: str  # path of a file that marks a successful `setup`
     workdir: str
     log: str
-    bell: str
+    wakeup: str
     notice: str
     environment: Mapping[str, str]  # of `run`
     setup_environment: Mapping[str, str]
@@ -49,11 +49,7 @@ class NodeSpec:
 
     @classmethod
     def read(cls, path: Path) -> NodeSpec:
-        """Read a specification.
-
-        Raises:
-            Corrupt: the document is damaged.
-        """
+        """Read a specification."""
         return decode_dataclass(cls, path.read_bytes(), str(path), max_bytes=MAX_OWN_BYTES, any_text=True)
 
 
@@ -67,21 +63,13 @@ class Environment:
 
 
 def read_environment(job: JobFolder) -> Environment:
-    """Read the environment of a job.
-
-    Raises:
-        Corrupt: the document is damaged.
-    """
+    """Read the environment of a job."""
     text, what = job.environment.read_bytes(), str(job.environment)
     return decode_dataclass(Environment, text, what, max_bytes=MAX_OWN_BYTES, any_text=True)
 
 
 def reserve_outcome(path: Path) -> None:
-    """Reserve disk space for the outcome of a node, whose commands may fill the disk.
-
-    Raises:
-        OSError: the disk is full already.
-    """
+    """Reserve disk space for the outcome of a node, whose commands may fill the disk."""
     write_atomic(_reserved(path), " " * _OUTCOME_BYTES)
 
 
@@ -100,11 +88,7 @@ def _reserved(path: Path) -> Path:
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """Return the outcome of a node, or None if it does not exist.
-
-    Raises:
-        Internal: the document is invalid.
-    """
+    """Return the outcome of a node, or None if it does not exist."""
     try:
         text = path.read_text()
     except FileNotFoundError:

@@ -61,7 +61,7 @@ class StoredState:
     """State of a job from a moment on: an entry of its journal."""
 
     unix_s: float
-    life: JobState = field(default_factory=JobState)
+    job_state: JobState = field(default_factory=JobState)
     due: Timers = field(default_factory=Timers)
     step_before: int | None = None  # newest checkpoint when the attempt began
     started_unix_s: float | None = None

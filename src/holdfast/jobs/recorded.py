@@ -16,8 +16,7 @@ from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.removal import remove
 from holdfast.jobs.notifications.notifier import announce
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
-from holdfast.jobs.output.interleaving import interleaved
-from holdfast.jobs.output.log_reader import LogReader
+from holdfast.jobs.output.log_reader import LogReader, interleaved
 from holdfast.jobs.output.tail import FolderWatch
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_folder import state_dir
@@ -109,10 +108,10 @@ class RecordedEngine(Engine):
     def _record(self, number: int) -> JobRecord:
         return self._records().get(number)
 
-    def _announce(self, record: JobRecord, life: JobState) -> None:
+    def _announce(self, record: JobRecord, job_state: JobState) -> None:
         """Send the notification of a status, if the controller was killed before it did so."""
         folder = job_folder(self._state, record.id)
-        announce(folder, life, log=folder.controller_log)
+        announce(folder, job_state, log=folder.controller_log)
 
     def _newest_step(self, record: JobRecord) -> int | None:
         """Return the newest step that a job has reported, or None."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
+from holdfast.errors import Conflict, Corrupt, Internal, NotFound, RetryLater
 from holdfast.jobs import job_numbers
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.job_clock import ClockReading
-from holdfast.jobs.rebuilt_state import rebuild_state
+from holdfast.jobs.node_spec import NodeSpec, read_outcome
+from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.record_files import (
     JobRequest,
     JobSpec,
@@ -30,6 +32,7 @@ from holdfast.jobs.record_files import (
     write_submission,
 )
 from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.jobs.status import FINAL, JobStatus
 from holdfast.jobs.timers import Timers
 
 _NO_RECORD = frozenset(
@@ -38,6 +41,8 @@ _NO_RECORD = frozenset(
 """Errors of a job's files that only a person can mend. They cost no other job."""
 _HERE = "local"
 """Engine whose states are recorded by a controller on this machine. Others have records of their own."""
+_REASON = "the record of this job was lost, and rebuilt from its folder"
+_CHANGE = re.compile(r"\S+ \S+ attempt \d+ ([A-Z_]+)(?: (.*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class JobRecord:
     task_id: str
     spec: JobSpec
     policy: RestartPolicy
-    life: JobState
+    job_state: JobState
     due: Timers
     step_before: int | None
     submitted_unix_s: float
@@ -166,7 +171,7 @@ class Records:
     def save(
         self,
         record: JobRecord,
-        life: JobState,
+        job_state: JobState,
         due: Timers,
         *,
         now_unix_s: float,
@@ -178,14 +183,14 @@ class Records:
         Also records the start of the first attempt, as `started_unix_s` or now. The journal's entries may
         have been lost since the record was read: the new one depends on none.
         """
-        started = (started_unix_s or now_unix_s) if life.attempt else None
+        started = (started_unix_s or now_unix_s) if job_state.attempt else None
         after = dataclasses.replace(
             record,
-            life=life,
+            job_state=job_state,
             due=due,
             step_before=step_before,
             started_unix_s=record.started_unix_s or started,
-            ended_unix_s=record.ended_unix_s or (now_unix_s if life.status.is_final else None),
+            ended_unix_s=record.ended_unix_s or (now_unix_s if job_state.status.is_final else None),
         )
         with self._translate_errors():
             write_submission(self._folder(record.id), _submission(record))
@@ -232,7 +237,7 @@ class Records:
         found = newest_state(folder)
         if submission.engine != _HERE:
             return found or StoredState(submission.submitted_unix_s)
-        if found is None or found.life.attempt < last_attempt:
+        if found is None or found.job_state.attempt < last_attempt:
             return rebuild_state(folder, submission)
         return found
 
@@ -261,7 +266,7 @@ def _submission(record: JobRecord) -> Submission:
 def _stored(record: JobRecord, unix_s: float) -> StoredState:
     return StoredState(
         unix_s=unix_s,
-        life=record.life,
+        job_state=record.job_state,
         due=record.due,
         step_before=record.step_before,
         started_unix_s=record.started_unix_s,
@@ -281,7 +286,7 @@ def _record(submission: Submission, state: StoredState) -> JobRecord:
         task_id=submission.task_id,
         spec=submission.spec,
         policy=submission.policy,
-        life=state.life,
+        job_state=state.job_state,
         due=state.due,
         step_before=state.step_before,
         submitted_unix_s=submission.submitted_unix_s,
@@ -294,3 +299,94 @@ def _record(submission: Submission, state: StoredState) -> JobRecord:
         port=state.port,
         clock=state.clock,
     )
+
+
+def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
+    """Return the state of a job whose journal does not have it.
+
+    The newest attempt may be running. A controller adopts its nodes, or finds how they ended. Restarts are
+    counted from the recorded outcomes. Requests to preempt count as applied, and to cancel as open.
+    """
+    attempt = folder.last_attempt()
+    plan = _newest_plan(folder, submission, attempt)
+    if attempt == 1 and plan is None:
+        attempt = 0  # killed before any node was started: the job has no process, and no claim
+    preempted = tuple(one.id for one in read_requests(folder) if one.kind == "preempt")
+    started_s = _modified_unix_s(folder.attempt(1)) if attempt else None
+    job_state = JobState()
+    ended_s: float | None = None
+    if attempt:
+        job_state = JobState(
+            status=_status(folder, submission, attempt),
+            attempt=attempt,
+            is_active=True,
+            recoveries=attempt - 1,
+            num_errors=min(_num_errors(folder, submission, attempt), submission.policy.max_restarts),
+            reason=_REASON,
+        )
+    if (final := _final_change(folder)) is not None:
+        status, reason = final
+        job_state = JobState(status=status, attempt=attempt, recoveries=max(0, attempt - 1), reason=reason)
+        ended_s = _modified_unix_s(folder.changed)
+    return StoredState(
+        submission.submitted_unix_s,
+        job_state,
+        started_unix_s=started_s,
+        ended_unix_s=ended_s,
+        answered=preempted,
+        gpus=() if plan is None else plan.gpus,
+        port=None if plan is None else plan.port,
+    )
+
+
+def _status(folder: JobFolder, submission: Submission, attempt: int) -> JobStatus:
+    """Return the status of a job that may be running, by its newest attempt."""
+    if all(folder.node(attempt, rank).running.exists() for rank in range(submission.policy.num_nodes)):
+        return JobStatus.RUNNING
+    return JobStatus.STARTING if attempt == 1 else JobStatus.RECOVERING
+
+
+def _num_errors(folder: JobFolder, submission: Submission, attempt: int) -> int:
+    """Return the number of earlier attempts that ended by an error of the job."""
+    policy = submission.policy
+    return sum(
+        any(
+            outcome is not None and outcome.is_failed_command and outcome.code not in policy.free_codes
+            for outcome in (_outcome(folder, number, rank) for rank in range(policy.num_nodes))
+        )
+        for number in range(1, attempt)
+    )
+
+
+def _newest_plan(folder: JobFolder, submission: Submission, attempt: int) -> NodeSpec | None:
+    """Return the newest specification of a node. That of any node has the GPUs of all."""
+    for number in range(attempt, 0, -1):
+        for rank in range(submission.policy.num_nodes):
+            with contextlib.suppress(FileNotFoundError, Corrupt):
+                return NodeSpec.read(folder.node(number, rank).plan)
+    return None
+
+
+def _outcome(folder: JobFolder, attempt: int, rank: int) -> Outcome | None:
+    try:
+        return read_outcome(folder.node(attempt, rank).ended)
+    except Internal:
+        return None
+
+
+def _final_change(folder: JobFolder) -> tuple[JobStatus, str] | None:
+    """Return the final status and its reason from the log of changes, or None."""
+    try:
+        lines = folder.changed.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    found = _CHANGE.fullmatch(lines[-1]) if lines else None
+    names = {status.value: status for status in FINAL}
+    return (names[found[1]], found[2] or "") if found and found[1] in names else None
+
+
+def _modified_unix_s(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None

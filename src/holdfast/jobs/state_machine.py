@@ -197,170 +197,170 @@ Transition = tuple[JobState, tuple[Action, ...]]
 # -- the machine -----------------------------------------------------------------------------------------
 
 
-def advance(life: JobState, event: JobEvent, policy: RestartPolicy) -> Transition:
+def advance(state: JobState, event: JobEvent, policy: RestartPolicy) -> Transition:
     """Return the state after an event, and the actions to take.
 
     Events of earlier attempts, and any event of a job that has ended, change nothing.
     """
-    if life.status.is_final or _is_stale(life, event):
-        return life, ()
+    if state.status.is_final or _is_stale(state, event):
+        return state, ()
     if isinstance(event, ControllerStarted):
-        return _start(life) if life.status is JobStatus.PENDING else (life, ())
+        return _start(state) if state.status is JobStatus.PENDING else (state, ())
     if isinstance(event, BackoffElapsed):
-        return _start(life) if life.status is JobStatus.RECOVERING and not life.is_active else (life, ())
+        return _start(state) if state.status is JobStatus.RECOVERING and not state.is_active else (state, ())
     if isinstance(event, NodesRunning):
-        return _ran(life)
+        return _nodes_run(state)
     if isinstance(event, (NodeExited, Uploading, AttemptExited)):
-        return _end(life, event, policy)
+        return _end(state, event, policy)
     if isinstance(event, NoticeReceived):
-        return _notice(life, event)
+        return _notice(state, event)
     if isinstance(event, NoticeDelivered):
-        return _notice_delivered(life, event)
+        return _notice_delivered(state, event)
     if isinstance(event, CancelRequested):
-        return _cancel(life, policy)
+        return _cancel(state, policy)
     if isinstance(event, (StartDelayed, PredecessorFailed)):
-        return _stay(life, event)
-    return _broke(life, event)
+        return _wait_on(state, event)
+    return _controller_failed(state, event)
 
 
-def _is_stale(life: JobState, event: JobEvent) -> bool:
+def _is_stale(state: JobState, event: JobEvent) -> bool:
     """Return True for an event of an earlier attempt."""
     return isinstance(event, (NodesRunning, NodeExited, Uploading, AttemptExited, NoticeDelivered)) and (
-        event.attempt != life.attempt or not life.is_active
+        event.attempt != state.attempt or not state.is_active
     )
 
 
-def _start(life: JobState) -> Transition:
-    number = life.attempt + 1
+def _start(state: JobState) -> Transition:
+    number = state.attempt + 1
     status = JobStatus.STARTING if number == 1 else JobStatus.RECOVERING
-    life = dataclasses.replace(
-        life,
+    state = dataclasses.replace(
+        state,
         status=status,
         attempt=number,
         is_active=True,
         is_noticed=False,
         outcomes={},
-        recoveries=life.recoveries + (number > 1),
-        reason=life.reason if number > 1 else "",
+        recoveries=state.recoveries + (number > 1),
+        reason=state.reason if number > 1 else "",
     )
-    return life, (StartAttempt(number),)
+    return state, (StartAttempt(number),)
 
 
-def _stay(life: JobState, event: StartDelayed | PredecessorFailed) -> Transition:
+def _wait_on(state: JobState, event: StartDelayed | PredecessorFailed) -> Transition:
     """Let a job that has not started wait on, or cancel it."""
-    if life.status is not JobStatus.PENDING:
-        return life, ()
+    if state.status is not JobStatus.PENDING:
+        return state, ()
     status = JobStatus.CANCELLED if isinstance(event, PredecessorFailed) else JobStatus.PENDING
-    return dataclasses.replace(life, status=status, reason=event.why), ()
+    return dataclasses.replace(state, status=status, reason=event.why), ()
 
 
-def _ran(life: JobState) -> Transition:
-    if life.status in (JobStatus.STARTING, JobStatus.RECOVERING):
-        return dataclasses.replace(life, status=JobStatus.RUNNING, reason=""), ()
-    return life, ()
+def _nodes_run(state: JobState) -> Transition:
+    if state.status in (JobStatus.STARTING, JobStatus.RECOVERING):
+        return dataclasses.replace(state, status=JobStatus.RUNNING, reason=""), ()
+    return state, ()
 
 
-def _end(life: JobState, event: NodeExited | Uploading | AttemptExited, policy: RestartPolicy) -> Transition:
+def _end(state: JobState, event: NodeExited | Uploading | AttemptExited, policy: RestartPolicy) -> Transition:
     if isinstance(event, NodeExited):
-        return _ended(life, event, policy)
+        return _node_exited(state, event, policy)
     if isinstance(event, Uploading):
-        return _drains(life, event, policy)
-    return _gone(life, event, policy)
+        return _uploading(state, event, policy)
+    return _attempt_exited(state, event, policy)
 
 
-def _ended(life: JobState, event: NodeExited, policy: RestartPolicy) -> Transition:
-    if event.node in life.outcomes:
-        return life, ()
+def _node_exited(state: JobState, event: NodeExited, policy: RestartPolicy) -> Transition:
+    if event.node in state.outcomes:
+        return state, ()
     outcome = event.outcome
-    life = dataclasses.replace(life, outcomes={**life.outcomes, event.node: outcome})
-    if len(life.outcomes) == policy.num_nodes:
-        return life, (KillAttempt(0.0),)
+    state = dataclasses.replace(state, outcomes={**state.outcomes, event.node: outcome})
+    if len(state.outcomes) == policy.num_nodes:
+        return state, (KillAttempt(0.0),)
     if outcome.is_success or outcome.is_stopped:
-        return life, ()
-    return life, (KillAttempt(_peers_s(life, outcome, policy)),)
+        return state, ()
+    return state, (KillAttempt(_peers_s(state, outcome, policy)),)
 
 
-def _peers_s(life: JobState, outcome: Outcome, policy: RestartPolicy) -> float:
+def _peers_s(state: JobState, outcome: Outcome, policy: RestartPolicy) -> float:
     """Return how long the other nodes may continue after one has exited."""
     if outcome.is_lost or outcome.unfit or outcome.killed_by is not None:
         return 0.0  # the others wait for a node that never responds
-    if outcome.is_preempted or life.is_noticed or life.status is JobStatus.CANCELLING:
+    if outcome.is_preempted or state.is_noticed or state.status is JobStatus.CANCELLING:
         return policy.grace_s  # the others may be saving
     return PEERS_S
 
 
-def _drains(life: JobState, event: Uploading, policy: RestartPolicy) -> Transition:
-    if life.status is JobStatus.CANCELLING or not _is_done(life, policy):
-        return life, ()
-    return dataclasses.replace(life, status=JobStatus.WINDING_DOWN, reason=event.what), ()
+def _uploading(state: JobState, event: Uploading, policy: RestartPolicy) -> Transition:
+    if state.status is JobStatus.CANCELLING or not _is_done(state, policy):
+        return state, ()
+    return dataclasses.replace(state, status=JobStatus.WINDING_DOWN, reason=event.what), ()
 
 
-def _is_done(life: JobState, policy: RestartPolicy) -> bool:
+def _is_done(state: JobState, policy: RestartPolicy) -> bool:
     """Return True if every node has succeeded."""
-    return len(life.outcomes) == policy.num_nodes and all(one.is_success for one in life.outcomes.values())
+    return len(state.outcomes) == policy.num_nodes and all(one.is_success for one in state.outcomes.values())
 
 
-def _notice(life: JobState, event: NoticeReceived) -> Transition:
-    if not life.is_active or life.status in (JobStatus.CANCELLING, JobStatus.WINDING_DOWN):
-        return life, ()
+def _notice(state: JobState, event: NoticeReceived) -> Transition:
+    if not state.is_active or state.status in (JobStatus.CANCELLING, JobStatus.WINDING_DOWN):
+        return state, ()
     reason = f"preemption notice ({event.source})"
-    life = dataclasses.replace(life, is_noticed=True, reason=reason)
-    return life, (SendNotice(event.lead_s, event.source), KillAttempt(event.lead_s, with_keepers=True))
+    state = dataclasses.replace(state, is_noticed=True, reason=reason)
+    return state, (SendNotice(event.lead_s, event.source), KillAttempt(event.lead_s, with_keepers=True))
 
 
-def _cancel(life: JobState, policy: RestartPolicy) -> Transition:
-    if life.status is JobStatus.CANCELLING:
-        return life, ()
-    if not life.is_active:
-        return dataclasses.replace(life, status=JobStatus.CANCELLED, reason="cancelled"), ()
-    life = dataclasses.replace(life, status=JobStatus.CANCELLING, reason="cancelled")
-    return life, (SendNotice(policy.grace_s, "holdfast cancel"), KillAttempt(policy.grace_s))
+def _cancel(state: JobState, policy: RestartPolicy) -> Transition:
+    if state.status is JobStatus.CANCELLING:
+        return state, ()
+    if not state.is_active:
+        return dataclasses.replace(state, status=JobStatus.CANCELLED, reason="cancelled"), ()
+    state = dataclasses.replace(state, status=JobStatus.CANCELLING, reason="cancelled")
+    return state, (SendNotice(policy.grace_s, "holdfast cancel"), KillAttempt(policy.grace_s))
 
 
-def _notice_delivered(life: JobState, event: NoticeDelivered) -> Transition:
+def _notice_delivered(state: JobState, event: NoticeDelivered) -> Transition:
     """Kill a cancelled job at once if none of its processes handles the notice."""
-    in_vain = life.status is JobStatus.CANCELLING and not event.num_listening
-    return life, (KillAttempt(0.0),) if in_vain else ()
+    in_vain = state.status is JobStatus.CANCELLING and not event.num_listening
+    return state, (KillAttempt(0.0),) if in_vain else ()
 
 
-def _broke(life: JobState, event: ControllerFailed) -> Transition:
-    orders = (KillAttempt(0.0),) if life.is_active else ()
-    return dataclasses.replace(life, status=JobStatus.FAILED_CONTROLLER, reason=event.why), orders
+def _controller_failed(state: JobState, event: ControllerFailed) -> Transition:
+    orders = (KillAttempt(0.0),) if state.is_active else ()
+    return dataclasses.replace(state, status=JobStatus.FAILED_CONTROLLER, reason=event.why), orders
 
 
 # -- what comes after an attempt -------------------------------------------------------------------------
 
 
-def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transition:
+def _attempt_exited(state: JobState, event: AttemptExited, policy: RestartPolicy) -> Transition:
     has_advanced, lost = event.has_advanced, event.lost_uploads
-    life = dataclasses.replace(life, is_active=False)
-    if life.status is JobStatus.CANCELLING:
-        return dataclasses.replace(life, status=JobStatus.CANCELLED), ()
-    outcomes = {node: life.outcomes.get(node, Outcome(Phase.RUN)) for node in range(policy.num_nodes)}
+    state = dataclasses.replace(state, is_active=False)
+    if state.status is JobStatus.CANCELLING:
+        return dataclasses.replace(state, status=JobStatus.CANCELLED), ()
+    outcomes = {node: state.outcomes.get(node, Outcome(Phase.RUN)) for node in range(policy.num_nodes)}
     if all(one.is_success for one in outcomes.values()):
         if lost:  # the results of the work are not where they belong, so it is repeated
             return _recover(
-                life, lost, has_advanced=has_advanced, is_barren=True, is_external=True, policy=policy
+                state, lost, has_advanced=has_advanced, is_barren=True, is_external=True, policy=policy
             )
-        return dataclasses.replace(life, status=JobStatus.SUCCEEDED, reason=""), ()
+        return dataclasses.replace(state, status=JobStatus.SUCCEEDED, reason=""), ()
     own = own_ends(outcomes).values()
     summary = describe_outcomes(outcomes)
-    last_hung, hung = life.hung, next((one.hung for one in own if one.is_hung), "")
-    life = dataclasses.replace(life, hung=hung)
+    last_hung, hung = state.hung, next((one.hung for one in own if one.is_hung), "")
+    state = dataclasses.replace(state, hung=hung)
     if hung and hung == last_hung and not has_advanced:
         reason = f"the training hung twice at the same place, without a newer checkpoint: {hung}"
-        return dataclasses.replace(life, status=JobStatus.FAILED, reason=reason), ()
+        return dataclasses.replace(state, status=JobStatus.FAILED, reason=reason), ()
     if any(one.diverged for one in own):  # a restart would resume in the same spike
-        return dataclasses.replace(life, status=JobStatus.FAILED, reason=summary), ()
-    if life.is_noticed or any(one.is_lost for one in own):
-        why = _joined(life.reason if life.is_noticed else summary, lost)
+        return dataclasses.replace(state, status=JobStatus.FAILED, reason=summary), ()
+    if state.is_noticed or any(one.is_lost for one in own):
+        why = _joined(state.reason if state.is_noticed else summary, lost)
         return _recover(
-            life, why, has_advanced=has_advanced, is_barren=False, is_external=True, policy=policy
+            state, why, has_advanced=has_advanced, is_barren=False, is_external=True, policy=policy
         )
     if any(one.is_preempted or one.is_hung or one.unfit or one.code in policy.free_codes for one in own):
         # Nothing else limits these: a job that never reports its steps must not restart forever either.
         return _recover(
-            life,
+            state,
             _joined(summary, lost),
             has_advanced=has_advanced,
             is_barren=True,
@@ -370,19 +370,19 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
     why = f"{summary}: {event.cause.error}" if event.cause and event.cause.error else summary
     in_setup = any(one.phase is Phase.SETUP for one in own)
     failed = JobStatus.FAILED_SETUP if in_setup else JobStatus.FAILED
-    life = _with_cause(life, event)
-    if policy.max_same and life.num_same >= policy.max_same and life.cause is not None:
+    state = _with_cause(state, event)
+    if policy.max_same and state.num_same >= policy.max_same and state.cause is not None:
         reason = (
-            f"{life.num_same} attempts in a row failed in the same way, without a newer checkpoint: "
-            f"{life.cause.what} ({summary})"
+            f"{state.num_same} attempts in a row failed in the same way, without a newer checkpoint: "
+            f"{state.cause.what} ({summary})"
         )
-        return dataclasses.replace(life, status=failed, reason=reason), ()
-    if life.num_errors >= policy.max_restarts:
-        return dataclasses.replace(life, status=failed, reason=why + _spent(policy)), ()
-    life = dataclasses.replace(life, num_errors=life.num_errors + 1)
+        return dataclasses.replace(state, status=failed, reason=reason), ()
+    if state.num_errors >= policy.max_restarts:
+        return dataclasses.replace(state, status=failed, reason=why + _spent(policy)), ()
+    state = dataclasses.replace(state, num_errors=state.num_errors + 1)
     is_known = has_advanced is not None
     return _recover(
-        life,
+        state,
         _joined(why, lost),
         has_advanced=has_advanced,
         is_barren=is_known,
@@ -391,12 +391,12 @@ def _gone(life: JobState, event: AttemptExited, policy: RestartPolicy) -> Transi
     )
 
 
-def _with_cause(life: JobState, event: AttemptExited) -> JobState:
+def _with_cause(state: JobState, event: AttemptExited) -> JobState:
     """Return the state with the cause of an own error and its repetitions."""
     if event.has_advanced:
-        return life
-    same = is_same(life.cause, event.cause, at_same_step=event.has_advanced is False)
-    return dataclasses.replace(life, cause=event.cause, num_same=life.num_same + 1 if same else 1)
+        return state
+    same = is_same(state.cause, event.cause, at_same_step=event.has_advanced is False)
+    return dataclasses.replace(state, cause=event.cause, num_same=state.num_same + 1 if same else 1)
 
 
 def _joined(why: str, lost: str) -> str:
@@ -404,7 +404,7 @@ def _joined(why: str, lost: str) -> str:
 
 
 def _recover(
-    life: JobState,
+    state: JobState,
     why: str,
     *,
     has_advanced: bool | None,
@@ -412,18 +412,18 @@ def _recover(
     is_external: bool,
     policy: RestartPolicy,
 ) -> Transition:
-    num_barren = 0 if has_advanced else life.num_barren + is_barren
-    num_hurried = 0 if has_advanced else life.num_hurried + 1
-    life = dataclasses.replace(life, num_barren=num_barren, num_hurried=num_hurried, reason=why)
+    num_barren = 0 if has_advanced else state.num_barren + is_barren
+    num_hurried = 0 if has_advanced else state.num_hurried + 1
+    state = dataclasses.replace(state, num_barren=num_barren, num_hurried=num_hurried, reason=why)
     if has_advanced:
-        life = dataclasses.replace(life, cause=None, num_same=0)
+        state = dataclasses.replace(state, cause=None, num_same=0)
     if is_barren and num_barren >= policy.max_barren:
         reason = (
             f"{why}; {num_barren} attempts in a row exited without a newer checkpoint, so "
             "the job is not restarted"
         )
-        return dataclasses.replace(life, status=JobStatus.FAILED, reason=reason), ()
-    return dataclasses.replace(life, status=JobStatus.RECOVERING), (
+        return dataclasses.replace(state, status=JobStatus.FAILED, reason=reason), ()
+    return dataclasses.replace(state, status=JobStatus.RECOVERING), (
         Backoff(pause_s(num_hurried, is_external)),
     )
 
@@ -444,17 +444,17 @@ def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:
     return "; ".join(f"node {node} {one.describe()}" for node, one in sorted(own_ends(outcomes).items()))
 
 
-def exit_status(life: JobState) -> int:
+def exit_status(state: JobState) -> int:
     """Return the exit status of a job: 0 unless it has ended without success, then that of its command.
 
     That is the status of the first node that failed by itself, 128 and the signal for a shell that was
     killed, and 1 if there is none, as for a cancelled job.
     """
-    if not life.status.is_final or life.status is JobStatus.SUCCEEDED:
+    if not state.status.is_final or state.status is JobStatus.SUCCEEDED:
         return 0
-    if life.status not in (JobStatus.FAILED, JobStatus.FAILED_SETUP):
+    if state.status not in (JobStatus.FAILED, JobStatus.FAILED_SETUP):
         return 1
-    own = own_ends(life.outcomes)
+    own = own_ends(state.outcomes)
     first = own[min(own)] if own else None
     if first is None or first.is_lost:
         return 1

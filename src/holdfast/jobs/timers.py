@@ -14,8 +14,8 @@ class Timers:
     """Actions that are due, with deadlines on the job's clock."""
 
     start: int | None = None  # attempt to start
-    tell_until_unix_s: float | None = None  # deadline of a notice to send
-    tell_source: str = ""
+    notice_until_unix_s: float | None = None  # deadline of a notice to send
+    notice_source: str = ""
     kill_unix_s: float | None = None  # deadline for all processes of the attempt
     kill_keepers: bool = False
     wake_unix_s: float | None = None  # end of the backoff
@@ -32,7 +32,7 @@ class Timers:
             return Timers(start=order.attempt)  # actions for the previous attempt are obsolete
         if isinstance(order, SendNotice):
             until = now_unix_s + order.lead_s
-            return dataclasses.replace(self, tell_until_unix_s=until, tell_source=order.source)
+            return dataclasses.replace(self, notice_until_unix_s=until, notice_source=order.source)
         if isinstance(order, KillAttempt):
             return self._with_kill(order, now_unix_s + order.after_s)
         assert isinstance(order, Backoff)

@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.containers import commands
+from holdfast.jobs.node.containers import node_container
 from holdfast.jobs.node.containers.image_spec import ImageSpec, make_image_spec
 from holdfast.jobs.node.containers.runtime import ContainerRuntime
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs
@@ -118,7 +118,7 @@ def spec(runtime: ContainerRuntime, *, has_gpus: bool = False) -> ImageSpec:
 
 @pytest.mark.parametrize("runtime", list(ContainerRuntime))
 def test_a_container_shares_the_machine_and_nothing_is_published(runtime: ContainerRuntime) -> None:
-    words = commands.create_command(spec(runtime), 1, "sha256:1")
+    words = node_container.create_command(spec(runtime), 1, "sha256:1")
     assert words[:4] == [runtime.value, "create", "--name", "holdfast-sky-managed-1_a_1-0-1"]
     assert words[-5:] == ["--entrypoint", "bash", "sha256:1", "-c", "exec sleep 2147483647"]
     pairs = set(itertools.pairwise(words))
@@ -138,7 +138,7 @@ def test_file_systems_that_are_mounted_later_appear_inside(harness: JobHarness) 
     for kind, expected in ((MountKind.COPY, False), (MountKind.BUCKET, True)):
         write_mount_specs(job, [MountSpec(kind, "s3://a/b", str(folder / "mounts" / "0"), "/b")])
         found = make_image_spec(job, ContainerRuntime.PODMAN, "an/image", "sky-1", has_gpus=False)
-        words = commands.create_command(found, 0, "sha256:1")
+        words = node_container.create_command(found, 0, "sha256:1")
         assert (f"type=bind,source={folder},target={folder},bind-propagation=rslave" in words) == expected
 
 
@@ -151,9 +151,9 @@ def test_file_systems_that_are_mounted_later_appear_inside(harness: JobHarness) 
 )
 def test_a_job_that_asks_for_gpus_gets_the_devices(runtime: ContainerRuntime, option: list[str]) -> None:
     """By the runtimes' documents: no test has run it on a machine with GPUs."""
-    words = commands.create_command(spec(runtime, has_gpus=True), 0, "sha256:1")
+    words = node_container.create_command(spec(runtime, has_gpus=True), 0, "sha256:1")
     assert words[words.index(option[0]) :][:2] == option
-    assert option[0] not in commands.create_command(spec(runtime), 0, "sha256:1")
+    assert option[0] not in node_container.create_command(spec(runtime), 0, "sha256:1")
 
 
 def test_an_image_that_is_not_here_is_pulled_with_its_progress_in_the_log(

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.k8s.pod_script import RestartRule, clone_command, pod_command
-from holdfast.jobs.task.model import JobRecovery, Repository, Task
+from holdfast.errors import PREEMPTED_STATUS
+from holdfast.jobs.k8s.manifest import pod_arguments, script
+from holdfast.jobs.task.model import JobRecovery, Task
 
 LIMIT_S = 60
 KUBEFLOW = 143
@@ -54,10 +55,17 @@ class Pod:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(
-        self, run: str, *, setup: str = "", free: tuple[int, ...] = (), rule: RestartRule | None = None
+        self,
+        run: str,
+        *,
+        setup: str = "",
+        free: tuple[int, ...] = (),
+        status: int = PREEMPTED_STATUS,
+        in_place: int = 0,
     ) -> None:
         (self.folder / "home").mkdir(exist_ok=True)
         asked = Task("gpt", run, setup, recovery=JobRecovery(0, frozenset(free)))
+        words = pod_arguments(asked, status=status, in_place=in_place, grace_s=LIMIT_S)
         # The tag is that of the keepers to wait for, as other processes of this machine are visible too.
         environment = {
             "PATH": os.environ["PATH"],
@@ -69,7 +77,7 @@ class Pod:
         }
         self._started.append(
             subprocess.Popen(
-                pod_command(asked, rule or RestartRule(), grace_s=LIMIT_S),
+                ["bash", "-c", script("pod.sh"), *words],
                 cwd=self.folder,
                 env=environment,
                 stdout=subprocess.PIPE,
@@ -118,7 +126,7 @@ def pod(tmp_path: Path) -> Iterator[Pod]:
 def test_the_status_decides_about_a_restart(pod: Pod, status: int, expected: int, on_kubeflow: int) -> None:
     pod.start(f"exit {status}", free=(33, 34))
     assert pod.end()[0] == expected
-    pod.start(f"exit {status}", free=(33, 34), rule=RestartRule(KUBEFLOW))
+    pod.start(f"exit {status}", free=(33, 34), status=KUBEFLOW)
     assert pod.end()[0] == on_kubeflow
 
 
@@ -174,7 +182,7 @@ def test_the_pod_waits_for_a_keeper_that_is_still_saving(pod: Pod) -> None:
 
 @pytest.mark.slow
 def test_errors_are_retried_in_place_where_the_operator_cannot_count_them(pod: Pod) -> None:
-    pod.start("echo once more; exit 9", rule=RestartRule(KUBEFLOW, 1))
+    pod.start("echo once more; exit 9", status=KUBEFLOW, in_place=1)
     status, output = pod.end()
     assert (status, output.count("once more\n")) == (9, 2)
 
@@ -214,12 +222,12 @@ def test_the_workdir_is_cloned_at_a_branch_tag_or_commit(
     for number, (ref, content) in enumerate(cases):
         folder = tmp_path / f"workdir-{number}"
         folder.mkdir()
-        command = clone_command(Task("a", "x", repository=Repository(url, ref)), str(folder))
+        command = ["bash", "-c", script("clone.sh"), "holdfast", str(folder), ref or ""]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, (folder / "file").read_text()) == (0, content), done.stderr
     folder = tmp_path / "none"
     folder.mkdir()
-    command = clone_command(Task("a", "x", repository=Repository(url, "gone")), str(folder))
+    command = ["bash", "-c", script("clone.sh"), "holdfast", str(folder), "gone"]
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode != 0
 
 

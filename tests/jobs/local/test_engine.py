@@ -18,7 +18,7 @@ from holdfast.jobs.environment import (
     setup_environment,
     tag,
 )
-from holdfast.jobs.local.gpus import visible_gpus
+from holdfast.jobs.local.engine import visible_gpus
 from holdfast.jobs.local.specs import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.output.tail import FolderWatch
@@ -55,22 +55,22 @@ def test_a_lock_is_inherited_with_its_descriptor(tmp_path: Path) -> None:
 
 
 def test_several_wakeups_are_cleared_at_once(tmp_path: Path) -> None:
-    wake(tmp_path / "bell")  # nobody is there
-    bell = WakeupPipe(tmp_path / "bell")
+    wake(tmp_path / "wakeup")  # nobody is there
+    wakeup = WakeupPipe(tmp_path / "wakeup")
     for _ in range(10_000):
-        wake(tmp_path / "bell")
-    bell.clear()
-    bell.clear()
-    wake(tmp_path / "bell")
-    assert os.read(bell.fd, 10) == b"!"
-    bell.close()
-    wake(tmp_path / "bell")
+        wake(tmp_path / "wakeup")
+    wakeup.clear()
+    wakeup.clear()
+    wake(tmp_path / "wakeup")
+    assert os.read(wakeup.fd, 10) == b"!"
+    wakeup.close()
+    wake(tmp_path / "wakeup")
 
 
 def test_the_earliest_of_several_deadlines_counts() -> None:
     due = Timers().schedule([StartAttempt(3)], 100.0)
     due = due.schedule([SendNotice(30.0, "x"), KillAttempt(30.0, with_keepers=True)], 100.0)
-    assert (due.start, due.tell_until_unix_s, due.kill_unix_s, due.kill_keepers) == (3, 130.0, 130.0, True)
+    assert (due.start, due.notice_until_unix_s, due.kill_unix_s, due.kill_keepers) == (3, 130.0, 130.0, True)
     assert due.schedule([KillAttempt(90.0)], 100.0) == due
     assert due.schedule([KillAttempt(0.0)], 101.0).kill_unix_s == 101.0
     assert due.schedule([Backoff(5.0)], 200.0) == Timers(wake_unix_s=205.0)

@@ -14,7 +14,7 @@ from holdfast.adapters.nebula import lightning
 from holdfast.adapters.nebula.marker import PartitionMarker
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput
-from holdfast.jobs.node.skyignore import ignored_paths
+from holdfast.jobs.node.workdir import ignored_paths
 from holdfast.system.entry import command
 
 KEYS = {

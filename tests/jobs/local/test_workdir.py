@@ -14,8 +14,7 @@ import pytest
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node import copies
-from holdfast.jobs.node.skyignore import ignored_paths
-from holdfast.jobs.node.workdir import copy_without_ignored
+from holdfast.jobs.node.workdir import copy_without_ignored, ignored_paths
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 

@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from holdfast.errors import NotFound
 from holdfast.jobs import clear_node, nodes
 from holdfast.jobs.machines import record
-from holdfast.jobs.machines.attempt_events import attempt_events
-from holdfast.jobs.machines.record import KEPT_EVENTS, MAX_BYTES, MachineEvent, add_events, read_events
+from holdfast.jobs.machines.record import (
+    KEPT_EVENTS,
+    MAX_BYTES,
+    MachineEvent,
+    add_events,
+    attempt_events,
+    read_events,
+)
 from holdfast.jobs.node.checks.result import Check, NodeChecks
 from holdfast.jobs.outcome import Outcome, Phase
 

@@ -17,14 +17,17 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.checkpoint.home.space import measure_space
-from holdfast.jobs.node.checks import gate, gpu_script, product
+from holdfast.jobs.node.checks import gate, gpu_script
 from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s, first_difference
-from holdfast.jobs.node.checks.gate import CheckedPlaces, NodeGate, make_plan
-from holdfast.jobs.node.checks.memory import check_memory, compare_copy
-from holdfast.jobs.node.checks.product import (
+from holdfast.jobs.node.checks.gate import (
     GOLDEN,
+    CheckedPlaces,
+    NodeGate,
+    check_memory,
     check_products,
+    compare_copy,
     exact_product,
+    make_plan,
     numpy_products,
     python_products,
 )
@@ -159,11 +162,11 @@ def test_a_copy_that_differs_is_wrong() -> None:
 
 @pytest.mark.parametrize("key", [(192, "float32"), (40, "float64")])
 def test_the_golden_hashes_are_those_of_exact_integers(key: tuple[int, str]) -> None:
-    assert product.is_right(key, exact_product(*key))
+    assert gate.is_right(key, exact_product(*key))
 
 
 @pytest.mark.parametrize("make", [numpy_products, python_products])
-def test_products_are_right_on_every_core(make: Callable[[], product.Products | None]) -> None:
+def test_products_are_right_on_every_core(make: Callable[[], gate.Products | None]) -> None:
     products = make()
     if products is None:
         pytest.skip("numpy is not installed")
@@ -183,7 +186,7 @@ def test_a_product_with_one_wrong_bit_is_found(key: tuple[int, str], data: st.Da
     assert key[1] in found.trouble
 
 
-def _products() -> product.Products:
+def _products() -> gate.Products:
     return {**(numpy_products() or {}), **python_products()}
 
 

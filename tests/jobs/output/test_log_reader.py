@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from holdfast.errors import InvalidInput
 from holdfast.jobs.output import log_limit
 from holdfast.jobs.output.block import last_texts, with_prefix
-from holdfast.jobs.output.interleaving import interleaved
-from holdfast.jobs.output.log_reader import LogReader
-from holdfast.jobs.output.log_sampler import LogSampler
+from holdfast.jobs.output.log_limit import LogSampler
+from holdfast.jobs.output.log_reader import LogReader, interleaved
 from holdfast.jobs.output.log_times import LogTimes, add_sample, times_path
 from holdfast.jobs.output.tail import last_lines
 

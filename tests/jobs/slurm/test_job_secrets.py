@@ -98,7 +98,7 @@ def test_a_job_without_its_secrets_is_not_started_again(
     assert not holders(folder_of(slurm, job))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert controller.supervise(slurm.files(job).job) == controller.FAILED
-    found = slurm.files(job).read_state().life
+    found = slurm.files(job).read_state().job_state
     assert found.status is JobStatus.FAILED_CONTROLLER
     assert "its variables and secrets were removed" in found.reason
     assert "ran" not in slurm.log(job)

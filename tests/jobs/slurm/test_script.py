@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.slurm.engine import SlurmEngine
+from holdfast.jobs.slurm.engine import Script, SlurmEngine, unsupported_keys
 from holdfast.jobs.slurm.options import grace_s, wanted_options
-from holdfast.jobs.slurm.script import Script
-from holdfast.jobs.slurm.unsupported_keys import unsupported_keys
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.parser import parse_task

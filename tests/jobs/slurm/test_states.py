@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobRequest
-from holdfast.jobs.slurm.commands import Queued
+from holdfast.jobs.slurm.commands import Queued, current_state
 from holdfast.jobs.slurm.job_files import JobFiles, NodeUploads, SlurmJobState, SubmittedJob
 from holdfast.jobs.slurm.messages import (
     EndUploads,
@@ -31,7 +31,6 @@ from holdfast.jobs.slurm.messages import (
     UploadsEnded,
     write,
 )
-from holdfast.jobs.slurm.states import current_state
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
 
@@ -57,7 +56,7 @@ MESSAGES: list[Message] = [
 
 
 @pytest.mark.parametrize(
-    ("life", "state", "cancelled", "expected"),
+    ("job_state", "state", "cancelled", "expected"),
     [
         (JobState(), "PENDING", False, JobStatus.PENDING),
         (JobState(), "RUNNING", False, JobStatus.STARTING),
@@ -80,10 +79,12 @@ MESSAGES: list[Message] = [
         (DONE, "FAILED", False, JobStatus.SUCCEEDED),
     ],
 )
-def test_the_status_of_a_job(life: JobState, state: str | None, cancelled: bool, expected: JobStatus) -> None:
+def test_the_status_of_a_job(
+    job_state: JobState, state: str | None, cancelled: bool, expected: JobStatus
+) -> None:
     """An exit status alone is never trusted: a job is complete only if its controller has recorded it."""
     queued = None if state is None else Queued(state, "Resources")
-    found = current_state(life, queued, is_cancelled=cancelled, output="/x/slurm.log")
+    found = current_state(job_state, queued, is_cancelled=cancelled, output="/x/slurm.log")
     assert found.status is expected
     if expected is JobStatus.FAILED_CONTROLLER:
         assert "/x/slurm.log" in found.reason

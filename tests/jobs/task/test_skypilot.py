@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs.sky.document import render_document
+from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.parser import Overrides, parse_task
-from holdfast.jobs.task.rendering import to_yaml
 from jobs.sky.installed import skypilot
 from jobs.task.guide import SNIPPETS
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
 from holdfast.jobs.dash.access import AccessKeys, check_access
-from holdfast.jobs.dash.assets import read_page_files
-from holdfast.jobs.dash.job_board import JobBoard
-from holdfast.jobs.dash.job_facts import JobRows, job_page
+from holdfast.jobs.dash.job_board import JobBoard, JobRows, job_page
 from holdfast.jobs.dash.output_feed import output_page
 from holdfast.jobs.dash.request import PageRequest, parse_request
 from holdfast.jobs.dash.response import (
@@ -29,6 +29,12 @@ _JOB = r"api/jobs/(?P<job>[0-9]{1,9})"
 _HOME = r"homes/(?P<home>[0-9a-f]{16})"
 _MAX_HOMES = 100
 """Homes of a job that the page lists."""
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 
 
 class Application:
@@ -138,3 +144,21 @@ def _translated(respond: Callable[..., PageResponse], request: PageRequest, **pa
         return error_response(400, str(error))
     except HoldfastError as error:
         return error_response(503, str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """File of the page."""
+
+    content: bytes
+    kind: str  # media type
+
+
+def read_page_files() -> dict[str, PageFile]:
+    """Return the files of the page by name."""
+    folder = resources.files("holdfast.jobs.dash") / "assets"
+    return {
+        one.name: PageFile(one.read_bytes(), _KINDS[f".{one.name.rpartition('.')[2]}"])
+        for one in folder.iterdir()
+        if one.is_file()
+    }

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from holdfast.errors import InvalidInput, NotFound, printable
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.output.block import OutputBlock, texts
-from holdfast.jobs.output.log_window import read_window
+from holdfast.jobs.output.log_reader import LogReader, interleaved
 from holdfast.jobs.state_folder import state_dir
 from holdfast.system.units import plural
 
@@ -23,6 +27,8 @@ MAX_CHARS = 4000
 _CURSOR = re.compile(r"(?:[0-9]{1,5}:[0-9]{1,16}(?:,(?!$)|$)){0,10000}", re.ASCII)
 # Colours and cursor movements of terminals, and titles of their windows.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,1000}(?:\x07|\x1b\\)|[@-Z\\-_])")
+_MIN_BYTES = 4 << 10
+_MAX_LINE_BYTES = 64 << 10
 
 
 def output_page(job: Job, *, cursor: str, node: str) -> dict[str, Any]:
@@ -84,3 +90,74 @@ def _offsets(cursor: str) -> dict[int, int]:
 def _lines(block: OutputBlock) -> Iterator[dict[str, Any]]:
     for text in texts(block):
         yield {"node": block.node, "unix_s": block.unix_s, "text": plain_text(text)}
+
+
+@dataclass(frozen=True, slots=True)
+class LogWindow:
+    """Lines of several nodes.
+
+    Attributes:
+        blocks: the lines, in the order of their times.
+        offsets: by node, the offset in its log from where to continue.
+        progress: by node, the present text of a line that is still being rewritten.
+        skipped_bytes: output before these lines that was left out, because it exceeds the limit.
+    """
+
+    blocks: tuple[OutputBlock, ...]
+    offsets: dict[int, int]
+    progress: dict[int, bytes]
+    skipped_bytes: int
+
+
+def read_window(
+    logs: Mapping[int, Path], offsets: Mapping[int, int], *, max_bytes: int, is_end: bool = False
+) -> LogWindow:
+    """Return the lines that follow the offsets. If they exceed the limit, only the newest.
+
+    Args:
+        logs: log of each node. They may not exist yet.
+        offsets: from an earlier window. A node without an offset begins at its log's start.
+        max_bytes: limit of all nodes together.
+        is_end: no more output follows, so return incomplete last lines too.
+    """
+    share = max(_MIN_BYTES, max_bytes // max(1, len(logs)))
+    readers: dict[int | None, LogReader] = {}
+    skipped_bytes = 0
+    with contextlib.ExitStack() as stack:
+        for node, path in logs.items():
+            begin, end, skipped = _bounds(path, offsets.get(node, 0), share)
+            skipped_bytes += skipped
+            readers[node] = LogReader(path, is_timed=True, begin=begin, end=end)
+            stack.callback(readers[node].close)
+        blocks = tuple(interleaved(readers, is_end=is_end))
+        found = {node: reader for node, reader in readers.items() if node is not None}
+        return LogWindow(
+            blocks=blocks,
+            offsets={node: reader.offset for node, reader in found.items()},
+            progress={node: reader.progress for node, reader in found.items() if reader.progress},
+            skipped_bytes=skipped_bytes,
+        )
+
+
+def _bounds(path: Path, offset: int, max_bytes: int) -> tuple[int, int, int]:
+    """Return begin and end of the part to read, and the bytes skipped."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0, 0, 0
+    try:
+        size = os.fstat(fd).st_size
+        if offset > size:  # emptied by its owner
+            offset = 0
+        if size - offset <= max_bytes:
+            return offset, size, 0
+        begin = _next_line(fd, size - max_bytes)
+        return begin, size, begin - offset
+    finally:
+        os.close(fd)
+
+
+def _next_line(fd: int, offset: int) -> int:
+    """Return the offset of the next line, or `offset` within a very long line."""
+    found = os.pread(fd, _MAX_LINE_BYTES, offset - 1).find(b"\n")
+    return offset if found < 0 else offset + found

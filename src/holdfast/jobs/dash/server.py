@@ -1,4 +1,4 @@
-"""Server of the dash: listens on 127.0.0.1 only."""
+"""Server of the dash on 127.0.0.1, and the browser that opens its page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from holdfast.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
     from holdfast.jobs.dash.application import Application
+import contextlib
+import html
+import webbrowser
+from collections.abc import Iterator, Mapping
+
+from holdfast.system.linux.partial_files import temporary_folder
 
 _ADDRESS = "127.0.0.1"
 _NUM_THREADS = 4
@@ -75,3 +81,26 @@ def _listen(port: int) -> socket.socket:
             "any free one."
         ) from error
     return listening
+
+
+def has_desktop(env: Mapping[str, str]) -> bool:
+    """Return True if a browser can show a window to the user of this terminal."""
+    is_remote = "SSH_CONNECTION" in env or "SSH_TTY" in env
+    return not is_remote and bool(env.get("DISPLAY") or env.get("WAYLAND_DISPLAY"))
+
+
+@contextlib.contextmanager
+def opened(url: str) -> Iterator[None]:
+    """Open a browser at a URL, by way of a private file.
+
+    All users see the arguments of a browser, and the URL contains a token. The file is removed after the
+    block.
+    """
+    with temporary_folder("dash") as folder:
+        path = folder / "dash.html"
+        address = html.escape(url, quote=True)
+        path.write_text(
+            f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={address}">\n', encoding="utf-8"
+        )
+        webbrowser.open(path.as_uri())
+        yield

@@ -13,7 +13,7 @@ from holdfast.jobs.k8s.refusal import POD_CONFIG, invalid
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.unsupported_keys import value_at
 
-GRACE_S = 120
+_GRACE_S = 120
 """Default time between SIGTERM and the end of a pod. A cloud may reclaim a machine sooner."""
 _MAX_GRACE_S = 2**31 - 1
 _IDENTITY = {"volumeMounts": "mountPath", "tolerations": "", "imagePullSecrets": "name"}
@@ -23,11 +23,7 @@ _OURS_IN_CONTAINER = ("command", "args", "name")
 
 
 def pod_config(task: Task) -> Mapping[str, Any]:
-    """Return the user's settings. Their form is checked, and most of their content is not.
-
-    Raises:
-        InvalidInput: they are not a map of metadata and spec, or set something that Holdfast sets.
-    """
+    """Return the user's settings. Their form is checked, and most of their content is not."""
     asked = value_at(task.document, POD_CONFIG)
     if asked is None:
         return {}
@@ -41,12 +37,8 @@ def pod_config(task: Task) -> Mapping[str, Any]:
 
 
 def grace_s(task: Task) -> int:
-    """Return the time between SIGTERM and the end of a pod.
-
-    Raises:
-        InvalidInput: `terminationGracePeriodSeconds` is not a positive whole number.
-    """
-    found = pod_config(task).get("spec", {}).get("terminationGracePeriodSeconds", GRACE_S)
+    """Return the time between SIGTERM and the end of a pod."""
+    found = pod_config(task).get("spec", {}).get("terminationGracePeriodSeconds", _GRACE_S)
     if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= _MAX_GRACE_S:
         what = f"expected a positive number of seconds as terminationGracePeriodSeconds, found {found!r}."
         raise invalid(task, POD_CONFIG, what)
@@ -54,11 +46,7 @@ def grace_s(task: Task) -> int:
 
 
 def merge_pod_config(task: Task, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pod template with the user's settings.
-
-    Raises:
-        InvalidInput: see `pod_config`, or a setting is of another kind than Holdfast's.
-    """
+    """Return a pod template with the user's settings."""
     return _merge(task, template, pod_config(task), "")
 
 

@@ -1,12 +1,21 @@
-"""Errors about a key of a task file, with its line; pure."""
+"""Names that Kubernetes accepts, and errors about a key of a task file; pure."""
 
 from __future__ import annotations
+
+import re
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.task.model import Task
 
 POD_CONFIG = "config.kubernetes.pod_config"
 """Key of a task file for the user's own settings of pods, in SkyPilot's form."""
+_MAX_NAME = 40
+"""Longest name of a job: pods and services append to it, and have at most 63 characters."""
+_LABEL_KEY = re.compile(
+    r"(?:(?=.{1,253}/)[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?/)?(?=.{1,63}$)\w(?:[\w.-]*\w)?", re.A
+)
+_LABEL_VALUE = re.compile(r"(?=.{0,63}$)(?:\w(?:[\w.-]*\w)?)?", re.A)
+_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
 
 
 def invalid(task: Task, key: str, what: str) -> InvalidInput:
@@ -28,8 +37,40 @@ def line_of(task: Task, key: str) -> int:
     """Return the line of a key, or of the nearest key around it."""
     parts = key.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next((task.lines[one] for one in around if one in task.lines), 1)
+    return next((task.lines[found] for found in around if found in task.lines), 1)
 
 
 def _place(task: Task, key: str) -> str:
     return f"{task.path}:{line_of(task, key)}: {key}"
+
+
+def object_name(task: Task) -> str:
+    """Return the name of a task's job: a DNS label that begins with a letter."""
+    plain = re.sub(r"[^a-z0-9]+", "-", task.name.lower()).strip("-")
+    found = plain if plain[:1].isalpha() else f"job-{plain}".rstrip("-")
+    # A shortened name could be that of another job, whose checkpoints this one would then continue.
+    if not plain or len(found) > _MAX_NAME:
+        what = (
+            f"expected a name of at most {_MAX_NAME} letters, digits and dashes, found {task.name[:100]!r}. "
+            "Give another one with --name."
+        )
+        raise invalid(task, "name", what)
+    return found
+
+
+def labels(task: Task) -> dict[str, str]:
+    """Return the labels of a task's objects: Holdfast's, and those in `resources.labels`."""
+    ours = {"app.kubernetes.io/name": object_name(task), "app.kubernetes.io/managed-by": "holdfast"}
+    asked = (task.document.get("resources") or {}).get("labels") or {}
+    for key, plain in asked.items():
+        value = "" if plain is None else str(plain)
+        if not _LABEL_KEY.fullmatch(str(key)) or not _LABEL_VALUE.fullmatch(value):
+            what = f"expected a label that Kubernetes accepts, found {str(key)[:100]!r}: {value[:100]!r}."
+            raise invalid(task, "resources.labels", what)
+        ours.setdefault(str(key), value)
+    return ours
+
+
+def is_subdomain(name: str) -> bool:
+    """Return True if an object of Kubernetes may have this name."""
+    return _SUBDOMAIN.fullmatch(name) is not None

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
+from holdfast.system.backoff import doubled
 from holdfast.system.linux import locks
+from holdfast.system.log import get_logger
+
+_log = get_logger("jobs")
+
+_FIRST_S = 1.0
+_LONGEST_S = 60.0
+"""Longest pause between two controllers, and the time after which one counts as healthy."""
 
 
 def main() -> None:
@@ -14,7 +24,6 @@ def main() -> None:
     folder = Path(sys.argv[2])
     os.chdir("/")  # do not keep any directory busy
     locks.keep_inherited()
-    from holdfast.jobs.local.guardian import fork_guarded
     from holdfast.system.log import write_times
 
     write_times()
@@ -26,6 +35,38 @@ def main() -> None:
         # A request that found this controller leaving did not start another one.
         locks.release_inherited()
         resume_if_due(state, number)
+
+
+def fork_guarded() -> None:
+    """Return in a child process that is started again whenever a signal ends it.
+
+    This process becomes its guardian and never returns. Both have the inherited lock, so a child that is
+    killed leaves no moment in which another controller could start.
+
+    Blocks: the guardian, until the child has exited by itself or has lost its lock.
+    """
+    num_kills = 0
+    while True:
+        begin_s = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            return
+        status = _wait(pid)
+        # Without the lock, the child had released it and another controller may be running.
+        if not os.WIFSIGNALED(status) or not locks.retake_inherited():
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        num_kills = 1 if time.monotonic() - begin_s > _LONGEST_S else num_kills + 1
+        _log.error("the controller was killed by signal %d and is started again", os.WTERMSIG(status))
+        time.sleep(doubled(num_kills, _FIRST_S, _LONGEST_S))
+
+
+def _wait(pid: int) -> int:
+    """Return the wait status of a child, once it has ended. SIGTERM is passed on to it."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
+    status = os.waitpid(pid, 0)[1]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return status
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,18 +12,19 @@ from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.job_numbers import job_numbers
-from holdfast.jobs.local.allocation import Allocation, Demand, ResourceClaim, allocate
-from holdfast.jobs.local.capacity import read_capacity
+from holdfast.jobs.local.allocation import Allocation, Capacity, Demand, ResourceClaim, allocate
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.node_spec import NodeSpec
 from holdfast.jobs.record_files import JobSpec
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
+from holdfast.system.host_memory import total_bytes
 from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import wake
 
 _LOCK = "claims.lock"
 """File whose lock is held while a job takes its claim. Its contents mean nothing."""
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,6 @@ class Claims:
 def locked(state: Path) -> Iterator[None]:
     """Hold the lock of all claims in the block: read them, and record a new one.
 
-    Raises:
-        RetryLater: the lock cannot be used.
-
     Blocks: while another job takes its claim.
     """
     path = jobs_folder(state) / _LOCK
@@ -84,7 +83,7 @@ def demand(number: int, spec: JobSpec) -> Demand:
 
 def may_need_claim(record: JobRecord) -> bool:
     """Return True if a job has not started, and needs a claim."""
-    return record.life.status is JobStatus.PENDING and not demand(record.id, record.spec).is_empty
+    return record.job_state.status is JobStatus.PENDING and not demand(record.id, record.spec).is_empty
 
 
 def read_claims(records: Records, state: Path) -> Claims:
@@ -100,9 +99,9 @@ def read_claims(records: Records, state: Path) -> Claims:
             with contextlib.suppress(OSError):  # a strange folder costs no other job
                 claims += _claims_of_nodes(number, job_folder(state, number))
             continue
-        if record.engine == "local" and not record.life.status.is_final:
+        if record.engine == "local" and not record.job_state.status.is_final:
             found[number] = record
-    started = [one for one in found.values() if one.life.status is not JobStatus.PENDING]
+    started = [one for one in found.values() if one.job_state.status is not JobStatus.PENDING]
     claims += [_claim(one) for one in started]
     waiting = [one for one in found.values() if _is_waiting(one, found, records)]
     demands = [demand(one.id, one.spec) for one in waiting]
@@ -122,7 +121,7 @@ def lead_on(records: Records, state: Path, *, besides: int | None = None) -> Non
     for number in read_claims(records, state).leading:
         folder = job_folder(state, number)
         if number != besides and not start_controller(folder):
-            wake(folder.bell)
+            wake(folder.wakeup)
 
 
 def _claim(record: JobRecord) -> ResourceClaim:
@@ -142,7 +141,7 @@ def _is_waiting(record: JobRecord, found: Mapping[int, JobRecord], records: Reco
     if after in found:
         return False
     try:
-        return records.get(after).life.status is JobStatus.SUCCEEDED
+        return records.get(after).job_state.status is JobStatus.SUCCEEDED
     except (NotFound, Corrupt, Conflict):
         return False
 
@@ -157,3 +156,8 @@ def _claims_of_nodes(number: int, folder: JobFolder) -> Iterator[ResourceClaim]:
                 plan = NodeSpec.read(node.plan)
                 gpus = tuple(gpu for of_node in plan.gpus for gpu in of_node)
                 yield ResourceClaim(number, gpus, ports=() if plan.port is None else (plan.port,))
+
+
+def read_capacity() -> Capacity:
+    """Return the CPUs of this process, and the memory of its control groups."""
+    return Capacity(float(len(os.sched_getaffinity(0))), total_bytes() // _MIB)

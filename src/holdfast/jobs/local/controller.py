@@ -116,7 +116,7 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
     if lock is None:
         return False
     try:
-        if records.get(number).life.status is not JobStatus.PENDING:
+        if records.get(number).job_state.status is not JobStatus.PENDING:
             return False
         records.ask(number, "cancel", None)
         controller = LocalController(records, folder, records.get(number))
@@ -144,7 +144,7 @@ def _remove_copies(folder: JobFolder) -> None:
     """Remove the write-back directories of an ended job, if it has any."""
     if caches(folder):
         # Here, because it takes as long to import as all else, and most jobs do not need it.
-        from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
+        from holdfast.jobs.node.mounts.unsent_files import remove_copies
 
         remove_copies(folder)
 
@@ -169,8 +169,8 @@ def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:
     """Wake the controllers of the jobs after this one, or start them."""
     for record in records.successors(number):
         successor = job_folder(folder.path.parents[1], record.id)
-        if not record.life.status.is_final and not start_controller(successor):
-            wake(successor.bell)
+        if not record.job_state.status.is_final and not start_controller(successor):
+            wake(successor.wakeup)
 
 
 class LocalController(Controller):
@@ -182,7 +182,7 @@ class LocalController(Controller):
         super().__init__(
             folder,
             record.policy,
-            record.life,
+            record.job_state,
             task_id=record.task_id,
             timers=record.due,
             step_before=record.step_before,
@@ -195,7 +195,7 @@ class LocalController(Controller):
         self._needs_claim = not demand(record.id, record.spec).is_empty
         self._nodes = self._new_nodes()
         self._teardown = Teardown(folder, self.state.attempt)
-        self._wakeup = WakeupPipe(folder.bell)
+        self._wakeup = WakeupPipe(folder.wakeup)
 
     def close(self) -> None:
         """Release descriptors. Running nodes continue."""
@@ -263,7 +263,7 @@ class LocalController(Controller):
             before = self._records.get(after)
         except NotFound:
             return PredecessorFailed(f"job {after}, which comes first, does not exist")
-        status = before.life.status
+        status = before.job_state.status
         folder = job_folder(self._folder.path.parents[1], after)
         if not status.is_final:
             # Whichever of the two controllers is killed, the other one starts it again.
@@ -387,7 +387,7 @@ class LocalController(Controller):
         if self.state.status is JobStatus.CANCELLING:
             return 0.0
         is_complete = all(one.is_success for one in self.state.outcomes.values())
-        until_unix_s = self._timers.tell_until_unix_s
+        until_unix_s = self._timers.notice_until_unix_s
         if is_complete or until_unix_s is None:
             return None if is_complete else 0.0
         return self._clock.machine_unix_s(until_unix_s)

@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import getpass
 import os
+import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from typing_extensions import override
 
@@ -20,15 +22,14 @@ from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.job_clock import is_of_earlier_boot
 from holdfast.jobs.local.claims import Claims, lead_on, may_need_claim, read_claims
 from holdfast.jobs.local.controller import cancel_without_controller
-from holdfast.jobs.local.gpus import visible_gpus
 from holdfast.jobs.local.ports import fixed_ports, needs_port
 from holdfast.jobs.local.specs import write_commands
-from holdfast.jobs.local.unsupported_keys import unsupported_keys
 from holdfast.jobs.node.containers.image_spec import make_image_spec, write_image_spec
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.containers.runtime import find_runtime
 from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
 from holdfast.jobs.node.mounts.mount_plan import place
+from holdfast.jobs.node.mounts.private_links import private_mounts, private_note
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
@@ -41,12 +42,44 @@ from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task, TaskFile
+from holdfast.jobs.unsupported_keys import (
+    CHOICE_KEYS,
+    UNUSED_KEYS,
+    find_cache_settings,
+    find_mounts_in_place,
+    find_shell_differences,
+    find_unsupported_keys,
+)
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.linux.wakeup_pipe import wake
 from holdfast.system.units import plural
 
 _HAS_NODES = frozenset({JobStatus.STARTING, JobStatus.RUNNING})
 _RESTARTED = "this machine was restarted"
+_DEVICES = Path("/dev")
+_CHOICE = "ignored: there is no choice of machines; kept for other engines"
+_ALTERNATIVES = (
+    "no choice of machines; SKYPILOT_NUM_GPUS_PER_NODE is the greatest number of GPUs in any of them"
+)
+_IMAGE = "resources.image_id"
+_KEPT_FREE = "not given to other jobs, and not limited"
+_UNSUPPORTED_KEYS: Mapping[str, str] = {
+    **UNUSED_KEYS,
+    **dict.fromkeys(CHOICE_KEYS, _CHOICE),
+    **dict.fromkeys(("resources.any_of", "resources.ordered"), _ALTERNATIVES),
+    "config": "settings of clouds and clusters; kept for other engines",
+    "resources.infra": _CHOICE,
+    "resources.cpus": f"{_KEPT_FREE}; more than this machine has means all of them",
+    "resources.memory": f"{_KEPT_FREE}; more than this machine has means all of it",
+    "resources.accelerators": "any GPUs of this machine, whatever their model; none if it has none",
+    "resources.use_spot": "nothing is bought; `holdfast preempt` simulates a preemption",
+    "resources.job_recovery.strategy": "ignored: there is only one machine",
+    "resources.network_tier": "nodes communicate over the loopback interface",
+    "resources.labels": "no machine is labelled",
+    _IMAGE: "commands run on this machine as it is; images (docker:NAME) need podman or docker",
+    "resources.autostop": "this machine is not stopped",
+    "resources.priority_class": "ignored: use priority",
+}
 
 
 class LocalEngine(RecordedEngine):
@@ -164,8 +197,8 @@ class LocalEngine(RecordedEngine):
         One that waits behind another job needs none yet: in a pipeline, or for a claim. The end of a job that
         has ended is completed.
         """
-        self._announce(record, record.life)
-        if record.life.status.is_final:
+        self._announce(record, record.job_state)
+        if record.job_state.status.is_final:
             release_containers(job_folder(self._state, record.id))
             remove_secrets_of_ended(job_folder(self._state, record.id))
             return
@@ -174,25 +207,27 @@ class LocalEngine(RecordedEngine):
             return
         folder = job_folder(self._state, record.id)
         if not start_controller(folder):
-            wake(folder.bell)
+            wake(folder.wakeup)
 
     def _is_far_from_start(self, record: JobRecord) -> bool:
         """Return True if the job before this one in its pipeline has not started either."""
-        if record.spec.after is None or record.life.status is not JobStatus.PENDING:
+        if record.spec.after is None or record.job_state.status is not JobStatus.PENDING:
             return False
         try:
             before = self._records().get(record.spec.after)
         except NotFound:  # the pipeline is being launched, or that was interrupted
             return True
         self._ensure_controller(before, self._claims([before]))
-        return before.life.status is JobStatus.PENDING
+        return before.job_state.status is JobStatus.PENDING
 
     def _job(self, record: JobRecord, claims: Claims) -> Job:
         shortage = claims.shortage(record.id)  # now, not when its controller last looked
-        life = dataclasses.replace(record.life, reason=shortage) if shortage else record.life
-        if life.status in _HAS_NODES and is_of_earlier_boot(record.clock):  # so none of its processes exists
-            life = dataclasses.replace(life, status=JobStatus.RECOVERING, reason=_RESTARTED)
-        return Job.of(record, step=self._newest_step(record), life=life)
+        job_state = dataclasses.replace(record.job_state, reason=shortage) if shortage else record.job_state
+        if job_state.status in _HAS_NODES and is_of_earlier_boot(
+            record.clock
+        ):  # so none of its processes exists
+            job_state = dataclasses.replace(job_state, status=JobStatus.RECOVERING, reason=_RESTARTED)
+        return Job.of(record, step=self._newest_step(record), job_state=job_state)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -225,8 +260,8 @@ class LocalEngine(RecordedEngine):
     @override
     def preempt(self, number: int, *, lead_s: float) -> Job:
         record = self._record(number)
-        status = record.life.status
-        if status is JobStatus.WINDING_DOWN or not (status.is_final or record.life.is_active):
+        status = record.job_state.status
+        if status is JobStatus.WINDING_DOWN or not (status.is_final or record.job_state.is_active):
             raise no_process(self._job(record, Claims()))
         return self._request(number, "preempt", lead_s)
 
@@ -237,7 +272,7 @@ class LocalEngine(RecordedEngine):
         records.ask(number, kind, lead_s)
         folder = job_folder(self._state, number)
         if not start_controller(folder):
-            wake(folder.bell)
+            wake(folder.wakeup)
         return self._job(record, self._claims([record]))
 
 
@@ -307,3 +342,33 @@ def _base_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ours and not name.startswith("SKYPILOT_")
     }
+
+
+def visible_gpus(devices: Path = _DEVICES) -> list[str]:
+    """Return the numbers or ids of the GPUs that a job may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [word.strip() for word in chosen.split(",") if word.strip()]
+    numbers = [
+        found[1] for path in devices.glob("nvidia*") if (found := re.fullmatch(r"nvidia(\d+)", path.name))
+    ]
+    return sorted(numbers, key=int)
+
+
+def unsupported_keys(task: Task) -> list[UnsupportedKey]:
+    """Return the keys of a task that this engine ignores or changes, in file order."""
+    found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task)]
+    found += [*find_mounts_in_place(task), *find_cache_settings(task), *find_shell_differences(task)]
+    if task.image is not None:
+        found = [one for one in found if one.key != _IMAGE]
+    found += [
+        UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
+    ]
+    return sorted(found, key=lambda found_key: found_key.line)
+
+
+def _buckets(task: Task) -> Iterator[UnsupportedKey]:
+    for mount in task.file_mounts:
+        if mount.source is None and mount.bucket:
+            what = f"a folder of this machine replaces the bucket {mount.bucket!r}"
+            yield UnsupportedKey(f"file_mounts.{mount.target}", mount.line, what)

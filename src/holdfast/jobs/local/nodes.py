@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.jobs.environment import tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.lease import STOPPED
+from holdfast.jobs.node.lease import STOPPED
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import spawn
 from holdfast.jobs.node_spec import NodeSpec, read_outcome
@@ -85,9 +85,6 @@ class Nodes:
 
         Args:
             killed_unix_s: deadline of the attempt. Failures after it were caused by the kill.
-
-        Raises:
-            Internal: an outcome is invalid.
         """
         for node in self._nodes:
             if node.outcome is None:
@@ -126,11 +123,11 @@ class Nodes:
 
     def notify(self, source: str, deadline_unix_s: float) -> int:
         """Send every node a notice, as a file and SIGTERM. Return how many processes handle SIGTERM."""
-        word = Notice(source, deadline_unix_s=deadline_unix_s)
+        notice = Notice(source, deadline_unix_s=deadline_unix_s)
         for node in self._nodes:
             if node.outcome is None:
                 with contextlib.suppress(FileNotFoundError):  # the node was never started
-                    write_notice(node.folder.notice, word)
+                    write_notice(node.folder.notice, notice)
         agents = [one.agent for one in self._nodes if one.agent is not None and one.outcome is None]
         listening = [process for agent in agents for process in processes.topmost_handlers(agent.pid)]
         return sum(processes.send(process, signal.SIGTERM) for process in listening)

@@ -43,9 +43,6 @@ def choose_port(folder: Path, taken: Collection[int]) -> int:
         folder: folder of the job. The search begins at its hash: jobs of other users, whose ports are not in
             `taken`, may not listen yet.
         taken: ports of other jobs in the same state folder.
-
-    Raises:
-        RetryLater: there is none.
     """
     start = zlib.crc32(os.fsencode(folder))
     for offset in range(_NUM_PORTS):

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from holdfast.jobs.environment import JobPipeline, Node, container_base, run_environment, setup_environment
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.scripts import choose_venv, node_variables, write_scripts
-from holdfast.jobs.node.venv_variables import install_here
+from holdfast.jobs.node.virtual_environment import install_here
 from holdfast.jobs.node_spec import Environment, NodeSpec, read_environment
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState
@@ -46,28 +46,28 @@ def write_commands(
     write_atomic(folder.environment, json.dumps(asdict(environment)))
 
 
-def make_specs(record: JobRecord, life: JobState, folder: JobFolder) -> list[NodeSpec]:
+def make_specs(record: JobRecord, job_state: JobState, folder: JobFolder) -> list[NodeSpec]:
     """Return the specifications of an attempt's nodes, by rank.
 
     Args:
-        life: current state, with the attempt and its reason.
+        job_state: current state, with the attempt and its reason.
     """
     environment = read_environment(folder)
     if folder.image.exists():
         environment = replace(environment, base=container_base(environment.base))
-    return [_plan(record, life, folder, rank, environment) for rank in range(record.spec.num_nodes)]
+    return [_plan(record, job_state, folder, rank, environment) for rank in range(record.spec.num_nodes)]
 
 
 def _plan(
-    record: JobRecord, life: JobState, folder: JobFolder, rank: int, environment: Environment
+    record: JobRecord, job_state: JobState, folder: JobFolder, rank: int, environment: Environment
 ) -> NodeSpec:
     spec = record.spec
-    notice = folder.node(life.attempt, rank).notice
+    notice = folder.node(job_state.attempt, rank).notice
     node = Node(
         task_id=record.task_id,
         job=record.id,
         name=record.name,
-        attempt=life.attempt,
+        attempt=job_state.attempt,
         rank=rank,
         addresses=addresses(spec.num_nodes, record.id),
         num_gpus=spec.num_gpus,
@@ -84,13 +84,13 @@ def _plan(
     base = environment.base if venv is None else install_here(environment.base)
     needs_setup = spec.has_setup and not folder.set_up(rank).exists()
     return NodeSpec(
-        headline=_headline(record, life, rank),
+        headline=_headline(record, job_state, rank),
         setup=str(folder.script("setup", rank)) if needs_setup else None,
         run=str(folder.script("run", rank)),
         set_up=str(folder.set_up(rank)),
         workdir=str(folder.workdir(rank)),
         log=str(folder.log(rank)),
-        bell=str(folder.bell),
+        wakeup=str(folder.wakeup),
         notice=str(notice),
         environment=run_environment(node, base, variables, gpus=gpus),
         setup_environment=setup_environment(node, base, variables, gpus=gpus),
@@ -101,7 +101,8 @@ def _plan(
     )
 
 
-def _headline(record: JobRecord, life: JobState, rank: int) -> str:
+def _headline(record: JobRecord, job_state: JobState, rank: int) -> str:
     where = f" on node {rank}" if record.spec.num_nodes > 1 else ""
-    why = f", after: {life.reason}" if life.reason else ""
-    return f"holdfast: {time.strftime('%F %T')} attempt {life.attempt} of job {record.id} starts{where}{why}"
+    why = f", after: {job_state.reason}" if job_state.reason else ""
+    what = f"attempt {job_state.attempt} of job {record.id} starts{where}{why}"
+    return f"holdfast: {time.strftime('%F %T')} {what}"

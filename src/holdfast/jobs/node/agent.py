@@ -22,12 +22,11 @@ from holdfast.jobs.node.mounts.private_links import enter_private_links
 from holdfast.jobs.node.parent_python import find_parent
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.spawn import start_controller
-from holdfast.jobs.node.venv_variables import DEFAULT, NONE, VENV, activate
-from holdfast.jobs.node.virtual_environment import make_virtual_environment
+from holdfast.jobs.node.virtual_environment import DEFAULT, NONE, VENV, activate, make_virtual_environment
 from holdfast.jobs.node_spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.output import log_limit
-from holdfast.jobs.output.log_sampler import LogSampler
+from holdfast.jobs.output.log_limit import LogSampler
 from holdfast.system.environment import PROGRESS, ended_preempted, find_divergence, find_hang, was_preempted
 from holdfast.system.linux import locks
 from holdfast.system.linux.files import write_atomic
@@ -60,7 +59,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
     me = processes.find(os.getpid())
     assert me is not None
     write_atomic(folder.pid, f"{me.pid} {me.start}")
-    wake(Path(plan.bell))
+    wake(Path(plan.wakeup))
     job = JobFolder(folder.path.parents[2])
     mounts = JobFolder(Path(plan.scratch)) if plan.scratch else job
     watch = PeerWatch(job, mounts, replaces_controller=replaces_controller)
@@ -80,7 +79,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
         outcome = _work(plan, folder, log.fileno(), watch, admission)
         watch.sampler.poll()
     write_outcome(folder.ended, outcome)
-    wake(Path(plan.bell))
+    wake(Path(plan.wakeup))
     watch.replace_controller()  # no process would do that once this one has exited
 
 
@@ -129,7 +128,7 @@ def _mounter_environment(plan: NodeSpec, job: JobFolder) -> dict[str, str]:
 
 def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch, admission: Admission) -> Outcome:
     for lease in (watch.lease, watch.container):
-        if lease is not None and (why := lease.wait_until_there(watch.poll)):
+        if lease is not None and (why := lease.wait_until_ready(watch.poll)):
             return _cannot_start(why, log)
     if plan.venv is not None and (why := _prepare_venv(plan, Path(plan.venv), log)):
         return _cannot_start(why, log)
@@ -140,10 +139,10 @@ def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch, admiss
         if not outcome.is_success:
             return outcome
         Path(plan.set_up).touch()
-        if watch.container is not None and (why := watch.container.wait_until_there(watch.poll)):
+        if watch.container is not None and (why := watch.container.wait_until_ready(watch.poll)):
             return _cannot_start(why, log)
     folder.running.touch()
-    wake(Path(plan.bell))
+    wake(Path(plan.wakeup))
     return _shell(plan, Phase.RUN, log, watch)
 
 

@@ -45,9 +45,6 @@ def remove_secrets(folder: JobFolder) -> None:
 
     Nothing reads them any more: uploads that continue after the end have them in their processes. If this
     call is killed, the next one completes it.
-
-    Raises:
-        OSError: a file cannot be removed or changed.
     """
     failpoint("jobs.ended")
     for plan in folder.path.glob("attempts/*/*/plan.json"):

@@ -54,23 +54,23 @@ def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
 
 def _lock(folder: JobFolder, record: JobRecord) -> int | None:
     """Acquire the controller's lock. Waits if the job has only just ended."""
-    give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.life.status.is_final else 0.0)
+    give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.job_state.status.is_final else 0.0)
     while (lock := locks.acquire(folder.lock)) is None and time.monotonic() < give_up_s:
         time.sleep(_POLL_S)
     return lock
 
 
 def _check_ended(record: JobRecord, *, has_lock: bool) -> None:
-    if not record.life.status.is_final or not has_lock:
+    if not record.job_state.status.is_final or not has_lock:
         raise Conflict(
-            f"Job {record.id} is {record.life.status.value}, so it was not removed. Use `holdfast cancel "
-            f"{record.id}` to end it."
+            f"Job {record.id} is {record.job_state.status.value}, so it was not removed. Use "
+            f"`holdfast cancel {record.id}` to end it."
         )
 
 
 def _check_unneeded(records: Records, record: JobRecord) -> None:
     for one in records.successors(record.id):
-        if not one.life.status.is_final:
+        if not one.job_state.status.is_final:
             raise Conflict(
                 f"Job {record.id} comes before job {one.id} ({one.name}) in a pipeline, so it was not "
                 "removed. Remove it when that job has ended."
@@ -88,9 +88,9 @@ def _check_quiet(record: JobRecord) -> None:
 
 def _check_sent(folder: JobFolder, number: int) -> None:
     unsent = upload_status(folder)
-    if unsent.told:
+    if unsent.summary:
         raise Conflict(
-            f"Job {number} was not removed: {unsent.told}. `holdfast drain` waits for uploads. "
+            f"Job {number} was not removed: {unsent.summary}. `holdfast drain` waits for uploads. "
             "With --force these files are lost."
         )
 

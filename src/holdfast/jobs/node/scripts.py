@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.errors import InvalidInput
 from holdfast.jobs.conda import activates_conda, conda_start
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node import venv_variables
+from holdfast.jobs.node.virtual_environment import is_wanted
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.sky_workdir import is_plain, replace_sky_workdir
 from holdfast.system.linux.files import write_atomic
@@ -43,7 +43,7 @@ def choose_venv(variables: Mapping[str, str], folder: JobFolder, rank: int, mach
         variables: those of the shell that launched the job, and of its task.
         machine: see `JobFolder.venv`.
     """
-    if not venv_variables.is_wanted(variables) or folder.image.exists():
+    if not is_wanted(variables) or folder.image.exists():
         return None
     for name in ("setup", "run"):
         with contextlib.suppress(FileNotFoundError):

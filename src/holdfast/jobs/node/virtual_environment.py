@@ -2,18 +2,21 @@
 
 Source: PEP 405. A virtual environment is a link to a Python, a folder for packages, and a file that names the
 folder of the standard library. `python -m venv` writes the same, and takes 10 to 500 times as long.
+
+pip and uv write console scripts with the path of their Python in the first line. If that line would be too
+long for Linux, or the path contains spaces, they write three lines that are valid for a shell and for Python.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from holdfast.jobs.node.console_scripts import rewrite, shebang
 from holdfast.jobs.node.parent_python import PARENT, ParentPython
 from holdfast.system.failpoint import failpoint
 
@@ -31,13 +34,25 @@ export VIRTUAL_ENV={folder}
 export PATH="$VIRTUAL_ENV/bin:$PATH"
 hash -r
 """
+_MAX_SHEBANG_BYTES = 127  # Linux cuts a longer line
+_FIRST = re.compile(rb"#!\s*(/\S+)[ \t]*(.*)")
+_SECOND = re.compile(rb"""'''exec' (?P<python>.+?)(?P<options>(?: -\w+)*) "\$0" "\$@"[ \t]*""")
+_RELATIVE = b"$(dirname "
+VENV = "HOLDFAST_VENV"
+"""Variable that is `none` for a job without a virtual environment of its own. Default: `job`."""
+DEFAULT = "job"
+NONE = "none"
+
+_ELSEWHERE = (
+    *("PIP_PREFIX", "PIP_PYTHON", "PIP_ROOT", "PIP_TARGET", "PIP_USER"),
+    *("UV_PYTHON", "UV_SYSTEM_PYTHON"),
+)
+"""Variables with which pip and uv install elsewhere than into the active environment."""
+_NOT_IN_USER_SITE = {"PIP_USER": "0"}  # settings files of pip may have the opposite
 
 
 def make_virtual_environment(folder: Path, parent: ParentPython) -> None:
     """Make an environment, in the place of an existing one. It appears whole or not at all.
-
-    Raises:
-        OSError: a file cannot be written or removed.
 
     Blocks: while an existing one is removed.
     """
@@ -141,3 +156,74 @@ def _read_script(entry: os.DirEntry[str]) -> bytes | None:
             return start + file.read() if start == b"#!" else None
     except OSError:
         return None
+
+
+def rewrite(script: bytes, python: str, is_parent: Callable[[str], bool]) -> bytes | None:
+    """Return a script of the parent for another Python, or None for a different file.
+
+    Args:
+        script: contents of the file.
+        python: path of the other Python.
+        is_parent: returns True for a path of the parent's Python.
+    """
+    first, _, rest = script.partition(b"\n")
+    match = _FIRST.fullmatch(first.rstrip())
+    if match is None:
+        return None
+    found, options = match.groups()
+    if found == b"/bin/sh" and not options:
+        second, _, rest = rest.partition(b"\n")
+        match = _SECOND.fullmatch(second)
+        end, _, rest = rest.partition(b"\n")
+        if match is None or end.strip() != b"' '''" or not _is_quoted_parent(match["python"], is_parent):
+            return None
+        options = match["options"].strip()
+    elif not is_parent(found.decode("utf-8", "surrogateescape")):
+        return None
+    return shebang(python, options) + rest
+
+
+def shebang(python: str, options: bytes = b"") -> bytes:
+    """Return the beginning of a script that a Python runs."""
+    path = python.encode("utf-8", "surrogateescape")
+    line = b" ".join(filter(None, (b"#!" + path, options)))
+    if len(line) < _MAX_SHEBANG_BYTES and not re.search(rb"\s", path):
+        return line + b"\n"
+    quoted = shlex.quote(python).encode("utf-8", "surrogateescape")
+    command = b" ".join(filter(None, (b"'''exec'", quoted, options)))
+    return b"#!/bin/sh\n" + command + b' "$0" "$@"\n' + b"' '''\n"
+
+
+def _is_quoted_parent(word: bytes, is_parent: Callable[[str], bool]) -> bool:
+    if _RELATIVE in word:  # uv's relocatable environments: the Python beside the script
+        return True
+    try:
+        words = shlex.split(word.decode("utf-8", "surrogateescape"))
+    except ValueError:
+        return False
+    return len(words) == 1 and is_parent(words[0])
+
+
+def is_wanted(variables: Mapping[str, str]) -> bool:
+    """Return True if a job has a virtual environment of its own."""
+    return variables.get(VENV, DEFAULT).strip().lower() != NONE
+
+
+def install_here(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a shell without those that choose another environment.
+
+    Args:
+        base: variables of the shell that launched the job. Those of its task are not changed.
+    """
+    return {**{name: value for name, value in base.items() if name not in _ELSEWHERE}, **_NOT_IN_USER_SITE}
+
+
+def activate(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Return the variables of commands in a virtual environment.
+
+    Args:
+        folder: folder of the environment.
+    """
+    kept = {name: value for name, value in environment.items() if name != "PYTHONHOME"}
+    path = environment.get("PATH", os.defpath)
+    return {**kept, "VIRTUAL_ENV": folder, "PATH": f"{folder}/bin:{path}"}

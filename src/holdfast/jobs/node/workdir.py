@@ -1,16 +1,35 @@
-"""Workdir of a job: each node's own copy of a folder or repository, or an empty one."""
+"""Workdir of a job: each node's own copy of a folder or a clone of a repository, or an empty folder."""
 
 from __future__ import annotations
 
+import glob
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
-from holdfast.errors import NotFound, redact
+from holdfast.errors import NotFound, RetryLater, Unsupported, redact
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.copies import Ignore, check_copy, copy_tree
 from holdfast.jobs.node.mounts.mount_plan import left_out
-from holdfast.jobs.node.repository import check_git, clone
-from holdfast.jobs.node.skyignore import ignored_paths
-from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.model import Repository, Task
+from holdfast.system.documents import decode_text
+from holdfast.system.linux.program_runs import Ended, run_program
+
+_LIMIT_S = 1800.0
+_TAIL = 1000
+_SKYIGNORE = ".skyignore"
+_SKYIGNORE_LIMIT_S = 60.0
+_IGNORED = ("--others", "--ignored", "--exclude-standard", "--directory")
+_GITLINK = "160000 "
+# The folder may be another user's, and its .git/config may name programs for git to run.
+_NO_PROGRAMS = (
+    *("-c", "core.fsmonitor="),
+    *("-c", f"core.hooksPath={os.devnull}"),
+    *("-c", "core.pager=cat"),
+    *("-c", "core.sshCommand=false"),
+    *("-c", "protocol.allow=never"),
+)
 
 
 def check_workdir(task: Task) -> None:
@@ -74,3 +93,153 @@ def _left_out(source: Path, job: JobFolder) -> Ignore:
         return [*is_left_out(folder, names), *(name for name in names if str(here / name) in ignored)]
 
     return ignore
+
+
+def check_git(where: str) -> None:
+    """Check that git is installed.
+
+    Raises:
+        Unsupported: git is missing.
+    """
+    if shutil.which("git") is None:
+        raise Unsupported(
+            f"{where}: git is not installed on this machine (`apt-get install git`). Nothing was started."
+        )
+
+
+def clone(repository: Repository, to: Path) -> str:
+    """Clone a repository with its history into a folder, and return the commit.
+
+    Args:
+        to: folder that does not exist yet.
+
+    Raises:
+        NotFound: the branch, tag or commit does not exist.
+        RetryLater: git failed, for example because the repository is unreachable or needs credentials.
+
+    Blocks: while git fetches the repository.
+    """
+    _git("clone", "--no-checkout", "--", repository.url, str(to), about=repository)
+    commit = _commit(repository, to)
+    _git("-C", str(to), "checkout", "--quiet", *_how(repository, to, commit), about=repository)
+    _git("-C", str(to), "submodule", "update", "--init", "--recursive", about=repository)
+    return commit
+
+
+def _commit(repository: Repository, to: Path) -> str:
+    """Return the commit of the ref. A branch takes precedence over a tag, as in `git clone --branch`."""
+    ref = repository.ref
+    names = ["HEAD"] if ref is None else [f"refs/remotes/origin/{ref}", f"refs/tags/{ref}", ref]
+    for name in names:
+        found = _run(
+            "-C", str(to), "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"
+        )
+        if found.status == 0:
+            return found.text
+    if ref is not None and _run("-C", str(to), "fetch", "--quiet", "origin", "--", ref).status == 0:
+        # A commit that is not on any branch, or a ref of another kind, such as a pull request's.
+        return _git("-C", str(to), "rev-parse", "FETCH_HEAD^{commit}", about=repository)
+    what = "branch, tag or commit " + repr(ref) if ref is not None else "commit"
+    raise NotFound(f"{repository.url} has no {what}. Nothing was started.")
+
+
+def _how(repository: Repository, to: Path, commit: str) -> list[str]:
+    """Return arguments that check out the branch by name if possible, else the commit."""
+    ref = repository.ref
+    if ref is None:
+        return ["HEAD", "--"] if _run("-C", str(to), "symbolic-ref", "-q", "HEAD").status else []
+    is_branch = _run("-C", str(to), "rev-parse", "-q", "--verify", f"refs/remotes/origin/{ref}").status == 0
+    return ["-B", ref, f"origin/{ref}", "--"] if is_branch else ["--detach", commit, "--"]
+
+
+def _git(*words: str, about: Repository) -> str:
+    done = _run(*words)
+    if done.status:
+        raise RetryLater(
+            f"Cannot clone {about.url}: git reports: {done.error[-_TAIL:]}. Nothing was "
+            "started. git uses its own credentials: a credential helper, or ssh's agent."
+        )
+    return done.text
+
+
+def _run(*words: str) -> Ended:
+    # No user is present to enter a password.
+    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    environment.setdefault("GIT_SSH_COMMAND", "ssh -o BatchMode=yes")
+    try:
+        command = ["git", "-c", "protocol.ext.allow=never", *words]
+        return run_program(command, timeout_s=_LIMIT_S, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise RetryLater(f"git did not finish within {_LIMIT_S:.0f} s: git {' '.join(words)}.") from error
+
+
+def ignored_paths(folder: Path) -> frozenset[str]:
+    """Return the paths below a folder to leave out. An ignored folder is listed without its contents.
+
+    An existing `.skyignore` replaces git's rules. Each of its lines is a pattern, relative to the folder if
+    it starts with a slash, else to any folder below. Lines with `#` are comments. Otherwise git's rules apply
+    if the folder is in a work tree. Files that git tracks are always copied.
+
+    Raises:
+        RetryLater: git failed.
+        InvalidInput: the `.skyignore` is not UTF-8.
+
+    Source: skypilot 0.14.1, sky/data/storage_utils.py, so that SkyPilot and Holdfast copy the same files.
+    """
+    if (folder / _SKYIGNORE).is_file():
+        path = folder / _SKYIGNORE
+        return _by_patterns(folder, decode_text(path.read_bytes(), str(path)))
+    return _by_git(folder)
+
+
+def _by_patterns(folder: Path, text: str) -> frozenset[str]:
+    found = set()
+    lines = [line.strip() for line in text.splitlines()]
+    for line in lines:
+        if not line or line.startswith("#"):
+            continue
+        pattern = line.lstrip("/") if line.startswith("/") else f"**/{line}"
+        # Path.glob would also match names that start with a dot, unlike SkyPilot.
+        found.update(glob.glob(pattern, root_dir=folder, recursive=True))  # noqa: PTH207
+    return frozenset(os.path.normpath(path) for path in found)
+
+
+def _by_git(folder: Path) -> frozenset[str]:
+    if shutil.which("git") is None:
+        return frozenset()
+    found: set[str] = set()
+    pending = [""]  # the folder, and submodules below it
+    while pending:
+        module = pending.pop()
+        names = _skyignore_git(folder / module, "ls-files", "-z", *_IGNORED)
+        if names is None:
+            continue  # not a work tree
+        for name in names:
+            if not module and name == "./":
+                return frozenset()  # an outer repository ignores the whole folder, which cannot be intended
+            found.add(os.path.normpath(Path(module, name)))
+        pending += [name for name in _submodules(folder, module) if (folder / name / ".git").exists()]
+    return frozenset(found)
+
+
+def _submodules(folder: Path, module: str) -> list[str]:
+    rows = _skyignore_git(folder / module, "ls-files", "-z", "--stage") or []
+    return [str(Path(module, row.partition("\t")[2])) for row in rows if row.startswith(_GITLINK)]
+
+
+def _skyignore_git(folder: Path, *words: str) -> list[str] | None:
+    """Return git's null-separated output, or None if the folder is not in a work tree."""
+    environment = {**os.environ, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
+    try:
+        command = ["git", *_NO_PROGRAMS, "-C", str(folder), *words]
+        done = run_program(command, timeout_s=_SKYIGNORE_LIMIT_S, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise RetryLater(f"git did not answer within {_SKYIGNORE_LIMIT_S:.0f} s in {folder}.") from error
+    output = done.error
+    if done.status and ("not a git repository" in output or "work tree" in output):
+        return None
+    if done.status:
+        raise RetryLater(
+            f"git could not list the ignored files of {folder}: {output}. Add a .skyignore file to avoid git."
+        )
+    return [os.fsdecode(name) for name in done.out.split(b"\0") if name]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, Unsupported
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.mounts.job_links import Link
+from holdfast.jobs.node.mounts.mount_spec import Link
 from holdfast.jobs.node.mounts.symlinks import link_user
 from holdfast.jobs.node.scripts import node_variables
 from holdfast.jobs.records import Records

@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.errors import Corrupt
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.spawn import spawn_once
-from holdfast.jobs.notifications import hook_command, webhook
+from holdfast.jobs.notifications import targets
 from holdfast.jobs.notifications.outbox import (
     Delivery,
     Notification,
@@ -38,7 +38,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 20.0
 _POLL_S = 0.05
 
 
-def announce(folder: JobFolder, life: JobState, *, log: Path) -> None:
+def announce(folder: JobFolder, job_state: JobState, *, log: Path) -> None:
     """Record the present status of a job, and start its notifier.
 
     Without targets, does nothing. Never raises for a disk that failed: the job continues, and the next call
@@ -51,7 +51,7 @@ def announce(folder: JobFolder, life: JobState, *, log: Path) -> None:
         return
     try:
         step = max(read_progress(folder.progress).values(), default=None)
-        add_notification(folder, life, step=step, failed_saves=count_failed_saves(folder.progress))
+        add_notification(folder, job_state, step=step, failed_saves=count_failed_saves(folder.progress))
         if outstanding(folder):
             spawn_once(
                 "notifier",
@@ -127,7 +127,7 @@ def _send(folder: JobFolder, plan: NotificationPlan, one: Notification) -> None:
         else:
             given = json.dumps(facts).encode() + b"\n"
             environment = {**plan.environment, **variables_of(facts)}
-            error = hook_command.call(target, given, environment=environment, directory=plan.directory)
+            error = targets.run_hook(target, given, environment=environment, directory=plan.directory)
             num_tries = 1
         failpoint("jobs.notified")
         add_delivery(folder, Delivery(one.id, one.status, name, error, num_tries, time.time()))
@@ -138,7 +138,7 @@ def _send(folder: JobFolder, plan: NotificationPlan, one: Notification) -> None:
 def _post(url: str, body: bytes) -> tuple[str, int]:
     """Send a POST with retries, and return why it failed and the number of tries."""
     for num_tries in range(1, _MAX_TRIES + 1):
-        error, may_pass = webhook.post(url, body)
+        error, may_pass = targets.post(url, body)
         if not (error and may_pass) or num_tries == _MAX_TRIES:
             return error, num_tries
         time.sleep(doubled(num_tries, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))

@@ -100,11 +100,7 @@ def write_plan(folder: JobFolder, subscription: Subscription, submission: Submis
 
 
 def read_plan(folder: JobFolder) -> NotificationPlan | None:
-    """Return the targets of a job, or None if they were removed or never chosen.
-
-    Raises:
-        Corrupt: the file is damaged.
-    """
+    """Return the targets of a job, or None if they were removed or never chosen."""
     try:
         text = folder.notify_plan.read_bytes()
     except FileNotFoundError:
@@ -114,7 +110,9 @@ def read_plan(folder: JobFolder) -> NotificationPlan | None:
     )
 
 
-def add_notification(folder: JobFolder, life: JobState, *, step: int | None, failed_saves: int = 0) -> None:
+def add_notification(
+    folder: JobFolder, job_state: JobState, *, step: int | None, failed_saves: int = 0
+) -> None:
     """Record the present status of a job, unless it is recorded or not wanted.
 
     The end of a job is always recorded: then its targets are removed.
@@ -122,29 +120,26 @@ def add_notification(folder: JobFolder, life: JobState, *, step: int | None, fai
     Args:
         step: newest checkpoint that the job has reported.
         failed_saves: number of failed saves that it has reported.
-
-    Raises:
-        OSError: the disk is full or failed.
     """
     plan = read_plan(folder)
-    is_wanted = plan is not None and life.status in plan.statuses
-    if plan is None or not (is_wanted or life.status.is_final):
+    is_wanted = plan is not None and job_state.status in plan.statuses
+    if plan is None or not (is_wanted or job_state.status.is_final):
         return
     # An attempt that recovers is that of the one before.
-    is_next = life.status is JobStatus.RECOVERING and life.is_active
-    attempt = life.attempt - is_next
-    identity = "ENDED" if life.status.is_final else f"{life.status.value}-{attempt}"
+    is_next = job_state.status is JobStatus.RECOVERING and job_state.is_active
+    attempt = job_state.attempt - is_next
+    identity = "ENDED" if job_state.status.is_final else f"{job_state.status.value}-{attempt}"
     with journal.locked(folder.notifications) as fd:
         if any(one.id == identity for one in read_notifications(folder)):
             return
-        reason = printable(redact(life.reason.partition("\n")[0]))[:_MAX_REASON]
+        reason = printable(redact(job_state.reason.partition("\n")[0]))[:_MAX_REASON]
         one = Notification(
             id=identity,
-            status=life.status,
+            status=job_state.status,
             attempt=attempt,
-            recoveries=life.recoveries,
+            recoveries=job_state.recoveries,
             reason=reason,
-            exit_status=exit_status(life) if life.status.is_final else None,
+            exit_status=exit_status(job_state) if job_state.status.is_final else None,
             step=step,
             unix_s=time.time(),
             is_wanted=is_wanted,
@@ -159,11 +154,7 @@ def read_notifications(folder: JobFolder) -> list[Notification]:
 
 
 def add_delivery(folder: JobFolder, delivery: Delivery) -> None:
-    """Record a result durably.
-
-    Raises:
-        OSError: the disk is full or failed.
-    """
+    """Record a result durably."""
     with journal.locked(folder.deliveries) as fd:
         journal.append(fd, json.dumps(asdict(delivery)))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from holdfast.jobs.output.block import last_text, last_texts
+from holdfast.jobs.output.block import OutputBlock, last_text, last_texts
 from holdfast.jobs.output.log_times import LogTimes, split
 from holdfast.system.units import format_bytes
 
@@ -176,3 +177,21 @@ def _tail_offset(fd: int, num_lines: int) -> int:
             return data_begin
         end = begin
     return 0
+
+
+def interleaved(readers: Mapping[int | None, LogReader], *, is_end: bool) -> Iterator[OutputBlock]:
+    """Yield the new blocks of all nodes in the order of their times.
+
+    Args:
+        is_end: no more output follows.
+    """
+    streams = [_blocks(node, reader, is_end=is_end) for node, reader in readers.items()]
+    if len(streams) == 1:
+        yield from streams[0]
+    else:
+        yield from heapq.merge(*streams, key=lambda block: block.unix_s or 0.0)
+
+
+def _blocks(node: int | None, reader: LogReader, *, is_end: bool) -> Iterator[OutputBlock]:
+    for data, unix_s in reader.blocks(is_end=is_end):
+        yield OutputBlock(node, data, unix_s)

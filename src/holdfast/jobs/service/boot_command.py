@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, RetryLater
 from holdfast.jobs.state_folder import STATE
 from holdfast.system.entry import command
+from holdfast.system.linux import program_runs
 
 _PATH = "PYTHONPATH"
 _MAX_NAME = 40
+_LIMIT_S = 60.0
+_RUNTIME = "XDG_RUNTIME_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +76,28 @@ def _check_text(text: str) -> None:
             f"{text!r} has a line break, another control character or bytes that are not UTF-8, and cannot "
             "be part of a service. Nothing was changed. Use a folder with another name."
         )
+
+
+def has_program(name: str) -> bool:
+    """Return True if a program is on the PATH."""
+    return shutil.which(name) is not None
+
+
+def run_program(*words: str, given: bytes = b"") -> program_runs.Ended:
+    """Run a program, and return its result.
+
+    Args:
+        given: its standard input.
+    """
+    environment = {**os.environ, "LC_ALL": "C"}
+    runtime = Path(f"/run/user/{os.getuid()}")
+    if _RUNTIME not in environment and runtime.is_dir():  # unset by su, sudo and cron
+        environment[_RUNTIME] = str(runtime)
+    try:
+        return program_runs.run_program(words, timeout_s=_LIMIT_S, given=given, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise RetryLater(
+            f"`{' '.join(words)}` did not end within {_LIMIT_S:.0f} s, and was killed."
+        ) from error
+    except OSError as error:
+        raise RetryLater(f"`{' '.join(words)}` could not be started: {error}.") from error

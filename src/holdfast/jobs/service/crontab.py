@@ -9,8 +9,7 @@ import re
 import shlex
 
 from holdfast.errors import Denied, InvalidInput, RetryLater
-from holdfast.jobs.service.boot_command import BootCommand
-from holdfast.jobs.service.programs import run_program
+from holdfast.jobs.service.boot_command import BootCommand, run_program
 
 _MAX_BYTES = 999
 """Longest command that all versions of cron run. Vixie's and Debian's cut off the rest silently."""
@@ -78,12 +77,7 @@ def _is_own(line: bytes, name: str) -> bool:
 
 
 def read_crontab() -> bytes:
-    """Return the user's crontab. A missing one counts as empty.
-
-    Raises:
-        Denied: crontab refuses to show it, or fails.
-        RetryLater: crontab does not end.
-    """
+    """Return the user's crontab. A missing one counts as empty."""
     done = run_program("crontab", "-l")
     if done.status == 0:
         return done.out

@@ -14,8 +14,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.records import Records
 from holdfast.jobs.service import crontab, systemd
-from holdfast.jobs.service.boot_command import BootCommand, make_boot_command, service_name
-from holdfast.jobs.service.programs import has_program
+from holdfast.jobs.service.boot_command import BootCommand, has_program, make_boot_command, service_name
 from holdfast.jobs.state_folder import STATE, state_dir, state_path
 
 WAYS = ("systemd", "cron")
@@ -75,11 +74,7 @@ def install(way: str | None = None) -> Service:
 
 
 def uninstall() -> bool:
-    """Remove the service of the state folder. Return True if there was one. Jobs continue.
-
-    Raises:
-        Denied: the crontab cannot be changed.
-    """
+    """Remove the service of the state folder. Return True if there was one. Jobs continue."""
     name = service_name(state_path())
     had_unit, had_line = systemd.remove_unit(name), _remove_line(name)
     if had_line:
@@ -104,7 +99,7 @@ def status() -> Service:
         way=way,
         place=place.get(way or "", ""),
         command=_shell_text(command),
-        starts=tuple(record.id for record in records if not record.life.status.is_final),
+        starts=tuple(record.id for record in records if not record.job_state.status.is_final),
         problems=tuple(_problems(command, way, line)),
     )
 

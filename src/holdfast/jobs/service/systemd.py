@@ -11,8 +11,7 @@ import pwd
 from pathlib import Path
 
 from holdfast.errors import Unsupported
-from holdfast.jobs.service.boot_command import BootCommand
-from holdfast.jobs.service.programs import has_program, run_program
+from holdfast.jobs.service.boot_command import BootCommand, has_program, run_program
 from holdfast.system.linux.files import write_atomic
 
 _TARGET = "default.target"

@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import RetryLater, Unsupported
-from holdfast.jobs.sky.states import ManagedJob, parse_queue
+from holdfast.errors import Corrupt, RetryLater, Unsupported
+from holdfast.jobs.status import JobStatus
+from holdfast.system.documents import Fields, decode
 from holdfast.system.linux.program_runs import end_program, output_of, run_program
 
 PROGRAM = "HOLDFAST_SKY"
@@ -20,6 +22,13 @@ _JOB_ID = re.compile(r"Managed Job ID: *(\d+)", re.I)
 _SHORT_S = 300.0
 _LAUNCH_S = 3600.0
 """Includes the upload of workdir and file mounts."""
+_OURS: Mapping[str, JobStatus] = {
+    "SUBMITTED": JobStatus.PENDING,
+    "WINDING_DOWN": JobStatus.RUNNING,
+    "FAILED_PRECHECKS": JobStatus.FAILED,
+    "FAILED_NO_RESOURCE": JobStatus.FAILED,
+}
+"""Statuses of SkyPilot that Holdfast does not have. All others have the same names."""
 
 
 def program() -> str:
@@ -57,9 +66,6 @@ def launch_words(name: str, path: str, secrets: Mapping[str, str]) -> list[str]:
 def launch(name: str, path: Path, secrets: Mapping[str, str]) -> str | None:
     """Launch a job, and return its id, or None if SkyPilot has not printed it.
 
-    Raises:
-        RetryLater: the launch failed.
-
     Blocks: until SkyPilot has uploaded files and started its controller, which takes minutes the first time.
     """
     output = _run(launch_words(name, str(path), secrets), secrets, timeout_s=_LAUNCH_S)
@@ -68,20 +74,12 @@ def launch(name: str, path: Path, secrets: Mapping[str, str]) -> str | None:
 
 
 def queue() -> list[ManagedJob]:
-    """Return all managed jobs of this user.
-
-    Raises:
-        RetryLater: SkyPilot did not answer.
-    """
+    """Return all managed jobs of this user."""
     return parse_queue(_run(["jobs", "queue", "--all", "--output", "json"]))
 
 
 def cancel(number: str) -> None:
-    """Cancel a job. SkyPilot uploads files of write-back caches first, if time permits.
-
-    Raises:
-        RetryLater: the cancellation failed.
-    """
+    """Cancel a job. SkyPilot uploads files of write-back caches first, if time permits."""
     _run(["jobs", "cancel", "-y", "--graceful", number])
 
 
@@ -129,3 +127,44 @@ def _environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment without variables that point Python to other packages."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return {**kept, **(further or {})}
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedJob:
+    """Managed job of `sky jobs queue`."""
+
+    id: str
+    name: str
+    status: JobStatus
+    recoveries: int
+    reason: str
+    started_unix_s: float | None
+    ended_unix_s: float | None
+
+
+def parse_queue(text: str) -> list[ManagedJob]:
+    """Parse the output of `sky jobs queue --output json`, newest job first."""
+    start = text.find("[")  # messages about the server may precede it
+    try:
+        rows = decode(text[start:], "SkyPilot's queue", max_bytes=64 << 20) if start >= 0 else []
+        every = [Fields(row, "a job of SkyPilot") for row in rows]
+        return [_read(row) for row in every if "job_id" in row]
+    except (Corrupt, ValueError, TypeError) as error:
+        raise RetryLater(f"Cannot parse SkyPilot's queue: {error} In {text[:200]!r}.") from error
+
+
+def _read(job: Fields) -> ManagedJob:
+    row = job.members
+    word = str(row.get("status") or "PENDING").rpartition(".")[2]
+    status = _OURS.get(word) or JobStatus(word)
+    why = row.get("failure_reason") or row.get("details") or ""
+    special = f"{word}: " if word in _OURS and status.is_final else ""
+    return ManagedJob(
+        str(row["job_id"]),
+        str(row.get("job_name") or ""),
+        status,
+        job.integer("recovery_count") if "recovery_count" in job else 0,
+        (special + str(why)).strip(),
+        job.number("start_at") if "start_at" in job else None,
+        job.number("end_at") if status.is_final and "end_at" in job else None,
+    )

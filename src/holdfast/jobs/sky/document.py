@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
+from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.model import MountMode, Task
-from holdfast.jobs.task.rendering import to_yaml
 from holdfast.system.environment import PREEMPTION
 
 TASK_ID = "HOLDFAST_TASK_ID"

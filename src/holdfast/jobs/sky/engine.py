@@ -20,16 +20,22 @@ from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.sky import commands
+from holdfast.jobs.sky.commands import ManagedJob
 from holdfast.jobs.sky.document import managed_name, render_document
-from holdfast.jobs.sky.states import ManagedJob
-from holdfast.jobs.sky.unsupported_keys import unsupported_keys
 from holdfast.jobs.state_machine import JobState, RestartPolicy
-from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.model import FileMount, MountMode, Task
 from holdfast.jobs.timers import Timers
+from holdfast.jobs.unsupported_keys import value_at
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
+_RECOVERY = "status 75 is added to recover_on_exit_codes: training has saved and wants to be restarted"
+_HOOK = "a hook is added that forwards preemption events to the training (Kubernetes, first node)"
+_NOT_DURABLE = (
+    "files reach the bucket some time after they were written, and are lost if the machine is preempted "
+    "before that; give the bucket's URL to the training as its home instead"
+)
 
 
 class SkyEngine(RecordedEngine):
@@ -86,7 +92,7 @@ class SkyEngine(RecordedEngine):
 
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
-        if all(record.life.status.is_final for record in records):
+        if all(record.job_state.status.is_final for record in records):
             return [Job.of(record) for record in records]
         try:
             managed, trouble = commands.queue(), ""
@@ -96,28 +102,28 @@ class SkyEngine(RecordedEngine):
 
     def _now(self, record: JobRecord, managed: list[ManagedJob], trouble: str) -> JobRecord:
         """Return a record with SkyPilot's state of the job, which is also saved."""
-        if record.life.status.is_final:
+        if record.job_state.status.is_final:
             return record
         if trouble:
             reason = f"SkyPilot does not answer\n{trouble}"
-            return dataclasses.replace(record, life=dataclasses.replace(record.life, reason=reason))
+            return dataclasses.replace(record, job_state=dataclasses.replace(record.job_state, reason=reason))
         one = _find(record, managed)
         if one is None:
             reason = f"SkyPilot does not have a job named {managed_name(record.name, str(record.id))!r}"
-            return dataclasses.replace(record, life=dataclasses.replace(record.life, reason=reason))
+            return dataclasses.replace(record, job_state=dataclasses.replace(record.job_state, reason=reason))
         has_begun = one.started_unix_s is not None
-        life = JobState(
+        job_state = JobState(
             status=one.status,
             attempt=one.recoveries + 1 if has_begun else 0,
             recoveries=one.recoveries,
             reason=one.reason,
         )
         now_s = one.ended_unix_s or time.time()
-        recorded = (record.life, record.started_unix_s, record.engine_job_id)
-        if (life, one.started_unix_s, one.id) != recorded:
+        recorded = (record.job_state, record.started_unix_s, record.engine_job_id)
+        if (job_state, one.started_unix_s, one.id) != recorded:
             self._records().save(
                 dataclasses.replace(record, engine_job_id=one.id),
-                life,
+                job_state,
                 Timers(),
                 now_unix_s=now_s,
                 step_before=None,
@@ -125,7 +131,7 @@ class SkyEngine(RecordedEngine):
             )
         return dataclasses.replace(
             record,
-            life=life,
+            job_state=job_state,
             engine_job_id=one.id,
             started_unix_s=one.started_unix_s,
             ended_unix_s=one.ended_unix_s,
@@ -188,3 +194,32 @@ def _find(record: JobRecord, managed: list[ManagedJob]) -> ManagedJob | None:
         ),
         None,
     )
+
+
+def unsupported_keys(task: Task) -> list[UnsupportedKey]:
+    """Return keys with a surprising meaning, and keys that Holdfast adds."""
+    found = [
+        UnsupportedKey(
+            "resources.job_recovery", _line(task, "resources.job_recovery", "resources"), _RECOVERY
+        ),
+        UnsupportedKey("config.hooks", _line(task, "config.hooks", "config"), _HOOK),
+        UnsupportedKey(
+            "run", _line(task, "run"), "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
+        ),
+    ]
+    found += [
+        UnsupportedKey(f"file_mounts.{mount.target}", mount.line, _cached(mount))
+        for mount in task.file_mounts
+        if mount.mode is MountMode.MOUNT_CACHED
+    ]
+    return sorted(found, key=lambda found_key: found_key.line)
+
+
+def _cached(mount: FileMount) -> str:
+    chosen = value_at(mount.spec, "config.mount_cached.transfers")
+    order = "" if chosen is not None else "one file is uploaded after the other (transfers: 1); "
+    return order + _NOT_DURABLE
+
+
+def _line(task: Task, *keys: str) -> int:
+    return next((task.lines[key] for key in keys if key in task.lines), 1)

@@ -12,7 +12,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.image_spec import ContainerOwner, make_image_spec, write_image_spec
 from holdfast.jobs.node.containers.lease import start_warden
 from holdfast.jobs.node.containers.runtime import find_runtime
-from holdfast.jobs.node.mounts.lease import STOPPED
+from holdfast.jobs.node.lease import STOPPED
 from holdfast.jobs.slurm.job_files import SubmittedJob
 from holdfast.system.linux import locks
 

@@ -59,15 +59,11 @@ class ClusterMounts:
         return False
 
     def read_ends(self, job: JobFolder, attempt: int) -> None:
-        """Read the ends of uploads that no controller has received, as it was killed.
-
-        Raises:
-            Corrupt: a document is damaged.
-        """
+        """Read the ends of uploads that no controller has received, as it was killed."""
         for node, one in list(self.uploads.items()):
             unsent = read_unsent(job.node(attempt, node).unsent) if one.missing is None else None
             if unsent is not None:
-                self.note(messages.UploadsEnded(node, unsent.told, unsent.is_settled))
+                self.note(messages.UploadsEnded(node, unsent.summary, unsent.is_settled))
 
     def may_open(self) -> bool:
         """Return True if no machine has leftovers of earlier attempts any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
+from holdfast.jobs.state_machine import JobState
+from holdfast.jobs.status import JobStatus
 from holdfast.system.entry import command
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.linux.program_runs import run_program
@@ -33,6 +36,12 @@ _FIXES = {
     "invalid qos": "Give a QOS of your account as qos in config.slurm.sbatch_options.",
 }
 """Advice by words of sbatch's refusals."""
+_WAITING = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+)
+_THERE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+_SOON_AGAIN = frozenset({"PREEMPTED", "NODE_FAIL", "BOOT_FAIL"})
+"""States after which Slurm requeues a job by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +68,6 @@ def submit(script: Path, *, exclude: str = "") -> str:
 
     Args:
         exclude: nodes to leave out, instead of those that the script names.
-
-    Raises:
-        RetryLater: Slurm did not accept it.
     """
     try:
         output = _run(["sbatch", "--parsable", *_without(exclude), str(script)], _outer_environment())
@@ -104,11 +110,7 @@ def _outer_environment() -> dict[str, str]:
 
 
 def query_queue(ids: Sequence[str]) -> dict[str, Queued]:
-    """Return the states of jobs. Jobs that Slurm has forgotten are left out.
-
-    Raises:
-        RetryLater: Slurm did not answer.
-    """
+    """Return the states of jobs. Jobs that Slurm has forgotten are left out."""
     if not ids:
         return {}
     words = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(ids)}"]
@@ -135,29 +137,17 @@ def query_accounting(number: str) -> str | None:
 
 
 def cancel_waiting(number: str) -> None:
-    """Cancel a job if it is pending.
-
-    Raises:
-        RetryLater: Slurm did not answer.
-    """
+    """Cancel a job if it is pending."""
     _run(["scancel", "--state=PENDING", number])
 
 
 def kill_steps(number: str) -> None:
-    """Send SIGKILL to all processes of a job except its batch script.
-
-    Raises:
-        RetryLater: Slurm did not answer.
-    """
+    """Send SIGKILL to all processes of a job except its batch script."""
     _run(["scancel", "--signal=KILL", number], num_tries=_NUM_TRIES)
 
 
 def requeue(number: str) -> None:
-    """Requeue a job, so that it starts from the beginning on any nodes.
-
-    Raises:
-        RetryLater: Slurm did not requeue it.
-    """
+    """Requeue a job, so that it starts from the beginning on any nodes."""
     _run(["scontrol", "requeue", number])
 
 
@@ -166,9 +156,6 @@ def leave_out(number: str, nodes: str) -> None:
 
     Args:
         nodes: their names, separated by commas.
-
-    Raises:
-        RetryLater: Slurm did not accept it.
     """
     _run(["scontrol", "update", f"JobId={number}", f"ExcNodeList={nodes}"])
 
@@ -178,9 +165,6 @@ def usable_nodes(partition: str) -> tuple[str, ...]:
 
     Args:
         partition: its name; empty: the default one.
-
-    Raises:
-        RetryLater: Slurm did not answer.
     """
     words = ["sinfo", "--noheader", "--Node", "--format=%N|%T|%P"]
     rows = [line.split("|") for line in _run([*words, *_of_partition(partition)]).splitlines()]
@@ -194,11 +178,7 @@ def usable_nodes(partition: str) -> tuple[str, ...]:
 
 
 def failed_nodes(nodes: Sequence[str]) -> frozenset[str]:
-    """Return which of some nodes have failed, or do not respond.
-
-    Raises:
-        RetryLater: Slurm did not answer.
-    """
+    """Return which of some nodes have failed, or do not respond."""
     words = ["sinfo", "--noheader", "--Node", "--format=%N|%T", f"--nodes={','.join(nodes)}"]
     rows = [line.split("|") for line in _run(words).splitlines()]
     return frozenset(row[0] for row in rows if len(row) == 2 and _has_failed(row[1]))
@@ -242,9 +222,6 @@ def addresses(nodelist: str) -> tuple[str, ...]:
 
     Args:
         nodelist: the value of SLURM_JOB_NODELIST.
-
-    Raises:
-        RetryLater: Slurm did not answer.
     """
     names = node_names(nodelist)
     output = _run(["scontrol", "--oneliner", "show", "node", nodelist])
@@ -282,3 +259,51 @@ def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_
     if done.status:
         raise RetryLater(f"`{' '.join(words)}` exited with {done.status}: {done.error[-500:]}")
     return done.out.decode("utf-8", "replace")
+
+
+def current_state(
+    job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str, missing: str = ""
+) -> JobState:
+    """Return the current state of a job.
+
+    Args:
+        job_state: state recorded by the job's controller. A final state is returned unchanged.
+        queued: Slurm's answer, or None if Slurm has forgotten the job.
+        is_cancelled: True if a user has cancelled the job.
+        output: file with more details, for messages.
+        missing: files that are not in their buckets, as far as known.
+    """
+    if job_state.status.is_final:
+        return job_state
+    if queued is not None and queued.state in _WAITING | _SOON_AGAIN:
+        return _waiting(job_state, queued, is_cancelled=is_cancelled)
+    if queued is not None and queued.state in _THERE:
+        status = JobStatus.STARTING if job_state.status is JobStatus.PENDING else job_state.status
+        return dataclasses.replace(job_state, status=status)
+    ended = _ended(job_state, queued, is_cancelled=is_cancelled, output=output)
+    return dataclasses.replace(ended, reason="; ".join(filter(None, (ended.reason, missing))))
+
+
+def _waiting(job_state: JobState, queued: Queued, *, is_cancelled: bool) -> JobState:
+    if is_cancelled:
+        return dataclasses.replace(job_state, status=JobStatus.CANCELLING, reason="cancelled")
+    status = JobStatus.RECOVERING if job_state.attempt else JobStatus.PENDING
+    why = f"waits in Slurm ({queued.reason})" if queued.reason not in ("", "None") else "waits in Slurm"
+    before = f"{job_state.reason}; " if job_state.reason else ""
+    return dataclasses.replace(job_state, status=status, reason=before + why)
+
+
+def _ended(job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str) -> JobState:
+    """Return the state of a job that Slurm ended before its controller could record why."""
+    state = "Slurm has forgotten the job" if queued is None else f"Slurm reports {queued.state}"
+    if is_cancelled or (queued is not None and queued.state.startswith("CANCELLED")):
+        reason = "cancelled" if is_cancelled else "cancelled in Slurm"
+        return dataclasses.replace(job_state, status=JobStatus.CANCELLED, is_active=False, reason=reason)
+    cause = (
+        "the job's controller did not record how it ended"
+        if job_state.attempt
+        else "its nodes sent no message: is the folder on a file system that they share "
+        "(HOLDFAST_STATE), and Python at the same path there?"
+    )
+    reason = f"{state}, and {cause} (see {output})"
+    return dataclasses.replace(job_state, status=JobStatus.FAILED_CONTROLLER, is_active=False, reason=reason)

@@ -103,7 +103,7 @@ class SlurmController(Controller):
         super().__init__(
             files.job,
             self._job.terms,
-            self._stored.life,
+            self._stored.job_state,
             task_id=self._job.task_id,
             step_before=self._stored.step_before,
         )
@@ -158,7 +158,7 @@ class SlurmController(Controller):
         if state != self.state:
             stored = dataclasses.replace(
                 stored,
-                life=state,
+                job_state=state,
                 step_before=self._step_before,
                 started_unix_s=stored.started_unix_s or (now_unix_s if state.attempt else None),
                 ended_unix_s=now_unix_s if state.status.is_final else None,
@@ -307,7 +307,9 @@ class SlurmController(Controller):
         """Give the nodes the terms of their uploads, and yield what is missing."""
         timers = self._timers
         notice_unix_s = (
-            None if timers.tell_until_unix_s is None else self._clock.machine_unix_s(timers.tell_until_unix_s)
+            None
+            if timers.notice_until_unix_s is None
+            else self._clock.machine_unix_s(timers.notice_until_unix_s)
         )
         if terms := self._uploads.take(self.state, notice_unix_s, leaves=self._leaves_machines()):
             step.send(terms)
@@ -454,11 +456,7 @@ def _is_running(slurm_id: str) -> bool:
 
 
 def _with_retries(call: Callable[[], _T]) -> _T:
-    """Call Slurm, with retries for some minutes while its own controller is down.
-
-    Raises:
-        RetryLater: Slurm did not answer in time.
-    """
+    """Call Slurm, with retries for some minutes while its own controller is down."""
     for _ in range(_MAX_RETRIES - 1):
         try:
             return call()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
+import shlex
 import shutil
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -16,7 +20,7 @@ from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.mount_plan import place
-from holdfast.jobs.node.mounts.private_targets import is_private_target
+from holdfast.jobs.node.mounts.private_links import is_private_target, private_mounts, private_note
 from holdfast.jobs.node.mounts.relocation import fixed_links, shared_links
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, link_user, remove_links
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
@@ -30,18 +34,32 @@ from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
-from holdfast.jobs.slurm.commands import Queued
+from holdfast.jobs.slurm.commands import Queued, current_state
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState, SubmittedJob
 from holdfast.jobs.slurm.left_out import choose_left_out, joined
-from holdfast.jobs.slurm.options import grace_s, has_own_container, is_pinned, wanted_options
-from holdfast.jobs.slurm.script import Script
-from holdfast.jobs.slurm.states import current_state
-from holdfast.jobs.slurm.unsupported_keys import unsupported_keys
+from holdfast.jobs.slurm.options import (
+    FURTHER,
+    Options,
+    grace_s,
+    has_own_container,
+    is_pinned,
+    wanted_options,
+)
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import Timers
+from holdfast.jobs.unsupported_keys import (
+    CHOICE_KEYS,
+    UNUSED_KEYS,
+    find_cache_settings,
+    find_mounts_in_place,
+    find_shell_differences,
+    find_unsupported_keys,
+    value_at,
+)
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
 
@@ -49,6 +67,39 @@ _POLL_S = 2.0
 """Interval for following output, as writes on other machines do not wake this one."""
 _DEAF_TO_USR1 = "trap '' USR1; "
 """Prefix of scripts: Slurm may signal all processes of a job, and SIGUSR1 kills most."""
+_BODY = """\
+# Slurm may signal this shell only. A shell runs a trap only while it waits, never while a child
+# runs in its foreground.
+told= controller=
+trap 'told=USR1; kill -USR1 "$controller" 2>/dev/null' USR1
+trap 'told=TERM; kill -TERM "$controller" 2>/dev/null' TERM
+{controller} &
+controller=$!
+if [ -n "$told" ]; then kill "-$told" "$controller"; fi
+while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
+wait "$controller"
+status=$?
+# The controller was killed, and could not requeue the job. A cancelled job stays cancelled.
+if [ "$status" -gt 128 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+_CHOICE = "Slurm chooses the nodes; kept for other engines"
+_UNSUPPORTED_KEYS: Mapping[str, str] = {
+    **UNUSED_KEYS,
+    **dict.fromkeys(CHOICE_KEYS, _CHOICE),
+    "resources.use_spot": "Slurm has no spot machines; choose a preemptible partition, "
+    f"as infra: slurm/CLUSTER/PARTITION or in {FURTHER}",
+    "resources.job_recovery.strategy": "Slurm's queue chooses the nodes",
+    "resources.network_tier": "the cluster's network as it is",
+    "resources.labels": "no machine is labelled",
+    "resources.image_id": "commands run on the nodes as they are; images (docker:NAME) need podman or docker "
+    f"on the nodes, others an option of your cluster in {FURTHER}",
+    "resources.autostop": "no machine is stopped",
+    "resources.priority": f"not passed on; use sbatch's own option, see {FURTHER}",
+    "resources.priority_class": f"not passed on; use sbatch's own option, see {FURTHER}",
+}
 
 
 class SlurmEngine(RecordedEngine):
@@ -202,7 +253,7 @@ class SlurmEngine(RecordedEngine):
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
         # Slurm is queried once, for all jobs that have not ended.
-        found = [one for one in records if not one.life.status.is_final]
+        found = [one for one in records if not one.job_state.status.is_final]
         results = zip(found, each(lambda one: self._files(one.id).read_state(), found), strict=True)
         read = {one.id: result for one, result in results}
         stories = {number: one for number, one in read.items() if not isinstance(one, HoldfastError)}
@@ -211,14 +262,14 @@ class SlurmEngine(RecordedEngine):
         open_ids = [
             slurm_id
             for number, slurm_id in outer.items()
-            if slurm_id and not stories[number].life.status.is_final
+            if slurm_id and not stories[number].job_state.status.is_final
         ]
         try:
             queued, trouble = commands.query_queue(open_ids), ""
         except (RetryLater, Unsupported) as error:
             queued, trouble = {}, str(error)
         return [
-            Job.of(one, life=dataclasses.replace(one.life, reason=broken[one.id]))
+            Job.of(one, job_state=dataclasses.replace(one.job_state, reason=broken[one.id]))
             if one.id in broken
             else self._job(one, stories.get(one.id), queued.get(outer.get(one.id) or ""), trouble)
             for one in records
@@ -228,50 +279,52 @@ class SlurmEngine(RecordedEngine):
         self, record: JobRecord, story: SlurmJobState | None, queued: Queued | None, trouble: str
     ) -> Job:
         if story is None:  # the job had ended when it was last queried
-            self._announce(record, record.life)
+            self._announce(record, record.job_state)
             self._files(record.id).remove_secrets()
             return Job.of(record, step=self._newest_step(record))
-        life = self._life(record, story, queued, trouble)
-        if life.status.is_final:
+        job_state = self._life(record, story, queued, trouble)
+        if job_state.status.is_final:
             ended_s = story.ended_unix_s or time.time()
             record = self._records().save(
                 record,
-                life,
+                job_state,
                 Timers(),
                 now_unix_s=ended_s,
                 step_before=None,
                 started_unix_s=story.started_unix_s,
             )
-            self._announce(record, life)
+            self._announce(record, job_state)
             self._files(record.id).remove_secrets()
         record = dataclasses.replace(
             record,
             started_unix_s=story.started_unix_s,
-            ended_unix_s=(story.ended_unix_s or time.time()) if life.status.is_final else None,
+            ended_unix_s=(story.ended_unix_s or time.time()) if job_state.status.is_final else None,
         )
-        return Job.of(record, step=self._newest_step(record), life=life)
+        return Job.of(record, step=self._newest_step(record), job_state=job_state)
 
     def _life(self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str) -> JobState:
-        life = story.life
-        if life.status.is_final:
-            return life
+        job_state = story.job_state
+        if job_state.status.is_final:
+            return job_state
         if trouble:
-            return dataclasses.replace(life, reason=f"Slurm does not answer\n{trouble}")
+            return dataclasses.replace(job_state, reason=f"Slurm does not answer\n{trouble}")
         files = self._files(record.id)
         slurm_id = story.slurm_id or record.engine_job_id
         if not slurm_id:
             if any(one.kind == "cancel" for one in files.requests()):
                 # If Slurm has it after all, its controller ends it when it starts.
-                return dataclasses.replace(life, status=JobStatus.CANCELLED, reason="cancelled")
-            return dataclasses.replace(life, reason="not in Slurm's queue yet, or sbatch was interrupted")
+                return dataclasses.replace(job_state, status=JobStatus.CANCELLED, reason="cancelled")
+            return dataclasses.replace(
+                job_state, reason="not in Slurm's queue yet, or sbatch was interrupted"
+            )
         if queued is None:
             story = files.read_state()  # the job may have ended between the two queries
             state = commands.query_accounting(slurm_id)
-            life, queued = story.life, None if state is None else Queued(state, "")
+            job_state, queued = story.job_state, None if state is None else Queued(state, "")
         is_cancelled = any(one.kind == "cancel" for one in files.requests())
         missing = ClusterMounts(files.job, record.spec.num_nodes, story.uploads).left()
         return current_state(
-            life, queued, is_cancelled=is_cancelled, output=str(files.output), missing=missing
+            job_state, queued, is_cancelled=is_cancelled, output=str(files.output), missing=missing
         )
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -325,3 +378,106 @@ def _policy(task: Task) -> RestartPolicy:
         max_same=max_same(task.envs),
         grace_s=grace_s(wanted_options(task)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Contents of the script."""
+
+    name: str
+    task_id: str
+    num_nodes: int
+    options: Options
+    controller: tuple[str, ...]  # command line of the controller, with paths that exist on every node
+    folder: str  # folder of the job, on a file system that all nodes share
+    output: str  # file for the output of the controller and of Slurm
+
+    def text(self) -> str:
+        """Return the script."""
+        head = "\n".join(["#!/bin/bash", *self._lines()])
+        return f"{head}\n\n" + _BODY.format(controller=shlex.join(self.controller))
+
+    def _lines(self) -> Iterator[str]:
+        ours: Options = {
+            "job-name": self.name,
+            "comment": self.task_id,
+            "nodes": str(self.num_nodes),
+            "ntasks-per-node": "1",
+            "chdir": self.folder,
+            "output": self.output,
+            "open-mode": "append",  # otherwise each start would truncate it
+            "requeue": None,
+        }
+        for name, value in {**ours, **self.options}.items():
+            yield f"#SBATCH --{name}" + ("" if value is None else f"={_quoted(value)}")
+
+
+def _quoted(value: str) -> str:
+    """Quote a value for sbatch, which does not support single quotes within double ones."""
+    return shlex.quote(value) if any(letter.isspace() or letter in "\"'#" for letter in value) else value
+
+
+def unsupported_keys(task: Task) -> list[UnsupportedKey]:
+    """Return the keys of a task that this engine ignores or changes, in file order."""
+    found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_sizes(task), *_choices(task), *_infra(task)]
+    if task.image is not None:
+        found = [one for one in found if one.key != "resources.image_id"]
+    found += [*_config(task), *_buckets(task), *find_mounts_in_place(task), *find_cache_settings(task)]
+    found += find_shell_differences(task)
+    found += [
+        UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
+    ]
+    return sorted(found, key=lambda found_key: found_key.line)
+
+
+def _line(task: Task, key: str) -> int:
+    return task.lines.get(key, 1)
+
+
+def _sizes(task: Task) -> Iterator[UnsupportedKey]:
+    memory = value_at(task.document, "resources.memory")
+    if memory is not None and memory_mib(memory) is None:
+        yield UnsupportedKey(
+            "resources.memory", _line(task, "resources.memory"), "not passed on: not a fixed amount"
+        )
+    for key in ("resources.cpus", "resources.memory"):
+        value = str(value_at(task.document, key) or "")
+        if value.endswith("+"):
+            yield UnsupportedKey(
+                key, _line(task, key), f"as {value[:-1]}: Slurm allocates exactly what is requested"
+            )
+
+
+def _choices(task: Task) -> Iterator[UnsupportedKey]:
+    choices = task.accelerators.choices
+    key = "resources.accelerators"
+    if len(choices) > 1:
+        what = f"only the first, {choices[0][0]}: sbatch does not support alternatives of GPUs"
+        yield UnsupportedKey(key, _line(task, key), what)
+    elif choices:
+        what = f"as --gres=gpu:{choices[0][0].lower()}:{int(choices[0][1])}; if the cluster calls its GPUs "
+        yield UnsupportedKey(key, _line(task, key), what + f"otherwise, give gres in {FURTHER}")
+
+
+def _infra(task: Task) -> Iterator[UnsupportedKey]:
+    infra = value_at(task.document, "resources.infra")
+    if infra is not None:
+        parts = str(infra).split("/")
+        is_slurm = parts[0].lower() == "slurm"
+        what = f"the partition {parts[2]!r} of it" if is_slurm and len(parts) == 3 else _CHOICE
+        yield UnsupportedKey("resources.infra", _line(task, "resources.infra"), what)
+
+
+def _config(task: Task) -> Iterator[UnsupportedKey]:
+    config: Any = task.document.get("config")
+    for name in config if isinstance(config, Mapping) else ():
+        if name != "slurm":
+            what = "settings of clouds and clusters; kept for other engines"
+            yield UnsupportedKey(f"config.{name}", _line(task, f"config.{name}"), what)
+
+
+def _buckets(task: Task) -> Iterator[UnsupportedKey]:
+    for mount in task.file_mounts:
+        if mount.source is None and mount.bucket:
+            what = f"a folder beside those of the jobs replaces the bucket {mount.bucket!r}"
+            yield UnsupportedKey(f"file_mounts.{mount.target}", mount.line, what)

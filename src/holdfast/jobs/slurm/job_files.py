@@ -53,7 +53,7 @@ class NodeUploads:
 class SlurmJobState:
     """State of the job, as recorded by its controller."""
 
-    life: JobState = field(default_factory=JobState)
+    job_state: JobState = field(default_factory=JobState)
     restart: int = -1  # Slurm's restart count when this was written
     slurm_id: str = ""
     step_before: int | None = None  # newest checkpoint when the attempt began
@@ -118,11 +118,7 @@ class JobFiles:
         write_atomic(self._story, json.dumps(asdict(state)))
 
     def read_state(self) -> SlurmJobState:
-        """Return the state of the job.
-
-        Raises:
-            Internal: the document is invalid.
-        """
+        """Return the state of the job."""
         try:
             return decode_dataclass(SlurmJobState, self._story.read_bytes(), str(self._story), any_text=True)
         except (OSError, Corrupt) as error:
@@ -138,11 +134,7 @@ class JobFiles:
             os.close(fd)
 
     def requests(self) -> list[JobRequest]:
-        """Return all requests so far, oldest first.
-
-        Raises:
-            Corrupt: a request is damaged.
-        """
+        """Return all requests so far, oldest first."""
         lines = self._asked.read_bytes().split(b"\n")[:-1]
         return [_parse_request(number, line) for number, line in enumerate(lines)]
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
-from holdfast.jobs.machines.exclusion import choose_excluded
-from holdfast.jobs.machines.judgement import judge
+from holdfast.jobs.machines.judgement import NodeStanding, judge
 from holdfast.jobs.machines.record import read_events
 from holdfast.jobs.slurm import commands
 from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
+MAX_SHARE = 0.1
+"""Greatest share of the usable machines that is left out, except that one always may be."""
 
 
 def choose_left_out(
@@ -44,3 +46,18 @@ def choose_left_out(
 def joined(names: tuple[str, ...], unwanted: str) -> str:
     """Return a list of nodes for Slurm: some names, and those that the user leaves out."""
     return ",".join(filter(None, (unwanted, *names)))
+
+
+def choose_excluded(
+    standings: Sequence[NodeStanding], usable: Collection[str], *, num_nodes: int
+) -> tuple[str, ...]:
+    """Return the machines to leave out, the most conspicuous first.
+
+    Args:
+        standings: all machines, the most conspicuous first.
+        usable: machines on which the job may run now or soon.
+        num_nodes: machines that the job needs.
+    """
+    room = min(max(1, int(len(usable) * MAX_SHARE)), len(usable) - num_nodes)
+    chosen = [one.name for one in standings if one.stands_out and one.name in usable]
+    return tuple(chosen[: max(0, room)])

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, HoldfastError, Internal, NotFound
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.lease import STOPPED
+from holdfast.jobs.node.lease import STOPPED
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
 from holdfast.jobs.node.mounts.relocation import moved_links, write_scratch_mounts
@@ -73,11 +73,11 @@ class NodeMounts:
             raise Internal("the scratch folder of the job is not open")
         return self._scratch
 
-    def open(self, bell: Path, *, num_nodes: int) -> None:
+    def open(self, wakeup: Path, *, num_nodes: int) -> None:
         """Open the scratch folder for a new attempt, and create the workdir's links.
 
         Args:
-            bell: FIFO that wakes this process.
+            wakeup: FIFO that wakes this process.
 
         Raises:
             HoldfastError: see `open_scratch` and `create_links`.
@@ -94,9 +94,9 @@ class NodeMounts:
             is_in_use=lambda _: False,
             is_of_job=is_scratch_path,
         )
-        self._use(scratch, bell)
+        self._use(scratch, wakeup)
 
-    def reopen(self, bell: Path) -> bool:
+    def reopen(self, wakeup: Path) -> bool:
         """Open the scratch folder to end the uploads of an attempt whose runner was killed.
 
         Returns:
@@ -109,7 +109,7 @@ class NodeMounts:
         rank = scratch.attempt(self._attempt) / _RANK
         if not rank.exists() or rank.read_text() != str(self._rank):
             return False
-        self._use(scratch, bell)
+        self._use(scratch, wakeup)
         return True
 
     # -- before the commands ---------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ class NodeMounts:
         for spec in caches(self.scratch):
             _end_uploader(Path(spec.path))
         unsent = upload_status(self.scratch)
-        told = f"on {self._owner.machine}, {unsent.told}" if unsent.told else ""
-        return dataclasses.replace(unsent, told=told)
+        summary = f"on {self._owner.machine}, {unsent.summary}" if unsent.summary else ""
+        return dataclasses.replace(unsent, summary=summary)
 
     def remove(self) -> None:
         """Remove the scratch folder. Files that are not uploaded stay."""
@@ -178,9 +178,9 @@ class NodeMounts:
     def _locate(self) -> JobFolder:
         return scratch_folder(scratch_parent(self._environment), self._job, self._owner.task_id)
 
-    def _use(self, scratch: JobFolder, bell: Path) -> None:
-        scratch.bell.unlink(missing_ok=True)
-        scratch.bell.symlink_to(bell)
+    def _use(self, scratch: JobFolder, wakeup: Path) -> None:
+        scratch.wakeup.unlink(missing_ok=True)
+        scratch.wakeup.symlink_to(wakeup)
         self._scratch = scratch
         self._teardown = Teardown(
             scratch, self._attempt, log=self._log, environment=lambda: self._environment

@@ -21,7 +21,7 @@ from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.mounts.unsent_files import write_unsent
 from holdfast.jobs.node.scripts import choose_venv, node_variables
-from holdfast.jobs.node.venv_variables import install_here
+from holdfast.jobs.node.virtual_environment import install_here
 from holdfast.jobs.node_spec import NodeSpec, read_outcome, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.slurm import messages
@@ -94,10 +94,10 @@ class _Runner:
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
         # Not in the job's folder, whose file system may not support pipes.
         self._room = temporary_folder("node")
-        self._bell = self._room.__enter__() / "bell"
-        self._wakeup = WakeupPipe(self._bell)
+        self._wakeup_fifo = self._room.__enter__() / "wakeup"
+        self._wakeup = WakeupPipe(self._wakeup_fifo)
         self._plan = _plan(
-            self._facts, folder, attempt, self._rank, addresses, self._num_gpus, str(self._bell)
+            self._facts, folder, attempt, self._rank, addresses, self._num_gpus, str(self._wakeup_fifo)
         )
         self._mounts = self._find_mounts()
         self._container = self._find_container()
@@ -175,14 +175,14 @@ class _Runner:
         if self._mounts is None:
             return ""
         try:
-            self._mounts.open(self._bell, num_nodes=self._facts.num_nodes)
+            self._mounts.open(self._wakeup_fifo, num_nodes=self._facts.num_nodes)
         except (HoldfastError, OSError) as error:
             return str(error)
         self._use_scratch(self._mounts.scratch)
         return ""
 
     def _reopen_mounts(self) -> None:
-        if self._mounts is not None and self._mounts.reopen(self._bell):
+        if self._mounts is not None and self._mounts.reopen(self._wakeup_fifo):
             self._use_scratch(self._mounts.scratch)
 
     def _use_scratch(self, scratch: JobFolder) -> None:
@@ -214,7 +214,7 @@ class _Runner:
         write_unsent(self._node.unsent, unsent)  # a controller that takes over reads it
         if self._terms.removes:
             self._mounts.remove()
-        self._send(messages.UploadsEnded(self._rank, unsent.told, unsent.is_settled))
+        self._send(messages.UploadsEnded(self._rank, unsent.summary, unsent.is_settled))
 
     def _upload_until_unix_s(self) -> float | None:
         if self._kills_keepers:
@@ -337,9 +337,9 @@ class _Runner:
         if self._is_notified:
             return len(listening)
         self._is_notified = True
-        word = Notice(message.source, deadline_unix_s=message.deadline_unix_s)
+        notice = Notice(message.source, deadline_unix_s=message.deadline_unix_s)
         with contextlib.suppress(OSError):
-            write_notice(self._node.notice, word)
+            write_notice(self._node.notice, notice)
         return sum(processes.send(one, signal.SIGTERM) for one in listening)
 
     def _left(self) -> list[processes.Process]:
@@ -384,7 +384,7 @@ def _plan(
     rank: int,
     addresses: list[str],
     num_gpus: int,
-    bell: str,
+    wakeup: str,
 ) -> NodeSpec:
     notice = folder.attempt(attempt) / str(rank) / "notice"
     node = Node(
@@ -424,7 +424,7 @@ def _plan(
         set_up=str(set_up),
         workdir=str(folder.workdir(rank)),
         log=str(folder.log(rank)),
-        bell=bell,
+        wakeup=wakeup,
         notice=str(notice),
         environment=run_environment(node, base, variables),
         setup_environment=setup_environment(node, base, variables),

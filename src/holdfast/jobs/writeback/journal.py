@@ -81,11 +81,7 @@ class Journal:
             self.set(version=VERSION)
 
     def _check_schema(self) -> None:
-        """Check that the database has no views or triggers, which could run for any time.
-
-        Raises:
-            Corrupt: it has some.
-        """
+        """Check that the database has no views or triggers, which could run for any time."""
         kinds = {row[0] for row in self._base.execute("SELECT DISTINCT type FROM sqlite_master")}
         if kinds - {"table", "index"}:
             raise Corrupt(
@@ -176,11 +172,7 @@ class Journal:
 
 
 def _check_rows(path: Path, *tables: Mapping[Any, Upload | Sent | UploadProblem]) -> None:
-    """Check the types of a journal's values, as SQLite stores any value in any column.
-
-    Raises:
-        Corrupt: a value has another type.
-    """
+    """Check the types of a journal's values, as SQLite stores any value in any column."""
     for key, row in (pair for table in tables for pair in table.items()):
         what = f"{path}: {shown(key)}"
         if type(key) is not (int if isinstance(row, Upload) else str):

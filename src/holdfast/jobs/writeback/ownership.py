@@ -30,11 +30,7 @@ def check_owner(owner: str, attempt: int) -> None:
 
 
 def newest_attempt(store: Store, owner: str) -> int:
-    """Return the owner's newest attempt that has mounted the place, or 0.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return the owner's newest attempt that has mounted the place, or 0."""
     found = [
         re.fullmatch(r".*/attempt-(\d+)\.json", entry.name) for entry in store.list(f"{FOLDER}/{owner}/")
     ]
@@ -42,11 +38,7 @@ def newest_attempt(store: Store, owner: str) -> int:
 
 
 def record_attempt(store: Store, owner: str, attempt: int) -> None:
-    """Record that an attempt has mounted the place. Each of its nodes may do so.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Record that an attempt has mounted the place. Each of its nodes may do so."""
     facts = {"owner": owner, "attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()}
     text = json.dumps({**facts, "unix_s": time.time()}).encode()
     with contextlib.suppress(Conflict):

@@ -20,8 +20,8 @@ from holdfast.jobs.node.checks.result import (
     write_checks,
 )
 from holdfast.jobs.node.machine_name import machine_name
-from holdfast.jobs.node.mounts.job_links import outside_path, read_links
-from holdfast.jobs.node.venv_variables import activate
+from holdfast.jobs.node.mounts.mount_spec import outside_path, read_links
+from holdfast.jobs.node.virtual_environment import activate
 from holdfast.jobs.node_spec import NodeSpec
 from holdfast.system.environment import read_progress
 

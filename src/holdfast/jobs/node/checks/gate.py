@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import os
 import select
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from holdfast.jobs.node.checks.disk import FEW_BYTES, NUM_BYTES, check_disk
-from holdfast.jobs.node.checks.memory import check_free_memory, check_memory
-from holdfast.jobs.node.checks.product import check_products
+from holdfast.jobs.node.checks.disk import FEW_BYTES, NUM_BYTES, check_disk, first_difference
 from holdfast.jobs.node.checks.result import MAX_RESULT_BYTES, Check, NodeChecks, read_results, write_result
-from holdfast.system.host_memory import available_bytes
+from holdfast.system.host_memory import available_bytes, total_bytes
+from holdfast.system.units import format_bytes
 
 LIMIT_S = 10.0
 """Time limit of all checks. What has no result by then is reported, and does not stop the attempt."""
@@ -22,6 +25,31 @@ GPU_LIMIT_S = 60.0
 """The same for GPUs, whose check has to import torch first."""
 _MAX_HOMES = 4
 _MAX_FDS = 1024
+COPY_BYTES = 16 << 20
+_FEW_COPY_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
+_NUM_COPIES = 3
+SIZE = 192
+"""Rows and columns of the matrices for numpy."""
+SMALL_SIZE = 40
+"""Rows and columns of the matrices for Python itself."""
+GREATEST = {"float64": 1 << 20, "float32": 200}
+"""Greatest absolute value of an element, by type."""
+GOLDEN = {
+    (192, "float64"): "37c6e5f7ba63756e8203c7222e2ce8976dd91e71022d7d73ad3e71b183a90060",
+    (192, "float32"): "b978112be0adaf8988a5c46d786da09119ad8177036bd8f6b36f36aa65428d19",
+    (40, "float64"): "e7dc84911c552f707381cc54d070483d4f20f6fe6a111635b110756a215b0802",
+}
+"""Hashes of the products, by size and type: of 64-bit integers, by rows, the lowest byte first.
+
+All sums stay below 2**53 in float64 and 2**24 in float32, so no order of additions rounds anything.
+"""
+_MASK = (1 << 32) - 1
+_LIMIT_S = 1.0
+"""Time limit for all cores. Those that come later are not tried."""
+
+Products = Mapping[tuple[int, str], Callable[[], bytes]]
+"""By size and type: computes a product, and returns it as 64-bit integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +236,143 @@ def _spawn(command: list[str], environment: Mapping[str, str]) -> tuple[int, int
         os.close(writer)
         os.close(null)
     return pid, reader
+
+
+def check_copy(available: int) -> Iterator[Check]:
+    """Yield the result of copies within the memory of this machine.
+
+    Args:
+        available: free memory, which limits the size of the copy.
+    """
+    num_bytes = COPY_BYTES if available > 8 * COPY_BYTES else _FEW_COPY_BYTES
+    source = os.urandom(_PIECE_BYTES) * (num_bytes // _PIECE_BYTES)
+    copy = bytearray(num_bytes)
+    view = memoryview(copy)
+    best_s = float("inf")
+    for _ in range(_NUM_COPIES):
+        started_s = time.perf_counter()
+        view[:] = source
+        best_s = min(best_s, time.perf_counter() - started_s)
+    yield compare_copy(source, copy, {"copied_bytes": num_bytes, "copy_s": best_s})
+
+
+def compare_copy(source: bytes, copy: bytearray, values: dict[str, float]) -> Check:
+    """Return the result of a copy."""
+    if copy == source:
+        return Check("copy", "memory", values=values)
+    trouble = f"a copy differs from its source, from byte {first_difference(source, bytes(copy))} on"
+    return Check("copy", "memory", trouble, stops=True, is_wrong=True, values=values)
+
+
+def check_free_memory(available: int, needed: int) -> Iterator[Check]:
+    """Yield the result for free memory.
+
+    Args:
+        needed: bytes of a save that are staged on this node; 0 if that is not known.
+    """
+    values = {"available_bytes": available, "total_bytes": total_bytes(), "needed_bytes": needed}
+    trouble = ""
+    if available < needed:
+        trouble = (
+            f"staging the next save takes {format_bytes(needed)}, and {format_bytes(available)} are free"
+        )
+    yield Check("memory", "free", trouble, values=values)
+
+
+def check_memory(needed: int) -> Iterator[Check]:
+    """Yield the results of all checks of the memory; see `check_free_memory`."""
+    available = available_bytes()
+    yield from check_free_memory(available, needed)
+    yield from check_copy(available)
+
+
+def check_products(products: Products | None = None) -> Iterator[Check]:
+    """Yield the result of products on each core that this process may run on.
+
+    Args:
+        products: the products to compute. Default: with numpy, or with Python itself.
+    """
+    chosen = products or numpy_products() or python_products()
+    cores = sorted(os.sched_getaffinity(0))
+    started_s = time.perf_counter()
+    wrong: list[str] = []
+    num_tried = 0
+    try:
+        for core in cores:
+            if num_tried and time.perf_counter() - started_s > _LIMIT_S:
+                break
+            os.sched_setaffinity(0, {core})
+            num_tried += 1
+            wrong += [f"core {core} ({key[1]})" for key, one in chosen.items() if not is_right(key, one())]
+    finally:
+        os.sched_setaffinity(0, cores)
+    took_s = time.perf_counter() - started_s
+    values = {"cores": num_tried, "all_cores": len(cores), "products_s": took_s, "size": max(chosen)[0]}
+    if not wrong:
+        yield Check("product", f"{num_tried} of {len(cores)} cores", values=values)
+        return
+    trouble = f"a product of matrices of integers is wrong: {', '.join(wrong[:8])}"
+    yield Check("product", "cores", trouble, stops=True, is_wrong=True, values=values)
+
+
+def is_right(key: tuple[int, str], product: bytes) -> bool:
+    """Return True for a right product."""
+    return hashlib.sha256(product).hexdigest() == GOLDEN[key]
+
+
+def elements(size: int, greatest: int, seed: int) -> list[int]:
+    """Return the elements of a matrix by rows: integers between -greatest and greatest."""
+    return [_mixed(index, seed, 1) % (2 * greatest + 1) - greatest for index in range(size * size)]
+
+
+def exact_product(size: int, dtype: str) -> bytes:
+    """Return a product that is computed with Python's integers."""
+    left, right = (elements(size, GREATEST[dtype], seed) for seed in (1, 2))
+    return _multiply(size, left, right)
+
+
+def numpy_products() -> Products | None:
+    """Return the products with numpy, and so with the vector units. None: it is not installed."""
+    os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    try:
+        numpy = importlib.import_module("numpy")
+    except ImportError:
+        return None
+    return {(SIZE, dtype): _with_numpy(numpy, dtype) for dtype in GREATEST}
+
+
+def python_products() -> Products:
+    """Return the product with Python's floating-point numbers."""
+    left, right = ([float(one) for one in elements(SMALL_SIZE, GREATEST["float64"], seed)] for seed in (1, 2))
+    return {(SMALL_SIZE, "float64"): lambda: _multiply(SMALL_SIZE, left, right)}
+
+
+def _with_numpy(numpy: Any, dtype: str) -> Callable[[], bytes]:
+    greatest, index = GREATEST[dtype], numpy.arange(SIZE * SIZE, dtype="uint64")
+    one = numpy.uint64(1)
+    left, right = (
+        (_mixed(index, seed, one).astype("int64") % (2 * greatest + 1) - greatest)
+        .astype(dtype)
+        .reshape(SIZE, SIZE)
+        for seed in (numpy.uint64(1), numpy.uint64(2))
+    )
+    return lambda: numpy.rint(left @ right).astype("<i8").tobytes()
+
+
+def _mixed(index: Any, seed: Any, one: Any) -> Any:
+    """Return well-mixed integers below 2**32, for Python's integers and numpy's alike.
+
+    Args:
+        one: the number 1 as one of these integers.
+    """
+    mask, high, low = _MASK * one, 15 * one, 13 * one
+    mixed = ((index + one) * (2654435761 * one) + seed * (40503 * one)) & mask
+    mixed = ((mixed ^ (mixed >> high)) * (2246822519 * one)) & mask
+    return mixed ^ (mixed >> low)
+
+
+def _multiply(size: int, left: list[Any], right: list[Any]) -> bytes:
+    columns = [right[column::size] for column in range(size)]
+    rows = [left[row * size : (row + 1) * size] for row in range(size)]
+    found = [sum(a * b for a, b in zip(row, column, strict=True)) for row in rows for column in columns]
+    return struct.pack(f"<{len(found)}q", *map(int, found))

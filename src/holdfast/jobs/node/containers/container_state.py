@@ -27,11 +27,7 @@ def write_container_state(folder: ContainerFolder, state: ContainerState) -> Non
 
 
 def read_container_state(folder: ContainerFolder) -> ContainerState | None:
-    """Return the state of a container, or None if it is unknown yet.
-
-    Raises:
-        Corrupt: the document is damaged.
-    """
+    """Return the state of a container, or None if it is unknown yet."""
     try:
         data = folder.state.read_bytes()
     except FileNotFoundError:

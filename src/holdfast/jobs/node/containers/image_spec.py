@@ -8,8 +8,7 @@ from pathlib import Path
 
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.containers.runtime import ContainerRuntime
-from holdfast.jobs.node.mounts.job_links import read_links
-from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
+from holdfast.jobs.node.mounts.mount_spec import MountKind, read_links, read_mount_specs
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.linux.files import write_atomic
 
@@ -71,11 +70,7 @@ def write_image_spec(path: Path, spec: ImageSpec) -> None:
 
 
 def read_image_spec(path: Path) -> ImageSpec | None:
-    """Return a specification, or None if the job has no image.
-
-    Raises:
-        Corrupt: the document is damaged.
-    """
+    """Return a specification, or None if the job has no image."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

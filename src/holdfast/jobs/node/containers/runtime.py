@@ -6,9 +6,11 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from enum import Enum
 
-from holdfast.errors import Unsupported
+from holdfast.errors import NotFound, RetryLater, Unsupported
 from holdfast.system.linux.program_runs import run_program
 
 _LIMIT_S = 30.0
@@ -16,6 +18,7 @@ _QUESTIONS = {
     "podman": ("info", "--format", "{{.Host.ServiceIsRemote}}"),
     "docker": ("info", "--format", "{{json .SecurityOptions}}"),
 }
+_MAX_WORDS = 2000
 
 
 class ContainerRuntime(str, Enum):
@@ -59,3 +62,44 @@ def _answer(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.text if done.status == 0 else None
+
+
+class RuntimeCalls:
+    """Calls of a container runtime.
+
+    Args:
+        is_wanted: returns False once calls should end.
+    """
+
+    def __init__(self, is_wanted: Callable[[], bool]) -> None:
+        self._is_wanted = is_wanted
+
+    def run(self, command: Sequence[str], *, is_logged: bool = False) -> str:
+        """Run a command, and return what it prints.
+
+        Args:
+            is_logged: write its output to the log of this process as it comes.
+
+        Raises:
+            RetryLater: it failed, or is not wanted any more. The message has its own words.
+            NotFound: the program is not installed.
+
+        Blocks: as long as the command runs.
+        """
+        what = f"`{command[0]} {command[1]}`"
+
+        def check() -> None:
+            if not self._is_wanted():
+                raise RetryLater(f"{what} was stopped: the job has ended.")
+
+        def log(data: bytes) -> None:
+            if is_logged:
+                os.write(sys.stdout.fileno(), data)
+
+        try:
+            done = run_program(command, timeout_s=None, has_own_session=True, on_output=log, on_look=check)
+        except FileNotFoundError as error:
+            raise NotFound(f"The program {command[0]} is not installed on this machine any more.") from error
+        if done.status != 0:
+            raise RetryLater(f"{what} failed: {done.error[-_MAX_WORDS:] or f'status {done.status}'}")
+        return done.text

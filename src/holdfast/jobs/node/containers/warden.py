@@ -14,7 +14,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container_state import ContainerState, write_container_state
 from holdfast.jobs.node.containers.image_spec import ImageSpec, read_image_spec
 from holdfast.jobs.node.containers.node_container import NodeContainer, explain
-from holdfast.jobs.node.containers.runtime_calls import RuntimeCalls
+from holdfast.jobs.node.containers.runtime import RuntimeCalls
 from holdfast.system.linux.processes import adopt_orphans
 
 _CHECK_S = 0.25

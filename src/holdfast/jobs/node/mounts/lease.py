@@ -1,32 +1,27 @@
-"""Lease of a node on its attempt's mounts: starts the mounter, waits for it, replaces a dead one."""
+"""Lease of an attempt on its mounts, which the mounter keeps in place."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from typing_extensions import override
+
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.node.lease import Lease
 from holdfast.jobs.node.spawn import spawn_once
 from holdfast.jobs.node_spec import read_environment
-from holdfast.system import backoff
 from holdfast.system.documents import decode_object
 from holdfast.system.linux import locks
 
-HOLDERS, LOCK, READY = "holders", "lock", "there"
+HOLDERS, LOCK, READY = "holders", "lock", "ready"
 """Files of the mounter: a FIFO whose writers keep it alive, its lock, and its result for waiting nodes."""
-STOPPED = "stopped"
-"""File in the folder of an attempt that is being killed."""
-_POLL_S = 0.05
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_MAX_STARTS = 3
-"""Limit of starts of a mounter that dies before the mounts are ready."""
 
 
-class MountLease:
+class MountLease(Lease):
     """Lease that keeps an attempt's mounts in place as long as this process lives.
 
     Args:
@@ -37,58 +32,29 @@ class MountLease:
     """
 
     def __init__(self, attempt: Path, log: Path, environment: Callable[[], Mapping[str, str]]) -> None:
-        self._attempt = attempt
+        super().__init__(attempt, "mounter", "its mounts were ready")
         self._environment = environment
         self._folder = attempt / "mounter"
-        self._again_s, self._num_starts = 0.0, 0
         self._log = log
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):
             os.mkfifo(self._folder / HOLDERS, 0o600)
         self._fd = os.open(self._folder / HOLDERS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def wait_until_there(self, meanwhile: Callable[[], None]) -> str | None:
-        """Wait until all mounts are ready.
-
-        Args:
-            meanwhile: called repeatedly.
-
-        Returns:
-            Why a mount failed, or None.
-
-        Blocks: as long as that takes, while a mounter is running.
-        """
-        num_starts = 0
-        while (result := self._result()) is None:
-            if (self._attempt / STOPPED).exists():
-                return "the attempt was ended before its mounts were ready"
-            if self._start():
-                num_starts += 1
-            if num_starts > _MAX_STARTS:
-                return f"the mounter died {_MAX_STARTS} times"
-            meanwhile()
-            time.sleep(_POLL_S)
-        return result.get("error")
-
-    def poll(self) -> None:
-        """Replace a mounter that was killed."""
-        if time.monotonic() >= self._again_s and self._start():
-            self._num_starts += 1
-            self._again_s = time.monotonic() + backoff.doubled(self._num_starts, _PAUSE_S, _LONGEST_PAUSE_S)
-
     def close(self) -> None:
         """Release the mounts."""
         os.close(self._fd)
 
-    def _result(self) -> dict[str, str] | None:
+    @override
+    def _result(self) -> str | None:
         try:
             document = decode_object((self._folder / READY).read_bytes(), READY, any_text=True)
         except FileNotFoundError:
             return None
-        return {name: document.text(name) for name in document.members}
+        return document.text("error") if "error" in document.members else ""
 
+    @override
     def _start(self) -> bool:
-        """Start a mounter, unless one is running. Return True if it was started."""
         lock = self._folder / LOCK
         if locks.is_held(lock):
             return False

@@ -1,7 +1,8 @@
-"""Leftovers: files that a killed attempt has not uploaded, sent before the next attempt begins."""
+"""Leftovers: files that a killed attempt has not uploaded, sent and logged before the next attempt begins."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,10 +40,6 @@ def send_leftovers(
         attempt: attempt that begins.
         is_wanted: polled, and stops the call by returning False.
         log: called with progress messages.
-
-    Raises:
-        RetryLater: the place failed for minutes, or the call was stopped.
-        Corrupt: the journal is damaged.
 
     Blocks: until everything is uploaded.
     """
@@ -98,3 +95,9 @@ def _wait_until_sent(spec: MountSpec, path: Path, is_wanted: Callable[[], bool])
         if failing_s is not None and time.monotonic() > failing_s + _PATIENCE_S:
             return status
     return status_of(path)
+
+
+def log_line(text: str) -> None:
+    """Write a line to the log of the node that started this process."""
+    sys.stdout.write(f"holdfast: {time.strftime('%F %T')} {text}\n")
+    sys.stdout.flush()

@@ -9,11 +9,9 @@ from typing import Any
 
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.copies import check_copy, copy_file, copy_tree
-from holdfast.jobs.node.mounts.fetch_limit import fetch_limit
-from holdfast.jobs.node.mounts.job_links import Link, write_links
-from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs
-from holdfast.jobs.node.mounts.private_targets import private_mounts
-from holdfast.jobs.node.mounts.validation import local_place
+from holdfast.jobs.node.mounts.mount_spec import Link, MountKind, MountSpec, write_links, write_mount_specs
+from holdfast.jobs.node.mounts.private_links import private_mounts
+from holdfast.jobs.node.mounts.validation import fetch_limit, local_place
 from holdfast.jobs.task.model import FileMount, MountMode, Task
 
 _REMOTE = {

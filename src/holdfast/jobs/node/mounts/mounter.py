@@ -15,8 +15,7 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.cache_mount import mount_write_back
 from holdfast.jobs.node.mounts.download import download
 from holdfast.jobs.node.mounts.lease import HOLDERS, READY
-from holdfast.jobs.node.mounts.leftovers import aside_folder, send_leftovers
-from holdfast.jobs.node.mounts.log_line import log_line
+from holdfast.jobs.node.mounts.leftovers import aside_folder, log_line, send_leftovers
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, caches_of, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
@@ -62,7 +61,7 @@ def serve(folder: Path) -> None:
         write_atomic(folder / READY, json.dumps({"error": str(error)}))
     finally:
         mounter.close()
-        wake(job.bell)
+        wake(job.wakeup)
 
 
 class Mounter:

@@ -7,8 +7,14 @@ import dataclasses
 from pathlib import Path
 
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.mounts.job_links import Link, read_links, write_links
-from holdfast.jobs.node.mounts.mount_spec import MountSpec, read_mount_specs, write_mount_specs
+from holdfast.jobs.node.mounts.mount_spec import (
+    Link,
+    MountSpec,
+    read_links,
+    read_mount_specs,
+    write_links,
+    write_mount_specs,
+)
 from holdfast.jobs.node.mounts.scratch import scratch_folder
 from holdfast.jobs.node.mounts.symlinks import visible_links
 

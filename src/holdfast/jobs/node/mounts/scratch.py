@@ -20,7 +20,7 @@ from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
-from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
+from holdfast.jobs.node.mounts.unsent_files import remove_copies
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.privacy import is_private
 
@@ -107,11 +107,7 @@ def open_scratch(scratch: JobFolder, owner: ScratchOwner) -> None:
 
 
 def read_scratch_owner(scratch: JobFolder) -> ScratchOwner | None:
-    """Return the owner of a scratch folder, or None for another folder.
-
-    Raises:
-        Corrupt: the document is damaged.
-    """
+    """Return the owner of a scratch folder, or None for another folder."""
     path = scratch.path / _OWNER
     try:
         return decode_dataclass(ScratchOwner, path.read_bytes(), str(path), any_text=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.node.mounts.job_links import Link, read_links
+from holdfast.jobs.node.mounts.mount_spec import Link, read_links
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
 
@@ -92,6 +92,6 @@ def visible_links(folder: JobFolder) -> list[Link]:
 
 def _may_have_links(record: JobRecord) -> bool:
     """Return False for a job that has ended, or waits for another one."""
-    status = record.life.status
+    status = record.job_state.status
     is_waiting = record.spec.after is not None and status is JobStatus.PENDING
     return not status.is_final and not is_waiting

@@ -75,7 +75,7 @@ class Teardown:
     def missing(self) -> str:
         """Return which files are not uploaded. Empty for none, or if that has not been checked."""
         unsent = read_unsent(self._path / UNSENT) if self._caches else None
-        return unsent.told if unsent is not None else ""
+        return unsent.summary if unsent is not None else ""
 
     def last_missing(self) -> str:
         """Return which files of an ended job are missing, and upload them in the background.
@@ -90,7 +90,7 @@ class Teardown:
         unsent = upload_status(self._folder)
         if not unsent.is_settled:
             self._start_upload_watcher()
-        return unsent.told
+        return unsent.summary
 
     def _keepers_until_s(self) -> float:
         if self._keepers_s is None:
@@ -105,7 +105,7 @@ class Teardown:
             return True
         if unsent is not None and unsent.is_hopeless and until_unix_s is None:
             raise Conflict(
-                f"The job has completed its work, but some of its files cannot be uploaded: {unsent.told}"
+                f"The job has completed its work, but some of its files cannot be uploaded: {unsent.summary}"
             )
         self._start_upload_watcher()
         return False

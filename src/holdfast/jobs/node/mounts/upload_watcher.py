@@ -12,12 +12,10 @@ from pathlib import Path
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.cache_mount import mount_write_back
-from holdfast.jobs.node.mounts.leftovers import mounting_attempt
-from holdfast.jobs.node.mounts.log_line import log_line
+from holdfast.jobs.node.mounts.leftovers import log_line, mounting_attempt
 from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
-from holdfast.jobs.node.mounts.unsent_files import UNSENT, UnsentFiles, write_unsent
-from holdfast.jobs.node.mounts.uploaded_copies import remove_copies
+from holdfast.jobs.node.mounts.unsent_files import UNSENT, UnsentFiles, remove_copies, write_unsent
 from holdfast.jobs.node.spawn import start_controller
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.writeback import DirectoryStatus, Mount, status_of
@@ -27,7 +25,7 @@ from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import wake
 
 _CHECK_S, _LONGEST_CHECK_S = 0.1, 2.0
-_TALK_S = 5.0
+_LOG_PAUSE_S = 5.0
 _ALONE_LIMIT_S = 3600.0
 """Time limit for a job that has ended. After it, a person must act."""
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -55,14 +53,14 @@ def serve(path: Path) -> None:
     def notify(unsent: UnsentFiles) -> None:
         status_log.log(unsent)
         write_unsent(path / UNSENT, unsent)
-        wake(folder.bell)
+        wake(folder.wakeup)
 
     upload_watcher = UploadWatcher(folder, owner, int(path.name), notify)
     try:
         upload_watcher.run(need.is_needed)
     finally:
         upload_watcher.close()
-    if not scratch and _record(folder).life.status.is_final:
+    if not scratch and _record(folder).job_state.status.is_final:
         remove_copies(folder)
 
 
@@ -79,10 +77,10 @@ class _StatusLog:
 
     def log(self, unsent: UnsentFiles) -> None:
         if unsent.is_settled and self._was_missing:
-            log_line(unsent.told or "all files of the job are in its bucket")
+            log_line(unsent.summary or "all files of the job are in its bucket")
         elif not unsent.is_settled and time.monotonic() >= self._again_s:
-            self._was_missing, self._again_s = True, time.monotonic() + _TALK_S
-            log_line(unsent.told)
+            self._was_missing, self._again_s = True, time.monotonic() + _LOG_PAUSE_S
+            log_line(unsent.summary)
 
 
 class _UploadNeed:
@@ -99,7 +97,7 @@ class _UploadNeed:
         if locks.is_held(self._folder.lock):
             self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
             return True
-        if _record(self._folder).life.status.is_final:
+        if _record(self._folder).job_state.status.is_final:
             return time.monotonic() < self._give_up_s
         start_controller(self._folder)
         return True
@@ -147,8 +145,8 @@ class UploadWatcher:
         Blocks: until then.
         """
         pause_s = _CHECK_S
-        unsent = UnsentFiles(is_settled=False, is_hopeless=False, told="")
-        while is_wanted(pause_s if unsent.told else 0.0):
+        unsent = UnsentFiles(is_settled=False, is_hopeless=False, summary="")
+        while is_wanted(pause_s if unsent.summary else 0.0):
             began_s = time.monotonic()
             for cache in self._caches:
                 cache.keep_uploading(lambda: is_wanted(0.0))
@@ -211,15 +209,15 @@ class _Cache:
         try:
             status = self._status()
         except (Denied, RetryLater) as error:
-            return UnsentFiles(is_settled=False, is_hopeless=False, told=str(error))
+            return UnsentFiles(is_settled=False, is_hopeless=False, summary=str(error))
         except HoldfastError as error:
-            return UnsentFiles(is_settled=False, is_hopeless=True, told=str(error))
+            return UnsentFiles(is_settled=False, is_hopeless=True, summary=str(error))
         if status is None or status.is_drained:
-            return UnsentFiles(is_settled=True, is_hopeless=False, told="")
+            return UnsentFiles(is_settled=True, is_hopeless=False, summary="")
         trouble = self._trouble or status.trouble
-        told = f"{status.summary()}{f': {trouble}' if trouble else ''}"
+        summary = f"{status.summary()}{f': {trouble}' if trouble else ''}"
         is_settled = _is_settled(status)
-        return UnsentFiles(is_settled, self._is_hopeless and not is_settled, told)
+        return UnsentFiles(is_settled, self._is_hopeless and not is_settled, summary)
 
     def close(self) -> None:
         """Release the directory."""
@@ -243,5 +241,5 @@ def _sum(found: list[_Cache]) -> UnsentFiles:
     return UnsentFiles(
         is_settled=all(one.is_settled for one in seen),
         is_hopeless=any(one.is_hopeless for one in seen),
-        told="; ".join(one.told for one in seen if one.told),
+        summary="; ".join(one.summary for one in seen if one.summary),
     )

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.address import hide_secrets
 from holdfast.checkpoint.store.endpoints import check_endpoint
-from holdfast.errors import Conflict, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import bucket_folder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.download import exists
-from holdfast.jobs.node.mounts.fetch_limit import check_fetch, fetch_limit
-from holdfast.jobs.node.mounts.private_targets import (
+from holdfast.jobs.node.mounts.private_links import (
     is_coverable,
     is_private_target,
     normal_target,
     private_mounts,
     why_unavailable,
 )
+from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import FileMount, MountMode, Task
+from holdfast.system.units import format_bytes
 
 _OF_KERNEL = frozenset({"dev", "proc", "sys"})
 _OF_PROGRAMS = frozenset({"bin", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr"})
 _OF_SYSTEM = frozenset({"home", "opt", "root", "run", "srv", "tmp", "var"})
 """Folders that an image has too, and that are hidden only if they are mounted as a whole."""
+KEY = "config.mount_cached.vfs_cache_max_size"
+"""Key of a mount for its limit. SkyPilot limits the cache of rclone with it."""
+_DEFAULT = "10G"  # as on SkyPilot
+_MAX_LISTED = 10_000
+"""Number of objects whose sizes are added up at the launch. The mount itself adds up all."""
 
 
 def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
@@ -184,3 +191,43 @@ def _may_be_there(url: str) -> bool:
 def _check_rclone(where: str, source: str) -> None:
     if lacking := fuse.missing_programs():
         raise Unsupported(f"{where}: {fuse.missing_message(source, lacking)} Nothing was started.")
+
+
+def fetch_limit(mount: FileMount) -> int | None:
+    """Return the limit of a mount in bytes, or None without one.
+
+    Raises:
+        InvalidInput: the limit is not a size.
+    """
+    config = (mount.spec.get("config") or {}).get("mount_cached") or {}
+    value = config.get("vfs_cache_max_size", _DEFAULT)
+    if str(value) in ("off", "-1"):
+        return None
+    mib = memory_mib(value)
+    if mib is None:
+        raise InvalidInput(f"{KEY}: expected a size, such as 50G, or off, found {value!r}.")
+    return mib << 20
+
+
+def check_fetch(place: str, limit: int | None) -> None:
+    """Check that what a place holds is not more than a limit.
+
+    Nothing is checked if the place does not answer: the mount does so too.
+
+    Raises:
+        InvalidInput: it holds more.
+
+    Blocks: while the store responds.
+    """
+    if limit is None:
+        return
+    num_bytes = 0
+    with suppress(Denied, NotFound, RetryLater):
+        for entry in itertools.islice(open_store(place).list(), _MAX_LISTED):
+            num_bytes += entry.num_bytes
+    if num_bytes > limit:
+        raise InvalidInput(
+            f"{place} holds at least {format_bytes(num_bytes)}, which would be downloaded before `setup`, "
+            f"and the limit is {format_bytes(limit)}. Mount a smaller prefix, or set {KEY} to another limit "
+            "or to off. Nothing was started."
+        )

@@ -1,4 +1,4 @@
-"""YAML of a manifest: every text is read back as text by YAML 1.1 and 1.2; pure."""
+"""Text of a manifest: YAML that 1.1 and 1.2 read alike, and `$` as Kubernetes replaces it; pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.A)
 _WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"))
 _OTHER_BREAKS = re.compile("[\r\x85\u2028\u2029]")  # line breaks in YAML 1.1 only
 _NEVER_FOLDED = 10**9
+_REPLACED = re.compile(r"\$(?=[$(])")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -38,3 +39,13 @@ def to_manifest(document: Mapping[str, Any], comments: Iterable[str]) -> str:
     """Return a manifest that begins with comments."""
     body = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_NEVER_FOLDED)
     return "".join(f"# {line}\n" for line in comments) + body
+
+
+def escape(text: str) -> str:
+    """Return text that Kubernetes turns back into `text`: it replaces `$(NAME)`, and `$$` by `$`."""
+    return _REPLACED.sub("$$", text)
+
+
+def reference(name: str) -> str:
+    """Return text that Kubernetes replaces by the value of an environment variable."""
+    return f"$({name})"

@@ -1,21 +1,27 @@
-"""Webhooks: a POST of JSON by http or https, within a time limit."""
+"""Targets of notifications, within time limits: webhooks, which get a POST, and commands of the user."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import signal
 import ssl
+import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import FrameType
+
+from holdfast.system.linux.program_runs import end_program, given_input
 
 _TIMEOUT_S = 10.0
 _TOTAL_S = 20.0
 _MAX_ANSWER_BYTES = 64 << 10
 _AGAIN = frozenset({408, 425, 429})
 """Statuses below 500 that may pass."""
+_LIMIT_S = 60.0
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -73,3 +79,31 @@ def _limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def run_hook(command: str, given: bytes, *, environment: Mapping[str, str], directory: str) -> str:
+    """Run a command, and return why it failed; empty if it succeeded. Its output is this process's.
+
+    Args:
+        given: its standard input, which it may ignore.
+    """
+    try:
+        with given_input(given) as stdin:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                stdin=stdin,
+                env=dict(environment),
+                cwd=directory if Path(directory).is_dir() else "/",
+                start_new_session=True,
+            )
+    except (OSError, ValueError) as error:
+        return f"it could not be started: {error.strerror if isinstance(error, OSError) else 'invalid text'}"
+    try:
+        process.wait(_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        end_program(process)
+        return f"it did not end within {_LIMIT_S:.0f} s, and was killed"
+    status = process.returncode
+    return "" if status == 0 else f"exit status {status}" if status > 0 else f"killed by signal {-status}"

@@ -1,15 +1,4 @@
-"""First process of a pod: runs `setup` and `run` under bash, and forwards Kubernetes' SIGTERM; pure."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
-from holdfast.jobs.conda import conda_start
-from holdfast.jobs.task.model import Task
-from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
-
-_SCRIPT = r"""# holdfast: runs SETUP and RUN, and passes the SIGTERM of Kubernetes on as a preemption notice.
+# holdfast: runs SETUP and RUN, and passes the SIGTERM of Kubernetes on as a preemption notice.
 setup=$1 run=$2 restart_status=$3 free_codes=$4 restarts=$5 grace_s=$6 shell_start=$7 needs_link=$8
 notice=${HOLDFAST_PREEMPTION##*file:} noticed='' child='' status=0
 export SKYPILOT_NODE_RANK=${SKYPILOT_NODE_RANK:-$RANK}
@@ -120,52 +109,3 @@ done
 # From 128 on, a PyTorchJob would restart the pod.
 if [ "$restart_status" -ge 128 ] && [ "$status" -ge 128 ]; then status=1; fi
 exit "$status"
-"""
-_CLONE = r"""# holdfast: clones the workdir. A branch takes precedence over a tag of the same name.
-export GIT_TERMINAL_PROMPT=0
-export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'  # root owns the volume
-for pause in 5 15 45 -; do
-  git -c protocol.ext.allow=never clone --no-checkout -- "$HOLDFAST_WORKDIR_URL" "$1" && break
-  if [ "$pause" = - ]; then exit 1; fi
-  find "$1" -mindepth 1 -delete
-  sleep "$pause"
-done
-cd "$1" || exit 1
-if [ -z "$2" ]; then git checkout --quiet HEAD -- || exit 1
-elif git rev-parse --verify --quiet "refs/remotes/origin/$2^{commit}" >/dev/null; then
-  git checkout --quiet -B "$2" "origin/$2" -- || exit 1
-elif git rev-parse --verify --quiet "$2^{commit}" >/dev/null; then
-  git checkout --quiet --detach "$2" -- || exit 1
-else
-  git fetch --quiet origin -- "$2" && git checkout --quiet --detach FETCH_HEAD -- || exit 1
-fi
-git submodule update --init --recursive
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class RestartRule:
-    """Exit status for a restart of the pod, and number of restarts without it."""
-
-    status: int = PREEMPTED_STATUS
-    in_place: int = 0  # restarts after errors
-
-
-def pod_command(task: Task, rule: RestartRule, *, grace_s: int) -> list[str]:
-    """Return the command of a pod's container, not escaped.
-
-    The shell is the first process of the container. It exits with `rule.status` if `run` fails after a
-    notice, or exits with 75, 63 or one of `recover_on_exit_codes`. Keepers of the training have up to
-    `grace_s` seconds to complete saves, because they end with the pod.
-    """
-    free_codes = sorted({PREEMPTED_STATUS, HUNG_STATUS, *task.recovery.free_codes})
-    numbers = [str(rule.status), " ".join(map(str, free_codes)), str(rule.in_place), str(grace_s)]
-    needs_link = "yes" if SKY_WORKDIR in task.setup + task.run else "no"
-    start = conda_start(task.setup, task.run)
-    return ["bash", "-c", _SCRIPT, "holdfast", task.setup, task.run, *numbers, start, needs_link]
-
-
-def clone_command(task: Task, folder: str) -> list[str]:
-    """Return the command that clones the task's repository into a folder, not escaped."""
-    assert task.repository is not None
-    return ["bash", "-c", _CLONE, "holdfast", folder, task.repository.ref or ""]

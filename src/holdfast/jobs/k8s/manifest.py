@@ -1,0 +1,331 @@
+"""Objects of Kubernetes that run a task, from the templates in `objects.yaml`."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
+from holdfast.jobs.conda import conda_start
+from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file
+from holdfast.jobs.k8s.manifest_text import escape, reference
+from holdfast.jobs.k8s.pod_config import grace_s, merge_pod_config, pod_config
+from holdfast.jobs.k8s.pod_resources import affinity, gpu_choice, requirements
+from holdfast.jobs.k8s.refusal import invalid, is_subdomain, labels, object_name, unsupported
+from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
+from holdfast.jobs.task.variables import fill_in
+from holdfast.jobs.unsupported_keys import value_at
+from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
+
+Object = dict[str, Any]
+"""Object of Kubernetes."""
+QUEUE = "config.kubernetes.kueue.local_queue_name"
+"""Key of a task file for a queue of Kueue, which SkyPilot reads too."""
+_MAX_RESTARTS = "resources.job_recovery.max_restarts_on_errors"
+_WORKDIR = "/workdir"
+"""Path of the clone of the task's repository."""
+_RESERVED = ("/", _WORKDIR, "/dev/shm", "/proc", "/sys", "/dev", "/tmp")
+_NAMESPACE = "HOLDFAST_NAMESPACE"
+_NOTICE = "/tmp/holdfast-notice"
+_NODE_RANKS = ("SKYPILOT_NODE_RANK", "SKYPILOT_SETUP_NODE_RANK")
+_IMAGE = re.compile(r"docker:([A-Za-z0-9][\w./:@-]*)", re.A)
+_MAX_WORD_BYTES = 128 * 1024 - 1
+"""Longest argument or variable that Linux accepts."""
+_RETRIED = 143
+"""Exit status for which a PyTorchJob restarts a pod, as for any other from 128 on."""
+
+
+def job(task: Task) -> Object:
+    """Return the Job of a task with one node.
+
+    Raises:
+        InvalidInput: Kubernetes would reject a value of the task.
+        Unsupported: Kubernetes cannot provide what the task requests.
+    """
+    pod = _pod(task, "training", ["localhost"], {"value": "0"})
+    pod["spec"]["restartPolicy"] = "Never"
+    return _object(task, "Job", pod)
+
+
+def job_set(task: Task) -> Object:
+    """Return the JobSet of a task with several nodes, which are restarted together; see `job`."""
+    name = object_name(task)
+    addresses = [f"{name}-node-0-{rank}.{name}" for rank in range(_num_nodes(task))]
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    pod = _pod(task, "training", addresses, _field(index))
+    pod["spec"]["restartPolicy"] = "Never"
+    return _object(task, "JobSet", pod)
+
+
+def pytorch_job(task: Task) -> Object:
+    """Return the PyTorchJob of a task; see `job`.
+
+    The training operator does not count failures apart from preemptions, so pods restart `run` in place after
+    errors. The script of a pod derives its rank.
+    """
+    name = object_name(task)
+    addresses = [f"{name}-master-0", *(f"{name}-worker-{rank}" for rank in range(_num_nodes(task) - 1))]
+    # Istio's sidecar would intercept the connections of the training, and keep the pod running after it.
+    annotations = {"sidecar.istio.io/inject": "false"}
+    restarts = _whole(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1)
+    rule = {"status": _RETRIED, "in_place": restarts}
+    return _object(
+        task, "PyTorchJob", _pod(task, "pytorch", addresses, None, annotations=annotations, **rule)
+    )
+
+
+def secret_name(task: Task) -> str:
+    """Return the name of the Secret with the values of a task's `secrets`."""
+    return f"{object_name(task)}-secrets"
+
+
+def pod_arguments(task: Task, *, status: int, in_place: int, grace_s: int) -> list[str]:
+    """Return the arguments of `pod.sh`, not escaped.
+
+    The shell is the first process of the container. It exits with `status` if `run` fails after a notice, or
+    exits with 75, 63 or one of `recover_on_exit_codes`. It restarts `run` `in_place` times after errors.
+    Keepers of the training have up to `grace_s` seconds to complete saves, because they end with the pod.
+    """
+    free_codes = sorted({PREEMPTED_STATUS, HUNG_STATUS, *task.recovery.free_codes})
+    numbers = [str(status), " ".join(map(str, free_codes)), str(in_place), str(grace_s)]
+    needs_link = "yes" if SKY_WORKDIR in task.setup + task.run else "no"
+    return ["holdfast", task.setup, task.run, *numbers, conda_start(task.setup, task.run), needs_link]
+
+
+@cache
+def script(name: str) -> str:
+    """Return a file of this folder, such as pod.sh."""
+    return (resources.files("holdfast.jobs.k8s") / name).read_text()
+
+
+def _template(name: str, values: Mapping[str, Any]) -> Any:
+    """Return a template of `objects.yaml` with its values."""
+    return _fill(yaml.safe_load(script("objects.yaml"))[name], values)
+
+
+def _fill(node: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(node, dict):
+        found = {key: _fill(value, values) for key, value in node.items()}
+        return {key: value for key, value in found.items() if value is not None}
+    if isinstance(node, list):
+        return [_fill(item, values) for item in node]
+    is_value = isinstance(node, str) and node.startswith("<")
+    return values[node[1:-1]] if is_value else node
+
+
+def _object(task: Task, kind: str, pod: Object) -> Object:
+    queue = value_at(task.document, QUEUE)
+    if queue is not None and not (isinstance(queue, str) and is_subdomain(queue) and len(queue) <= 63):
+        raise invalid(task, QUEUE, f"expected the name of a LocalQueue, found {str(queue)[:100]!r}.")
+    values = {
+        "name": object_name(task),
+        "object labels": labels(task) | ({"kueue.x-k8s.io/queue-name": queue} if queue is not None else {}),
+        "max restarts": _whole(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1),
+        "preempted": PREEMPTED_STATUS,
+        "num nodes": task.num_nodes,
+        "num workers": task.num_nodes - 1,
+        "pod": pod,
+    }
+    values["workers"] = _template("workers", values) if task.num_nodes > 1 else None
+    return _template(kind, values)
+
+
+def _pod(
+    task: Task,
+    container: str,
+    addresses: list[str],
+    rank: Mapping[str, Any] | None,
+    *,
+    annotations: Mapping[str, str] | None = None,
+    status: int = PREEMPTED_STATUS,
+    in_place: int = 0,
+) -> Object:
+    """Return the template of a task's pods.
+
+    Args:
+        addresses: those of all nodes, by rank.
+        rank: source of a pod's rank. None: the script of the pod derives it.
+    """
+    _check_files(task)
+    time_s = grace_s(task)
+    volumes = _volumes(task)
+    arguments = pod_arguments(task, status=status, in_place=in_place, grace_s=time_s)
+    values = {
+        "labels": labels(task),
+        "annotations": annotations,
+        "grace s": time_s,
+        "container": container,
+        "image": _image(task),
+        "script": escape(script("pod.sh")),
+        "clone script": escape(script("clone.sh")),
+        "arguments": [escape(word) for word in arguments],
+        "env": _environment(task, addresses, rank, time_s),
+        "mounts": [{"name": name, "mountPath": path} for name, path, _ in volumes],
+        "volumes": [{"name": name, **source} for name, _, source in volumes],
+        "workdir": None if task.repository is None else _WORKDIR,
+        "ref": task.repository and escape(task.repository.ref or ""),
+        "resources": requirements(task) or None,
+        **_placement(task),
+    }
+    values["clone"] = None if task.repository is None else _template("clone", values)
+    found = _template("pod", values)
+    _check_sizes(task, found["spec"]["containers"][0])
+    return merge_pod_config(task, found)
+
+
+def _placement(task: Task) -> dict[str, Any]:
+    """Return the values that choose nodes and their order."""
+    asked = pod_config(task).get("spec", {})
+    is_chosen = "affinity" in asked or "nodeSelector" in asked
+    priority_class = (task.document.get("resources") or {}).get("priority_class")
+    if priority_class is not None and not is_subdomain(str(priority_class)):
+        what = f"expected the name of a PriorityClass, found {str(priority_class)[:100]!r}."
+        raise invalid(task, "resources.priority_class", what)
+    return {
+        "affinity": None if is_chosen else affinity(task) or None,
+        "priority class": None if priority_class is None else str(priority_class),
+    }
+
+
+def _environment(
+    task: Task, addresses: list[str], rank: Mapping[str, Any] | None, grace_s: int
+) -> list[dict[str, Any]]:
+    """Return the variables of the task, SkyPilot's and Holdfast's.
+
+    Holdfast's override those of the task. A variable may refer to those before it.
+    """
+    _, num_gpus = gpu_choice(task)
+    # The same after every restart. Two namespaces may have jobs of one name.
+    task_id = f"{reference(_NAMESPACE)}-{object_name(task)}"
+    first = {_NAMESPACE: _field("metadata.namespace"), TAG: _field("metadata.name")}
+    ours = {
+        "SKYPILOT_TASK_ID": task_id,
+        "SKYPILOT_TASK_IDS": task_id,
+        "SKYPILOT_JOB_RANK": "0",
+        "SKYPILOT_NODE_IPS": "\n".join(addresses),
+        "SKYPILOT_NUM_NODES": str(len(addresses)),
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(num_gpus),
+        "SKYPILOT_SETUP_NODE_IPS": "\n".join(addresses),
+        "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": str(num_gpus),
+        PREEMPTION: escape(add_notice_file(task.envs.get(PREEMPTION, "auto"), _NOTICE)),
+    }
+    defaults = {
+        # torchrun kills its workers after 30 s by default, even if the pod has more time.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_s),
+        # A keeper ends with its pod, so its memory is of no use to the next attempt.
+        KEEP_IN_MEMORY: "0",
+        **UNBUFFERED,
+    }
+    variables: dict[str, Any] = {
+        **first,
+        **defaults,
+        **{name: escape(value) for name, value in task.envs.items()},
+        **{name: _secret(task, name) for name in task.secrets},
+        **first,
+        **ours,
+        **({} if rank is None else {name: dict(rank) for name in _NODE_RANKS}),
+        **({} if task.repository is None else {"HOLDFAST_WORKDIR_URL": _repository_url(task)}),
+    }
+    return [
+        {"name": name, **(found if isinstance(found, dict) else {"value": found})}
+        for name, found in variables.items()
+    ]
+
+
+def _secret(task: Task, name: str) -> dict[str, Any]:
+    return {"valueFrom": {"secretKeyRef": {"name": secret_name(task), "key": name}}}
+
+
+def _field(path: str) -> dict[str, Any]:
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _repository_url(task: Task) -> str:
+    """Return the URL of the repository, with references to secrets."""
+    marked = {name: f"\0{name}\0" for name in task.secrets}  # no value contains this character
+    url = str(fill_in(task.document["workdir"]["url"], {**task.envs, **marked}))
+    return re.sub("\0(.*?)\0", lambda found: reference(found[1]), escape(url))
+
+
+def _volumes(task: Task) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Return name, path and source of the volumes: shared memory, the workdir, and claims that exist."""
+    # The default of 64 MiB is too small for the workers of a DataLoader.
+    found: list[tuple[str, str, Mapping[str, Any]]] = [
+        ("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
+    ]
+    if task.repository is not None:
+        found.append(("workdir", _WORKDIR, {"emptyDir": {}}))
+    for number, (path, value) in enumerate((task.document.get("volumes") or {}).items()):
+        claim = {"claimName": _claim(task, str(path), value)}
+        found.append((f"volume-{number}", str(path), {"persistentVolumeClaim": claim}))
+    return found
+
+
+def _claim(task: Task, path: str, value: Any) -> str:
+    """Return the name of the claim of an entry."""
+    key = f"volumes.{path}"
+    is_plain = path.startswith("/") and posixpath.normpath(path) == path and not set(path) & set(":\0\n")
+    if not is_plain or path in _RESERVED:
+        what = f"expected an absolute path without `..`, that is not used otherwise, found {path[:100]!r}."
+        raise invalid(task, key, what)
+    name = value.get("name") if isinstance(value, Mapping) and set(value) == {"name"} else value
+    if not isinstance(name, str) or not is_subdomain(name):
+        found = f"found {str(value)[:100]!r}. No volume is created."
+        raise invalid(task, key, f"expected the name of a persistent volume claim that exists, {found}")
+    return name
+
+
+def _image(task: Task) -> str:
+    asked = (task.document.get("resources") or {}).get("image_id")
+    if isinstance(asked, Mapping) and len(asked) == 1:
+        (asked,) = asked.values()
+    found = _IMAGE.fullmatch(str(asked or ""))
+    if found is None:
+        what = "expected the container image of the training, such as docker:registry.example/gpt:1, found "
+        raise invalid(task, "resources.image_id", f"{what}{str(asked)[:200]!r}.")
+    return found[1]
+
+
+def _check_files(task: Task) -> None:
+    """Refuse folders, files and buckets."""
+    _num_nodes(task)
+    if task.workdir is not None:
+        what = (
+            "a folder of this machine cannot be uploaded to a cluster. Put the files into the image, or give "
+            "a git repository: workdir: {url: ..., ref: ...}."
+        )
+        raise unsupported(task, "workdir", what)
+    for mount in task.file_mounts:
+        what = (
+            "Kubernetes mounts neither buckets nor files of this machine. Pass the bucket's URL to the "
+            "training, or mount a persistent volume claim: volumes: {/mnt/data: NAME-OF-CLAIM}."
+        )
+        raise unsupported(task, f"file_mounts.{mount.target}", what)
+
+
+def _num_nodes(task: Task) -> int:
+    return _whole(task, "num_nodes", task.num_nodes, 5000, " nodes")
+
+
+def _whole(task: Task, key: str, value: int, limit: int, noun: str = "") -> int:
+    if value > limit:
+        raise invalid(task, key, f"expected at most {limit}{noun}, found {value}.")
+    return value
+
+
+def _check_sizes(task: Task, training: Mapping[str, Any]) -> None:
+    words = [*training["command"], *training["args"]]
+    words += [f"{variable['name']}={variable.get('value', '')}" for variable in training["env"]]
+    for word in words:
+        if "\0" in word:
+            raise invalid(task, "run", "expected scripts and variables without NUL characters.")
+        if len(word.encode()) > _MAX_WORD_BYTES:
+            what = f"expected scripts, variables and lists of nodes of less than {_MAX_WORD_BYTES} bytes, "
+            raise invalid(task, "run", f"{what}found one with {len(word.encode())}: {word[:60]!r}...")

@@ -39,7 +39,7 @@ from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttribu
 import holdfast
 from campaigns.counts import Count, write
 from holdfast.checkpoint.stage import stager
-from holdfast.checkpoint.stage.watch import Watch
+from holdfast.checkpoint.stage.watch import WriteWatch
 from holdfast.errors import HoldfastError, SaveWarning
 
 STEPS, EVERY = 8, 2
@@ -573,13 +573,13 @@ class Gate:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Install the gate in the copy, and have every step that waits for a copy open it."""
-        copy_, end, before_step = stager.copy_all, Watch.end, stager.Stager._before_step
+        copy_, end, before_step = stager.copy_all, WriteWatch.end, stager.Stager._before_step
 
         def copying(*args: Any, **options: Any) -> None:
             self._pass("before the copy")
             copy_(*args, **options)
 
-        def ending(watch: Watch, copies: Any) -> list[int]:
+        def ending(watch: WriteWatch, copies: Any) -> list[int]:
             self._pass("after the copy")
             return end(watch, copies)
 
@@ -587,11 +587,11 @@ class Gate:
             self.open()
             before_step(owner, optimizer)
 
-        stager.copy_all, Watch.end, stager.Stager._before_step = copying, ending, stepping  # pyright: ignore
+        stager.copy_all, WriteWatch.end, stager.Stager._before_step = copying, ending, stepping  # pyright: ignore
         try:
             yield
         finally:
-            stager.copy_all, Watch.end, stager.Stager._before_step = copy_, end, before_step  # pyright: ignore
+            stager.copy_all, WriteWatch.end, stager.Stager._before_step = copy_, end, before_step  # pyright: ignore
 
 
 def run_case(kind: Kind, width: int, moment: str, home: Path) -> Outcome:

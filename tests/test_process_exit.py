@@ -64,7 +64,7 @@ def _check_kept(done: subprocess.CompletedProcess[str], home: Path) -> None:
 def test_all_threads_have_ended_when_a_program_without_close_does(tmp_path: Path) -> None:
     look = """
 import threading
-from holdfast import process_exit
+from holdfast.system import process_exit
 ckpt.save(2).wait_durable()
 ckpt.wait()
 process_exit._complete_all()

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 import holdfast
 from holdfast.checkpoint.run.watching import choose_watches
-from holdfast.checkpoint.watch import Run
+from holdfast.checkpoint.watch import WatchedRun
 
 
 class Toy(holdfast.Watch):
@@ -30,12 +30,12 @@ class Toy(holdfast.Watch):
             raise ValueError(f"cannot {event}")
 
     @override
-    def applies(self, run: Run) -> bool:
+    def applies(self, run: WatchedRun) -> bool:
         self.note("applies")
         return True
 
     @override
-    def begin(self, run: Run) -> None:
+    def begin(self, run: WatchedRun) -> None:
         self.note("begin", run.rank, run.world_size)
 
     @override

@@ -22,7 +22,7 @@ class Note(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class WatchedRun:
     """Parts of a run that a watch in the trainer may use.
 
     Attributes:
@@ -67,7 +67,7 @@ class Watch:
     name: ClassVar[str]
     keeper: ClassVar[str | None] = None
 
-    def applies(self, run: Run) -> bool:
+    def applies(self, run: WatchedRun) -> bool:
         """Return whether the watch observes this run; if not, it receives no event."""
         return True
 
@@ -75,7 +75,7 @@ class Watch:
         """Return the options of the half in the keeper, as JSON."""
         return {}
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: WatchedRun) -> None:
         """Begin to watch: a Checkpointer was made, in the main thread. No attempt is claimed yet."""
 
     def step(self, step: int) -> None:

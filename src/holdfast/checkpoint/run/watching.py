@@ -13,7 +13,7 @@ from typing import Any
 import holdfast
 from holdfast.checkpoint.keeper.config import WatchConfig
 from holdfast.checkpoint.keeper.pulse import Pulse
-from holdfast.checkpoint.watch import Note, Run, Watch
+from holdfast.checkpoint.watch import Note, Watch, WatchedRun
 from holdfast.errors import InvalidInput, WatchWarning
 from holdfast.system.callsite import warn
 
@@ -87,7 +87,7 @@ class Watching:
         self._note = note
         for watch in list(self._watches):
             show = partial(warn, category=WatchWarning)
-            run = Run(watch.name, home, rank, world_size, pulse, note, show)
+            run = WatchedRun(watch.name, home, rank, world_size, pulse, note, show)
             if not self._call(watch, "applies", run):
                 self._watches = [one for one in self._watches if one is not watch]
             elif is_overridden(watch, Watch, "begin"):

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from holdfast.checkpoint.stage.watch import Watch
+from holdfast.checkpoint.stage.watch import WriteWatch
 
 _all: weakref.WeakSet[CalmTensors] = weakref.WeakSet()
 _ENOUGH = 2
@@ -29,7 +29,7 @@ class CalmTensors:
         self._torn: set[str] = set()
         self._plan: int | None = None
         self._num_saves = 0  # with this plan
-        self._watch: Watch | None = None
+        self._watch: WriteWatch | None = None
         self._observed: Mapping[int, str] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()  # another thread may step while this one saves or closes
@@ -57,7 +57,7 @@ class CalmTensors:
             return {}
         return {i: name for i, name in names.items() if name not in self and name not in self._torn}
 
-    def observe(self, watch: Watch, names: Mapping[int, str]) -> None:
+    def observe(self, watch: WriteWatch, names: Mapping[int, str]) -> None:
         """Observe tensors until `end` or `cancel`.
 
         Args:

@@ -21,7 +21,7 @@ from holdfast.checkpoint.stage.device_copies import DeviceCopies, copy_all, queu
 from holdfast.checkpoint.stage.plan import SavePlan
 from holdfast.checkpoint.stage.repeats import Repeats
 from holdfast.checkpoint.stage.step_hook import LastStep, StepHook
-from holdfast.checkpoint.stage.watch import Watch, Watcher
+from holdfast.checkpoint.stage.watch import Watcher, WriteWatch
 from holdfast.checkpoint.state.dtensor import is_dtensor
 from holdfast.errors import InvalidInput
 from holdfast.system.failpoint import failpoint
@@ -276,7 +276,7 @@ class Stager:
             staging.arena.pin()
         views = [*plan.views(staging.arena), *_witness_views(plan, live, staging.arena, witnesses)]
         calm = () if at_once else self._calm_witnesses(plan, witnesses)
-        watches: tuple[Watch, ...] = ()
+        watches: tuple[WriteWatch, ...] = ()
         if plan.is_cuda:
             later = (*self._divide_cuda(staging, plan, live, at_once=at_once), *calm)
         else:
@@ -329,7 +329,7 @@ class Stager:
         free: tuple[int, ...],
         *,
         at_once: bool,
-    ) -> tuple[tuple[int, ...], Watch]:
+    ) -> tuple[tuple[int, ...], WriteWatch]:
         """Return the tensors to copy in the background, and the watch over them, already started."""
         names, frozen = plan.names, self._unchanged(plan, live)
         wanted = () if at_once else (*plan.background, *frozen, *self._find_calm(plan, free))
@@ -356,7 +356,7 @@ class Stager:
         return plan.frozen if self._frozen == before else ()
 
     def _may_trust(
-        self, plan: SavePlan, frozen: tuple[int, ...], watch: Watch | None, *, at_once: bool
+        self, plan: SavePlan, frozen: tuple[int, ...], watch: WriteWatch | None, *, at_once: bool
     ) -> bool:
         """Return True if unwatched frozen tensors are copied in the background too."""
         watched = () if watch is None else watch.tensors
@@ -477,7 +477,7 @@ class _Background:
     indices: tuple[int, ...]  # of the tensors that are copied in the background
     live: list[torch.Tensor]
     views: list[torch.Tensor]
-    watches: tuple[Watch, ...]
+    watches: tuple[WriteWatch, ...]
     changed: set[int]  # during the blocking copy
     free: tuple[int, ...]  # tensors without an owner that may be calm
     then: Callable[[Staging], None]

@@ -96,8 +96,8 @@ class Watcher:
         address = tensor.data_ptr()
         return self._tracker is not None and self._tracker.is_own(address, address + tensor.nbytes)
 
-    def start(self, tensors: Mapping[int, torch.Tensor]) -> Watch:
-        """Watch tensors by index from now on; those that cannot be watched are left out.
+    def start(self, tensors: Mapping[int, torch.Tensor]) -> WriteWatch:
+        """WriteWatch tensors by index from now on; those that cannot be watched are left out.
 
         These are tensors on devices, in memory that other processes may share, or with gaps between their
         elements, and memory that another part of the process has registered with the kernel.
@@ -105,7 +105,7 @@ class Watcher:
         Blocks: 10 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
         """
         if self._tracker is None:
-            return Watch(None, _NOTHING, {}, None)
+            return WriteWatch(None, _NOTHING, {}, None)
         extents = self._find_extents(tensors)
         is_huge = self._huge.issuperset(tensors)
         if not self._try_start(extents, in_huge_pages=is_huge):
@@ -113,7 +113,7 @@ class Watcher:
             if not self._try_start(extents, in_huge_pages=is_huge):
                 extents = self._start_each(tensors, extents)
         watched = {index: tensors[index] for index in extents.indices}
-        return Watch(self._tracker, extents, watched, extents.save_edges())
+        return WriteWatch(self._tracker, extents, watched, extents.save_edges())
 
     def _try_start(self, extents: Extents, *, in_huge_pages: bool) -> bool:
         assert self._tracker is not None
@@ -185,7 +185,7 @@ class Watcher:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class WriteWatch:
     """A watch over some tensors, from its creation to its end.
 
     Bytes of a tensor on pages that it shares with other memory are not watched: they were saved when the

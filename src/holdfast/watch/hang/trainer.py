@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from holdfast.checkpoint.watch import Run, Watch
+from holdfast.checkpoint.watch import Watch, WatchedRun
 from holdfast.errors import InvalidInput
 from holdfast.system.units import Duration, parse_duration
 from holdfast.watch.hang.handlers import NAME, install_handlers
@@ -57,7 +57,7 @@ class Hang(Watch):
         )
 
     @override
-    def applies(self, run: Run) -> bool:
+    def applies(self, run: WatchedRun) -> bool:
         return self.action != "off"
 
     @override
@@ -65,5 +65,5 @@ class Hang(Watch):
         return {"restarts": self.action == "restart", "limits": asdict(self._limits)}
 
     @override
-    def begin(self, run: Run) -> None:
+    def begin(self, run: WatchedRun) -> None:
         run.words[0] = install_handlers() + 1

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from holdfast.checkpoint.watch import Run, Watch
+from holdfast.checkpoint.watch import Watch, WatchedRun
 from holdfast.errors import InvalidInput
 from holdfast.system.units import Duration, parse_duration
 from holdfast.watch.pace.activity import NAME
@@ -51,7 +51,7 @@ class SlowRanks(Watch):
             raise InvalidInput(f"SlowRanks(window=) must be at least 0.2 s, got {self.window!r:.100}.")
 
     @override
-    def applies(self, run: Run) -> bool:
+    def applies(self, run: WatchedRun) -> bool:
         return self.action != "off" and run.world_size > 1
 
     @override
@@ -59,7 +59,7 @@ class SlowRanks(Watch):
         return {"factor": self.factor, "window_s": self._window_s}
 
     @override
-    def begin(self, run: Run) -> None:
+    def begin(self, run: WatchedRun) -> None:
         self._sampler = ActivitySampler(run.pulse, self._window_s)
 
     @override

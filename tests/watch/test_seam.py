@@ -95,6 +95,7 @@ def test_a_given_watch_replaces_the_default_of_its_name() -> None:
         ([holdfast.Hang(), holdfast.Hang("off")], "two watches with the name 'hang'"),
         (["hang"], r"objects such as holdfast.Hang\(\), got 'hang'"),
         ([odd(name="Odd name")], "got 'Odd name'"),
+        ([holdfast.Watch()], "got ''. Set it in the class"),
         ([odd(keeper="__main__:Half")], "cannot import '__main__"),
         ([odd(keeper="no_such_module:Half")], "cannot import 'no_such_module"),
     ],
@@ -161,3 +162,22 @@ def test_a_half_that_fails_in_the_keeper_fails_no_save(
     assert holdfast.open(home).step == 3
     assert "'toy-with-keeper' has failed in the keeper of rank 0" in capfd.readouterr().err
     assert "cannot start" in lines(home, "watch-off")[0]["detail"]
+
+
+class Talking(holdfast.Watch):
+    """Watch that shows and records a text."""
+
+    name: ClassVar[str] = "talking"
+
+    @override
+    def begin(self, run: WatchedRun) -> None:
+        run.warn("the run is watched")
+        run.note("spike", step=None, detail=f"watched at {run.home}")
+
+
+def test_a_watch_can_warn_and_write_into_the_history(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    with pytest.warns(holdfast.WatchWarning, match="the run is watched"):
+        train(home, Talking())
+    (line,) = lines(home, "spike")
+    assert line["detail"] == f"watched at {home}"

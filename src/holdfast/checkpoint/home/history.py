@@ -41,6 +41,7 @@ EVENTS = (
     "pace",  # own times of the ranks of one host in a few windows of time; with the member `pace`
     "slow-rank",  # all others wait for a rank; with the member `slow`
     "slow-rank-over",  # it is as quick as the others again; seconds are those in which it was slow
+    "watch-off",  # a watch of the run has failed, and is off; the detail names it
     "metrics",  # of training, such as its loss; with members `steps` and `values`
     "compiled-loaded",  # the compile cache from home, at the start
     "compiled-sent",  # the compile cache to home

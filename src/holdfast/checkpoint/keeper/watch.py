@@ -1,8 +1,7 @@
-"""Seam of the watches in the keeper: what half of a watch there may use, and the events that it receives."""
+"""Seam of the watches in the keeper: the events of half a watch, and the parts of a run for it."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 import threading
@@ -43,30 +42,30 @@ class KeeperRun:
         Returns:
             False if the trainer did not print it within `wait_s`.
         """
-        self.inbox.text_shown.clear()
+        if wait_s:  # else the reply to a text of another watch may be on its way
+            self.inbox.text_shown.clear()
         self.inbox.reply(ShowText(text[:MAX_DETAIL], must_reply=wait_s > 0))
         return wait_s == 0 or self.inbox.text_shown.wait(wait_s)
 
     def in_background(self, work: Callable[[], object]) -> threading.Thread:
-        """Run something in a thread that ends with the keeper. An error in it is shown by the trainer."""
+        """Run something for the watch in a thread that ends with the keeper; see `guard`."""
         thread = threading.Thread(target=self.guard, args=(work,), name=f"holdfast-{self.name}", daemon=True)
         thread.start()
         return thread
 
     def guard(self, work: Callable[[], object]) -> None:
-        """Run something for the watch. An error is recorded and shown, and ends what the watch did there."""
+        """Run something for the watch. An error in it is shown by the trainer, and recorded."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - a watch may be the user's, and must not end the keeper
             rank = self.config.rank
             text = f"The watch {self.name!r} has failed in the keeper of rank {rank}: {error!r:.500}."
-            with contextlib.suppress(Exception):  # the history is for people; the line below is shown anyway
-                self.history.record("watch-off", step=None, detail=text)
             self.show(f"{text} Saves are not affected.")
+            self.history.record("watch-off", step=None, detail=text)
 
 
 class KeeperWatch:
-    """Half of a watch in the keeper, which is made from the options that the half in the trainer returns.
+    """Half of a watch in the keeper, made from the options that its half in the trainer returns.
 
     Subclasses override the events that they need. An error in an event never fails a save.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ def choose_watches(given: Iterable[Watch] | None) -> tuple[Watch, ...]:
     for watch in given:
         if not isinstance(watch, Watch):
             raise InvalidInput(f"watches= takes objects such as holdfast.Hang(), got {watch!r:.100}.")
-        if not _NAME.fullmatch(watch.name):
+        name = getattr(watch, "name", "")
+        if not _NAME.fullmatch(name):
             raise InvalidInput(
                 "The name of a watch has at most 32 lower-case letters, digits and hyphens, "
-                f"got {watch.name!r:.100}."
+                f'got {name!r:.100}. Set it in the class: name = "my-watch".'
             )
         if watch.name in found:
             raise InvalidInput(f"watches= has two watches with the name {watch.name!r}. Give one of them.")
@@ -71,7 +72,7 @@ class Watching:
     def __init__(self, watches: Sequence[Watch]) -> None:
         # A copy, as one object may be given to several Checkpointers.
         self._watches = [copy.copy(watch) for watch in watches]
-        self._steps: list[tuple[Watch, Callable[[int], None]]] = []
+        self._observing: list[Watch] = []  # those that have the event of a step
         self._note: Note | None = None
 
     def begin(self, *, home: str, rank: int, world_size: int, pulse: Pulse, note: Note) -> None:
@@ -85,19 +86,19 @@ class Watching:
             note: writes a line of the history.
         """
         self._note = note
-        for watch in list(self._watches):
+        for watch in self._watches:
             show = partial(warn, category=WatchWarning)
             run = WatchedRun(watch.name, home, rank, world_size, pulse, note, show)
             if not self._call(watch, "applies", run):
                 self._watches = [one for one in self._watches if one is not watch]
-            elif is_overridden(watch, Watch, "begin"):
+            elif _has(watch, "begin"):
                 self._call(watch, "begin", run)
-        self._steps = [(watch, watch.step) for watch in self._watches if is_overridden(watch, Watch, "step")]
+        self._observing = [watch for watch in self._watches if _has(watch, "step")]
 
     def keeper_halves(self) -> tuple[WatchConfig, ...]:
         """Return the halves of the watches in the keeper."""
         halves: list[WatchConfig] = []
-        for watch in list(self._watches):
+        for watch in self._watches:
             options = None if watch.keeper is None else self._call(watch, "options")
             if watch.keeper is not None and options is not None:
                 halves.append(WatchConfig(watch.name, watch.keeper, _folder_of(watch.keeper), dict(options)))
@@ -105,16 +106,13 @@ class Watching:
 
     def step(self, step: int) -> None:
         """Have the watches observe that a step is complete."""
-        for watch, observe in self._steps:
-            try:
-                observe(step)
-            except Exception as error:  # noqa: BLE001 - a watch must not end the training
-                self._switch_off(watch, "step", error)
+        for watch in self._observing:
+            self._call(watch, "step", step)
 
     def end(self) -> None:
         """End the watches, in reverse order."""
         for watch in self._watches[::-1]:
-            if is_overridden(watch, Watch, "end"):
+            if _has(watch, "end"):
                 self._call(watch, "end")
 
     def _call(self, watch: Watch, event: str, *arguments: Any) -> Any:
@@ -126,14 +124,15 @@ class Watching:
             return None
 
     def _switch_off(self, watch: Watch, event: str, error: Exception) -> None:
+        # New lists, as an event of each watch in the old one may be under way.
         self._watches = [one for one in self._watches if one is not watch]
-        self._steps = [row for row in self._steps if row[0] is not watch]
+        self._observing = [one for one in self._observing if one is not watch]
         text = f"The watch {watch.name!r} has failed in {event}(), and is off: {error!r:.500}."
         if self._note is not None:
             self._note("watch-off", step=None, detail=text)
         warn(f"{text} Training continues, and is saved.", WatchWarning)
 
 
-def is_overridden(watch: object, base: type, event: str) -> bool:
-    """Return whether the class of a watch has an event of its own."""
-    return getattr(type(watch), event) is not getattr(base, event)
+def _has(watch: Watch, event: str) -> bool:
+    """Return whether the class of a watch overrides an event."""
+    return getattr(type(watch), event) is not getattr(Watch, event)

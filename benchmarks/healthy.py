@@ -22,8 +22,8 @@ from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.store import open_store
 from holdfast.system.rawbytes import view_bytes
+from holdfast.watch.spike.detector import SpikeDetectors
 from holdfast.watch.values.contents import ContentCheck
-from holdfast.watch.values.watch import SpikeWatch
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {
@@ -109,7 +109,7 @@ def _durable_s(image: memoryview, rounds: int, folder: str | None) -> dict[str, 
 
 def _watch_s() -> float:
     """Return the processor time of watching a loss and a norm, in seconds per step."""
-    watch, generator = SpikeWatch(), random.Random(0)
+    watch, generator = SpikeDetectors(), random.Random(0)
     rows = [{"loss": generator.gauss(2, 0.1), "grad_norm": generator.gauss(1, 0.1)} for _ in range(VALUES)]
     began = time.process_time()
     for step, row in enumerate(rows):

@@ -81,7 +81,7 @@ def _save(home: str, state: dict[str, Any], audit: str, num_saves: int) -> dict[
     ckpt = holdfast.Checkpointer(
         home,
         state,
-        audit=int(audit) if audit.isdigit() else audit,
+        watches=[holdfast.Replicas(int(audit) if audit.isdigit() else audit)],
         keep=1,
         quiet=True,
         compile_cache=False,

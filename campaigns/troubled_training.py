@@ -78,8 +78,11 @@ def run(options: argparse.Namespace, rank: int, world_size: int) -> None:
         state,
         every=EVERY,
         keep=2,
-        watches=[holdfast.Hang("restart", limit=f"{HANG_S}s"), holdfast.SlowRanks(window="2s")],
-        on_spike=holdfast.Spike("rollback", back=5),
+        watches=[
+            holdfast.Hang("restart", limit=f"{HANG_S}s"),
+            holdfast.SlowRanks(window="2s"),
+            holdfast.Spike("rollback", back=5),
+        ],
     ) as ckpt:
         try:
             ckpt.restore(healthy=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,12 +13,13 @@ from holdfast.checkpoint.format import manifest, names, part, run, values
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, digest, hash_chunks
-from holdfast.checkpoint.format.health import UNKNOWN, Health
 from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store.contract import Store
 
 RUN_ID = "run-one"
@@ -57,7 +58,7 @@ def make_checkpoint(
     commit: bool = True,
     id: str | None = None,
     created_unix_s: float = CREATED_UNIX_S,
-    health: Health = UNKNOWN,
+    mark: Mark = Mark.NONE,
 ) -> Manifest:
     """Write a whole checkpoint: every rank's data file and part, and the manifest.
 
@@ -78,7 +79,7 @@ def make_checkpoint(
         commit: write the manifest.
         id: the manifest's id; default made from step and attempt.
         created_unix_s: the manifest's time.
-        health: of the state, as the manifest lists it.
+        mark: of a watch of the run, about the state.
 
     Returns:
         The manifest, written or not.
@@ -122,7 +123,8 @@ def make_checkpoint(
         store.put(names.part(step, attempt, rank), document)
         parts.append((part.parse(document, "part"), document))
     merged = manifest.merge(parts, id=id or f"id-{step}-{attempt}", created_unix_s=created_unix_s)
-    merged = replace(merged, health=health)
+    if mark is not Mark.NONE:
+        merged = replace(merged, watches={"toy": Section(1, {}, mark, ("reason",))})
     if commit:
         store.put(names.manifest(step, attempt), manifest.document(merged))
     return merged
@@ -193,3 +195,12 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 def _encoded(held: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values.encode(value, key) for key, value in held.items()}
+
+
+def no_watches() -> KeeperWatches:
+    """The halves of the watches in a keeper whose run has none."""
+
+    def run_of(name: str) -> NoReturn:
+        raise AssertionError(f"there is no watch {name!r}")
+
+    return KeeperWatches((), run_of, lambda _: {})

@@ -31,10 +31,10 @@ FLOORS = {
         kit | accelerate dcp deepspeed lightning ray recipe torchtitan trackers transformers | nebula
     """,
     "checkpoint": """
-        format retention save_interval | policy ranks state store | home stage | keeper restore
+        copies format retention save_interval | policy ranks state store | home stage | keeper restore
         | exchange watch | run
     """,
-    "watch": "compiled hang preemption values | pace | defaults report",
+    "watch": "compiled hang preemption replicas spike values | pace | defaults report",
     "jobs": """
         conda environment folder job_clock job_numbers journal outcome output state_folder status writeback
         | failure_cause node_spec task | state_machine | history timers | record_files
@@ -49,16 +49,6 @@ adapters/accelerate/live_state.py imports train.data.Batches
 adapters/lightning/resume_point.py imports train.data.Batches
 adapters/transformers/data_feed.py imports train.data.Batches
 adapters/transformers/trainer.py imports train.data.Batches
-checkpoint/home/commit.py imports watch.values.judgement.judge
-checkpoint/home/commit.py imports watch.values.replicas.ReplicaHashes
-checkpoint/home/commit.py imports watch.values.replicas.ReplicaWatch
-checkpoint/keeper/commit_tier.py imports watch.values.replicas.ReplicaWatch
-checkpoint/keeper/drain.py imports watch.values.replicas.ReplicaDifference
-checkpoint/keeper/drain.py imports watch.values.replicas.ReplicaWatch
-checkpoint/keeper/drain_plan.py imports watch.values.replicas.ReplicaWatch
-checkpoint/keeper/reports.py imports watch.values.replicas.ReplicaDifference
-checkpoint/keeper/save_files.py imports watch.values.contents.ContentCheck
-checkpoint/keeper/save_files.py imports watch.values.contents.can_check
 checkpoint/retention.py imports checkpoint.format.names.CheckpointId
 checkpoint/run/attempt.py imports watch.compiled.UploadResult
 checkpoint/run/attempt.py imports watch.compiled.download_cache
@@ -66,13 +56,10 @@ checkpoint/run/attempt.py imports watch.compiled.start_uploads
 checkpoint/run/attempt.py imports watch.compiled.warn_of_problems
 checkpoint/run/attempt.py imports watch.preemption.NoticeWatcher
 checkpoint/run/components.py imports watch.compiled.CompiledCode
-checkpoint/run/metrics.py imports watch.values.watch.SpikeWatch
 checkpoint/run/step_sync.py imports watch.preemption.NoticeWatcher
 checkpoint/run/training.py imports watch.compiled.CLOSE_LIMIT_S
 checkpoint/run/training.py imports watch.preemption.NoticeWatcher
 checkpoint/run/training.py imports watch.preemption.signals.is_loading
-checkpoint/run/training.py imports watch.values.spikes.NUM_RECENT
-checkpoint/run/training.py imports watch.values.spikes.WINDOW
 watch/report/figures/nodes.py imports jobs.node_checks.CheckedNode
 watch/report/summary.py imports jobs.node_checks.CheckedNode
 watch/report/summary.py imports jobs.node_checks.read_node_checks
@@ -100,6 +87,7 @@ PUBLIC = [
     "EveryAuto",
     "EverySteps",
     "EveryTime",
+    "FiniteValues",
     "Hang",
     "HoldfastError",
     "Home",
@@ -113,6 +101,7 @@ PUBLIC = [
     "Preempted",
     "Preemption",
     "Reads",
+    "Replicas",
     "ResumeWarning",
     "RetryLater",
     "Save",

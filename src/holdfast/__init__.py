@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         Memory,
         Preemption,
         Reads,
-        Spike,
     )
     from holdfast.checkpoint.state import per_rank, replicated
     from holdfast.checkpoint.watch import Watch
@@ -51,6 +50,9 @@ if TYPE_CHECKING:
     from holdfast.watch.defaults import default_watches
     from holdfast.watch.hang.trainer import Hang
     from holdfast.watch.pace.trainer import SlowRanks
+    from holdfast.watch.replicas.trainer import Replicas
+    from holdfast.watch.spike.trainer import Spike
+    from holdfast.watch.values.trainer import FiniteValues
 
 _PLACES = {
     "BatchFit": "train.batch",
@@ -65,6 +67,7 @@ _PLACES = {
     "EveryAuto": "checkpoint.policy",
     "EverySteps": "checkpoint.policy",
     "EveryTime": "checkpoint.policy",
+    "FiniteValues": "watch.values.trainer",
     "HoldfastError": "errors",
     "Hang": "watch.hang.trainer",
     "Home": "checkpoint.run.options",
@@ -78,11 +81,12 @@ _PLACES = {
     "Preempted": "errors",
     "Preemption": "checkpoint.run.options",
     "Reads": "checkpoint.run.options",
+    "Replicas": "watch.replicas.trainer",
     "ResumeWarning": "errors",
     "RetryLater": "errors",
     "Save": "checkpoint.keeper.save",
     "SaveWarning": "errors",
-    "Spike": "checkpoint.run.options",
+    "Spike": "watch.spike.trainer",
     "SlowRanks": "watch.pace.trainer",
     "Unsupported": "errors",
     "Watch": "checkpoint.watch",
@@ -112,6 +116,7 @@ __all__ = [
     "EveryAuto",
     "EverySteps",
     "EveryTime",
+    "FiniteValues",
     "Hang",
     "HoldfastError",
     "Home",
@@ -125,6 +130,7 @@ __all__ = [
     "Preempted",
     "Preemption",
     "Reads",
+    "Replicas",
     "ResumeWarning",
     "RetryLater",
     "Save",

@@ -40,7 +40,7 @@ class Story:
         bad: Container[int],
         metric: str = "loss",
         high: float = 90.0,
-        on_spike: str | holdfast.Spike = GO_BACK,
+        on_spike: holdfast.Spike = GO_BACK,
         **options: Any,
     ) -> None:
         self.home, self.on_spike = home, on_spike
@@ -57,7 +57,7 @@ class Story:
     def train(self, total: int, *, before_step: Callable[[int], object] = lambda _: None) -> list[int]:
         """Train to the end; return the steps in the order in which they were completed."""
         done: list[int] = []
-        with make_checkpointer(self.home, self.state, on_spike=self.on_spike, **self._options) as ckpt:
+        with make_checkpointer(self.home, self.state, watches=[self.on_spike], **self._options) as ckpt:
             for step in ckpt.steps(total):
                 before_step(step)
                 self.step(ckpt)

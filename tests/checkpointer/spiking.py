@@ -47,7 +47,9 @@ def main() -> None:
     poison = range(*args.poison)
     state = {"model": model, "optimizer": optimizer, "data": data}
     on_spike = holdfast.Spike(args.on_spike, back=args.back, max_rollbacks=args.max_rollbacks)
-    with holdfast.Checkpointer(args.home, state, every=args.every, keep=args.keep, on_spike=on_spike) as ckpt:
+    with holdfast.Checkpointer(
+        args.home, state, every=args.every, keep=args.keep, watches=[on_spike]
+    ) as ckpt:
         for step in ckpt.steps(args.steps):
             samples = data.take()
             mine = samples[rank :: dist.get_world_size()] if dist.is_initialized() else samples

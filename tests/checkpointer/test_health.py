@@ -13,8 +13,8 @@ import torch
 
 import holdfast
 from holdfast import Preemption
-from holdfast.checkpoint.format.health import Health
 from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.sections import Health
 from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store

@@ -10,8 +10,8 @@ import pytest
 
 from checkpointer import drifting
 from checkpointer.drifting import KINDS, Flip
-from holdfast.checkpoint.format.health import Health
 from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.sections import Health
 from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.history_lines import read_lines
 from holdfast.checkpoint.store import open_store

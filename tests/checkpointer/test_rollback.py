@@ -89,10 +89,10 @@ def test_a_spike_without_a_checkpoint_is_reported(home: Path, capfd: pytest.Capt
 
 @pytest.mark.slow
 def test_by_default_a_spike_is_only_reported(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    story = Story(home, bad=BAD, on_spike="report")
+    story = Story(home, bad=BAD, on_spike=holdfast.Spike("report"))
     assert story.train(200) == list(range(1, 201))
     assert capfd.readouterr().err.count("SPIKE: loss is 90 at step 101, usually") == 1
-    story = Story(home, bad=BAD, on_spike="off")
+    story = Story(home, bad=BAD, on_spike=holdfast.Spike("off"))
     story.train(250)
     assert "SPIKE" not in capfd.readouterr().err
 
@@ -196,7 +196,7 @@ def test_a_state_without_the_object_is_warned_of(home: Path) -> None:
 
 def test_loops_of_their_own_go_back_too(home: Path) -> None:
     story = Story(home, bad=range(400, 412))
-    with make_checkpointer(home, story.state, every=10, on_spike=story.on_spike) as ckpt:
+    with make_checkpointer(home, story.state, every=10, watches=[story.on_spike]) as ckpt:
         step = ckpt.restore() or 0
         while step < 150:
             story.step(ckpt)
@@ -206,15 +206,15 @@ def test_loops_of_their_own_go_back_too(home: Path) -> None:
     assert holdfast.open(home).step == 150
 
     other = Story(home.with_name("other"), bad=range(400, 412))
-    with make_checkpointer(other.home, other.state, every=10, on_spike=other.on_spike) as ckpt:
+    with make_checkpointer(other.home, other.state, every=10, watches=[other.on_spike]) as ckpt:
         step = ckpt.restore() or 0
         while step < 150:
             other.step(ckpt)
             step += 1
             if ckpt.should_save(step):
                 ckpt.save(step)
-            if ckpt.spike:
-                assert ckpt.spike.startswith("loss is 90 at step 101")
+            if ckpt.must_go_back:
+                assert ckpt.must_go_back.startswith("loss is 90 at step 101")
                 step = ckpt.roll_back()
         ckpt.finish(step)
     assert len(rollbacks(other.home)) == 1
@@ -222,7 +222,7 @@ def test_loops_of_their_own_go_back_too(home: Path) -> None:
 
 def test_a_loop_that_does_not_go_back_is_refused(home: Path) -> None:
     story = Story(home, bad=range(400, 412))
-    with make_checkpointer(home, story.state, every=10, on_spike=story.on_spike) as ckpt:
+    with make_checkpointer(home, story.state, every=10, watches=[story.on_spike]) as ckpt:
         ckpt.restore()
         with pytest.raises(InvalidInput, match="roll_back"):
             ckpt.roll_back()
@@ -239,10 +239,10 @@ def count_past(ckpt: holdfast.Checkpointer, story: Story) -> None:
 
 def test_the_word_is_refused_where_nothing_can_go_back(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="Give it a state"):
-        holdfast.Checkpointer(tmp_path, on_spike="rollback")
+        holdfast.Checkpointer(tmp_path, watches=[holdfast.Spike("rollback")])
     for value in ("back", 3, None):
-        with pytest.raises(InvalidInput, match="on_spike= must be one of report, rollback, off"):
-            holdfast.Checkpointer(tmp_path, {"a": 1}, on_spike=value)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(InvalidInput, match=r"Spike\(action=\) must be one of report, rollback, off"):
+            holdfast.Spike(value)  # pyright: ignore[reportArgumentType]
     for options in ({"max_rollbacks": 0}, {"back": -1}, {"skip": 1.5}):
         with pytest.raises(InvalidInput, match="Spike"):
             holdfast.Spike("rollback", **options)  # pyright: ignore[reportArgumentType]
@@ -271,7 +271,7 @@ def test_a_loader_that_cannot_skip_stays_at_its_position(home: Path) -> None:
     batches = iter(loader)
     state = {"weight": torch.zeros(1), "loaders": {"train": loader}}
     on_spike = holdfast.Spike("rollback", back=5)
-    with make_checkpointer(home, state, every=10, keep=None, on_spike=on_spike) as ckpt:
+    with make_checkpointer(home, state, every=10, keep=None, watches=[on_spike]) as ckpt:
         for _ in ckpt.steps(150):
             seen.append(next(batches))
             ckpt.record(loss=feed(seen[-1], bad=range(100, 103)))
@@ -295,7 +295,7 @@ def test_the_loader_of_the_step_after_a_rollback_is_durable_at_once(home: Path) 
     batches = iter(loader)
     state = {"weight": torch.zeros(1), "data": loader}
     with make_checkpointer(
-        home, state, every=10, keep=None, on_spike=holdfast.Spike("rollback", back=5)
+        home, state, every=10, keep=None, watches=[holdfast.Spike("rollback", back=5)]
     ) as ckpt:
         for step in ckpt.steps(150):
             if step == 90 and loader.num_read > 90:
@@ -310,7 +310,7 @@ def test_the_loader_of_the_step_after_a_rollback_is_durable_at_once(home: Path) 
 def test_a_state_without_data_is_warned_of(home: Path) -> None:
     state = {"weight": torch.zeros(1)}
     with (
-        make_checkpointer(home, state, on_spike="rollback") as ckpt,
+        make_checkpointer(home, state, watches=[holdfast.Spike("rollback")]) as ckpt,
         pytest.warns(ResumeWarning, match="no object that can skip samples"),
     ):
         ckpt.save(1).wait_durable()
@@ -318,7 +318,7 @@ def test_a_state_without_data_is_warned_of(home: Path) -> None:
 
 def test_a_resumed_run_notices_the_spike_that_ended_the_last_start(home: Path) -> None:
     """The values before the checkpoint are read from the history: otherwise the spike would be the normal."""
-    story = Story(home, bad=range(396, 10**6), on_spike="report")
+    story = Story(home, bad=range(396, 10**6), on_spike=holdfast.Spike("report"))
     story.train(101)  # two high values: not yet a spike
     again = Story(home, bad=range(396, 420))
     assert again.train(200)[-1] == 200
@@ -352,7 +352,7 @@ def test_the_spike_that_bloom_printed_is_gone_back_behind(
     usual = {"loss": 2.2, "grad_norm": 0.24}[metric]
     generator, data = random.Random(1), SkippingSampler(1)
     state = {"weight": torch.zeros(1), "data": data}
-    with make_checkpointer(home, state, every=10, on_spike=holdfast.Spike("rollback", back=5)) as ckpt:
+    with make_checkpointer(home, state, every=10, watches=[holdfast.Spike("rollback", back=5)]) as ckpt:
         for _ in ckpt.steps(140):
             (sample,) = data.take()
             normal = usual * (1 + 0.01 * generator.gauss(0, 1))
@@ -365,7 +365,7 @@ def test_the_spike_that_bloom_printed_is_gone_back_behind(
 def test_healthy_noise_never_goes_back(home: Path) -> None:
     generator, data = random.Random(2), SkippingSampler(1)
     state = {"weight": torch.zeros(1), "data": data}
-    with make_checkpointer(home, state, every=50, on_spike="rollback") as ckpt:
+    with make_checkpointer(home, state, every=50, watches=[holdfast.Spike("rollback")]) as ckpt:
         for step in ckpt.steps(600):
             data.take()
             ckpt.record(loss=(2 + 9 * math.exp(-step / 100)) * math.exp(generator.gauss(0, 0.25)))

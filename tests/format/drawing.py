@@ -10,11 +10,25 @@ from holdfast.checkpoint.format.catalog import Catalog, Tensor
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.limits import RUN_ID
 from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
+from holdfast.checkpoint.format.sections import WATCH_NAME, Mark, Section
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 tensor_names = text.filter(lambda name: name != "__metadata__" and "@" not in name)
 run_ids = st.from_regex(RUN_ID, fullmatch=True)
 dtypes = st.sampled_from(sorted(ITEM_BYTES))
+_values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text
+sections = st.dictionaries(
+    st.from_regex(WATCH_NAME, fullmatch=True),
+    st.builds(
+        Section,
+        st.integers(0, 99),
+        st.dictionaries(text, _values | st.lists(_values, max_size=3), max_size=3),
+        st.sampled_from(Mark),
+        st.lists(text, max_size=3).map(tuple),
+    ),
+    max_size=3,
+)
+"""Any findings of watches."""
 
 
 @st.composite

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from format.drawing import catalogs, run_ids, text
+from format.drawing import catalogs, run_ids, sections, text
 from holdfast.checkpoint.format import manifest
 from holdfast.checkpoint.format.catalog import Catalog, catalog_text
 from holdfast.checkpoint.format.hashes import digest
-from holdfast.checkpoint.format.health import MAX_BEFORE, MAX_REASONS, UNKNOWN, Health, Squares
 from holdfast.checkpoint.format.limits import MAX_ATTEMPT, MAX_STEP
 from holdfast.checkpoint.format.manifest import EACH, SPLIT, Manifest, PartFile, Tensor
 from holdfast.checkpoint.format.names import CheckpointId
@@ -171,15 +170,6 @@ def test_an_invalid_catalog_is_corrupt() -> None:
         merge([(broken, document)])
 
 
-def healths() -> st.SearchStrategy[Health]:
-    """Any health that a manifest may list."""
-    number = st.none() | st.floats(0, 1e300)
-    squares = st.builds(Squares, number, number)
-    reasons = st.lists(text, max_size=MAX_REASONS).map(tuple)
-    before = st.lists(squares, max_size=MAX_BEFORE).map(tuple)
-    return st.builds(Health, st.none() | st.booleans(), reasons, squares, before)
-
-
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     """Draw parts that fit together, and return their manifest."""
@@ -200,7 +190,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         for part, document in parts_of([common] * len(ranks), own)
     ]
     merged = manifest.merge(parts, id=draw(text), created_unix_s=draw(st.floats(0, 1e12)))
-    return dataclasses.replace(merged, health=draw(st.just(UNKNOWN) | healths()))
+    return dataclasses.replace(merged, watches=draw(sections))
 
 
 @given(manifests())
@@ -228,7 +218,10 @@ def test_a_changed_byte_is_detected(value: Manifest, data: st.DataObject) -> Non
         ),
         *({"each": {"w": [["F32"], [4]]}}, {"each": {"w": ["F32", [4.0]]}}),
         *({"parts": [[1]]}, {"parts": None}, {"parts": []}, {"parts": [[0, 1, "x", 1, None, 1]] * 2}),
-        *({"health": {"healthy": 1}}, {"health": []}, {"health": {"healthy": True, "reasons": [3]}}),
+        *({"watches": {"a": 1}}, {"watches": []}, {"watches": {"a": [1, 4, [], {}]}}),
+        *({"watches": {"A b": [1, 1, [], {}]}}, {"watches": {"a": [1, 1, [3], {}]}}),
+        *({"watches": {"a": [1, 1, [], 3]}}, {"watches": {f"a{i}": [1, 1, [], {}] for i in range(33)}}),
+        {"watches": {"a": [1, 1, [], {"text": "x" * (64 << 10)}]}},
         *({"id": None}, {"ancestors": None}, {"ancestors": [1]}, {"ancestors": [["a", {}]]}),
     ],
 )
@@ -242,10 +235,10 @@ def test_other_sealed_documents_are_not_manifests(change: dict[str, object]) -> 
         manifest.parse(seal(dumps(body) + b"\n" + rest), "manifest")
 
 
-def test_a_manifest_that_does_not_mention_health_is_unknown() -> None:
+def test_a_manifest_without_findings_of_watches_has_no_known_health() -> None:
     """As earlier versions have written it, byte for byte."""
     text_before = manifest.document(merge(parts_of([EXAMPLE, EXAMPLE], OWN)))
-    assert b"health" not in text_before
+    assert b"watches" not in text_before
     assert manifest.parse(text_before, "manifest").health.healthy is None
 
 

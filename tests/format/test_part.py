@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from format.drawing import catalogs, dtypes, run_ids, tensor_names, text
+from format.drawing import catalogs, dtypes, run_ids, sections, tensor_names, text
 from holdfast.checkpoint.format import part
-from holdfast.checkpoint.format.audit import AuditedReplicas, Replica, ReplicaAt
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, chunk_ranges, digest
-from holdfast.checkpoint.format.health import TensorHealth, Trend
 from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import DataFile, Part
 from holdfast.checkpoint.format.partitioning import EvenPartitioning, Region, whole
 from holdfast.checkpoint.format.sealed import dumps, seal
+from holdfast.checkpoint.format.sections import Section
 from holdfast.errors import Corrupt, Unsupported
 
 RANKS = list(range(5))
@@ -61,23 +60,7 @@ def parts(draw: st.DrawFn) -> Part:
         catalog_text=line,
         starts_text=dumps(starts),
         what="part",
-        health=draw(
-            st.none() | st.builds(TensorHealth, st.integers(0, 9), st.lists(text, max_size=3).map(tuple))
-        ),
-        trend=draw(st.none() | st.builds(Trend, st.none() | st.booleans(), text)),
-        audit=draw(st.none() | audits()),
-    )
-
-
-@st.composite
-def audits(draw: st.DrawFn) -> AuditedReplicas:
-    """Hashes of some replicas."""
-    numbers = st.integers(0, 9)
-    replicas = draw(st.lists(st.builds(Replica, numbers, numbers, st.booleans()), max_size=3))
-    return AuditedReplicas(
-        draw(st.text(max_size=9)),
-        tuple(replicas),
-        tuple(digest(b"%d" % i)[:16] for i in range(len(replicas))),
+        watches=draw(sections),
     )
 
 
@@ -102,10 +85,19 @@ def document(value: Part) -> bytes:
         starts=value.catalog_starts,
         catalog=value.catalog_text,
     )
-    if value.trend is not None:
-        draft = part.add_trend(draft, value.trend)
-    draft = part.add_order(draft, [ReplicaAt(Replica(0, 0, is_trained=True), 64, 8)])
-    return part.finish(draft, value.file, value.frozen, health=value.health, audit=value.audit)
+    draft = part.add_findings(draft, value.watches, {"replicas": ((64, 8),)})
+    assert part.findings_of(draft, "draft") == (value.watches, {"replicas": ((64, 8),)})
+    return part.finish(draft, value.file, value.frozen, value.watches)
+
+
+@given(parts(), sections)
+def test_parts_that_differ_in_findings_of_watches_describe_the_same_files(
+    value: Part, others: dict[str, Section]
+) -> None:
+    other = dataclasses.replace(value, watches=others)
+    assert part.differ_in_watches_only(document(value), document(other), "part")
+    moved = dataclasses.replace(value, step=value.step + 1)
+    assert not part.differ_in_watches_only(document(value), document(moved), "part")
 
 
 @settings(max_examples=50)

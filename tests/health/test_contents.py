@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
-from holdfast.checkpoint.format.health import TensorHealth
 from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.watch.values.contents import ContentCheck
+from holdfast.watch.values.judgement import TensorHealth
 from making import raw_bytes
 
 NAMES = {

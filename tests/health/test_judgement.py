@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.format.health import Health, Squares, TensorHealth, Trend
-from holdfast.watch.values.judgement import judge
+from holdfast.checkpoint.format.sections import UNKNOWN, Health, Mark, Section, health_of
+from holdfast.watch.values.judgement import Squares, TensorHealth, judge
 
 FINE = TensorHealth(0, (), Squares(100.0, 1.0))
 BEFORE = [Squares(100.0, 1.0)] * 3
 STEADY, SPIKE, FEW = (
-    Trend(False, "loss is within reason"),
-    Trend(True, "loss is 9"),
-    Trend(None, "few values"),
+    Section(1, {}, Mark.FOR, ("loss is within reason",)),
+    Section(1, {}, Mark.AGAINST, ("loss is 9",)),
+    Section(1, {}, Mark.NONE, ("few values",)),
 )
+
+
+def health(tensors: list[TensorHealth | None], trend: Section | None, before: list[Squares]) -> Health:
+    """Health by the values and the trend of the metrics."""
+    found = judge(tensors, before)
+    sections = {"finite-values": Section(1, {}, found.mark, found.reasons)}
+    return health_of(sections if trend is None else {**sections, "spike": trend})
 
 
 @pytest.mark.parametrize(
@@ -38,14 +47,14 @@ STEADY, SPIKE, FEW = (
     ],
 )
 def test_a_state_is_healthy_if_all_is_known_and_nothing_is_wrong(
-    tensors: list[TensorHealth | None], trend: Trend | None, before: list[Squares], healthy: bool | None
+    tensors: list[TensorHealth | None], trend: Section | None, before: list[Squares], healthy: bool | None
 ) -> None:
-    assert judge(tensors, trend, before).healthy is healthy
+    assert health(tensors, trend, before).healthy is healthy
 
 
 def test_the_reasons_name_tensors_and_norms() -> None:
     bad = TensorHealth(12, tuple(f"w{i}" for i in range(8)), Squares(1e6, 1.0))
-    assert judge([bad], SPIKE, BEFORE).reasons == (
+    assert health([bad], SPIKE, BEFORE).reasons == (
         "NaN or infinity in w0, w1, w2, w3, w4, w5, w6, w7 and 4 more",
         "the norm of the parameters is 1000, usually 10",
         "loss is 9",
@@ -54,8 +63,19 @@ def test_the_reasons_name_tensors_and_norms() -> None:
 
 @given(st.permutations([FINE, TensorHealth(0, (), Squares(3.0, None)), TensorHealth()]))
 def test_norms_are_those_of_all_ranks(tensors: list[TensorHealth]) -> None:
-    assert judge(tensors, STEADY).squares == Squares(103.0, 1.0)
+    assert judge(tensors).squares == Squares(103.0, 1.0)
 
 
 def test_words() -> None:
     assert [Health(one).word for one in (True, False, None)] == ["healthy", "unhealthy", "unknown"]
+
+
+def test_of_several_marks_the_greatest_counts_in_any_order() -> None:
+    words = {Mark.NONE: "unknown", Mark.FOR: "healthy", Mark.UNSURE: "unknown", Mark.AGAINST: "unhealthy"}
+    for marks in itertools.product(Mark, repeat=3):
+        sections = {f"w{i}": Section(1, {}, mark, (mark.name,)) for i, mark in enumerate(marks)}
+        found = health_of(sections)
+        assert found.word == words[max(marks)]
+        if found.healthy is False:
+            assert set(found.reasons) == {"AGAINST"}
+    assert health_of({}) == UNKNOWN

@@ -8,9 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.format.audit import AuditedReplicas, Replica
-from holdfast.watch.values.judgement import judge
-from holdfast.watch.values.replicas import Comparison, ReplicaDifference, ReplicaHashes, ReplicaWatch
+from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.home.judges import CompleteSave
+from holdfast.watch.replicas.comparison import (
+    Comparison,
+    HashedReplicas,
+    Replica,
+    ReplicaDifference,
+    ReplicaHashes,
+    ReplicaWatch,
+)
+from holdfast.watch.replicas.keeper import ReplicasKeeper
 
 NAMES = ["w", "buffer"]
 A, B, C = "a" * 16, "b" * 16, "c" * 16
@@ -24,7 +32,7 @@ def hashes(
     for rank, one in enumerate(found):
         replica = Replica(tensor, 0 if region is None else region[rank], is_trained=tensor == 0)
         replicas = () if one is None else (replica,)
-        collected.add(rank, AuditedReplicas(f"node{rank}", replicas, () if one is None else (one,)), NAMES)
+        collected.add(rank, HashedReplicas(f"node{rank}", replicas, () if one is None else (one,)), NAMES)
     return collected
 
 
@@ -147,7 +155,7 @@ def test_an_older_checkpoint_with_a_difference_that_is_gone_is_not_healthy() -> 
 
 def test_a_part_with_an_audit_of_an_unknown_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor 7, but the catalog has 2"):
-        ReplicaHashes().add(0, AuditedReplicas("n", (Replica(7, 0, is_trained=True),), (A,)), NAMES)
+        ReplicaHashes().add(0, HashedReplicas("n", (Replica(7, 0, is_trained=True),), (A,)), NAMES)
 
 
 def test_the_text_names_tensors_ranks_hosts_and_the_step_before() -> None:
@@ -162,8 +170,21 @@ def test_the_text_names_tensors_ranks_hosts_and_the_step_before() -> None:
     assert "than ranks 6, 7, 8, 9, 10, 11, 12 and 17 others in w" in many.text
 
 
+def judged(step: int, found: Sequence[str], keeper: ReplicasKeeper) -> Section:
+    data = [{"rows": [[0, 0, 1]], "host": f"node{rank}", "hashes": one} for rank, one in enumerate(found)]
+    rows = {rank: Section(1, one) for rank, one in enumerate(data)}
+    section = keeper.committing(CompleteSave(step, len(found), rows, lambda _: tuple(NAMES)))
+    assert section is not None
+    return section
+
+
 def test_a_checkpoint_with_different_copies_is_not_healthy() -> None:
-    _, compared = compare([A, A, A], [A, B, A])
-    health = judge([None], None, (), compared)
-    assert health.healthy is False
-    assert health.reasons[0].startswith("at step 20 rank 1 (node1) has other bytes")
+    keeper = ReplicasKeeper({})
+    equal = judged(10, [A, A, A], keeper)
+    assert (equal.mark, equal.reasons) == (
+        Mark.NONE,
+        ("1 replicated tensor compared and equal on all ranks",),
+    )
+    different = judged(20, [A, B, A], keeper)
+    assert different.mark is Mark.AGAINST
+    assert different.reasons[0].startswith("at step 20 rank 1 (node1) has other bytes")

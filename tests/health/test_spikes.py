@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.watch.values.spikes import MIN_VALUES, NUM_HIGH, WINDOW, SpikeDetector, kind_of
-from holdfast.watch.values.watch import SpikeWatch
+from holdfast.watch.spike.detector import (
+    MIN_VALUES,
+    NUM_HIGH,
+    WINDOW,
+    SpikeDetector,
+    SpikeDetectors,
+    kind_of,
+)
 
 # Iterations 31214 to 31222 of BLOOM's training, as its chronicles print them: its first spike of the loss.
 BLOOM_FIRST = 31214
@@ -162,7 +168,7 @@ def test_metrics_are_known_by_their_names(name: str, kind: str | None) -> None:
 
 
 def test_a_watch_judges_all_metrics_together() -> None:
-    watch = SpikeWatch()
+    watch = SpikeDetectors()
     assert watch.trend() is None
     for step, value in enumerate(noise(3, 60, 2.0, 0.02)):
         watch.observe(step, {"loss": value, "grad_norm": 10 * value, "lr": 1.0})

@@ -32,7 +32,7 @@ from holdfast.checkpoint.keeper.topologies import SharedLocal, Surroundings
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
-from making import make_checkpoint, make_home
+from making import make_checkpoint, make_home, no_watches
 
 WAIT_S = 600.0
 
@@ -54,7 +54,7 @@ class Bench:
         self.drain = self.make(self.config)
 
     def make(self, config: KeeperConfig) -> Drain:
-        return Drain(self.near, self.home, config, self.told.put)
+        return Drain(self.near, self.home, config, self.told.put, no_watches())
 
     def next_told(self) -> Drained:
         return self.told.get(timeout=WAIT_S)
@@ -116,7 +116,8 @@ def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() ->
     ours, theirs = packets.make_pair()
     inbox = TrainerInbox(theirs, os.getpid())
     reports = Reports(History(bench.near, config.writer), inbox, "local", config.home)
-    topology = SharedLocal(Surroundings(config, inbox, reports, bench.near, bench.home, set), bench.home)
+    parts = Surroundings(config, inbox, reports, no_watches(), bench.near, bench.home, set)
+    topology = SharedLocal(parts, bench.home)
     gate = bench.home.hold("put", matching=names.step_dir(10))
     for step in (10, 20):
         make_checkpoint(bench.near, step, 1, [{"w": torch.full((4000,), float(step))}])
@@ -269,7 +270,7 @@ class Apart:
             "home", "run-one", attempt, rank, 2, True, 3, None, self.commit_timeout_s, 5.0,
             local="near", local_ranks=(rank,),
         )  # fmt: skip
-        return Drain(self.near[rank], self.home, config, self.told[rank].put)
+        return Drain(self.near[rank], self.home, config, self.told[rank].put, no_watches())
 
     def drain_on_both(self, step: int) -> list[Drain]:
         """Drain a checkpoint on both hosts, and return their drains when it is in home."""
@@ -501,7 +502,14 @@ def test_files_of_other_ranks_are_not_deleted_in_home_while_their_checkpoint_is_
     ours, theirs = packets.make_pair()
     inbox = TrainerInbox(theirs, os.getpid())
     reports = Reports(History(bench.near, bench.config.writer), inbox, "local", bench.config.home)
-    tier = HomeTier(bench.near, bench.home, bench.config, reports=reports, is_complete=lambda _: True)
+    tier = HomeTier(
+        bench.near,
+        bench.home,
+        bench.config,
+        reports=reports,
+        watches=no_watches(),
+        is_complete=lambda _: True,
+    )
     tier.set_best({CheckpointId(1, 10)}, is_due=False)
     tier.request(CheckpointId(1, 20))
     tier.close()

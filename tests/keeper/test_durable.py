@@ -23,6 +23,7 @@ from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import local
 from holdfast.checkpoint.store.local import LocalStore
 from keeper.test_commit import make_config, put_part
+from making import no_watches
 
 
 class Disk:
@@ -96,7 +97,7 @@ def make_tier(home: Path, rank: int, world_size: int) -> CommitTier:
     config, store = make_config(str(home), rank, world_size), LocalStore(home)
     inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
     reports = Reports(History(store, config.writer), inbox, "home", config.home)
-    return CommitTier(store, config, Keep(), inbox=inbox, reports=reports, in_work=set)
+    return CommitTier(store, config, Keep(), inbox=inbox, reports=reports, watches=no_watches(), in_work=set)
 
 
 def test_a_rank_that_finds_a_manifest_makes_it_durable_before_it_reports(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import holdfast
 from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.health import Health
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.format.sections import Mark
 from holdfast.checkpoint.home import retain
 from holdfast.checkpoint.home.commit import refuse
 from holdfast.checkpoint.home.history import History
@@ -31,9 +31,11 @@ from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from making import make_checkpoint, make_home
+from making import make_checkpoint, make_home, no_watches
 
 FROM_10: Ancestors = (CheckpointId(1, 10),)
+
+MARKS = {True: Mark.FOR, False: Mark.AGAINST, None: Mark.UNSURE}
 
 
 def make_store(*saved: tuple[int, int, Ancestors]) -> FaultyStore:
@@ -84,7 +86,7 @@ def test_the_newest_healthy_checkpoint_always_stays(
     store = make_store()
     retention = Retention(store, Keep(last))
     for step, one in enumerate(healthy, 1):
-        make_checkpoint(store, step, tensors=[{"w": torch.ones(1)}], health=Health(one, ("reason",)))
+        make_checkpoint(store, step, tensors=[{"w": torch.ones(1)}], mark=MARKS[one])
         if data.draw(st.booleans()):
             retention = Retention(store, Keep(last))
         list(retention.apply(CheckpointId(1, step), (), ()))
@@ -337,7 +339,7 @@ def test_an_older_save_that_commits_last_retains_as_of_the_newest(tmp_path: Path
     config = KeeperConfig(store.url, "run-one", 1, 0, 1, True, 3, None, 5.0, 5.0)
     inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
     reports = Reports(History(store, config.writer), inbox, "home", config.home)
-    tier = CommitTier(store, config, Keep(3), inbox=inbox, reports=reports, in_work=set)
+    tier = CommitTier(store, config, Keep(3), inbox=inbox, reports=reports, watches=no_watches(), in_work=set)
     for step in (24, 22):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
         tier.add_committed(step, ())

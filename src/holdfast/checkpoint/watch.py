@@ -6,11 +6,15 @@ its half in the keeper is `holdfast.checkpoint.keeper.watch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, ClassVar, Protocol
 
+from holdfast.checkpoint.copies import Copies, SharedTensor
+from holdfast.checkpoint.format.sections import Section
 from holdfast.checkpoint.keeper.pulse import Pulse
+from holdfast.checkpoint.keeper.save import Save
 
 
 class Note(Protocol):
@@ -51,6 +55,68 @@ class WatchedRun:
         return self.pulse.words(self.name)
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedSave:
+    """Save whose copy is whole, and leaves for the keeper now.
+
+    Attributes:
+        step: optimizer steps completed.
+        copies: tensors that the watch has planned to copy, without those whose copies are torn. Its half in
+            the keeper receives their hashes, in this order.
+        has_room: the staging memory has room for tensors that other ranks write; else they are left out.
+    """
+
+    step: int
+    copies: tuple[SharedTensor, ...]
+    has_room: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredState:
+    """State after a restore.
+
+    Attributes:
+        step: of the checkpoint; None if training starts from zero.
+        section: of the watch, in the manifest of the checkpoint; None without one.
+        is_rollback: training went back because of a vote.
+        values_before: returns what was recorded for a number of steps before, by step in ascending order.
+    """
+
+    step: int | None
+    section: Section | None
+    is_rollback: bool
+    values_before: Callable[[int], Mapping[int, Mapping[str, float]]]
+
+
+class Act(IntEnum):
+    """Act of all ranks that a watch asks for after a step. Of all watches and ranks, the greatest is done."""
+
+    SAVE = 1
+    GO_BACK = 2  # to a healthy checkpoint
+    STOP = 3  # save, wait until that is durable, and end with status 75
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Request of a watch, made after a step.
+
+    Attributes:
+        act: see `Act`.
+        reason: a sentence without its end, for people.
+        since: first step of the trouble. A vote that was answered is not answered again for the same one.
+        upto: GO_BACK: newest step to go back to.
+        most: GO_BACK: rollbacks in a row that are allowed; one more raises `Diverged`.
+        skip: GO_BACK: further steps whose samples are left out.
+    """
+
+    act: Act
+    reason: str
+    since: int = 0
+    upto: int = 0
+    most: int = 3
+    skip: int = 0
+
+
 class Watch:
     """A watch of a run, in the trainer.
 
@@ -78,8 +144,38 @@ class Watch:
     def begin(self, run: WatchedRun) -> None:
         """Begin to watch: a Checkpointer was made, in the main thread. No attempt is claimed yet."""
 
-    def step(self, step: int) -> None:
-        """Observe that a step is complete, in the thread that trains."""
+    @property
+    def goes_back(self) -> int | None:
+        """Steps that a healthy checkpoint stays behind the newest one; None if the watch never goes back."""
+        return None
+
+    def restored(self, state: RestoredState) -> None:
+        """Observe that the state was restored, or that training starts from zero."""
+
+    def recorded(self, step: int, values: Mapping[str, float]) -> None:
+        """Observe the values that were recorded for a step, on rank 0, once they have arrived.
+
+        Steps ascend. The values of a save's steps come before its `saving`.
+        """
+
+    def step(self, step: int) -> Vote | None:
+        """Observe that a step is complete, in the thread that trains; return what the ranks should do.
+
+        With several ranks, they do it after the next step.
+        """
+
+    def planned(self, tensors: Sequence[SharedTensor]) -> Copies | None:
+        """Return the tensors to copy and hash at each save, as the structure of the state is new.
+
+        Args:
+            tensors: regions of tensors on this rank that other ranks hold too.
+        """
+
+    def saving(self, save: CopiedSave) -> Section | None:
+        """Return the section of this rank's part, in the thread that copies."""
+
+    def saved(self, save: Save) -> None:
+        """Observe that a save is durable, in the thread that trains, with its next call."""
 
     def end(self) -> None:
         """End the watch: the Checkpointer ends. Watches end in reverse order."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from holdfast.checkpoint.watch import Watch
 from holdfast.watch.hang.trainer import Hang
 from holdfast.watch.pace.trainer import SlowRanks
+from holdfast.watch.replicas.trainer import Replicas
+from holdfast.watch.spike.trainer import Spike
+from holdfast.watch.values.trainer import FiniteValues
 
 
 def default_watches() -> tuple[Watch, ...]:
     """Return the watches of a Checkpointer whose argument `watches=` names no others."""
-    return Hang(), SlowRanks()
+    return Hang(), SlowRanks(), FiniteValues(), Spike(), Replicas()

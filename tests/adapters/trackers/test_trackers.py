@@ -52,7 +52,7 @@ def test_a_rollback_does_not_double_steps(library: str, tmp_path: Path) -> None:
     story, folder = Story(tmp_path / "home", bad=range(400, 408 + 4)), tmp_path / "logs"
     folder.mkdir()
     logged: dict[int, list[int]] = {}
-    ckpt = make_checkpointer(story.home, story.state, on_spike=GO_BACK, every=10, keep=3)
+    ckpt = make_checkpointer(story.home, story.state, watches=[GO_BACK], every=10, keep=3)
     with ckpt, attach(library, ckpt, folder) as tracker:
         for step in ckpt.steps(150):
             story.step(ckpt)

@@ -40,7 +40,7 @@ class ReadTraining:
         """Train to the end."""
         state = {"weight": self.weight, "data": self.batches}
         spike = holdfast.Spike("rollback", back=5)
-        with make_checkpointer(self.home, state, every=10, on_spike=spike, **options) as ckpt:
+        with make_checkpointer(self.home, state, every=10, watches=[spike], **options) as ckpt:
             rows = self._rows()
             for _ in ckpt.steps(total):
                 samples = next(rows)

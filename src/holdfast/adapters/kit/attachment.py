@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from holdfast.checkpoint.run.options import parse_spike
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
 
@@ -53,13 +52,13 @@ def check_attach(
 
 def check_no_rollback(options: Mapping[str, Any], place: str) -> None:
     """Refuse to go back in a loop that another library counts."""
-    given = options.get("on_spike", "report")
-    if parse_spike(given).action == "rollback":
+    going = next((one.name for one in options.get("watches") or () if one.goes_back is not None), None)
+    if going is not None:
         raise InvalidInput(
-            f'{place} does not take on_spike="rollback": the loop, its counter of steps and its data belong '
-            'to the trainer, which cannot go back while it runs. Nothing was changed. Use on_spike="report" '
-            "(the default), stop at the report, and start again from the newest healthy checkpoint; or train "
-            "in a loop of your own over Checkpointer.steps()."
+            f"{place} does not take a watch that goes back, as {going!r} does: the loop, its counter of "
+            "steps and its data belong to the trainer, which cannot go back while it runs. Nothing was "
+            'changed. Use Spike("report") (the default), stop at the report, and start again from the newest '
+            "healthy checkpoint; or train in a loop of your own over Checkpointer.steps()."
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.checkpoint.format import sections
 from holdfast.checkpoint.format.agreement import Agreement, agree, has_several
 from holdfast.checkpoint.format.catalog import EACH, SPLIT, Tensor, check_facts, columns
 from holdfast.checkpoint.format.hashes import digest
-from holdfast.checkpoint.format.health import UNKNOWN, Health, health_members, read_health
 from holdfast.checkpoint.format.limits import (
     HASH,
     MAX_ATTEMPT,
@@ -23,6 +23,7 @@ from holdfast.checkpoint.format.limits import (
 from holdfast.checkpoint.format.names import OfCheckpoint
 from holdfast.checkpoint.format.part import Ancestors, Part, read_ancestors
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.format.sections import MAX_MANIFEST_BYTES, Health, Section, Sections, health_of
 from holdfast.checkpoint.format.versions import Versions
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, decode_object, read_integers, shown
@@ -57,7 +58,12 @@ class Manifest(OfCheckpoint):
     tensors: dict[str, Tensor]
     tied: dict[str, str]
     catalogs: tuple[bytes, ...]  # each different one, with the bytes of the parts
-    health: Health = UNKNOWN
+    watches: Sections = field(default_factory=dict[str, Section])  # findings about all files
+
+    @property
+    def health(self) -> Health:
+        """Health by the marks of the watches."""
+        return health_of(self.watches)
 
     @property
     def data_bytes(self) -> int:
@@ -210,7 +216,7 @@ def document(manifest: Manifest) -> bytes:
                 for p in manifest.parts
             ],
             "each": each,
-            **({} if manifest.health == UNKNOWN else {"health": health_members(manifest.health)}),
+            **sections.members(manifest.watches),
         }
     )
     return seal(b"\n".join((head, *manifest.catalogs)))
@@ -262,7 +268,7 @@ def _parse_v2(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
         tensors=agreed.tensors | each,
         tied=agreed.tied,
         catalogs=catalogs,
-        health=read_health(body),
+        watches=sections.read(body, max_bytes=MAX_MANIFEST_BYTES),
     )
 
 

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
-from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.audit import (
-    AuditedReplicas,
-    ReplicaAt,
-    audit_members,
-    order_line,
-    parse_order,
-    read_audit,
-)
+from holdfast.checkpoint.format import names, sections
 from holdfast.checkpoint.format.catalog import Catalog, check_facts, check_size, columns, parse_catalog
 from holdfast.checkpoint.format.hashes import DIGITS, digest
-from holdfast.checkpoint.format.health import (
-    TensorHealth,
-    Trend,
-    read_tensors,
-    read_trend,
-    tensor_members,
-    trend_members,
-)
 from holdfast.checkpoint.format.layout import Shard
 from holdfast.checkpoint.format.limits import (
     HASH,
@@ -39,6 +24,7 @@ from holdfast.checkpoint.format.limits import (
 )
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.format.sections import MAX_PART_BYTES, Section, Sections
 from holdfast.checkpoint.format.versions import Versions
 from holdfast.errors import Corrupt
 from holdfast.system.documents import Fields, decode, decode_object, read_integers
@@ -82,9 +68,7 @@ class Part:
     catalog_text: bytes
     starts_text: bytes  # of the shards that the catalog assigns to this rank
     what: str  # name of its document, for errors
-    health: TensorHealth | None = None  # of the first data file; None if it was not checked
-    trend: Trend | None = None  # of the recorded metrics, on rank 0
-    audit: AuditedReplicas | None = None  # of tensors that other ranks hold too; None if none was due
+    watches: Sections = field(default_factory=dict[str, Section])  # findings about the rank's files
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -192,50 +176,71 @@ def draft(
     return b"\n".join((facts, catalog, dumps(starts)))
 
 
-def add_trend(draft_text: bytes, trend: Trend) -> bytes:
-    """Return a draft with the judgement of the metrics recorded up to its save."""
-    facts, _, lines = draft_text.partition(b"\n")
-    return facts[:-1] + b"," + dumps({"trend": trend_members(trend)})[1:] + b"\n" + lines
+Copies = Mapping[str, tuple[tuple[int, int], ...]]
+"""Offset and size in the arena of each copy that a keeper hashes, by the name of the watch that wants it."""
 
 
-def add_order(draft_text: bytes, replicas: Sequence[ReplicaAt]) -> bytes:
-    """Return a draft with the order to hash replicas in the arena. The document does not contain it."""
-    return draft_text + b"\n" + order_line(replicas) if replicas else draft_text
+def add_findings(draft_text: bytes, found: Sections, copies: Copies) -> bytes:
+    """Return a draft with the sections of the trainer, and the copies to hash.
+
+    The copies are for the keeper only: the document does not contain their places.
+    """
+    if not found and not copies:
+        return draft_text
+    return draft_text + b"\n" + dumps({**sections.members(found), "copies": copies})
 
 
-def order_of(draft_text: bytes, what: str) -> tuple[ReplicaAt, ...]:
-    """Return the replicas that a draft orders to hash.
+def findings_of(draft_text: bytes, what: str) -> tuple[Sections, Copies]:
+    """Return the sections in a draft, and the copies to hash.
 
     Raises:
-        Corrupt: the order cannot be parsed.
+        Corrupt: they cannot be parsed.
     """
-    _, _, _, *orders = draft_text.split(b"\n", 3)
+    _, _, _, *lines = draft_text.split(b"\n", 3)
+    if not lines:
+        return {}, {}
     try:
-        return parse_order(orders[0], what) if orders else ()
-    except ValueError as error:
-        raise Corrupt(f"{what} orders an audit that cannot be parsed: {error}", key=what) from error
+        body = decode_object(lines[0], what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
+        copies = {
+            name: tuple((at, num_bytes) for at, num_bytes in map(read_integers, rows))
+            for name, rows in body.fields("copies").members.items()
+        }
+        return sections.read(body, max_bytes=MAX_PART_BYTES), copies
+    except (ValueError, TypeError) as error:
+        raise Corrupt(f"{what} has findings of watches that cannot be parsed: {error}", key=what) from error
 
 
 def finish(
     draft_text: bytes,
     file: DataFile,
     frozen: DataFile | None = None,
-    *,
-    health: TensorHealth | None = None,
-    audit: AuditedReplicas | None = None,
+    watches: Sections = MappingProxyType({}),
 ) -> bytes:
     """Return the part document: the draft and the facts about its files, sealed.
 
     Args:
-        health: of the tensors in `file`; None if they were not checked.
-        audit: the replicas that the draft ordered to hash.
+        watches: findings about the files.
     """
     facts, catalog, starts = draft_text.split(b"\n", 3)[:3]
-    checked = {} if health is None else {"health": tensor_members(health)}
-    checked |= {} if audit is None else {"audit": audit_members(audit)}
-    sizes = dumps({"file": _sizes(file), "frozen": None if frozen is None else _sizes(frozen), **checked})
+    sizes = dumps(
+        {
+            "file": _sizes(file),
+            "frozen": None if frozen is None else _sizes(frozen),
+            **sections.members(watches),
+        }
+    )
     hashes = [dumps(one.hashes) for one in (file, frozen) if one is not None]
     return seal(b"\n".join((facts[:-1] + b"," + sizes[1:], catalog, starts, *hashes)))
+
+
+def differ_in_watches_only(one: bytes, other: bytes, what: str) -> bool:
+    """Return True if two part documents describe the same files of the same save.
+
+    Raises:
+        Corrupt: one of them is no part.
+    """
+    first, second = (replace(parse(text, what), watches={}) for text in (one, other))
+    return first == second
 
 
 def _sizes(file: DataFile) -> list[int]:
@@ -296,9 +301,7 @@ def _parse_v3(body: Fields, lines: list[bytes], what: str) -> Part:
         catalog_text=catalog,
         starts_text=starts,
         what=what,
-        health=read_tensors(body),
-        trend=read_trend(body),
-        audit=read_audit(body),
+        watches=sections.read(body, max_bytes=MAX_PART_BYTES),
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from holdfast.checkpoint.format.health import MAX_REASON_CHARS
 from holdfast.checkpoint.format.limits import (
     MAX_ATTEMPT,
     MAX_NAME_CHARS,
@@ -18,6 +17,7 @@ from holdfast.checkpoint.format.limits import (
 )
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal
+from holdfast.checkpoint.format.sections import MAX_REASON_CHARS
 from holdfast.checkpoint.format.versions import Versions
 from holdfast.system.documents import MAX_NUMBER, Fields, refuse
 

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.hashes import digest
-from holdfast.checkpoint.format.health import Squares, TensorHealth, Trend
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.part import Ancestors, Part
+from holdfast.checkpoint.format.part import Part
 from holdfast.checkpoint.format.part import parse as parse_part
 from holdfast.checkpoint.format.run import Refusal, document, parse
 from holdfast.checkpoint.home.attempts import check_not_fenced, note_saved
 from holdfast.checkpoint.home.claim import check_claim
+from holdfast.checkpoint.home.judges import Judges, PartSections, default_judges
 from holdfast.checkpoint.home.listing import missing_ranks, scan
 from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater
 from holdfast.system.failpoint import failpoint
-from holdfast.watch.values.judgement import judge
-from holdfast.watch.values.replicas import ReplicaHashes, ReplicaWatch
 
 MAX_REFUSALS = 100
 """Refusals of the newest attempt that stay, until the next attempt deletes them."""
-
-
-def _none_before(ancestors: Ancestors) -> Sequence[Squares]:
-    """Return nothing: norms are not compared."""
-    return ()
 
 
 def make_manifest(
@@ -40,8 +33,7 @@ def make_manifest(
     *,
     id: str | None = None,
     created_unix_s: float | None = None,
-    before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
-    replicas: ReplicaWatch | None = None,
+    judges: Judges | None = None,
 ) -> Manifest:
     """Return the manifest of a checkpoint from the parts of all its ranks.
 
@@ -49,24 +41,18 @@ def make_manifest(
         parts: each part with its document, in the order of ranks.
         id: of the manifest; random by default.
         created_unix_s: its time; now by default.
-        before: returns the sums of squares of the checkpoints before, by its ancestors, which the health of
-            this one is judged with.
-        replicas: the attempt's earlier audits; none by default.
+        judges: of the attempt that saved; by default those of the default watches, without a memory.
 
     Raises:
         Corrupt: a part is damaged.
         Unsupported: a part was written by a newer format.
         InvalidInput: the parts do not fit together.
     """
-    hashes = ReplicaHashes()
-    tensors: list[TensorHealth | None] = []
-    trends: list[Trend | None] = []
+    found = PartSections()
 
     def noted() -> Iterator[tuple[Part, bytes]]:
         for part, text in parts:
-            tensors.append(part.health)
-            trends.append(part.trend)
-            _add_audit(hashes, part)
+            found.add(part)
             yield part, text
 
     manifest = manifests.merge(
@@ -74,24 +60,9 @@ def make_manifest(
         id=uuid.uuid4().hex if id is None else id,
         created_unix_s=time.time() if created_unix_s is None else created_unix_s,
     )
-    compared = (replicas or ReplicaWatch()).compare(manifest.step, hashes)
-    if not any(tensors) and not compared.differences:
-        return manifest  # imported, or saved by an earlier version
-    return replace(manifest, health=judge(tensors, trends[0], before(manifest.ancestors), compared))
-
-
-def _add_audit(hashes: ReplicaHashes, part: Part) -> None:
-    """Add the hashes in a part.
-
-    Raises:
-        Corrupt: they do not fit its catalog.
-    """
-    if part.audit is None:
-        return
-    try:
-        hashes.add(part.rank, part.audit, list(part.catalog.tensors))
-    except ValueError as error:
-        raise Corrupt(f"{part.what} has {error}.", step=part.step, key=part.what) from error
+    if not found.by_watch:  # imported, or of a run without watches
+        return manifest
+    return replace(manifest, watches=(judges or default_judges()).sections(found))
 
 
 def parse_parts(texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Part, bytes]]:
@@ -110,8 +81,7 @@ def commit(
     step: int,
     *,
     claim: str = "",
-    before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
-    replicas: ReplicaWatch | None = None,
+    judges: Judges | None = None,
 ) -> Manifest:
     """Write the manifest of `step` after every rank has written its part. Only rank 0 calls this.
 
@@ -119,7 +89,7 @@ def commit(
         store: the home, or a nearer tier.
         writer: rank 0 of the attempt that saved.
         claim: the document by which the attempt was claimed; "" leaves out the check that it still exists.
-        before, replicas: see `make_manifest`.
+        judges: see `make_manifest`.
 
     Raises:
         Conflict: this attempt is fenced.
@@ -132,14 +102,8 @@ def commit(
     name = names.manifest(step, writer.attempt)
     check_not_fenced(store, writer.attempt)
     check_claim(store, writer.attempt, claim)
-    manifest = merge_parts(
-        store,
-        writer,
-        CheckpointId(attempt=writer.attempt, step=step),
-        writer.world_size,
-        before=before,
-        replicas=replicas,
-    )
+    checkpoint = CheckpointId(attempt=writer.attempt, step=step)
+    manifest = merge_parts(store, writer, checkpoint, writer.world_size, judges=judges)
     publish(store, writer, step, name, manifests.document(manifest))
     return manifest
 
@@ -150,8 +114,7 @@ def merge_parts(
     checkpoint: CheckpointId,
     world_size: int,
     *,
-    before: Callable[[Ancestors], Sequence[Squares]] = _none_before,
-    replicas: ReplicaWatch | None = None,
+    judges: Judges | None = None,
 ) -> Manifest:
     """Return the manifest of a checkpoint whose parts all exist. Only rank 0 calls this.
 
@@ -161,7 +124,7 @@ def merge_parts(
         store: a place that has the parts.
         writer: rank 0 of an attempt.
         attempt: the attempt that saved the checkpoint.
-        before, replicas: see `make_manifest`.
+        judges: see `make_manifest`.
 
     Raises:
         InvalidInput: the parts do not fit together.
@@ -171,7 +134,7 @@ def merge_parts(
     part_names = [names.part(checkpoint.step, checkpoint.attempt, rank) for rank in range(world_size)]
     try:
         found = parse_parts((part_name, store.get(part_name)) for part_name in part_names)
-        return make_manifest(found, before=before, replicas=replicas)
+        return make_manifest(found, judges=judges)
     except InvalidInput as error:
         if checkpoint.attempt == writer.attempt and world_size > 1:
             refuse(store, writer, checkpoint.step, error)

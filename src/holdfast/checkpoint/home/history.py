@@ -29,6 +29,7 @@ EVENTS = (
     "unhealthy",  # a committed checkpoint of a state that is not healthy; the detail has the reasons
     "spike",  # of a recorded metric, with its value
     "rollback",  # to the step of a healthy checkpoint; the detail has the skipped batches
+    "no-rollback",  # training should have gone back, and there is no healthy checkpoint
     "tear-check",  # by which means torn copies are found; the detail names it
     "replica-check",  # the share of replicated tensors that each save compares
     "replicas-differ",  # in a checkpoint; with the member `difference`

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from holdfast.checkpoint.format.health import UNKNOWN, Health
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.format.run import encode_metric
+from holdfast.checkpoint.format.sections import UNKNOWN, Health
 from holdfast.checkpoint.home.documents import check_files, read_manifest
 from holdfast.checkpoint.home.listing import ListedSave, Listing
 from holdfast.checkpoint.home.metrics import read_document

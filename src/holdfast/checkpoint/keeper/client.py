@@ -33,13 +33,6 @@ message of a long queue would cost more than the saves."""
 _MAX_UNSAVED = 64
 """Messages since the last save that a new keeper is sent again. Older ones have long been handled."""
 
-_DIFFERENCE = (
-    "THE RANKS' COPIES DIFFER in the checkpoint of step {}, which is marked as unhealthy:\n{}\n"
-    "The checkpoint has one rank's copy of each tensor, and a restore gives it to all. Training continues. "
-    "Resume from a step at which they were equal, and leave out the host if it happens there again. If the "
-    'ranks differ on purpose, mark the object with per_rank(), or set audit="off". See '
-    "`holdfast history "
-)
 _PROBLEMS = {
     messages.DrainDelayed: "Home cannot be reached. Training continues, and the upload is retried: ",
     messages.RetentionFailed: "Old checkpoints could not be deleted: ",
@@ -355,8 +348,8 @@ class Keeper(KeeperOwner):
             if message.must_reply:
                 self._supervisor.send(messages.TextShown())
             return
-        if isinstance(message, messages.ReplicasDiffer):
-            self.add_problem(f"{_DIFFERENCE.format(message.step, message.detail)}{self.config.home}`.")
+        if isinstance(message, messages.WarnOf):
+            self.add_problem(message.text)
             return
         if isinstance(message, messages.SaveDelayed):
             self._note_delay(message)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.health import MAX_BEFORE, Squares
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.home.commit import (
@@ -20,7 +17,6 @@ from holdfast.checkpoint.home.commit import (
     refuse,
     was_retired,
 )
-from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.listing import missing_ranks
 from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.home.writer import WriterId
@@ -30,11 +26,11 @@ from holdfast.checkpoint.keeper.lockfile import is_trainer_alive, running_keeper
 from holdfast.checkpoint.keeper.messages import DropSave
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports
 from holdfast.checkpoint.keeper.retention_thread import RetentionThread, delete_old
+from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import Store
-from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import InvalidInput, RetryLater
 from holdfast.system.log import QUIET_S
-from holdfast.watch.values.replicas import ReplicaWatch
 
 
 @dataclass(slots=True)
@@ -69,6 +65,7 @@ class CommitTier:
     Args:
         inbox: shows whether the trainer is alive.
         reports: receives deletions and errors of retention.
+        watches: halves of the watches, which judge what is committed.
         in_work: returns checkpoints that retention must not delete yet.
     """
 
@@ -80,17 +77,16 @@ class CommitTier:
         *,
         inbox: TrainerInbox,
         reports: Reports,
+        watches: KeeperWatches,
         in_work: Callable[[], set[CheckpointId]],
     ) -> None:
         self._store, self._config, self._inbox, self._reports = store, config, inbox, reports
-        self._in_work = in_work
+        self._in_work, self._watches = in_work, watches
         self._newest: tuple[int, Ancestors] | None = None  # newest step seen committed, not always the last
         self._retention = Retention(
             store, keep, refuse=self._refuse_incomplete, healthy_back=config.healthy_back
         )
         self._retention_thread = RetentionThread(self._retain)
-        self._squares: deque[Squares] | None = None  # of the newest checkpoints that were not unhealthy
-        self._replicas = ReplicaWatch()
         self._drops: list[DropSave] = []  # not written yet, as the store failed
 
     # -- commit ----------------------------------------------------------------------------------------------
@@ -125,28 +121,14 @@ class CommitTier:
                 writer,
                 step,
                 claim=self._config.claim,
-                before=self._squares_before,
-                replicas=self._replicas,
+                judges=self._watches.judges,
             )
-            self._reports.differences(step, self._replicas.take_new())
+            self._watches.committed(step)
             if made.health.healthy is False:
                 reasons = "; ".join(made.health.reasons)
                 self._reports.history.record("unhealthy", step=step, detail=reasons, tier=self._reports.tier)
-            elif self._squares is not None:
-                self._squares.append(made.health.squares)
             return Committed(made.ancestors)
         return self._why_hopeless(save, missing, limit_s)
-
-    def _squares_before(self, ancestors: Ancestors) -> tuple[Squares, ...]:
-        """Return the sums of squares of the newest checkpoints, at first those in the base."""
-        if self._squares is None:
-            self._squares = deque(maxlen=MAX_BEFORE)
-            with contextlib.suppress(Corrupt, NotFound, Unsupported):  # it may be in another tier only
-                if ancestors:
-                    base = read_manifest(self._store, ancestors[-1], self._config.writer.run).health
-                    found = base.before if base.healthy is False else (*base.before, base.squares)
-                    self._squares.extend(found)
-        return tuple(self._squares)
 
     def _why_hopeless(self, save: PendingSave, missing: list[int], limit_s: float) -> RetryLater | None:
         """Return why a save will never be committed; None while it may be."""

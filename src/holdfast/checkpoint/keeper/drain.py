@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from holdfast.checkpoint.format import names
@@ -21,11 +21,11 @@ from holdfast.checkpoint.keeper.drain_plan import DrainPlan, FullDrain, PartialD
 from holdfast.checkpoint.keeper.frozen import FrozenFile
 from holdfast.checkpoint.keeper.persist import has_image, verified_blocks
 from holdfast.checkpoint.keeper.rate import paced
+from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, Denied, HoldfastError, Internal, NotFound, RetryLater
 from holdfast.system import backoff
 from holdfast.system.failpoint import failpoint
-from holdfast.watch.values.replicas import ReplicaDifference, ReplicaWatch
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.25, 30.0, 0.2
 """Shortest and longest pause before a retry, and the share of the outage so far that a pause lasts."""
@@ -52,8 +52,7 @@ class Drain:
 
     Args:
         on_drained: called with each outcome, in the drain's thread.
-        on_differences: called with the step of each checkpoint that this thread has committed, and the
-            replicas that differ in it.
+        watches: halves of the watches, which judge what this thread commits.
     """
 
     def __init__(
@@ -62,11 +61,10 @@ class Drain:
         home: Store,
         config: KeeperConfig,
         on_drained: Callable[[Drained], None],
-        on_differences: Callable[[int, Sequence[ReplicaDifference]], None] = lambda _step, _found: None,
+        watches: KeeperWatches,
     ) -> None:
         self._local, self._home, self._config = local, home, config
-        self._on_drained, self._on_differences = on_drained, on_differences
-        self._replicas = ReplicaWatch()
+        self._on_drained, self._watches = on_drained, watches
         self._due: set[CheckpointId] = set()
         self._requested: set[CheckpointId] = set()  # copied even after newer ones
         self._newest = CheckpointId(attempt=0, step=0)  # newest one that a copy was begun of
@@ -244,7 +242,8 @@ class Drain:
             if document is not None:
                 failpoint("keeper.drained")
                 publish(self._home, self._config.writer, step, name, document)
-                self._on_differences(step, self._replicas.take_new())
+                if self._config.is_node_local and attempt == self._config.attempt:
+                    self._watches.committed(step)
                 break
             if self._is_overtaken(one, time.monotonic() - changed_s):
                 return None
@@ -267,7 +266,7 @@ class Drain:
 
     def _plan(self, one: CheckpointId) -> DrainPlan:
         if self._config.is_node_local:
-            return PartialDrain(self._local, self._home, self._config, one, replicas=self._replicas)
+            return PartialDrain(self._local, self._home, self._config, one, self._watches.judges)
         return FullDrain(self._local, self._config, one)
 
     def _sizes(self, step: int) -> Sizes:

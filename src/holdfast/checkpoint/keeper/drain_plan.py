@@ -13,10 +13,10 @@ from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors, Part
 from holdfast.checkpoint.home.commit import merge_parts
+from holdfast.checkpoint.home.judges import Judges
 from holdfast.checkpoint.home.listing import scan_step
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.store import Store
-from holdfast.watch.values.replicas import ReplicaWatch
 
 Sizes = Mapping[str, int]
 """Bytes of each object of the step in home, by name."""
@@ -84,7 +84,7 @@ class PartialDrain(DrainPlan):
     """Plan of a node-local checkpoint. This folder has the files of some ranks; only home receives all.
 
     Args:
-        replicas: this attempt's earlier audits, on rank 0.
+        judges: of this attempt.
 
     Raises:
         RetryLater: the store failed.
@@ -96,10 +96,9 @@ class PartialDrain(DrainPlan):
         home: Store,
         config: KeeperConfig,
         checkpoint: CheckpointId,
-        *,
-        replicas: ReplicaWatch | None = None,
+        judges: Judges,
     ) -> None:
-        self._home, self._config, self._replicas = home, config, replicas
+        self._home, self._config, self._judges = home, config, judges
         self._checkpoint = checkpoint
         self._sizes: dict[int, Sizes] = {}  # of the files that a part names, by saved rank
         self._world_size: int | None = None
@@ -125,7 +124,7 @@ class PartialDrain(DrainPlan):
                 self._config.writer,
                 self._checkpoint,
                 self._world_size,
-                replicas=self._replicas if self._checkpoint.attempt == self._config.attempt else None,
+                judges=self._judges if self._checkpoint.attempt == self._config.attempt else None,
             )
         )
 

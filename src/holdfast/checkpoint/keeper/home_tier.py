@@ -11,6 +11,7 @@ from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.drain import Drain, Drained
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports
 from holdfast.checkpoint.keeper.retention_thread import delete_old
+from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict
 
@@ -30,6 +31,7 @@ class HomeTier:
         config: KeeperConfig,
         *,
         reports: Reports,
+        watches: KeeperWatches,
         is_complete: Callable[[CheckpointId], bool],
         on_arrived: Callable[[CheckpointId], None] = lambda _: None,
     ) -> None:
@@ -42,7 +44,7 @@ class HomeTier:
         self._due_best: set[CheckpointId] = set()  # those that are sent home although they are not due
         self._wanted: set[CheckpointId] = set()  # to be drained as soon as they are committed
         self._unchecked: list[CheckpointId] = []  # requested while the local tier could not be read
-        self._drain = Drain(local, home, config, self._on_drained, reports.differences)
+        self._drain = Drain(local, home, config, self._on_drained, watches)
 
     @property
     def needed(self) -> set[CheckpointId]:

@@ -244,11 +244,10 @@ class HistoryFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicasDiffer:
-    """Differences between the ranks' copies of a tensor, found in a committed checkpoint."""
+class WarnOf:
+    """Text of a watch that the trainer warns of at its next call."""
 
-    step: int
-    detail: str  # a line each
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +320,7 @@ KeeperMessage: TypeAlias = (
     | DrainFailed
     | RetentionFailed
     | HistoryFailed
-    | ReplicasDiffer
+    | WarnOf
     | ShowText
 )
 MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages | EndOfImages

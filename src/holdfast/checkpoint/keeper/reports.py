@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.history import History
@@ -13,7 +13,6 @@ from holdfast.checkpoint.keeper import messages
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, RetryLater
 from holdfast.system.environment import report_progress
-from holdfast.watch.values.replicas import ReplicaDifference
 
 TRANSIENT_ERRORS = (Denied, RetryLater)
 """Errors of a store that another call may not raise. Nothing is given up after a single one."""
@@ -65,17 +64,6 @@ class Reports:
     def delayed(self, step: int, reason: str) -> None:
         """Send the reason of a save that waits."""
         self._inbox.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
-
-    def differences(self, step: int, found: Sequence[ReplicaDifference]) -> None:
-        """Report replicas that differ in a committed checkpoint."""
-        for one in found:
-            members = {"difference": one.members()}
-            self.history.record(
-                "replicas-differ", step=step, detail=one.text, tier=self.tier, members=members
-            )
-        if found:
-            texts = "\n".join(f"  {one.text}" for one in found)
-            self._inbox.reply(messages.ReplicasDiffer(step, texts[: messages.MAX_DETAIL]))
 
     # -- home ------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
+from holdfast.checkpoint.format.hashes import short_digest
+from holdfast.checkpoint.format.part import Copies
 from holdfast.checkpoint.home.attempts import check_not_fenced
 from holdfast.checkpoint.home.claim import check_claim
 from holdfast.checkpoint.home.history import History
@@ -18,13 +20,12 @@ from holdfast.checkpoint.keeper.frozen import FrozenFile
 from holdfast.checkpoint.keeper.inbox import StagedSave
 from holdfast.checkpoint.keeper.messages import ArenaLayout, Image
 from holdfast.checkpoint.keeper.persist import persist
-from holdfast.checkpoint.keeper.replicas import hash_replicas
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS
+from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput
 from holdfast.system import backoff
 from holdfast.system.failpoint import failpoint
-from holdfast.watch.values.contents import ContentCheck, can_check
 
 _LONGEST_PAUSE_S = 10.0
 """Longest pause before another try: a disk that has space again is used soon."""
@@ -35,10 +36,11 @@ class SaveFiles:
 
     Args:
         history: history of the rank, flushed before each part.
+        watches: halves of the watches.
     """
 
-    def __init__(self, store: Store, config: KeeperConfig, history: History) -> None:
-        self._store, self._config, self._history = store, config, history
+    def __init__(self, store: Store, config: KeeperConfig, history: History, watches: KeeperWatches) -> None:
+        self._store, self._config, self._history, self._watches = store, config, history, watches
         self._frozen = FrozenFile(store, config)
 
     def persist(
@@ -139,13 +141,12 @@ class SaveFiles:
             image = arena[layout.frozen_at : layout.frozen_at + layout.frozen_bytes]
             frozen = self._frozen.persist(step, image, must_match=layout.is_frozen_unchanged)
         name, image = names.data(step, config.attempt, config.rank), arena[: layout.data_bytes]
-        check = _check_of(image)
         file = persist(
             self._store,
             name,
             image,
             bytes_per_s=config.persist_bandwidth,
-            on_hashed=None if check is None else check.add,
+            on_hashed=self._watches.persisting(step, image),
         )
         failpoint("keeper.data")
         self._history.settle()
@@ -153,17 +154,36 @@ class SaveFiles:
             self._write_metrics(step, metrics)
         draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
         name = names.part(step, config.attempt, config.rank)
-        health = None if check is None else check.result()
-        audit = hash_replicas(draft, arena, name)
-        self._store.put_once(name, parts.finish(draft, file, frozen, health=health, audit=audit))
+        found, copies = parts.findings_of(draft, name)
+        watches = self._watches.persisted(step, found, _hash_copies(copies, arena, name), os.uname().nodename)
+        self._put_part(name, parts.finish(draft, file, frozen, watches))
         failpoint("keeper.part")
 
+    def _put_part(self, name: str, document: bytes) -> None:
+        """Write a part. One that an earlier keeper wrote stays, if it differs in findings of watches only.
 
-def _check_of(image: memoryview) -> ContentCheck | None:
-    """Return the check of a data file's tensors; None without numpy."""
-    if not can_check():
-        return None
-    try:
-        return ContentCheck(image)
-    except Corrupt:  # it is saved as it was staged, and a restore reports it
-        return None
+        Else such a finding, which may depend on the time of day, would turn a durable save into a failed one.
+        """
+        try:
+            self._store.put_once(name, document)
+        except Conflict:
+            if not parts.differ_in_watches_only(self._store.get(name), document, name):
+                raise
+            self._store.sync(name.rpartition("/")[0])
+
+
+def _hash_copies(copies: Copies, arena: memoryview, what: str) -> dict[str, tuple[str, ...]]:
+    """Return the hashes of the copies that each watch has planned.
+
+    Raises:
+        Corrupt: a copy would be beyond the arena.
+
+    Blocks: for about 0.1 s per GB.
+    """
+    most = max((at + num_bytes for rows in copies.values() for at, num_bytes in rows), default=0)
+    if most > len(arena):
+        raise Corrupt(f"{what} orders bytes to {most} of {len(arena)}.", key=what)
+    return {
+        name: tuple(short_digest(arena[at : at + num_bytes]) for at, num_bytes in rows)
+        for name, rows in copies.items()
+    }

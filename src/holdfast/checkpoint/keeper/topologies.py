@@ -18,6 +18,7 @@ from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.messages import DropSave, MarkComplete
 from holdfast.checkpoint.keeper.reports import Reports
 from holdfast.checkpoint.keeper.retention_thread import RetentionThread, delete_old
+from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import Store
 from holdfast.errors import RetryLater
@@ -30,6 +31,7 @@ class Surroundings:
     """Parts of a keeper that its topology uses.
 
     Attributes:
+        watches: halves of the watches.
         store: store of the tier that saves are committed in first.
         home: store of home, if that is another tier.
         in_work: returns the saves that the worker has not finished.
@@ -38,6 +40,7 @@ class Surroundings:
     config: KeeperConfig
     inbox: TrainerInbox
     reports: Reports
+    watches: KeeperWatches
     store: Store
     home: Store | None
     in_work: Callable[[], set[CheckpointId]]
@@ -134,6 +137,7 @@ class HomeOnly(Topology):
             config.keep,
             inbox=surroundings.inbox,
             reports=surroundings.reports,
+            watches=surroundings.watches,
             in_work=surroundings.in_work,
         )
 
@@ -207,6 +211,7 @@ class SharedLocal(LocalTopology):
             home,
             config,
             reports=surroundings.reports,
+            watches=surroundings.watches,
             is_complete=self._is_committed,
             on_arrived=lambda _: self._tier.retain_again(),  # it was kept until now
         )
@@ -216,6 +221,7 @@ class SharedLocal(LocalTopology):
             Keep(config.keep_local),
             inbox=surroundings.inbox,
             reports=surroundings.reports,
+            watches=surroundings.watches,
             in_work=lambda: in_work() | self._home.needed,
         )
 
@@ -278,6 +284,7 @@ class NodeLocal(LocalTopology):
             home,
             self._config,
             reports=surroundings.reports,
+            watches=surroundings.watches,
             is_complete=self._may_be_complete,
             on_arrived=self._on_arrived,
         )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.checkpoint.format import sections
+from holdfast.checkpoint.format.sections import MAX_PART_BYTES, Section, Sections
 from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.judges import CompleteSave, Judges, failed, load_class
 from holdfast.checkpoint.keeper.config import KeeperConfig, WatchConfig
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo
-from holdfast.checkpoint.keeper.messages import MAX_DETAIL, ShowText
+from holdfast.checkpoint.keeper.messages import MAX_DETAIL, ShowText, WarnOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,10 @@ class KeeperRun:
     history: History
     has_work: Callable[[], bool]
     inbox: TrainerInbox
+
+    def warn(self, text: str) -> None:
+        """Have the trainer warn of a text, at its next call of the Checkpointer."""
+        self.inbox.reply(WarnOf(text[:MAX_DETAIL]))
 
     def show(self, text: str, *, wait_s: float = 0.0) -> bool:
         """Have the trainer print a text: as an error if its reply is waited for, else as a warning.
@@ -58,16 +64,37 @@ class KeeperRun:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - a watch may be the user's, and must not end the keeper
-            rank = self.config.rank
-            text = f"The watch {self.name!r} has failed in the keeper of rank {rank}: {error!r:.500}."
-            self.show(f"{text} Saves are not affected.")
-            self.history.record("watch-off", step=None, detail=text)
+            self.report(error)
+
+    def report(self, error: Exception) -> None:
+        """Show and record an error of the watch."""
+        text = f"The watch {self.name!r} has failed in the keeper of rank {self.config.rank}: {error!r:.500}."
+        self.show(f"{text} Saves are not affected.")
+        self.history.record("watch-off", step=None, detail=text)
+
+
+@dataclass(frozen=True, slots=True)
+class PersistedSave:
+    """Save whose data files are durable, and whose part is written next.
+
+    Attributes:
+        step: optimizer steps completed.
+        section: of the watch's half in the trainer; None without one.
+        hashes: xxh3-64 of each copy that the watch has planned, in the order of its copies; 16 hex digits.
+        host: name of this host.
+    """
+
+    step: int
+    section: Section | None
+    hashes: tuple[str, ...]
+    host: str
 
 
 class KeeperWatch:
     """Half of a watch in the keeper, made from the options that its half in the trainer returns.
 
-    Subclasses override the events that they need. An error in an event never fails a save.
+    Subclasses override the events that they need. An error in an event never fails a save. `committing` is
+    also called without `start`, in a trainer that commits what a killed keeper has left.
 
     Args:
         options: see `holdfast.checkpoint.watch.Watch.options`.
@@ -79,21 +106,130 @@ class KeeperWatch:
     def start(self, run: KeeperRun) -> None:
         """Begin to watch a trainer, in a process of its own. Must not block."""
 
+    def persisting(self, image: memoryview) -> Callable[[int, int], None] | None:
+        """Return a function that receives each range of a data file as it is hashed; None for none.
 
-def start_watches(halves: Sequence[WatchConfig], run_of: Callable[[str], KeeperRun]) -> None:
-    """Start the halves of the watches in this keeper.
+        Args:
+            image: the whole file. It is called again if the store has failed.
+        """
+
+    def persisted(self, save: PersistedSave) -> Section | None:
+        """Return the section of this rank's part, once for each save."""
+        return save.section
+
+    def committing(self, save: CompleteSave) -> Section | None:
+        """Return the section of the manifest, on rank 0. A second call for a step replaces the first."""
+        return sections.merge(save.sections[rank] for rank in sorted(save.sections))
+
+    def committed(self, step: int, section: Section | None) -> None:
+        """Observe that this keeper has committed a checkpoint, on rank 0."""
+
+    def trainer_ended(self, *, in_order: bool) -> None:
+        """Observe that the trainer has ended; what it has saved may not be durable yet."""
+
+
+@dataclass(slots=True)
+class KeeperWatches:
+    """Halves of the watches in one keeper, in the order of their events.
 
     Args:
-        halves: their names, classes and options.
+        configs: their names, classes and options.
         run_of: returns the parts of the run that the watch of a name may use.
+        read_base: see `Judges`.
     """
-    for half in halves:
-        run = run_of(half.name)
-        run.guard(lambda half=half, run=run: _load(half).start(run))
 
+    configs: Sequence[WatchConfig]
+    run_of: Callable[[str], KeeperRun]
+    read_base: Callable[..., Sections]
+    judges: Judges = field(init=False)
+    _halves: dict[str, KeeperWatch] = field(default_factory=dict[str, KeeperWatch])
+    _persisted: tuple[int, Sections] | None = None  # of the newest save
 
-def _load(half: WatchConfig) -> KeeperWatch:
-    module, _, name = half.keeper.partition(":")
-    if half.folder not in sys.path:  # a keeper starts without the folders of the user's script
-        sys.path.append(half.folder)
-    return getattr(importlib.import_module(module), name)(half.options)
+    def __post_init__(self) -> None:
+        for config in self.configs:
+            self.run_of(config.name).guard(lambda config=config: self._load(config))
+        self.judges = Judges(self._halves, read_base=self.read_base, on_error=self._switch_off)
+
+    def _load(self, config: WatchConfig) -> None:
+        if config.folder not in sys.path:  # a keeper starts without the folders of the user's script
+            sys.path.append(config.folder)
+        self._halves[config.name] = load_class(config.keeper)(config.options)
+
+    def start(self) -> None:
+        """Begin to watch the trainer."""
+        for name, half in list(self._halves.items()):
+            run = self.run_of(name)
+            run.guard(lambda half=half, run=run: half.start(run))
+
+    def persisting(self, step: int, image: memoryview) -> Callable[[int, int], None] | None:
+        """Return a function that passes on each hashed range of a data file; None if no watch wants them."""
+        if self._persisted is not None and self._persisted[0] == step:
+            return None  # the sections are made already
+        wanting: dict[str, Callable[[int, int], None]] = {}
+        for name, half in list(self._halves.items()):
+            try:
+                receive = half.persisting(image)
+            except Exception as error:  # noqa: BLE001 - a watch must not fail a save
+                self._switch_off(name, error)
+            else:
+                if receive is not None:
+                    wanting[name] = receive
+
+        def pass_on(start: int, stop: int) -> None:
+            for name, receive in list(wanting.items()):
+                try:
+                    receive(start, stop)
+                except Exception as error:  # noqa: BLE001 - a watch must not fail a save
+                    del wanting[name]
+                    self._switch_off(name, error)
+
+        return pass_on if wanting else None
+
+    def persisted(
+        self, step: int, found: Sections, hashes: Mapping[str, tuple[str, ...]], host: str
+    ) -> Sections:
+        """Return the sections of a part.
+
+        Another try to write the part gets the same sections: a part that exists is never replaced.
+
+        Args:
+            found: sections of the trainer.
+            hashes: of the copies of each watch.
+        """
+        if self._persisted is not None and self._persisted[0] == step:
+            return self._persisted[1]
+        made: dict[str, Section] = {}
+        for name in dict.fromkeys([*(config.name for config in self.configs), *found]):
+            section = self._persist(name, PersistedSave(step, found.get(name), hashes.get(name, ()), host))
+            if section is not None:
+                made[name] = section
+        self._persisted = step, made
+        return made
+
+    def _persist(self, name: str, save: PersistedSave) -> Section | None:
+        half = self._halves.get(name)
+        if half is None:
+            is_off = any(config.name == name for config in self.configs)
+            return failed(name) if is_off else save.section
+        try:
+            section = half.persisted(save)
+            return None if section is None else sections.check(section, max_bytes=MAX_PART_BYTES)
+        except Exception as error:  # noqa: BLE001 - a watch must not fail a save
+            self._switch_off(name, error)
+            return failed(name)
+
+    def committed(self, step: int) -> None:
+        """Pass on that this keeper has committed a checkpoint."""
+        made = self.judges.made(step)
+        for name, half in list(self._halves.items()):
+            self.run_of(name).guard(lambda half=half, name=name: half.committed(step, made.get(name)))
+
+    def trainer_ended(self, *, in_order: bool) -> None:
+        """Pass on that the trainer has ended."""
+        for name, half in list(self._halves.items()):
+            self.run_of(name).guard(lambda half=half: half.trainer_ended(in_order=in_order))
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        """Show and record an error of a watch, whose half receives no more events."""
+        if self._halves.pop(name, None) is not None:
+            self.run_of(name).report(error)

@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.documents import read_run
+from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.format.sections import Sections
+from holdfast.checkpoint.home.documents import read_manifest, read_run
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper import messages, packets
@@ -25,9 +27,9 @@ from holdfast.checkpoint.keeper.pulse import PulseReader
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports, bugs_as_errors
 from holdfast.checkpoint.keeper.save_files import SaveFiles
 from holdfast.checkpoint.keeper.topologies import Surroundings, make_topology
-from holdfast.checkpoint.keeper.watch import KeeperRun, start_watches
+from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatches
 from holdfast.checkpoint.store import Store, open_store
-from holdfast.errors import Conflict, Corrupt, HoldfastError, RetryLater, Unsupported
+from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.system import backoff
 from holdfast.system.log import reported_if_slow
 
@@ -83,30 +85,41 @@ class Worker:
         history = History(self._store, config.writer)
         self._reports = Reports(history, inbox, "home" if config.local is None else "local", config.home)
         self._killed_step = KilledStep(pulse, history)
-        self._files = SaveFiles(self._store, config, history)
+        self._home = None if config.local is None else open_patiently(config.home, inbox)
+        self._watches = KeeperWatches(config.watches, self._run_of, self._read_base)
+        self._files = SaveFiles(self._store, config, history, self._watches)
         self._arenas = MappedArenas()
         self._next_step: int | None = None  # of the save that was taken from the inbox
         self._late_metrics: dict[int, SaveValues] = {}  # not written yet, by step
         self._pending: list[PendingSave] = []
+        self._has_ended_trainer = False
         self._topology = make_topology(
             Surroundings(
                 config=config,
                 inbox=inbox,
                 reports=self._reports,
+                watches=self._watches,
                 store=self._store,
-                home=None if config.local is None else open_patiently(config.home, inbox),
+                home=self._home,
                 in_work=self._in_work,
             )
         )
 
     def watch_trainer(self) -> None:
         """Start the halves of the watches here. They watch the trainer in threads of their own."""
-        start_watches(
-            self._config.watches,
-            lambda name: KeeperRun(
-                name, self._config, self._lockfile.info, self._reports.history, self._has_work, self._inbox
-            ),
-        )
+        self._watches.start()
+
+    def _run_of(self, name: str) -> KeeperRun:
+        history = self._reports.history
+        return KeeperRun(name, self._config, self._lockfile.info, history, self._has_work, self._inbox)
+
+    def _read_base(self, ancestors: Ancestors) -> Sections:
+        """Return the findings of the watches about the checkpoint that this attempt continues."""
+        store = self._home if self._home is not None and self._config.is_node_local else self._store
+        with contextlib.suppress(Corrupt, NotFound, Unsupported):  # it may be in another tier only
+            if ancestors:
+                return read_manifest(store, ancestors[-1], self._config.run).watches
+        return {}
 
     def _has_work(self) -> bool:
         return bool(self._pending) or self._inbox.has_saves or self._next_step is not None
@@ -115,8 +128,8 @@ class Worker:
         """Work until the trainer has exited and nothing is left in the nearest tier."""
         while True:
             received = self._inbox.receive(self._pause_s(), has_work=bool(self._pending))
-            if self._inbox.trainer_gone and not self._inbox.has_closed:
-                self._killed_step.record()
+            if self._inbox.trainer_gone:
+                self._end_trainer()
             if received:
                 self._lockfile.set_busy(True)
                 self._next_step = received[-1].request.step if isinstance(received[-1], StagedSave) else None
@@ -129,6 +142,14 @@ class Worker:
             self._commit_ready()
             self._lockfile.set_busy(self._inbox.has_saves)
         self._topology.join_retention()
+
+    def _end_trainer(self) -> None:
+        """Record that the trainer was killed, and pass its end on to the watches, once."""
+        if not self._inbox.has_closed:
+            self._killed_step.record()
+        if not self._has_ended_trainer:
+            self._has_ended_trainer = True
+            self._watches.trainer_ended(in_order=self._inbox.has_closed)
 
     def wind_up(self) -> None:
         """Drain what is due, and offer the contents of the memory to the next attempt."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from holdfast.checkpoint.format.fill_target import FillTarget
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.format.sections import Section, Sections
 from holdfast.checkpoint.home.patience import LIMIT_S
 from holdfast.checkpoint.home.rollbacks import NO_ROLLBACKS, Rollbacks
 from holdfast.checkpoint.home.skipped import Skipped
@@ -86,3 +87,4 @@ class Restored(OfCheckpoint):
     whole: tuple[CheckpointId, ...] = ()  # checkpoints that still lack only their manifest
     seen: tuple[CheckpointId, ...] = ()  # everything that could have been restored
     rollbacks: Rollbacks = NO_ROLLBACKS  # of the run
+    watches: Sections = field(default_factory=dict[str, Section])  # findings of watches, in its manifest

@@ -270,6 +270,7 @@ class _Restore:
             whole=survey.whole,
             seen=self._found.seen,
             rollbacks=survey.rollbacks,
+            watches=manifest.watches,
         )
 
     def _sync(self, step: int) -> None:

@@ -163,7 +163,7 @@ class Attempt:
             keep_best=options.keep.best,
             keep_metric=options.keep.metric,
             keep_mode=options.keep.mode,
-            healthy_back=options.spike.healthy_back,
+            healthy_back=self._components.watching.goes_back,
             watches=self._components.watching.keeper_halves(),
             **self._tiers.config,
         )
@@ -316,14 +316,12 @@ class Attempt:
             return
         self._guarantee = guarantee
         keeper.record("tear-check", step=None, detail=guarantee)
-        audit = self._pipeline.audit()
-        if audit:
-            keeper.record("replica-check", step=None, detail=audit)
         _log.debug(
             "rank %d of %s: torn copies are detected by %s", self._ranks.rank, self._tiers.home, guarantee
         )
 
     def _on_durable(self, save: Save) -> None:
+        self._components.watching.saved(save)
         if self._components.compiled is not None:
             self._components.compiled.upload_soon()
         self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)

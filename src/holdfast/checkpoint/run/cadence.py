@@ -17,7 +17,7 @@ class Flags(NamedTuple):
     is_due_home: bool = False  # by the clock of rank 0
     lacks_proposal: bool = False  # see `StableStep`
     is_torn: bool = False  # the last save is torn
-    is_spiking: bool = False  # by the metrics of rank 0, and the ranks have to decide about it
+    must_go_back: bool = False  # a watch asks for it, and the ranks have to decide about it
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Cadence:
         is_advised: bool,
         lacks_proposal: bool,
         is_torn: bool,
-        is_spiking: bool = False,
+        must_go_back: bool = False,
     ) -> Flags:
         """Return the flags of this rank to send after `step`.
 
@@ -91,7 +91,7 @@ class Cadence:
             is_advised: the machine may be reclaimed, so one save is due.
             lacks_proposal: see `StableStep.propose`.
             is_torn: the last save is torn here.
-            is_spiking: training has to go back because of a metric.
+            must_go_back: a watch asks for it.
         """
         return Flags(
             is_preempted=is_preempted,
@@ -99,7 +99,7 @@ class Cadence:
             is_due_home=self._is_clock and self.home.is_due(step, now_s, timed=True),
             lacks_proposal=lacks_proposal,
             is_torn=is_torn,
-            is_spiking=is_spiking,
+            must_go_back=must_go_back,
         )
 
     def decide(self, step: int, now_s: float, received: Flags) -> Decision:

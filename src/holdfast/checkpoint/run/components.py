@@ -70,14 +70,14 @@ class Components:
             {} if state is None else state, world=None if group is None else (group.rank, group.world_size)
         )
         ranks: RankGroup = group or Ranks(timeout_s=options.limits.rank_timeout_s)
-        metrics, now_s = MetricsBuffer(), time.monotonic()
+        metrics, now_s, watching = MetricsBuffer(), time.monotonic(), Watching(options.watches)
         pipeline = Pipeline(
             objects,
             ranks,
             metrics,
             memory_bytes=options.memory.limit_bytes,
             skips_when_full=options.memory.skips_when_full(is_far=tiers.is_far),
-            audit=options.audit,
+            watching=watching,
         )
         cadence = Cadence(
             options.policies,
@@ -97,7 +97,7 @@ class Components:
             done,
             compiled,
             pulse=Pulse(),
-            watching=Watching(options.watches),
+            watching=watching,
             has_state=state is not None,
         )
 

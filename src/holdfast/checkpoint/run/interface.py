@@ -28,15 +28,12 @@ from holdfast.checkpoint.run.options import (
     Options,
     Preemption,
     Reads,
-    Spike,
-    parse_audit,
     parse_compile_cache,
     parse_home,
     parse_keep,
     parse_local,
     parse_memory,
     parse_preemption,
-    parse_spike,
 )
 from holdfast.checkpoint.run.restoration import Selection
 from holdfast.checkpoint.run.training import Training
@@ -68,13 +65,9 @@ class Checkpointer:
         compile_cache: size of the place in home for the output of torch.compile, or a `CompileCache`; False
             for none.
         limits: response to saves that fail, and limits after which the run raises.
-        on_spike: what to do when the recorded loss, or norm of gradients, is in a spike: "report" it,
-            "rollback" to the newest healthy checkpoint before it and leave out the samples since then, "off",
-            or a `Spike` with numbers of its own.
-        audit: number of saves within which every tensor that several ranks hold is compared, "off", or "auto"
-            for as many as keep the cost small, at most 64.
-        watches: watches of the run, such as `Hang("restart")` or `SlowRanks("off")`. Each replaces the
-            default watch of its name, and the other defaults stay; None for no watch at all.
+        watches: watches of the run, such as `Hang("restart")`, `Spike("rollback")` or `SlowRanks("off")`.
+            Each replaces the default watch of its name, and the other defaults stay; None for no watch at
+            all.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.checkpoint.ranks`.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
@@ -102,8 +95,6 @@ class Checkpointer:
         preemption: str | Preemption | None = None,
         compile_cache: int | str | bool | CompileCache = "1GiB",
         limits: Limits = Limits(),
-        on_spike: str | Spike = "report",
-        audit: int | str = "auto",
         watches: Iterable[Watch] | None = (),
         group: RankGroup | None = None,
         take_over: bool = False,
@@ -119,16 +110,16 @@ class Checkpointer:
             preemption=parse_preemption(preemption),
             compile_cache=parse_compile_cache(compile_cache),
             limits=limits,
-            spike=parse_spike(on_spike),
             watches=choose_watches(watches),
-            audit=parse_audit(audit),
             take_over=take_over,
             quiet=quiet,
         )
-        if options.spike.action == "rollback" and state is None:
+        going = next((watch.name for watch in options.watches if watch.goes_back is not None), None)
+        if going is not None and state is None:
             raise InvalidInput(
-                'on_spike="rollback" restores the state while training runs, and this Checkpointer was made '
-                'without one. Give it a state, Checkpointer(home, state), or use on_spike="report".'
+                f"The watch {going!r} goes back, which restores the state while training runs, and this "
+                "Checkpointer was made without one. Give it a state, Checkpointer(home, state), or have the "
+                'watch report only, as Spike("report") does.'
             )
         self._components = Components.make(options, state, group)
         self._training = Training(self._components)
@@ -148,12 +139,13 @@ class Checkpointer:
         return self._training.preempted
 
     @property
-    def spike(self) -> str | None:
+    def must_go_back(self) -> str | None:
         """Reason why training has to go back, agreed by all ranks; None while it need not.
 
-        Only with `on_spike="rollback"`. A loop of your own then calls `roll_back`.
+        Only with a watch that goes back, such as `Spike("rollback")`. A loop of your own then calls
+        `roll_back`.
         """
-        return self._training.spike
+        return self._training.must_go_back
 
     @property
     def restored_step(self) -> int | None:
@@ -207,7 +199,7 @@ class Checkpointer:
         stays. Yields the number of steps completed so far; the loop's body completes one more. Saves when
         due, and calls `finish` at the end. A loop that is left by `break` or `return` is saved too, but not
         finished. One that is left by an exception is not saved, since its last step may be incomplete. A run
-        that has all its steps already yields nothing. With `on_spike="rollback"` the steps after a rollback
+        that has all its steps already yields nothing. With `Spike("rollback")` the steps after a rollback
         come again.
 
         Raises:
@@ -215,7 +207,7 @@ class Checkpointer:
             Conflict: another living process saves to this home; see `take_over`.
             Preempted: after a preemption notice, once the save of the agreed step is durable, unless that is
                 the last step. It is a SystemExit with status 75; do not catch it.
-            Diverged: a metric is in a spike, after as many rollbacks in a row as `on_spike` allows.
+            Diverged: a metric is in a spike, after as many rollbacks in a row as its watch allows.
 
         Ranks: collective; every rank runs the same steps.
         """
@@ -235,15 +227,15 @@ class Checkpointer:
                 self.save(step)
             if self.preempted and step < total:  # else the run is complete and need not start again
                 self._training.stop(step)
-            if self.spike:
+            if self.must_go_back:
                 step = self.roll_back()
         self.finish(step)
 
     def should_save(self, step: int) -> bool:
         """Return True if `step` should be saved now: it is due, or a preemption notice arrived.
 
-        After a notice `preempted` holds the reason, on all ranks at the same step, and likewise `spike` if
-        training has to go back.
+        After a notice `preempted` holds the reason, on all ranks at the same step, and likewise
+        `must_go_back` if training has to go back.
 
         Args:
             step: optimizer steps completed.
@@ -251,7 +243,7 @@ class Checkpointer:
         Raises:
             InvalidInput: `step` is not a whole number from 0, or this thread is within another call; or
                 training did not go back where it had to.
-            Diverged: a metric is in a spike, after as many rollbacks in a row as `on_spike` allows.
+            Diverged: a metric is in a spike, after as many rollbacks in a row as its watch allows.
 
         Ranks: collective; every rank calls it after every step.
         Blocks: hardly; the ranks exchange a few flags while the step runs.
@@ -264,7 +256,7 @@ class Checkpointer:
 
         One call per step is all that a loop of your own needs between `restore` and `finish`. The count
         continues from the restored step, and is the step of a checkpoint: the optimizer steps completed. With
-        `on_spike="rollback"` it may go back.
+        `Spike("rollback")` it may go back.
 
         Raises:
             Preempted: after a preemption notice, once the save of this step is durable. It is a SystemExit
@@ -280,7 +272,7 @@ class Checkpointer:
             self.save(step)
         if self.preempted:
             self._training.stop(step)
-        return self.roll_back() if self.spike else step
+        return self.roll_back() if self.must_go_back else step
 
     def record(self, step: int | None = None, /, **values: SupportsFloat) -> None:
         """Record metrics of a step in the history, such as `record(loss=loss, lr=lr)`. On rank 0 only.

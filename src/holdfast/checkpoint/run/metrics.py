@@ -7,18 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice, takewhile
-from types import MappingProxyType
+from itertools import islice
 from typing import Any, Protocol, SupportsFloat
 
-from holdfast.checkpoint.format.health import Trend
 from holdfast.checkpoint.format.run import encode_metric
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.run.save_metrics import SaveMetrics
 from holdfast.checkpoint.stage import PendingScalar, copy_scalar
 from holdfast.errors import InvalidInput
-from holdfast.watch.values.watch import SpikeWatch
 
 PERIOD_S = 2.0
 """Longest time between two batches. A save sends everything that was recorded before it."""
@@ -51,14 +47,6 @@ _Row = tuple[int, int, dict[str, float]]
 """Step of the values, step of the save that they are about, and the values."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedSpike:
-    """Spike of a recorded metric that has not ended: the step of its first high value, and a description."""
-
-    first_step: int
-    detail: str
-
-
 class MetricsBuffer:
     """Buffer of metrics by step, in the order of recording.
 
@@ -72,42 +60,29 @@ class MetricsBuffer:
         self.num_done = 0
         self._rows: deque[tuple[int, int, dict[str, float | PendingScalar]]] = deque()  # step, save's step
         self._saves = SaveMetrics()
-        self._watch = SpikeWatch()
-        self._num_watched = 0  # rows, from the first, that the watch has observed
+        self._new: deque[tuple[int, dict[str, float]]] = deque(maxlen=_MAX_WAITING)  # see `take_new`
+        self._num_taken = 0  # rows, from the first, that `take_new` has returned
         self._names: set[str] = set()
         self._num_recorded = 0
         self._sent_s = -math.inf
         self._lock = threading.Lock()
 
-    def restart(self, step: int, before: Mapping[int, Mapping[str, float]] = MappingProxyType({})) -> None:
-        """Continue from `step`, which was restored: what is recorded now belongs to the next one.
-
-        Args:
-            before: values that were recorded for the steps before, in ascending order.
-        """
+    def restart(self, step: int) -> None:
+        """Continue from `step`, which was restored: what is recorded now belongs to the next one."""
         with self._lock:
             self.num_done, self._saves = step, SaveMetrics()
-            self._watch = SpikeWatch()
-            for at, values in before.items():
-                self._watch.observe(at, values)
 
-    def go_back(self, step: int) -> None:
-        """Continue from `step`, which was restored because of a spike. Values before it still count."""
+    def take_new(self) -> list[tuple[int, dict[str, float]]]:
+        """Return the values of complete steps that have arrived since the call before, and the steps."""
         with self._lock:
-            self.num_done, self._saves = step, SaveMetrics()
-            self._watch.go_back()
-
-    def watch(self) -> ObservedSpike | None:
-        """Observe the values of complete steps as far as they have arrived. Return the present spike."""
-        with self._lock:
-            rows = islice(self._rows, self._num_watched, None)
-            arrived = takewhile(
-                lambda row: row[0] <= self.num_done and all(map(_has_arrived, row[2].values())), rows
-            )
-            self._observe([(step, of_save, _read_all(values)) for step, of_save, values in arrived])
-            first = self._watch.spike
-            trend = None if first is None else self._watch.trend()
-            return None if first is None or trend is None else ObservedSpike(first.step, trend.detail)
+            found = list(self._new)
+            self._new.clear()
+            for step, _, values in islice(self._rows, self._num_taken, None):
+                if step > self.num_done or not all(map(_has_arrived, values.values())):
+                    break
+                found.append((step, _read_all(values)))
+                self._num_taken += 1
+            return found
 
     def begin_save(self, step: int) -> None:
         """Record that a save of `step` begins."""
@@ -190,26 +165,16 @@ class MetricsBuffer:
         with self._lock:  # held while sending, which keeps the order
             while rows := self._next(upto):
                 receiver.send_metrics([step for step, _, _ in rows], _columns(rows))
-                self._observe(rows[self._num_watched :])
+                self._new += [(step, values) for step, _, values in rows[self._num_taken :]]
                 for _ in rows:
                     self._drop_first()
                 changed = [self._saves.add(of_save, values) for _, of_save, values in rows]
                 for step in sorted({step for step in changed if step is not None}):
                     receiver.update_metrics(step, self._send(step))
 
-    def trend(self) -> Trend | None:
-        """Return the judgement of the values that were sent; None without a loss or a norm of gradients."""
-        with self._lock:
-            return self._watch.trend()
-
-    def _observe(self, rows: Sequence[_Row]) -> None:
-        for step, _, values in rows:
-            self._watch.observe(step, values)
-            self._num_watched += 1
-
     def _drop_first(self) -> None:
         self._rows.popleft()
-        self._num_watched = max(0, self._num_watched - 1)
+        self._num_taken = max(0, self._num_taken - 1)
 
     def _next(self, upto: int | None) -> list[_Row]:
         """Return the next rows that fit into one batch."""

@@ -20,10 +20,6 @@ from holdfast.system.units import Duration, parse_bytes, parse_duration
 
 FAILED_SAVE_ACTIONS = ("warn", "pause", "raise")
 """Responses to a save that fails."""
-SPIKE_ACTIONS = ("report", "rollback", "off")
-"""Responses to a spike of the recorded loss or norm of gradients."""
-_MOST_NOTICED_STEPS = 16
-"""Steps after which a spike is usually noticed, on all ranks."""
 _DEFAULT_CACHE = "1GiB"
 _NO_LIMIT_S = 1e9  # 30 years: a keeper's configuration is JSON, which has no infinity
 
@@ -184,80 +180,6 @@ class Preemption:
 
 
 @dataclass(frozen=True, slots=True)
-class Spike:
-    """Response to a spike of the recorded loss, or of the norm of gradients.
-
-    Args:
-        action: "report" it; "rollback": also go back to the newest healthy checkpoint before it, and leave
-            out the samples since then; "off" to do neither.
-        max_rollbacks: rollbacks in a row, without a healthy checkpoint after the last spike; one more and
-            the run raises `Diverged`.
-        back: least number of steps between the checkpoint and the first high value.
-        skip: steps whose samples are left out after those of the spike too. The range doubles with each
-            further rollback in a row.
-
-    Raises:
-        InvalidInput: a value cannot be used.
-
-    Source: "rollback" is the recipe of PaLM (arXiv 2204.02311): go back about 100 steps, and skip the
-        batches around the spike.
-    """
-
-    action: str = "report"
-    _: KW_ONLY
-    max_rollbacks: int = 3
-    back: int = 20
-    skip: int = 0
-
-    def __post_init__(self) -> None:
-        if self.action not in SPIKE_ACTIONS:
-            raise InvalidInput(
-                f"on_spike= must be one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r:.100}."
-            )
-        _check_count(self.max_rollbacks, "Spike(max_rollbacks=)", least=1)
-        _check_count(self.back, "Spike(back=)", least=0)
-        _check_count(self.skip, "Spike(skip=)", least=0)
-
-    @property
-    def healthy_back(self) -> int | None:
-        """Steps from a healthy checkpoint that is kept to the newest one; None for no limit.
-
-        The newest checkpoint may be of a step of the spike, which is noticed only after some.
-        """
-        return self.back + _MOST_NOTICED_STEPS if self.action == "rollback" else None
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """Comparison of the tensors that several ranks hold, at each save some of them.
-
-    Args:
-        within: number of saves within which every tensor is compared. "auto" bounds the cost instead: at each
-            save 64 MiB, or an eighth of the bytes that the rank writes, and every tensor within 64 saves.
-            "off" to compare nothing.
-
-    Raises:
-        InvalidInput: a value cannot be used.
-    """
-
-    within: int | str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.within not in ("auto", "off"):
-            _check_count(self.within, "audit=, if not 'auto' or 'off',", least=1)
-
-    @property
-    def num_turns(self) -> int | None:
-        """Number of saves within which every tensor is compared; None to bound the cost instead."""
-        return self.within if isinstance(self.within, int) else None
-
-    @property
-    def is_off(self) -> bool:
-        """True if nothing is compared."""
-        return self.within == "off"
-
-
-@dataclass(frozen=True, slots=True)
 class CompileCache:
     """Cache in home for compiled code: a start on another machine loads it instead of compiling.
 
@@ -356,9 +278,7 @@ class Options:
     preemption: Preemption
     compile_cache: CompileCache | None
     limits: Limits
-    spike: Spike
     watches: tuple[Watch, ...]
-    audit: Audit
     take_over: bool
     quiet: bool
 
@@ -386,16 +306,6 @@ def parse_memory(value: int | str | Memory) -> Memory:
 def parse_preemption(value: str | Preemption | None) -> Preemption:
     """Return the value of a `preemption=` argument."""
     return value if isinstance(value, Preemption) else Preemption(value)
-
-
-def parse_spike(value: str | Spike) -> Spike:
-    """Return the value of an `on_spike=` argument."""
-    return value if isinstance(value, Spike) else Spike(value)
-
-
-def parse_audit(value: int | str) -> Audit:
-    """Return the value of an `audit=` argument."""
-    return Audit(value)
 
 
 def parse_compile_cache(value: int | str | bool | CompileCache) -> CompileCache | None:

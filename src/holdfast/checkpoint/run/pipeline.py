@@ -14,10 +14,10 @@ from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.keeper import ArenaLayout, Keeper, Save
 from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.run.metrics import MetricsBuffer
-from holdfast.checkpoint.run.options import Audit
-from holdfast.checkpoint.run.replica_audit import AuditedSave, ReplicaAudit
+from holdfast.checkpoint.run.planned_copies import PlannedCopies, SaveCopies
+from holdfast.checkpoint.run.watching import Watching
 from holdfast.checkpoint.stage import Arena, Arenas, SavePlan, Stager, Staging
-from holdfast.checkpoint.state import CapturedState, State, catalog_of
+from holdfast.checkpoint.state import CapturedState, State, catalog_of, shared_tensors
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 from holdfast.system.failpoint import failpoint
 from holdfast.system.log import get_logger, reported_if_slow
@@ -59,7 +59,7 @@ class Pipeline:
         metrics: recorded numbers, sent to the keeper ahead of each save.
         memory_bytes: limit of the staging memory.
         skips_when_full: skip a save that no staging memory is free for, instead of waiting.
-        audit: comparison of the tensors that other ranks hold too.
+        watching: watches of the run.
 
     Attributes:
         arenas: staging memory.
@@ -76,7 +76,7 @@ class Pipeline:
         *,
         memory_bytes: int,
         skips_when_full: bool,
-        audit: Audit,
+        watching: Watching,
     ) -> None:
         self.objects = objects
         self.arenas = Arenas(memory_bytes)
@@ -89,8 +89,8 @@ class Pipeline:
         self._in_use: dict[int, Arena] = {}
         self._plan: SavePlan | None = None
         self._structure: object = None  # of the state that the plan was made for
-        self._audit_option = audit
-        self._audit: ReplicaAudit | None = None  # of the plan
+        self._watching = watching
+        self._copies: PlannedCopies | None = None  # of the plan
         self._num_saves = 0  # also of those that failed: all ranks count the same
 
     # -- one save --------------------------------------------------------------------------------------------
@@ -108,8 +108,8 @@ class Pipeline:
         number, self._num_saves = self._num_saves, self._num_saves + 1
         captured = self.objects.capture()
         plan = self._plan_for(captured)
-        assert self._audit is not None
-        audited = self._audit.begin(plan, number, keeper.config.attempt)
+        assert self._copies is not None
+        copies = self._copies.begin(plan, number, keeper.config.attempt)
         draft = _draft(order, keeper, plan, captured)
         arena = self._acquire(plan.arena_bytes, may_skip=self._skips_when_full and not order.must)
         if arena is None:
@@ -117,7 +117,7 @@ class Pipeline:
         self.watch_optimizers()
         self._metrics.begin_save(order.save.step)
         order.save.num_bytes = plan.num_bytes
-        submit = partial(self._submit, order=order, plan=plan, draft=draft, audited=audited, keeper=keeper)
+        submit = partial(self._submit, order=order, plan=plan, draft=draft, copies=copies, keeper=keeper)
         try:
             staging = self.stager.stage(
                 plan,
@@ -126,7 +126,7 @@ class Pipeline:
                 then=submit,
                 at_once=order.must,
                 is_lent=self.objects.are_lent,
-                witnesses=audited.witnesses,
+                witnesses=copies.witnesses,
             )
         except BaseException:
             self.release(arena.number)
@@ -137,7 +137,9 @@ class Pipeline:
         if self._plan is None or captured.structure is not self._structure:
             self._structure = captured.structure
             catalog, rank = catalog_of(captured), self._ranks.rank
-            self._audit = ReplicaAudit.make(captured, catalog, rank, self._audit_option)
+            shared = shared_tensors(captured, catalog, rank) if self._watching.plans_copies else []
+            planned = self._watching.planned(shared)
+            self._copies = PlannedCopies.make(planned, shared, captured.tensors, catalog, rank)
             make = partial(
                 SavePlan.make,
                 captured.tensors,
@@ -148,7 +150,7 @@ class Pipeline:
                 places=captured.structure.places,
                 rank=rank,
             )
-            plan = make(witnesses=self._audit.witnesses, witness_bytes=self._audit.witness_bytes)
+            plan = make(witnesses=self._copies.witnesses, witness_bytes=self._copies.witness_bytes)
             self._plan = plan if self._has_room(plan) else make()
         return self._plan
 
@@ -191,7 +193,7 @@ class Pipeline:
         order: Order,
         plan: SavePlan,
         draft: bytes,
-        audited: AuditedSave,
+        copies: SaveCopies,
         keeper: Keeper,
     ) -> None:
         """Submit a complete copy to the keeper. Runs in the staging thread."""
@@ -205,10 +207,12 @@ class Pipeline:
             return
         failpoint("trainer.staged")
         self._metrics.flush(keeper, upto=save.step)  # first, so that they precede the commit
-        trend = self._metrics.trend()
-        if trend is not None:
-            draft = parts.add_trend(draft, trend)
-        draft = parts.add_order(draft, audited.without(staging.torn_witnesses))
+        self._watching.record(self._metrics.take_new)
+        placed = copies.without(staging.torn_witnesses)
+        tensors = {name: tuple(one.tensor for one in found) for name, found in placed.items()}
+        sections = self._watching.saving(save.step, tensors, has_room=copies.has_room)
+        rows = {name: tuple((one.at, one.num_bytes) for one in found) for name, found in placed.items()}
+        draft = parts.add_findings(draft, sections, rows)
         try:
             keeper.submit(
                 save,
@@ -242,13 +246,6 @@ class Pipeline:
         """Return how torn copies of the current plan are detected."""
         assert self._plan is not None
         return self.stager.guarantee(self._plan)
-
-    def audit(self) -> str:
-        """Return how the replicas of the current plan are compared."""
-        assert self._plan is not None
-        assert self._audit is not None
-        has_memory = self._plan.witnesses == self._audit.witnesses
-        return self._audit.describe(has_memory=has_memory)
 
     def forget_plan(self) -> None:
         """Drop the plan: the state was replaced by a restore."""

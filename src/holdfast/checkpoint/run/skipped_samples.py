@@ -20,7 +20,7 @@ def range_to_skip(
     """Return the samples that are left out after a rollback.
 
     With each further rollback in a row the range since the checkpoint doubles: the bad data may be longer
-    than the spikes.
+    than the trouble.
 
     Args:
         start: position of the restored checkpoint.
@@ -106,9 +106,7 @@ def describe_skipped_samples(skipped: Mapping[str, Range], kept: Sequence[str]) 
     if found:
         return f"{' and '.join(found)} are left out for ever"
     if kept:
-        return (
-            f"{', '.join(map(repr, kept))} stayed at its position, so the samples of the spike are left out"
-        )
+        return f"{', '.join(map(repr, kept))} stayed at its position, so its samples since then are left out"
     return (
         "no object of the state can skip samples: an iterator of the loop continues, and what depends on the "
         "step number or on random numbers comes again"

@@ -43,11 +43,12 @@ def show_what_is_left(components: Components, step: int, total: int) -> None:
         components.show(f"training continues from step {step} to step {total}")
 
 
-def show_rollback(components: Components, rollback: Rollback) -> None:
-    """Log a line about a rollback on rank 0."""
+def show_rollback(components: Components, rollback: Rollback, watch: str) -> None:
+    """Log a line about a rollback that a watch has asked for, on rank 0."""
     if components.ranks.rank == 0:
         _log.warning(
-            "SPIKE: %s. Training went back from step %d to step %d of attempt %d; %s.",
+            "%s: %s. Training went back from step %d to step %d of attempt %d; %s.",
+            watch.upper(),
             rollback.reason,
             rollback.last_step,
             rollback.base_step,
@@ -81,8 +82,8 @@ def warn_of_samples(found: Restored, unknown: Sequence[str], *, has_kept: bool) 
         rollback, keys = rewound
         warn(
             f"Step {found.step} of attempt {found.attempt} is from before the rollback of attempt "
-            f"{rollback.attempt}, and {', '.join(map(repr, keys))} cannot skip, so the samples of the spike "
-            f"at step {rollback.first_step} come again. An object with `position` and `skip` would not.",
+            f"{rollback.attempt}, and {', '.join(map(repr, keys))} cannot skip, so the samples from "
+            f"step {rollback.first_step} on come again. An object with `position` and `skip` would not.",
             ResumeWarning,
         )
 
@@ -115,10 +116,10 @@ def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     for doubt in pipeline.objects.review(pipeline.stager.stepped(), has_live_objects=components.has_state):
         warn(f"The run will not resume exactly: {doubt.text}", doubt.category)
     objects = components.pipeline.objects
-    if components.options.spike.action == "rollback" and not (objects.skippables() or objects.streams()):
+    if components.watching.goes_back is not None and not (objects.skippables() or objects.streams()):
         warn(
-            'on_spike="rollback": the state has no object that can skip samples. After a rollback an '
-            "iterator of the loop continues where it is, so the samples of the spike are left out until the "
+            "Training may go back, and the state has no object that can skip samples. After a rollback an "
+            "iterator of the loop continues where it is, so the samples since then are left out until the "
             "next start. Batches that depend on the step number or on random numbers come again. Add a "
             "sampler with `position` and `skip` to the state.",
             ResumeWarning,

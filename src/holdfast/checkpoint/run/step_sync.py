@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.checkpoint.format.names import CheckpointId
@@ -11,6 +12,7 @@ from holdfast.checkpoint.run.cadence import Flags
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.saves import Saves
 from holdfast.checkpoint.run.scores import Scores
+from holdfast.checkpoint.watch import Act, Vote
 from holdfast.watch.preemption import NoticeWatcher
 
 
@@ -21,12 +23,12 @@ class StepOutcome:
     Attributes:
         is_due: all ranks save this step.
         is_preempted: a rank has received a preemption notice.
-        is_spiking: the ranks have to decide about a spike.
+        must_go_back: the ranks have to decide about going back.
     """
 
     is_due: bool
     is_preempted: bool
-    is_spiking: bool
+    must_go_back: bool
 
 
 class StepSync:
@@ -38,7 +40,7 @@ class StepSync:
         self._scores = Scores(components.options.keep, is_alone=components.ranks.world_size == 1)
 
     def exchange(
-        self, step: int, keeper: Keeper | None, notices: NoticeWatcher, *, is_spiking: bool = False
+        self, step: int, keeper: Keeper | None, notices: NoticeWatcher, votes: Sequence[Vote]
     ) -> StepOutcome:
         """Exchange flags about a completed step with the other ranks.
 
@@ -46,23 +48,23 @@ class StepSync:
             step: optimizer steps completed.
             keeper: this rank's; None before the claim.
             notices: preemption notices of this rank.
-            is_spiking: the ranks have to decide about a spike.
+            votes: of the watches on this rank.
 
         Ranks: collective.
         """
         saves, cadence, now_s = self._saves, self._components.cadence, time.monotonic()
-        cadence.end_step(now_s, in_flight=saves.has_pending)
+        acts = {vote.act for vote in votes}
         notices.expect_save(cadence.meter.step_s + (cadence.meter.durable_s or 0.0))
         saves.settle()
         newest, lacks_proposal = saves.stable.propose()
         flags = cadence.flags(
             step,
             now_s,
-            is_preempted=notices.reason is not None,
-            is_advised=notices.pop_rebalance() is not None,
+            is_preempted=notices.reason is not None or Act.STOP in acts,
+            is_advised=notices.pop_rebalance() is not None or Act.SAVE in acts,
             lacks_proposal=lacks_proposal,
             is_torn=saves.must_repeat,
-            is_spiking=is_spiking,
+            must_go_back=Act.GO_BACK in acts,
         )
         values, (lowest, score) = self._components.ranks.exchange_flags(
             step, flags, (newest, self._score_of_last())
@@ -74,7 +76,7 @@ class StepSync:
         if decision.is_repeat:
             saves.note_tear()
         is_saved = saves.last is not None and saves.last.step == step
-        return StepOutcome(decision.is_due and not is_saved, received.is_preempted, received.is_spiking)
+        return StepOutcome(decision.is_due and not is_saved, received.is_preempted, received.must_go_back)
 
     def _without_old(self, received: Flags) -> Flags:
         """Return the received flags; at first without what an attempt before has sent about its steps."""

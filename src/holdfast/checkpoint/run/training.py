@@ -22,12 +22,11 @@ from holdfast.checkpoint.restore.request import Restored
 from holdfast.checkpoint.run.attempt import Attempt
 from holdfast.checkpoint.run.call_guard import CallGuard
 from holdfast.checkpoint.run.components import Components
+from holdfast.checkpoint.run.going_back import GoingBack, positions_of, ranges_to_skip
 from holdfast.checkpoint.run.position import Position
 from holdfast.checkpoint.run.restoration import Selection
 from holdfast.checkpoint.run.restore_differences import DifferenceReport
-from holdfast.checkpoint.run.rollback import positions_of, ranges_to_skip, record_rollback
 from holdfast.checkpoint.run.skipped_samples import describe_skipped_samples, leave_out
-from holdfast.checkpoint.run.spike_response import SpikeResponse
 from holdfast.checkpoint.run.status_lines import (
     show_restored,
     show_rollback,
@@ -39,9 +38,11 @@ from holdfast.checkpoint.run.status_lines import (
 )
 from holdfast.checkpoint.run.step_followers import StepFollowers
 from holdfast.checkpoint.run.trial import Trial
+from holdfast.checkpoint.run.watching import NamedVote
 from holdfast.checkpoint.state import stepping
 from holdfast.checkpoint.state.load import renamer
 from holdfast.checkpoint.state.loader_watch import unwatched_loaders
+from holdfast.checkpoint.watch import Act, RestoredState
 from holdfast.errors import (
     PREEMPTED_STATUS,
     HoldfastError,
@@ -57,7 +58,6 @@ from holdfast.system.process_exit import hard_exit, hard_exit_at_exit
 from holdfast.watch.compiled import CLOSE_LIMIT_S
 from holdfast.watch.preemption import NoticeWatcher
 from holdfast.watch.preemption.signals import is_loading
-from holdfast.watch.values.spikes import NUM_RECENT, WINDOW
 
 _OTHERS_S = 5.0
 """Time that other ranks have to make a save durable, when an error has ended this one after a notice."""
@@ -94,7 +94,7 @@ class Training:
         self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
         self._has_restored = False  # from the attempt's base; the script may have changed the state since
         self._differences = DifferenceReport(components)
-        self._spikes = SpikeResponse(components)
+        self._going_back = GoingBack(components)
         self._trial = Trial.of_environment()
         self._calls = CallGuard()
         self._has_reviewed = False
@@ -177,29 +177,36 @@ class Training:
         attempt, self._metrics.num_done = self.attempt, step
         self._followers.reach(step)
         self._components.pulse.beat(step)
-        self._watching.step(step)
-        self._spikes.check()
-        is_spiking = self._spikes.observe(attempt)
-        outcome = attempt.step_sync.exchange(step, attempt.keeper, self.notices, is_spiking=is_spiking)
+        self._going_back.check()
+        self._cadence.end_step(time.monotonic(), in_flight=attempt.saves.has_pending)
+        votes = self._votes(step)  # not before: a slow watch is no part of the step
+        outcome = attempt.step_sync.exchange(step, attempt.keeper, self.notices, [one.vote for one in votes])
         attempt.warn_if_overdue()
-        if outcome.is_spiking and not outcome.is_preempted:
-            with self.phase("the decision about a spike"):
-                self._spikes.decide(step, attempt)
+        if outcome.must_go_back and not outcome.is_preempted:
+            with self.phase("the decision about going back"):
+                self._going_back.decide(step, attempt, votes)
         if outcome.is_preempted and self.preempted is None:
             self.preempted = self.notices.reason or "another rank's notice"
         if self._components.has_state and not self._pipeline.has_plan:
             self._pipeline.prepare_in_background()
         self._cadence.begin_step(time.monotonic())
-        is_due = outcome.is_due and self._spikes.planned is None
+        is_due = outcome.is_due and self._going_back.planned is None
         if self._trial is not None:
             is_due = self._trial.reach(step, is_due=is_due, wait=attempt.wait)
         self.position.reach(step)
         return is_due
 
+    def _votes(self, step: int) -> list[NamedVote]:
+        """Return what the watches ask for, without votes to go back that the ranks have decided about."""
+        self._watching.record(self._metrics.take_new)
+        votes = self._watching.step(step)
+        back = self._going_back.unanswered(votes)
+        return [one for one in votes if one.vote.act is not Act.GO_BACK or one in back]
+
     @property
-    def spike(self) -> str | None:
+    def must_go_back(self) -> str | None:
         """Reason why training has to go back, agreed by all ranks; None while it need not."""
-        return None if self._spikes.planned is None else self._spikes.planned.reason
+        return None if self._going_back.planned is None else self._going_back.planned.vote.reason
 
     def record(self, step: int | None, values: Mapping[str, SupportsFloat]) -> None:
         """Record metrics of a step; of the one that is running if it is None."""
@@ -375,17 +382,22 @@ class Training:
         self._has_restored = True
         if found is None:
             self._followers.restart(0)
+            self._watching.restored(lambda _: RestoredState(None, None, False, lambda _: {}))
             return None
-        self._metrics.restart(found.step, self._read_values_before(found))
+        self._metrics.restart(found.step)
+        self._pass_on_restored(found, is_rollback=False)
         self._continue_from(found, selection)
         return found.step
 
-    def _read_values_before(self, found: Restored) -> Mapping[int, Mapping[str, float]]:
-        """Return the values recorded before a restored checkpoint, which later ones are compared with."""
-        if self._components.options.spike.action == "off" or self._ranks.rank != 0:
-            return {}
-        line = (*found.ancestors, found.checkpoint_id)
-        return read_recent_values(self._components.tiers.durable_stores(), line, WINDOW + NUM_RECENT)
+    def _pass_on_restored(self, found: Restored, *, is_rollback: bool) -> None:
+        """Have the watches observe a restored checkpoint, after what was recorded before it."""
+        self._watching.record(self._metrics.take_new)
+        line, stores = (*found.ancestors, found.checkpoint_id), self._components.tiers.durable_stores()
+        self._watching.restored(
+            lambda name: RestoredState(
+                found.step, found.watches.get(name), is_rollback, partial(read_recent_values, stores, line)
+            )
+        )
 
     def _continue_from(self, found: Restored, selection: Selection) -> None:
         """Continue from a checkpoint that was restored, without the samples of earlier rollbacks."""
@@ -393,7 +405,7 @@ class Training:
         self.position.clear()  # the state is no longer that of the step which a loop has reached
         self._saved.clear()
         self._followers.restart(found.step)
-        self._spikes.restart(found.rollbacks)
+        self._going_back.restart(found.rollbacks)
         self._differences.show(found.step, self.attempt.differences)
         objects = self._pipeline.objects
         unknown = leave_out(objects.skippables(), found.rollbacks.skipped(), renamer(selection.rename))
@@ -408,24 +420,25 @@ class Training:
         """Go back to the agreed checkpoint, save it anew, and return its step.
 
         If this process is killed before the record is written, nothing has happened: the next start resumes
-        from the newest checkpoint, and notices the spike again. After that, no start resumes from the stretch
+        from the newest checkpoint, and the watch votes again. After that, no start resumes from the stretch
         that the record names.
         """
-        plan = self._spikes.planned
+        plan = self._going_back.planned
         if plan is None:
             raise InvalidInput(
-                'roll_back() is for a loop of your own with on_spike="rollback", once `spike` is set. '
-                "Nothing was done."
+                "roll_back() is for a loop of your own with a watch that goes back, such as "
+                'Spike("rollback"), once `must_go_back` is set. Nothing was done.'
             )
         objects, config = self._pipeline.objects, self.attempt.begin().config
         before, kept = positions_of(objects.skippables()), tuple(objects.streams())
-        self.attempt = self.attempt.go_back(plan.reason)
+        self.attempt = self.attempt.go_back(plan.vote.reason)
         selection = Selection(None, True, None, None, choices=plan.choices, kept=kept)
         found = self.attempt.restore(selection)
         assert found is not None  # one of those that were chosen, or an error was raised
         failpoint("rollback.restored")
         self._has_restored = False
-        self._metrics.go_back(found.step)
+        self._metrics.restart(found.step)
+        self._pass_on_restored(found, is_rollback=True)
         self._continue_from(found, selection)
         ranges = self._ranks.share(
             ranges_to_skip(
@@ -433,14 +446,13 @@ class Training:
                 objects.skippables(),
                 plan,
                 restored_step=found.step,
-                extra_steps=self._components.options.spike.skip,
             )
         )
-        rollback = record_rollback(self._components, config, plan, found, ranges, kept)
+        rollback = self._going_back.record(config, plan, found, ranges, kept)
         failpoint("rollback.noted")
         leave_out(objects.skippables(), {key: [one] for key, one in ranges.items()}, lambda key: key)
-        self._spikes.finish(rollback)
-        show_rollback(self._components, rollback)
+        self._going_back.finish(rollback)
+        show_rollback(self._components, rollback, plan.watch)
         samples = describe_skipped_samples(rollback.skipped, rollback.kept)
         self.attempt.note("rollback", step=found.step, detail=f"{rollback.reason}; {samples}")
         self._save(found.step, must=True)

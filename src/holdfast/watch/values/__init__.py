@@ -1,1 +1,1 @@
-"""Health of saved states: finite tensors, norms, and recorded losses without a spike. No torch."""
+"""Finite values: the tensors of each checkpoint are checked, and their norms compared. No torch."""

@@ -17,8 +17,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from holdfast.checkpoint.format.hashes import CACHED_BYTES
-from holdfast.checkpoint.format.health import MAX_NAMES, Squares, TensorHealth
 from holdfast.checkpoint.format.layout import header_bytes, parse_header
+from holdfast.watch.values.judgement import MAX_NAMES, Squares, TensorHealth
 
 _BLOCK_BYTES = CACHED_BYTES
 """Bytes that are checked at once."""

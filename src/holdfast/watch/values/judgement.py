@@ -1,15 +1,18 @@
-"""Judgement of a checkpoint's health, from all ranks and the checkpoints before; pure."""
+"""Judgement of the values of a checkpoint, from all ranks and the checkpoints before; pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from holdfast.checkpoint.format.health import MAX_NAMES, Health, Squares, TensorHealth, Trend
-from holdfast.system.units import plural
-from holdfast.watch.values.replicas import Comparison
+from holdfast.checkpoint.format.sections import Mark
 
+MAX_NAMES = 8
+"""Tensors that are named in a part; the others are only counted."""
+MAX_BEFORE = 8
+"""Checkpoints before whose norms are kept, so that the next attempt has something to compare with."""
 _MIN_BEFORE = 3
 """Checkpoints that a norm is compared with, at least."""
 _MAX_GROWTH = 10.0
@@ -17,45 +20,67 @@ _MAX_GROWTH = 10.0
 _MAX_MOMENT_GROWTH = 100.0
 """The same for norms of an optimizer's state, which follow the gradients."""
 
-_NOT_COMPARED = Comparison()
+
+@dataclass(frozen=True, slots=True)
+class Squares:
+    """Sums of squares of floating-point tensors; None where there are none, or they overflow."""
+
+    parameters: float | None = None
+    moments: float | None = None  # of optimizers
 
 
-def judge(
-    tensors: Iterable[TensorHealth | None],
-    trend: Trend | None,
-    before: Sequence[Squares] = (),
-    replicas: Comparison = _NOT_COMPARED,
-) -> Health:
-    """Return the health of a checkpoint.
+@dataclass(frozen=True, slots=True)
+class TensorHealth:
+    """Health of the tensors in one data file.
 
-    It is healthy if all tensors are finite, nothing else counts against it, and either the metrics or the
-    norms could be judged. It is unknown if neither could be, or some tensors were not checked.
+    Attributes:
+        num_bad: tensors with a NaN, or with an infinity that is not part of a mask.
+        bad: names of the first of them.
+        squares: sums of squares of this rank's shards.
+    """
+
+    num_bad: int = 0
+    bad: tuple[str, ...] = ()
+    squares: Squares = Squares()
+
+
+@dataclass(frozen=True, slots=True)
+class ValueJudgement:
+    """Judgement of the tensors of all ranks.
+
+    Attributes:
+        mark: FOR only if the norms could be compared with those before, and are within reason.
+        reasons: of the mark.
+        squares: of all ranks together.
+    """
+
+    mark: Mark
+    reasons: tuple[str, ...]
+    squares: Squares
+
+
+def judge(tensors: Iterable[TensorHealth | None], before: Sequence[Squares] = ()) -> ValueJudgement:
+    """Return the judgement of a checkpoint's values.
 
     Args:
         tensors: of each rank; None where they were not checked.
-        trend: of the recorded metrics.
         before: sums of squares of the checkpoints before that were not unhealthy, oldest first.
-        replicas: comparison of the tensors that several ranks hold.
     """
     found = list(tensors)
     checked = [one for one in found if one is not None]
     squares = Squares(
         _total(one.squares.parameters for one in checked), _total(one.squares.moments for one in checked)
     )
-    against = [*_not_finite(checked), *_out_of_reason(squares, before)]
-    against += [f"at step {one.step} {one.text}" for one in replicas.differences]
-    if trend is not None and trend.is_spiking:
-        against.append(trend.detail)
+    against = (*not_finite(checked), *_out_of_reason(squares, before))
     if against:
-        return Health(False, tuple(against), squares, tuple(before))
+        return ValueJudgement(Mark.AGAINST, against, squares)
     if len(checked) < len(found):
-        return Health(None, ("the tensors were not checked: numpy is not installed",), squares, tuple(before))
-    is_judged = (trend is not None and trend.is_spiking is False) or _can_compare(squares, before)
-    trend_detail = "no loss was recorded" if trend is None else trend.detail
-    reasons = ["all tensors are finite", trend_detail]
-    if replicas.num_equal:
-        reasons.append(f"{plural(replicas.num_equal, 'replicated tensor')} compared and equal on all ranks")
-    return Health(True if is_judged else None, tuple(reasons), squares, tuple(before))
+        return ValueJudgement(Mark.UNSURE, (NOT_CHECKED,), squares)
+    mark = Mark.FOR if _can_compare(squares, before) else Mark.NONE
+    return ValueJudgement(mark, ("all tensors are finite",), squares)
+
+
+NOT_CHECKED = "the tensors were not checked: numpy is not installed"
 
 
 def _total(values: Iterable[float | None]) -> float | None:
@@ -65,7 +90,9 @@ def _total(values: Iterable[float | None]) -> float | None:
     return total if math.isfinite(total) else None
 
 
-def _not_finite(checked: Iterable[TensorHealth]) -> list[str]:
+def not_finite(checked: Iterable[TensorHealth]) -> list[str]:
+    """Return a reason that names the first tensors that are not finite, if there are any."""
+    checked = list(checked)
     names = [name for one in checked for name in one.bad][:MAX_NAMES]
     num_bad = sum(one.num_bad for one in checked)
     if not num_bad:

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.state.audit_turns import FREE_BYTES, MAX_TURNS, AuditTurns, audit_turns
+from holdfast.checkpoint.copies import Copies
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, held_by
+from holdfast.checkpoint.state.shared_tensors import shared_tensors
+from holdfast.watch.replicas.turns import FREE_BYTES, MAX_TURNS, turns_of
 
 DDP4 = held_by((0, 1, 2, 3))
 HSDP = ShardLayout(((0, 2),), ((0, 1), (2, 3)))
@@ -31,7 +33,13 @@ def captured(tensors: dict[str, tuple[int, ShardLayout]], lowest: tuple[str, ...
     )
 
 
-def names(turns: AuditTurns, attempt: int = 1) -> list[set[str]]:
+def turns_on(state: Any, rank: int, *, within: int | None = None) -> Copies:
+    """The turns that a rank computes for its tensors."""
+    catalog: Any = SimpleNamespace(tensors=list(state.tensors))
+    return turns_of(shared_tensors(state, catalog, rank), within=within)
+
+
+def names(turns: Copies, attempt: int = 1) -> list[set[str]]:
     return [set(turns.names_at(save, attempt)) for save in range(max(turns.num_saves, 1))]
 
 
@@ -45,9 +53,9 @@ states = st.dictionaries(
 def test_every_shared_tensor_has_its_turn(
     tensors: dict[str, tuple[int, ShardLayout]], within: int | None, attempt: int
 ) -> None:
-    turns = audit_turns(captured(tensors), 0, within=within)
+    turns = turns_on(captured(tensors), 0, within=within)
     shared = {name for name, (size, layout) in tensors.items() if size and len(layout.copies) > 1}
-    assert set().union(*names(turns, attempt)) == shared == set(turns.regions)
+    assert set().union(*names(turns, attempt)) == shared
     assert turns.num_saves <= (MAX_TURNS if within is None else within)
 
 
@@ -56,7 +64,7 @@ def test_all_holders_find_the_same_turn(tensors: dict[str, tuple[int, ShardLayou
     found: dict[str, set[bool]] = {}
     for rank in range(4):
         held = {name: one for name, one in tensors.items() if rank in one[1].holders}
-        due = set(audit_turns(captured(held), rank, within=None).names_at(save, 3))
+        due = set(turns_on(captured(held), rank).names_at(save, 3))
         for name, (size, layout) in held.items():
             if size and len(layout.copies) > 1:
                 found.setdefault(name, set()).add(name in due)
@@ -66,27 +74,27 @@ def test_all_holders_find_the_same_turn(tensors: dict[str, tuple[int, ShardLayou
 @given(st.lists(st.integers(1, 4 << 20), min_size=1, max_size=200))
 def test_a_turn_has_an_eighth_of_what_a_rank_writes_or_the_free_bytes(sizes: list[int]) -> None:
     """Beyond that, at most one more tensor: none is divided."""
-    turns = audit_turns(captured({f"t{i}": (size, PAIR) for i, size in enumerate(sizes)}), 0, within=None)
+    turns = turns_on(captured({f"t{i}": (size, PAIR) for i, size in enumerate(sizes)}), 0)
     bound = max(FREE_BYTES, 4 * sum(sizes) / 2 / 8) + 4 * max(sizes)
     sizes_by_name = {f"t{i}": 4 * size for i, size in enumerate(sizes)}
     assert all(sum(sizes_by_name[name] for name in one) <= bound for one in names(turns))
 
 
 def test_a_small_state_is_compared_at_each_save() -> None:
-    assert names(audit_turns(captured({"w": (10, PAIR), "b": (10, DDP4)}), 0, within=None)) == [{"w", "b"}]
+    assert names(turns_on(captured({"w": (10, PAIR), "b": (10, DDP4)}), 0)) == [{"w", "b"}]
 
 
 def test_buffers_that_the_lowest_rank_writes_are_compared_too() -> None:
     state = captured({"buffer": (10, PAIR)}, lowest=("buffer",))
-    assert [audit_turns(state, rank, within=None).regions for rank in (0, 1)] == [{"buffer": 0}] * 2
+    assert [names(turns_on(state, rank)) for rank in (0, 1)] == [[{"buffer"}]] * 2
 
 
 def test_pure_shards_have_no_copy() -> None:
     shards = ShardLayout(((0, 4),), ((0, 1, 2, 3),))
-    assert audit_turns(captured({"w": (10, shards)}), 0, within=None).num_saves == 0
+    assert turns_on(captured({"w": (10, shards)}), 0).num_saves == 0
 
 
 def test_short_attempts_compare_different_tensors() -> None:
-    turns = audit_turns(captured({f"t{i}": (10, PAIR) for i in range(8)}), 0, within=8)
+    turns = turns_on(captured({f"t{i}": (10, PAIR) for i in range(8)}), 0, within=8)
     seen = [next(iter(set(turns.names_at(0, attempt)))) for attempt in range(1, 9)]
     assert len(set(seen)) >= 6, "attempts that end after one save"

@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.format.audit import AuditedReplicas, names_of
 from holdfast.system.units import plural
 
 MAX_TENSORS = 8
 """Tensors that are named in a difference; the others are only counted."""
 _Key = tuple[str, int]  # a tensor's name and the number of its region
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One rank's copy of a region of a tensor.
+
+    Attributes:
+        tensor: number of the tensor in the catalog of the rank.
+        region: number of the region, in the order of the tensor's partitioning.
+        is_trained: only an optimizer's step changes it, so all copies must have the same bytes.
+    """
+
+    tensor: int
+    region: int
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HashedReplicas:
+    """The replicas of one rank that were hashed at a save.
+
+    Attributes:
+        host: name of the rank's host.
+        hashes: of each replica, xxh3-64 in 16 hex digits.
+    """
+
+    host: str
+    replicas: tuple[Replica, ...]
+    hashes: tuple[str, ...]
+
+    def named(self, names: Sequence[str]) -> Iterator[tuple[str, Replica, str]]:
+        """Yield the name of the tensor, the replica and the hash of each replica.
+
+        Args:
+            names: of the tensors in the catalog of the rank.
+
+        Raises:
+            ValueError: the catalog does not have a tensor with such a number.
+        """
+        for replica, found in zip(self.replicas, self.hashes, strict=True):
+            if replica.tensor >= len(names):
+                raise ValueError(f"a replica of tensor {replica.tensor}, but the catalog has {len(names)}")
+            yield names[replica.tensor], replica, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +124,7 @@ class ReplicaHashes:
     trained: set[_Key] = field(default_factory=set[_Key])
     hashes: dict[_Key, dict[int, str]] = field(default_factory=dict[_Key, dict[int, str]])
 
-    def add(self, rank: int, audit: AuditedReplicas, names: Sequence[str]) -> None:
+    def add(self, rank: int, audit: HashedReplicas, names: Sequence[str]) -> None:
         """Add the hashes of one rank.
 
         Args:
@@ -92,7 +134,7 @@ class ReplicaHashes:
             ValueError: the audit does not fit the catalog.
         """
         self.hosts[rank] = audit.host
-        for name, replica, found in names_of(audit, names):
+        for name, replica, found in audit.named(names):
             key = name, replica.region
             self.hashes.setdefault(key, {})[rank] = found
             if replica.is_trained:

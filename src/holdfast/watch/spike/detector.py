@@ -1,13 +1,12 @@
-"""Spikes of a recorded metric: values far above those before, by a robust z-score; pure."""
+"""Spikes of recorded metrics: values far above those before, by a robust z-score; pure."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from holdfast.checkpoint.format.health import Trend
 
 WINDOW = 128
 """Values that a new one is compared with."""
@@ -20,6 +19,7 @@ _Z = 8.0
 _RATIO = {"loss": 0.1, "norm": 2.0}
 """Least distance of a high value from the median, as a share of it: noise may be very small."""
 _MAD_TO_DEVIATION = 1.4826
+_MAX_METRICS = 8
 _REFRESH = 8
 """Values between two computations of the median, unless one is high by the older one."""
 
@@ -30,6 +30,19 @@ class RecordedValue:
 
     step: int
     value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Judgement of the metrics that were recorded up to a save.
+
+    Attributes:
+        is_spiking: None if there are too few values.
+        detail: the values that are too high, or why that is not known.
+    """
+
+    is_spiking: bool | None
+    detail: str
 
 
 class SpikeDetector:
@@ -146,3 +159,43 @@ def kind_of(name: str) -> str | None:
 def _middle(ordered: list[float]) -> float:
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+class SpikeDetectors:
+    """Detectors of the metrics whose names are those of losses and of norms of gradients."""
+
+    def __init__(self) -> None:
+        self._detectors: dict[str, SpikeDetector] = {}
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the values of a step. Steps ascend; metrics of other names are ignored."""
+        for name, value in values.items():
+            detector = self._detectors.get(name)
+            if detector is None:
+                kind = kind_of(name)
+                if kind is None or len(self._detectors) >= _MAX_METRICS:
+                    continue
+                detector = self._detectors[name] = SpikeDetector(name, kind)
+            detector.add(step, value)
+
+    def go_back(self) -> None:
+        """Continue after training went back behind the present spikes."""
+        for one in self._detectors.values():
+            one.go_back()
+
+    @property
+    def spike(self) -> RecordedValue | None:
+        """First value of a spike that has not ended; None without one."""
+        found = [one.first_high for one in self._detectors.values() if one.first_high is not None]
+        return min(found, key=lambda point: point.step, default=None)
+
+    def trend(self) -> Trend | None:
+        """Return the judgement of all metrics together; None if none is watched."""
+        trends = [one.trend() for one in self._detectors.values()]
+        if not trends:
+            return None
+        for outcome in (True, False):
+            found = [one.detail for one in trends if one.is_spiking is outcome]
+            if found:
+                return Trend(outcome, "; ".join(found))
+        return Trend(None, "; ".join(one.detail for one in trends))

@@ -1,0 +1,280 @@
+"""Going back to a healthy checkpoint: planned by all ranks together after votes, and recorded durably."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.run import MAX_ROLLBACK_KEYS, Rollback
+from holdfast.checkpoint.format.sections import MAX_REASON_CHARS
+from holdfast.checkpoint.home.patience import Patience
+from holdfast.checkpoint.home.rollbacks import Rollbacks, find_healthy, write_rollback
+from holdfast.checkpoint.keeper import KeeperConfig
+from holdfast.checkpoint.restore.request import Restored
+from holdfast.checkpoint.run.attempt import Attempt
+from holdfast.checkpoint.run.components import Components
+from holdfast.checkpoint.run.skipped_samples import Range, range_to_skip
+from holdfast.checkpoint.run.watching import NamedVote
+from holdfast.checkpoint.state import Skippable
+from holdfast.checkpoint.watch import Act, Vote
+from holdfast.errors import Diverged, HoldfastError, InvalidInput
+from holdfast.system.environment import report_divergence
+from holdfast.system.log import get_logger
+from holdfast.system.units import plural
+
+_log = get_logger("checkpoint.run")
+Position = tuple[int, tuple[Range, ...]]
+"""Position of an object that can skip samples, and the ranges that it has skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRollback:
+    """Rollback that all ranks have agreed on.
+
+    Attributes:
+        watch: name of the watch that asked for it.
+        vote: the votes of all ranks, merged.
+        last_step: newest step of the training.
+        choices: checkpoints to go back to, the newest first.
+        in_a_row: rollbacks without progress, with this one.
+    """
+
+    watch: str
+    vote: Vote
+    last_step: int
+    choices: tuple[CheckpointId, ...]
+    in_a_row: int
+
+
+class GoingBack:
+    """Going back of one rank, over all attempts of a Checkpointer.
+
+    Attributes:
+        planned: rollback that all ranks have agreed on; None while training need not go back.
+        rollbacks: rollbacks of the run so far.
+    """
+
+    def __init__(self, components: Components) -> None:
+        self.planned: PlannedRollback | None = None
+        self.rollbacks = Rollbacks()
+        self._components = components
+        self._answered: set[tuple[str, int]] = set()  # watch, and first step of its trouble
+
+    def check(self) -> None:
+        """Check that training has gone back, where it must.
+
+        Raises:
+            InvalidInput: it continues behind the trouble.
+        """
+        if self.planned is not None:
+            raise InvalidInput(
+                f"{self.planned.vote.reason}, so training has to go back, and it continued. With a watch "
+                'that goes back, such as Spike("rollback"), a loop of your own calls '
+                "`step = ckpt.roll_back()` when `ckpt.must_go_back` is set after should_save(), or counts by "
+                "step_done(), or runs over steps(). Nothing was restored.",
+                step=self.planned.last_step,
+            )
+
+    def unanswered(self, votes: Sequence[NamedVote]) -> list[NamedVote]:
+        """Return the votes to go back that the ranks have not decided about yet."""
+        return [
+            one
+            for one in votes
+            if one.vote.act is Act.GO_BACK and (one.watch, one.vote.since) not in self._answered
+        ]
+
+    def decide(self, step: int, attempt: Attempt, votes: Sequence[NamedVote]) -> None:
+        """Agree on the checkpoint to go back to, if there is one.
+
+        Args:
+            votes: newest votes of this rank; a trouble may have ended before the ranks could agree.
+
+        Raises:
+            Diverged: training went back as often as allowed.
+            HoldfastError: home cannot be read.
+
+        Ranks: collective.
+        Blocks: until the saves under way are complete, and for the manifests of the newest checkpoints.
+        """
+        attempt.begin()
+        with contextlib.suppress(HoldfastError):  # a save that fails is not chosen
+            attempt.saves.wait(None)
+        ranks = self._components.ranks
+        rows = ranks.gather([[one.watch, asdict(one.vote)] for one in self.unanswered(votes)])
+        asked = [NamedVote(watch, Vote(**members)) for theirs in rows for watch, members in theirs]
+        if not asked:
+            return
+        self._answered |= {(one.watch, one.vote.since) for one in asked}
+        watch, vote = asked[0].watch, _merged([one.vote for one in asked])
+        facts = ranks.of_rank_0(lambda: self._plan(step, attempt, watch, vote))
+        if facts is None:
+            return
+        choices = tuple(CheckpointId(*row) for row in facts["choices"])
+        self.planned = plan = PlannedRollback(watch, vote, step, choices, facts["in_a_row"])
+        if plan.in_a_row > vote.most:
+            self.planned = None
+            self._diverge(plan)
+
+    def _plan(self, step: int, attempt: Attempt, watch: str, vote: Vote) -> dict[str, Any] | None:
+        """Return members of the planned rollback; None if training continues. On rank 0 only."""
+        keeper = attempt.keeper
+        assert keeper is not None  # `decide` has begun the attempt
+        tiers, upto = self._components.tiers, self._newest_choice(vote)
+        stores, newest = tiers.durable_stores(), CheckpointId(attempt=keeper.config.attempt, step=step)
+        choices = Patience(tiers.restore_patience_s, self._components.show).spend(
+            tiers.home,
+            lambda: find_healthy(stores, newest, attempt.ancestors, run_id=keeper.config.run, upto_step=upto),
+        )
+        if not choices:
+            text = (
+                f"{vote.reason}. There is no healthy checkpoint to go back to, up to step {max(upto, 0)}: "
+                "training continues"
+            )
+            attempt.note("no-rollback", step=vote.since, detail=text)
+            _log.warning("%s: %s.", watch.upper(), text)
+            return None
+        return {
+            "choices": [tuple(one) for one in choices],  # a message has no named tuples
+            "in_a_row": self._count(choices[0].step),
+        }
+
+    def _newest_choice(self, vote: Vote) -> int:
+        """Return the newest step to go back to: some steps before the trouble.
+
+        If it returns at once, its cause is rather in the data than in the state, which was good before. Then
+        training goes back to the same checkpoint, and leaves out more.
+        """
+        last = self._last
+        return vote.upto if last is None or last.base_step >= vote.since else max(vote.upto, last.base_step)
+
+    @property
+    def _last(self) -> Rollback | None:
+        return self.rollbacks.found[-1] if self.rollbacks.found else None
+
+    def _count(self, step: int) -> int:
+        """Return the number of rollbacks in a row, with the one to `step`.
+
+        A healthy checkpoint after the last trouble is progress, and the count begins again. So each series of
+        rollbacks ends with a later checkpoint than the one before, and there are only so many.
+        """
+        last = self._last
+        return 1 if last is None or step > last.last_step else last.in_a_row + 1
+
+    def _diverge(self, plan: PlannedRollback) -> None:
+        newest = plan.choices[0]
+        reason = f"{plan.vote.reason}, again after {plural(plan.vote.most, 'rollback')} in a row"
+        if self._components.ranks.rank == 0:
+            report_divergence(plan.last_step, reason)
+        raise Diverged(
+            f"{reason}. Nothing was restored: the newest healthy checkpoint before it is step "
+            f"{newest.step} of attempt {newest.attempt} in {self._components.tiers.home}. Look at the "
+            "samples of these steps, or lower the learning rate, and start again: a restart resumes from the "
+            "newest checkpoint, and restore(healthy=True) from a healthy one. Spike(max_rollbacks=) allows "
+            "more rollbacks, and Spike(skip=) leaves out more samples in each.",
+            step=plan.last_step,
+        )
+
+    def record(
+        self,
+        config: KeeperConfig,
+        plan: PlannedRollback,
+        found: Restored,
+        ranges: Mapping[str, Range],
+        kept: Sequence[str],
+    ) -> Rollback:
+        """Write the record of a rollback into home, and return it.
+
+        Args:
+            config: of the attempt that ends.
+            plan: the rollback.
+            found: the restored checkpoint.
+            ranges: samples that are left out, by key.
+            kept: keys of the objects that stayed at their position.
+
+        Raises:
+            HoldfastError: home could not be written to, for as long as a restore retries.
+
+        Ranks: collective.
+        Blocks: until it is durable.
+        """
+        rollback = Rollback(
+            run=config.run,
+            attempt=config.attempt,
+            base_attempt=found.attempt,
+            base_step=found.step,
+            first_step=plan.vote.since,
+            last_step=plan.last_step,
+            in_a_row=plan.in_a_row,
+            reason=plan.vote.reason[:MAX_REASON_CHARS],
+            skipped=dict(list(ranges.items())[:MAX_ROLLBACK_KEYS]),
+            kept=tuple(kept[:MAX_ROLLBACK_KEYS]),
+            noted_unix_s=time.time(),
+        )
+        tiers = self._components.tiers
+        patience = Patience(tiers.restore_patience_s, self._components.show)
+        self._components.ranks.of_rank_0(
+            lambda: patience.spend(tiers.home, lambda: write_rollback(tiers.durable_stores(), rollback))
+        )
+        return rollback
+
+    def finish(self, rollback: Rollback) -> None:
+        """Note a completed rollback."""
+        self.restart(Rollbacks((*self.rollbacks.found, rollback), self.rollbacks.unreadable))
+
+    def restart(self, rollbacks: Rollbacks) -> None:
+        """Continue after a restore.
+
+        Args:
+            rollbacks: those of the run.
+        """
+        self.planned, self.rollbacks = None, rollbacks
+        self._answered.clear()
+
+
+def _merged(votes: Sequence[Vote]) -> Vote:
+    """Return one vote for those of all ranks, from the lowest rank on: the most cautious numbers."""
+    return Vote(
+        Act.GO_BACK,
+        votes[0].reason,
+        since=min(one.since for one in votes),
+        upto=min(one.upto for one in votes),
+        most=min(one.most for one in votes),
+        skip=max(one.skip for one in votes),
+    )
+
+
+def positions_of(objects: Mapping[str, Skippable]) -> dict[str, Position]:
+    """Return the positions of the objects that can skip samples, by key."""
+    return {key: (one.position, one.skipped) for key, one in objects.items()}
+
+
+def ranges_to_skip(
+    before: Mapping[str, Position],
+    objects: Mapping[str, Skippable],
+    plan: PlannedRollback,
+    *,
+    restored_step: int,
+) -> dict[str, Range]:
+    """Return the range that each object leaves out, by key.
+
+    Args:
+        before: positions before the restore.
+        objects: the objects, restored.
+        plan: the rollback.
+        restored_step: step of the restored checkpoint.
+    """
+    return {
+        key: range_to_skip(
+            one.position,
+            *before[key],
+            num_steps=plan.last_step - restored_step,
+            in_a_row=plan.in_a_row,
+            extra_steps=plan.vote.skip,
+        )
+        for key, one in objects.items()
+        if key in before
+    }

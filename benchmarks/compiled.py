@@ -118,8 +118,7 @@ def _train(home: Path, device: str) -> dict[str, float]:
         {"model": model, "optimizer": optimizer},
         every=10**9,
         quiet=True,
-        preemption=holdfast.Preemption(signals=False),
-        compile_cache=holdfast.CompileCache(trust=True),
+        watches=[holdfast.Preemption(signals=False), holdfast.CompileCache(trust=True)],
     ) as checkpointer:
         step = checkpointer.restore() or 0
         loss = nn.functional.cross_entropy(compiled(x).view(-1, 500), x.view(-1))

@@ -171,8 +171,7 @@ def _run(case: Case, rank: int, home: Path) -> dict[str, Any]:
             keep=None,
             quiet=True,
             memory="64MiB",
-            compile_cache=False,
-            preemption=Preemption("none", signals=False),
+            watches=[Preemption("none", signals=False), holdfast.CompileCache("off")],
         )
         for _ in ckpt.steps(STEPS):
             train()

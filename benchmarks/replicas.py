@@ -81,11 +81,13 @@ def _save(home: str, state: dict[str, Any], audit: str, num_saves: int) -> dict[
     ckpt = holdfast.Checkpointer(
         home,
         state,
-        watches=[holdfast.Replicas(int(audit) if audit.isdigit() else audit)],
+        watches=[
+            holdfast.Replicas(int(audit) if audit.isdigit() else audit),
+            Preemption("none", signals=False),
+            holdfast.CompileCache("off"),
+        ],
         keep=1,
         quiet=True,
-        compile_cache=False,
-        preemption=Preemption("none", signals=False),
     )
     with ckpt:
         ckpt.save(0).wait_durable()  # touches the arena

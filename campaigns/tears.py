@@ -625,8 +625,7 @@ def _train(
         home,
         training.state,
         every=EVERY,
-        compile_cache=False,
-        preemption=holdfast.Preemption("none", signals=False),
+        watches=[holdfast.Preemption("none", signals=False), holdfast.CompileCache("off")],
         **options,
     )
     with checkpointer:

@@ -50,16 +50,6 @@ adapters/lightning/resume_point.py imports train.data.Batches
 adapters/transformers/data_feed.py imports train.data.Batches
 adapters/transformers/trainer.py imports train.data.Batches
 checkpoint/retention.py imports checkpoint.format.names.CheckpointId
-checkpoint/run/attempt.py imports watch.compiled.UploadResult
-checkpoint/run/attempt.py imports watch.compiled.download_cache
-checkpoint/run/attempt.py imports watch.compiled.start_uploads
-checkpoint/run/attempt.py imports watch.compiled.warn_of_problems
-checkpoint/run/attempt.py imports watch.preemption.NoticeWatcher
-checkpoint/run/components.py imports watch.compiled.CompiledCode
-checkpoint/run/step_sync.py imports watch.preemption.NoticeWatcher
-checkpoint/run/training.py imports watch.compiled.CLOSE_LIMIT_S
-checkpoint/run/training.py imports watch.preemption.NoticeWatcher
-checkpoint/run/training.py imports watch.preemption.signals.is_loading
 watch/report/figures/nodes.py imports jobs.node_checks.CheckedNode
 watch/report/summary.py imports jobs.node_checks.CheckedNode
 watch/report/summary.py imports jobs.node_checks.read_node_checks

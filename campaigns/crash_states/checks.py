@@ -252,8 +252,7 @@ def restore(home: Path, local: Path | None, workload: Workload, *, quiet: bool =
             state,
             local=local,
             quiet=quiet,
-            compile_cache=False,
-            preemption=holdfast.Preemption("none", signals=False),
+            watches=[holdfast.Preemption("none", signals=False), holdfast.CompileCache("off")],
         )
         step = made.restore(only=list(state))
         made.close()
@@ -300,7 +299,7 @@ def save_on_top(home: Path, local: Path | None, workload: Workload) -> tuple[Res
     state = trainer.state_of(0, 0, trainer.WIDE if workload.is_wide else trainer.SHAPES)
     branch = 100  # after every recorded one
     with holdfast.Checkpointer(
-        home, state, local=local, keep=2, quiet=True, preemption=holdfast.Preemption("none", signals=False)
+        home, state, local=local, keep=2, quiet=True, watches=[holdfast.Preemption("none", signals=False)]
     ) as made:
         step = made.restore(only=list(state))
         first = _restored(state, step)

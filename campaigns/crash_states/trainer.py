@@ -65,7 +65,7 @@ def make(
     """Return a Checkpointer for a workload."""
     home = holdfast.Home(folder / "home", every=home_every)
     return holdfast.Checkpointer(
-        home, state, quiet=True, preemption=holdfast.Preemption("none", signals=False), **options
+        home, state, quiet=True, watches=[holdfast.Preemption("none", signals=False)], **options
     )
 
 

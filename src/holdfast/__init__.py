@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.retention import Keep
     from holdfast.checkpoint.run import Checkpointer
     from holdfast.checkpoint.run.options import (
-        CompileCache,
         Home,
         Limits,
         Local,
         Memory,
-        Preemption,
         Reads,
     )
     from holdfast.checkpoint.state import per_rank, replicated
@@ -47,9 +45,11 @@ if TYPE_CHECKING:
     from holdfast.train.sharding.inspection import describe
     from holdfast.train.sharding.shard import shard
     from holdfast.train.tuning.step_profile import tune
+    from holdfast.watch.compiled.trainer import CompileCache
     from holdfast.watch.defaults import default_watches
     from holdfast.watch.hang.trainer import Hang
     from holdfast.watch.pace.trainer import SlowRanks
+    from holdfast.watch.preemption.trainer import Preemption
     from holdfast.watch.replicas.trainer import Replicas
     from holdfast.watch.spike.trainer import Spike
     from holdfast.watch.values.trainer import FiniteValues
@@ -58,7 +58,7 @@ _PLACES = {
     "BatchFit": "train.batch",
     "Checkpoint": "checkpoint.restore.checkpoint",
     "Checkpointer": "checkpoint.run",
-    "CompileCache": "checkpoint.run.options",
+    "CompileCache": "watch.compiled.trainer",
     "Conflict": "errors",
     "Corrupt": "errors",
     "Denied": "errors",
@@ -79,7 +79,7 @@ _PLACES = {
     "Memory": "checkpoint.run.options",
     "NotFound": "errors",
     "Preempted": "errors",
-    "Preemption": "checkpoint.run.options",
+    "Preemption": "watch.preemption.trainer",
     "Reads": "checkpoint.run.options",
     "Replicas": "watch.replicas.trainer",
     "ResumeWarning": "errors",

@@ -123,7 +123,7 @@ def save_by_checkpointer(rank: int, home: Path) -> dict[str, Any]:
     """Save a sharded model with a Checkpointer; return its values."""
     model = shard(make_model(), "fsdp")
     with Checkpointer(
-        home, {"model": model}, quiet=True, preemption=holdfast.Preemption(signals=False)
+        home, {"model": model}, quiet=True, watches=[holdfast.Preemption(signals=False)]
     ) as ckpt:
         ckpt.save(1)
     return dict(flat({"model": get_model_state_dict(model)}))
@@ -205,7 +205,7 @@ def save_stages(rank: int, home: Path) -> dict[str, Any]:
     optimizer.step()
     state = {"model": stage, "optimizer": optimizer}
     options = holdfast.Preemption(signals=False)
-    with Checkpointer(home, state, quiet=True, preemption=options) as ckpt:
+    with Checkpointer(home, state, quiet=True, watches=[options]) as ckpt:
         ckpt.save(1)
     found = get_optimizer_state_dict(stage, optimizer)
     return dict(flat({"model": stage.state_dict(), "state": found["state"]}))

@@ -143,7 +143,7 @@ def test_a_state_can_be_rebuilt_from_the_checkpoint_alone(tmp_path: Path) -> Non
 def test_the_tensors_of_a_checkpointer_can_be_loaded(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with holdfast.Checkpointer(
-        tmp_path, {"model": model}, preemption=holdfast.Preemption(signals=False)
+        tmp_path, {"model": model}, watches=[holdfast.Preemption(signals=False)]
     ) as ckpt:
         ckpt.save(3)
     found = {"model": {"weight": torch.zeros(2, 2)}}
@@ -158,7 +158,7 @@ def test_frozen_tensors_and_aliases_of_a_checkpointer_can_be_loaded(tmp_path: Pa
     model["frozen"].requires_grad_(False)
     optimizer = torch.optim.SGD(model["trained"].parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
-    with holdfast.Checkpointer(tmp_path, state, preemption=holdfast.Preemption(signals=False)) as ckpt:
+    with holdfast.Checkpointer(tmp_path, state, watches=[holdfast.Preemption(signals=False)]) as ckpt:
         ckpt.save(3)
     assert len(list(tmp_path.glob("step-*/*.safetensors"))) == 2
     names = ("frozen.weight", "alias.weight", "trained.weight")

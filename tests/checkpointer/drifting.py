@@ -154,8 +154,7 @@ def _loop(
             keep=None,
             quiet=True,
             memory="64MiB",
-            compile_cache=False,
-            preemption=Preemption("none", signals=False),
+            watches=[Preemption("none", signals=False), holdfast.CompileCache("off")],
         )
         for step in ckpt.steps(num_steps):
             step_once()

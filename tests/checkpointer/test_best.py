@@ -27,7 +27,7 @@ BEST_TWO = Keep(last=1, best=2, metric="loss")
 
 
 def make(home: Path | Home, keep: Keep = BEST_TWO, **options: Any) -> holdfast.Checkpointer:
-    options = {"preemption": Preemption(signals=False), "quiet": True, "memory": "64MiB", **options}
+    options = {"watches": [Preemption(signals=False)], "quiet": True, "memory": "64MiB", **options}
     return holdfast.Checkpointer(home, {"w": torch.zeros(100)}, keep=keep, **options)
 
 
@@ -120,7 +120,7 @@ def test_a_best_checkpoint_of_a_killed_process_survives_the_next_attempts(tmp_pa
 import os, signal, torch, holdfast
 keep = holdfast.Keep(last=1, best=1, metric="loss")
 with holdfast.Checkpointer({str(tmp_path)!r}, {{"w": torch.zeros(100)}}, keep=keep,
-    preemption=holdfast.Preemption(signals=False)) as ckpt:
+    watches=[holdfast.Preemption(signals=False)]) as ckpt:
     for step in ckpt.steps(100):
         ckpt.state["w"].fill_(step + 1)
         ckpt.record(loss=abs(step + 1 - 3))
@@ -227,7 +227,7 @@ import os, signal, torch, holdfast
 keep = holdfast.Keep(last=1, best=1, metric="loss")
 home, local = holdfast.Home({str(home)!r}, every=100), holdfast.Local({str(local)!r}, keep=1)
 with holdfast.Checkpointer(home, {{"w": torch.zeros(100)}}, keep=keep, local=local,
-    preemption=holdfast.Preemption(signals=False)) as ckpt:
+    watches=[holdfast.Preemption(signals=False)]) as ckpt:
     for step in ckpt.steps(100):
         ckpt.state["w"].fill_(step + 1)
         ckpt.record(loss=abs(step + 1 - 3))

@@ -24,7 +24,7 @@ from stage.training import wait_until
 
 
 def make(home: Path | Home, **options: Any) -> holdfast.Checkpointer:
-    options = {"keep": None, "preemption": Preemption(signals=False), "quiet": True, **options}
+    options = {"keep": None, "watches": [Preemption(signals=False)], "quiet": True, **options}
     return holdfast.Checkpointer(home, memory="64MiB", **options)
 
 
@@ -101,7 +101,7 @@ def test_with_a_local_folder_it_is_deleted_in_both(tmp_path: Path) -> None:
 def test_a_new_keeper_deletes_what_the_killed_one_had_received(tmp_path: Path) -> None:
     script = f"""
 import os, signal, torch, holdfast
-ckpt = holdfast.Checkpointer({str(tmp_path)!r}, keep=None, preemption=holdfast.Preemption(signals=False))
+ckpt = holdfast.Checkpointer({str(tmp_path)!r}, keep=None, watches=[holdfast.Preemption(signals=False)])
 for step in (1, 2):
     ckpt.save(step, {{"w": torch.ones(10)}})
 ckpt.delete(2)
@@ -119,7 +119,7 @@ def test_a_kill_after_the_deletion_leaves_a_checkpoint(tmp_path: Path) -> None:
     """A trainer replaces its only checkpoint, and is killed at once: one of the two is there."""
     script = f"""
 import os, signal, torch, holdfast
-ckpt = holdfast.Checkpointer({str(tmp_path)!r}, keep=None, preemption=holdfast.Preemption(signals=False))
+ckpt = holdfast.Checkpointer({str(tmp_path)!r}, keep=None, watches=[holdfast.Preemption(signals=False)])
 step = (ckpt.continue_from() or 0) + 1
 ckpt.save(step, {{"w": torch.full((1000,), float(step))}})
 ckpt.delete(step - 1)

@@ -192,7 +192,7 @@ def test_a_notice_ends_a_pause_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(attempt._log, "warning", notify)
     preemption = holdfast.Preemption(f"file:{tmp_path / 'notice'}", signals=False)
-    ckpt = begin(away, "pause", "100s", preemption=preemption)
+    ckpt = begin(away, "pause", "100s", watches=[preemption])
     save = ckpt.save(2)
     ckpt.save(3)
     assert not save.durable

@@ -27,7 +27,7 @@ from stage.training import CopyGate, make_model, train, wait_until
 def make(home: Path, **options: Any) -> holdfast.Checkpointer:
     options = {
         "keep": None,
-        "preemption": Preemption(signals=False),
+        "watches": [Preemption(signals=False)],
         "quiet": True,
         "memory": "64MiB",
         **options,
@@ -254,7 +254,7 @@ def test_a_wrong_call_is_refused_and_loses_nothing(tmp_path: Path, name: str) ->
 
 
 def test_a_checkpointer_with_a_state_takes_no_other(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path, {"n": 1}, preemption=Preemption(signals=False), quiet=True) as ckpt:
+    with holdfast.Checkpointer(tmp_path, {"n": 1}, watches=[Preemption(signals=False)], quiet=True) as ckpt:
         with pytest.raises(InvalidInput, match="made without a state"):
             ckpt.save(1, {"n": 2})
         with pytest.raises(InvalidInput, match=r"restore\(\)"):
@@ -274,7 +274,7 @@ def test_an_unknown_key_is_refused_before_anything_is_read(tmp_path: Path) -> No
 def test_a_kill_loses_no_dictionary_that_was_staged(tmp_path: Path) -> None:
     script = f"""
 import os, signal, torch, holdfast
-ckpt = holdfast.Checkpointer({str(tmp_path)!r}, keep=None, preemption=holdfast.Preemption(signals=False))
+ckpt = holdfast.Checkpointer({str(tmp_path)!r}, keep=None, watches=[holdfast.Preemption(signals=False)])
 for step in (1, 2, 3):
     ckpt.save(step, {{"w": torch.full((200_000,), float(step))}}).wait_staged()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -324,7 +324,7 @@ def test_ranks_save_parts_and_load_them_in_another_layout(tmp_path: Path) -> Non
 
 def restore_of_different_sizes(rank: int, home: Path) -> list[Any]:
     state = {"own": torch.full((rank + 1,), float(rank))}
-    options: dict[str, Any] = {"preemption": Preemption(signals=False), "quiet": True}
+    options: dict[str, Any] = {"watches": [Preemption(signals=False)], "quiet": True}
     with holdfast.Checkpointer(home, state, **options) as ckpt:
         ckpt.save(1)
     state["own"].fill_(-1)

@@ -28,7 +28,7 @@ def make(home: Path, **options: Any) -> holdfast.Checkpointer:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    options = {"preemption": Preemption(signals=False), "quiet": True, "memory": "64MiB", **options}
+    options = {"watches": [Preemption(signals=False)], "quiet": True, "memory": "64MiB", **options}
     return holdfast.Checkpointer(home, {"model": model, "optimizer": optimizer}, **options)
 
 

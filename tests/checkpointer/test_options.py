@@ -12,12 +12,10 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.run.options import (
-    parse_compile_cache,
     parse_home,
     parse_keep,
     parse_local,
     parse_memory,
-    parse_preemption,
 )
 from holdfast.errors import InvalidInput
 from stage.training import make_checkpointer
@@ -30,11 +28,6 @@ def test_the_first_field_alone_is_the_whole_value() -> None:
     assert parse_local("/nvme") == holdfast.Local("/nvme")
     assert parse_local(None) is None
     assert parse_memory("2GiB") == holdfast.Memory("2GiB")
-    assert parse_preemption("aws") == holdfast.Preemption("aws")
-    assert parse_preemption(None) == holdfast.Preemption()
-    assert parse_compile_cache("2GiB") == holdfast.CompileCache("2GiB")
-    assert parse_compile_cache(True) == holdfast.CompileCache()
-    assert parse_compile_cache(False) is None
 
 
 @pytest.mark.parametrize(
@@ -84,9 +77,9 @@ def test_the_environment_gives_the_default_of_keep_for(monkeypatch: pytest.Monke
         _ = holdfast.Memory().keep_for_s
 
 
-def test_the_constructor_keeps_to_sixteen_options() -> None:
+def test_the_constructor_keeps_to_twelve_options() -> None:
     """More belong into one of the values; see docs/design/022-options-by-concern.md."""
-    assert len(inspect.signature(holdfast.Checkpointer).parameters) == 16
+    assert len(inspect.signature(holdfast.Checkpointer).parameters) == 12
 
 
 def test_a_timeout_is_seconds_or_text(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_verified_continuation_skips_damage_in_what_is_not_loaded(tmp_path: Pa
 
 def test_stop_ends_a_preempted_loop_with_75_once_its_save_is_durable(tmp_path: Path) -> None:
     state = {"model": torch.nn.Linear(2, 2)}
-    ckpt = holdfast.Checkpointer(tmp_path, state, every=10**9, quiet=True, preemption=Preemption("none"))
+    ckpt = holdfast.Checkpointer(tmp_path, state, every=10**9, quiet=True, watches=[Preemption("none")])
     ckpt.should_save(1)
     os.kill(os.getpid(), signal.SIGUSR1)
     wait_until(lambda: ckpt.should_save(2) or ckpt.preempted is not None)

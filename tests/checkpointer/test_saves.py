@@ -299,7 +299,6 @@ def test_a_closed_checkpointer_is_of_no_use(home: Path) -> None:
     [
         ({"every": 0}, "every"), ({"every": "soon"}, "every"), ({"keep": 0}, "keep"),
         ({"memory": "much"}, "Memory"),
-        ({"compile_cache": "large"}, "CompileCache"), ({"preemption": "moon"}, "moon"),
     ],
 )  # fmt: skip
 def test_arguments_that_mean_nothing_are_refused(home: Path, options: dict[str, Any], word: str) -> None:
@@ -311,7 +310,7 @@ def test_arguments_that_mean_nothing_are_refused(home: Path, options: dict[str, 
 def test_a_home_that_no_other_process_can_reach_is_refused() -> None:
     with pytest.raises(Unsupported, match="memory of this process"):
         holdfast.Checkpointer(
-            "memory://mine", {"x": torch.ones(1)}, preemption=holdfast.Preemption(signals=False)
+            "memory://mine", {"x": torch.ones(1)}, watches=[holdfast.Preemption(signals=False)]
         )
 
 

@@ -51,7 +51,7 @@ def test_the_count_continues_from_the_restored_step(home: Path) -> None:
 def test_a_notice_saves_the_step_and_ends_the_run(home: Path, tmp_path: Path) -> None:
     notice, state = tmp_path / "notice", {"x": torch.zeros(1)}
     preemption = holdfast.Preemption(f"file:{notice}", signals=False)
-    with make_checkpointer(home, state, every=1000, preemption=preemption) as ckpt:
+    with make_checkpointer(home, state, every=1000, watches=[preemption]) as ckpt:
         ckpt.restore()
         assert [ckpt.step_done(), ckpt.step_done()] == [1, 2]
         write_notice(notice, Notice("holdfast preempt"))

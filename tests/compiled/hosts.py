@@ -25,8 +25,7 @@ def main() -> None:
     with holdfast.Checkpointer(
         home,
         state,
-        preemption=holdfast.Preemption(signals=False),
-        compile_cache=holdfast.CompileCache(trust=True),
+        watches=[holdfast.Preemption(signals=False), holdfast.CompileCache(trust=True)],
     ) as checkpointer:
         step = checkpointer.restore() or 0
         directory.mkdir(parents=True, exist_ok=True)

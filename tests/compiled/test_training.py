@@ -165,10 +165,10 @@ def test_a_cache_of_another_environment_is_not_loaded(machine: Machine, home: Pa
 def test_with_the_cache_turned_off_nothing_is_uploaded_or_loaded(
     machine: Machine, home: Path, tmp_path: Path
 ):
-    again = machine(home, 2, cache=False)
+    again = machine(home, 2, cache={"limit": "off"})
     assert again.compiles
     assert "compiled code" not in again.err
-    other = machine(tmp_path / "other", cache=False)
+    other = machine(tmp_path / "other", cache={"limit": "off"})
     assert other.compiles
     assert not (tmp_path / "other" / FOLDER).exists()
 

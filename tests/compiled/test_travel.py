@@ -184,14 +184,15 @@ def test_a_failing_store_is_only_a_problem_in_the_list(tmp_path: Path, monkeypat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
     store = FaultyStore(open_store(tmp_path / "home"))
     store.fail("list", RetryLater("no network"), times=None)
-    cache = CompiledCode(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=True)
+    home, warnings = str(tmp_path / "home"), list[str]()
+    cache = CompiledCode(store, home, limit_bytes=1 << 20, trust_home=True, warn=warnings.append)
     assert cache.load()[0].num_placed == 0
     cache.begin(attempt=1, rank=0, turn=0)
     cache.upload_soon()
     cache.close()
-    assert len(cache.problems) == 2
-    assert "Cannot read the compile cache" in cache.problems[0]
-    assert "Cannot upload compiled code" in cache.problems[1]
+    assert len(warnings) == 2
+    assert "Cannot read the compile cache" in warnings[0]
+    assert "Cannot upload compiled code" in warnings[1]
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -201,7 +202,8 @@ def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
     store = FaultyStore(open_store(tmp_path / "home"))
     gate = store.hold("put", matching=".pack")
-    cache = CompiledCode(store, str(tmp_path / "home"), limit_bytes=1 << 20, trust_home=False)
+    home, warnings = str(tmp_path / "home"), list[str]()
+    cache = CompiledCode(store, home, limit_bytes=1 << 20, trust_home=False, warn=warnings.append)
     cache.begin(attempt=1, rank=0, turn=0)
     cache.upload_soon()
     assert gate.reached.wait(600)
@@ -223,16 +225,19 @@ def test_an_untrusted_home_leads_to_one_message_and_is_not_loaded(
     CacheUploader(store, environment_key(facts), facts, attempt=1, rank=0, limit_bytes=1 << 20).upload(
         fill(tmp_path / "here", "a"), is_ended=lambda: False
     )
-    cache = CompiledCode(store, home, limit_bytes=1 << 20)
+    warnings: list[str] = []
+    cache = CompiledCode(store, home, limit_bytes=1 << 20, warn=warnings.append)
     loaded, line = cache.load()
     assert loaded.num_placed == 0
     assert line is not None
     assert f"holdfast trust {home}" in line
     assert cache.load()[1] is None
     assert not (tmp_path / "there").exists()
-    assert CompiledCode(store, home, limit_bytes=1 << 20, trust_home=False).load()[1] is None
+    assert (
+        CompiledCode(store, home, limit_bytes=1 << 20, trust_home=False, warn=pytest.fail).load()[1] is None
+    )
     monkeypatch.setenv("HOLDFAST_TRUST_HOMES", str(tmp_path))
-    loaded, line = CompiledCode(store, home, limit_bytes=1 << 20).load()
+    loaded, line = CompiledCode(store, home, limit_bytes=1 << 20, warn=pytest.fail).load()
     assert loaded.num_placed == 1
     assert line is not None
     assert "compiled code from" in line

@@ -25,7 +25,7 @@ def cpu_s() -> float:
 def main() -> None:
     """Train the steps that are left."""
     home, steps = sys.argv[1], int(sys.argv[2])
-    cache = json.loads(os.environ.get("TRAINER_CACHE", "true"))
+    cache = json.loads(os.environ.get("TRAINER_CACHE", "{}"))
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -42,8 +42,7 @@ def main() -> None:
             home,
             {"model": model, "optimizer": optimizer},
             every=1,
-            preemption=holdfast.Preemption(signals=False),
-            compile_cache=holdfast.CompileCache(**cache) if isinstance(cache, dict) else cache,
+            watches=[holdfast.Preemption(signals=False), holdfast.CompileCache(**cache)],
         ) as checkpointer:
             for _ in checkpointer.steps(steps):
                 compiled(inputs).square().sum().backward()
@@ -51,7 +50,7 @@ def main() -> None:
                 optimizer.zero_grad()
     told = {
         "cpu_s": cpu_s() - began_s,
-        "warnings": [str(one.message) for one in caught if one.category is UserWarning],
+        "warnings": [str(one.message) for one in caught if issubclass(one.category, holdfast.WatchWarning)],
         "weights": layer.weight.sum().item(),
         "directory": os.environ.get("TORCHINDUCTOR_CACHE_DIR"),
     }

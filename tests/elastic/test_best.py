@@ -20,7 +20,7 @@ KEEP = holdfast.Keep(last=1, best=1, metric="loss")
 
 def make(rank: int, home: Path, weights: torch.Tensor, *, is_local: bool) -> holdfast.Checkpointer:
     options: dict[str, Any] = {"keep": KEEP, "quiet": True, "memory": "64MiB"}
-    options["preemption"] = holdfast.Preemption(signals=False)
+    options["watches"] = [holdfast.Preemption(signals=False)]
     place: Any = home
     if is_local:
         place = holdfast.Home(home, every=1000)

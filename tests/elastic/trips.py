@@ -45,7 +45,7 @@ def restore_each(rank: int, home: Path, layout: str, steps: list[int]) -> None:
 
 def checkpointer(home: Path, state: dict[str, Any], **options: Any) -> holdfast.Checkpointer:
     """One that keeps everything."""
-    kept = {"keep": None, "memory": "1GiB", "preemption": holdfast.Preemption(signals=False), **options}
+    kept = {"keep": None, "memory": "1GiB", "watches": [holdfast.Preemption(signals=False)], **options}
     return holdfast.Checkpointer(home, state, **kept)
 
 

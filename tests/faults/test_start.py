@@ -45,7 +45,7 @@ def test_each_io_error_of_a_restore_is_our_error(tmp_path: Path, monkeypatch: py
     while has_failed:
         number += 1
         state = {"w": torch.zeros(20_000)}
-        options = {"reads": holdfast.Reads(patience=5), "compile_cache": False}
+        options = {"reads": holdfast.Reads(patience=5), "watches": [holdfast.CompileCache("off")]}
         with make_checkpointer(tmp_path / "home", state, **options) as ckpt:
             with monkeypatch.context() as patch:
                 failing = FailingCall(patch, number)

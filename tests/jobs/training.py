@@ -66,7 +66,7 @@ def main() -> None:
 
 def wait_for_notice(ckpt: holdfast.Checkpointer) -> None:
     """Pause until a preemption notice arrives, and report durable saves meanwhile, as steps do."""
-    while ckpt._training.notices.reason is None:
+    while ckpt._training._watching.stop_reason() is None:
         ckpt._training.attempt.saves.settle()
         time.sleep(0.005)
 

@@ -45,7 +45,7 @@ def train_until_notice(rank: int, home: Path, environment: dict[str, str], *, is
         home = home.with_name(f"home-{rank}")
     try:
         with holdfast.Checkpointer(
-            home, {"x": torch.zeros(1)}, every=10**9, quiet=True, preemption="slurm"
+            home, {"x": torch.zeros(1)}, every=10**9, quiet=True, watches=[holdfast.Preemption("slurm")]
         ) as ckpt:
             for _ in ckpt.steps(6000):
                 time.sleep(0.01)
@@ -136,7 +136,7 @@ def test_a_deadline_ends_the_run_with_a_durable_save(tmp_path: Path) -> None:
 
     def train() -> None:
         with holdfast.Checkpointer(
-            tmp_path / "home", state, every=10**9, quiet=True, preemption=notices
+            tmp_path / "home", state, every=10**9, quiet=True, watches=[notices]
         ) as ckpt:
             for step in ckpt.steps(10**9):
                 state["seen"] = step + 1

@@ -15,7 +15,7 @@ from holdfast.watch.preemption.file import write_notice
 def train(home: Path, state: dict[str, Any], path: Path, notice: Notice, *, at: int, total: int) -> None:
     """Train, and write a notice to `path` before step `at` is completed."""
     with holdfast.Checkpointer(
-        home, state, every=1000, quiet=True, preemption=holdfast.Preemption(f"file:{path}", signals=False)
+        home, state, every=1000, quiet=True, watches=[holdfast.Preemption(f"file:{path}", signals=False)]
     ) as ckpt:
         for step in ckpt.steps(total):
             state["seen"] = step + 1

@@ -187,7 +187,7 @@ def pause_for_one(rank: int, folder: Path, *, is_local: bool, notified: int | No
     options: dict[str, Any] = {
         "local": local,
         "limits": holdfast.Limits(failed_saves="pause", patience="1h"),
-        "preemption": holdfast.Preemption(notice, signals=False),
+        "watches": [holdfast.Preemption(notice, signals=False)],
     }
     ckpt = make_checkpointer(folder / "home", {"x": torch.ones(1)}, **options)
     ckpt.save(1).wait_durable()

@@ -80,11 +80,10 @@ def make_checkpointer(
     home: Path | str | holdfast.Home, state: dict[str, Any] | None, **options: Any
 ) -> holdfast.Checkpointer:
     """A Checkpointer that leaves the test's signals and output alone."""
-    return holdfast.Checkpointer(
-        home,
-        state,
-        **{"preemption": holdfast.Preemption(signals=False), "quiet": True, "memory": "2GiB", **options},
-    )
+    given = options.pop("watches", ())
+    if given is not None and not any(one.name == "preemption" for one in given):
+        given = [holdfast.Preemption(signals=False), *given]
+    return holdfast.Checkpointer(home, state, watches=given, **{"quiet": True, "memory": "2GiB", **options})
 
 
 def snapshot(state: dict[str, Any]) -> dict[str, torch.Tensor]:

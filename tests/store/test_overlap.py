@@ -79,5 +79,5 @@ def test_a_checkpointer_is_not_made_with_them(folder: Path, local: str) -> None:
             folder / "home",
             {"x": torch.ones(1)},
             local=folder / local,
-            preemption=holdfast.Preemption(signals=False),
+            watches=[holdfast.Preemption(signals=False)],
         )

@@ -43,7 +43,7 @@ class Toy(holdfast.Watch):
         self.note("step", step)
 
     @override
-    def end(self) -> None:
+    def end(self, timeout_s: float | None) -> None:
         self.note("end")
 
 

@@ -167,14 +167,14 @@ class RankGroup(ABC):
 
         Ranks: collective.
         """
-        return len(set(self.gather(_this_host()))) == 1
+        return len(set(self.gather(this_host()))) == 1
 
     def is_first_here(self) -> bool:
         """Return True on the lowest rank of each host.
 
         Ranks: collective.
         """
-        here = _this_host()
+        here = this_host()
         return self.gather(here).index(here) == self.rank
 
     def ranks_sharing(self, folder: str) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ class RankGroup(ABC):
 
         Ranks: collective.
         """
-        here = (*_this_host(), folder)
+        here = (*this_host(), folder)
         return tuple(rank for rank, place in enumerate(self.gather(here)) if place == here)
 
 
@@ -396,7 +396,12 @@ def raise_first(failed: Iterable[RankOutcome[Any]], rank: int, failure: str) -> 
         ) from one.error
 
 
-def _this_host() -> tuple[str, str]:
+def this_host() -> tuple[str, str]:
+    """Return the identity of this host, other after each boot.
+
+    Raises:
+        RetryLater: the kernel does not give it.
+    """
     try:
         return socket.gethostname(), _BOOT_ID.read_text()
     except FileNotFoundError:

@@ -15,12 +15,22 @@ from holdfast.checkpoint.copies import Copies, SharedTensor
 from holdfast.checkpoint.format.sections import Section
 from holdfast.checkpoint.keeper.pulse import Pulse
 from holdfast.checkpoint.keeper.save import Save
+from holdfast.checkpoint.store.contract import Store
 
 
 class Note(Protocol):
     """Writer of lines of the history, which are kept until the run is claimed."""
 
-    def __call__(self, event: str, *, step: int | None, detail: str = "", seconds: float = 0.0) -> None:
+    def __call__(
+        self,
+        event: str,
+        *,
+        step: int | None,
+        detail: str = "",
+        seconds: float = 0.0,
+        num_bytes: int = 0,
+        tier: str = "",
+    ) -> None:
         """Write a line."""
         ...
 
@@ -30,21 +40,30 @@ class WatchedRun:
     """Parts of a run that a watch in the trainer may use.
 
     Attributes:
+        name: of the watch.
         home: path or URL of the checkpoints.
+        store: store of the home.
         rank: number of this rank.
         world_size: number of ranks that save together.
+        is_first_here: this is the lowest rank of its host.
         pulse: newest step and phase of this process, in memory that the keeper reads.
         note: writes a line of the history.
-        warn: shows a text to the user, at the line of the user's code that runs now.
+        warn: shows a warning to the user, with the next call of the Checkpointer. Threads may call it.
+        show: logs a line for the user, on rank 0, unless the option `quiet` is set.
+        save_s: returns the time that a step and a durable save take, in seconds, as measured.
     """
 
     name: str
     home: str
+    store: Store
     rank: int
     world_size: int
+    is_first_here: bool
     pulse: Pulse
     note: Note
     warn: Callable[[str], None]
+    show: Callable[[str], None]
+    save_s: Callable[[], float]
 
     @property
     def words(self) -> memoryview[int]:
@@ -53,6 +72,19 @@ class WatchedRun:
         Valid until the next call of the Checkpointer: the pulse moves when it is shared with the keeper.
         """
         return self.pulse.words(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlace:
+    """Folder that several ranks of a host share.
+
+    Attributes:
+        is_first: this is the lowest of these ranks.
+        turn: number of such folders whose lowest rank is lower than that of this one.
+    """
+
+    is_first: bool
+    turn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +173,33 @@ class Watch:
         """Return the options of the half in the keeper, as JSON."""
         return {}
 
+    @property
+    def place(self) -> str | None:
+        """Folder of this host that other ranks may share; None for none."""
+        return None
+
     def begin(self, run: WatchedRun) -> None:
         """Begin to watch: a Checkpointer was made, in the main thread. No attempt is claimed yet."""
+
+    def prepare(self) -> None:
+        """Prepare the folder of `place`, on the lowest rank that shares it, before the state is restored.
+
+        It may be called again. All ranks wait until it returns.
+        """
+
+    def claimed(self, attempt: int, place: SharedPlace) -> None:
+        """Observe that this attempt has claimed the run.
+
+        Args:
+            attempt: number of the attempt.
+            place: the folder of `place`; without one this rank has its own.
+        """
+
+    def loop_began(self) -> None:
+        """Observe that a loop asks after each step whether it should save or stop, in its thread."""
+
+    def loop_ended(self) -> None:
+        """Observe that the loop has ended or was left."""
 
     @property
     def goes_back(self) -> int | None:
@@ -174,8 +231,15 @@ class Watch:
     def saving(self, save: CopiedSave) -> Section | None:
         """Return the section of this rank's part, in the thread that copies."""
 
+    def waiting(self) -> Vote | None:
+        """Return what the ranks should do, while training waits between steps or was ended by an error."""
+
     def saved(self, save: Save) -> None:
         """Observe that a save is durable, in the thread that trains, with its next call."""
 
-    def end(self) -> None:
-        """End the watch: the Checkpointer ends. Watches end in reverse order."""
+    def end(self, timeout_s: float | None) -> None:
+        """End the watch: the Checkpointer ends. Watches end in reverse order.
+
+        Args:
+            timeout_s: longest time to complete anything; None for no limit.
+        """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from holdfast.checkpoint.watch import Watch
+from holdfast.watch.compiled.trainer import CompileCache
 from holdfast.watch.hang.trainer import Hang
 from holdfast.watch.pace.trainer import SlowRanks
+from holdfast.watch.preemption.trainer import Preemption
 from holdfast.watch.replicas.trainer import Replicas
 from holdfast.watch.spike.trainer import Spike
 from holdfast.watch.values.trainer import FiniteValues
@@ -12,4 +14,4 @@ from holdfast.watch.values.trainer import FiniteValues
 
 def default_watches() -> tuple[Watch, ...]:
     """Return the watches of a Checkpointer whose argument `watches=` names no others."""
-    return Hang(), SlowRanks(), FiniteValues(), Spike(), Replicas()
+    return Preemption(), CompileCache(), Hang(), SlowRanks(), FiniteValues(), Spike(), Replicas()

@@ -60,7 +60,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         options = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, **config}
         accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(**options, total_limit=limit))
         made.append(accelerator)
-        return Parts(accelerator if is_stock else attach(accelerator, home, preemption="none"))
+        return Parts(
+            accelerator if is_stock else attach(accelerator, home, watches=[holdfast.Preemption("none")])
+        )
 
     yield build
     for one in made:
@@ -392,7 +394,7 @@ def test_arguments_that_cannot_be_used_are_refused(make: Make, tmp_path: Path) -
 
 
 def test_the_notice_of_a_known_end_leaves_time_for_a_save(make: Make) -> None:
-    accelerator = attach(make(is_stock=True).accelerator, preemption="deadline=1h")
+    accelerator = attach(make(is_stock=True).accelerator, watches=[holdfast.Preemption("deadline=1h")])
     session = accelerator.holdfast_session
     (deadline,) = session.notices._watcher._sources.clouds
     accelerator.save_state()

@@ -362,7 +362,7 @@ def test_facts_of_other_types_are_left_out(tmp_path: Path, change: dict[str, Any
     facts = {"format": 1, "names": [], "pickle": torch.zeros(3, dtype=torch.uint8), "path": "run/a.ckpt"}
     facts |= {"global_step": 1, "epoch": None, "is_full": True}
     with holdfast.Checkpointer(
-        tmp_path / "home", quiet=True, preemption=holdfast.Preemption("none", signals=False)
+        tmp_path / "home", quiet=True, watches=[holdfast.Preemption("none", signals=False)]
     ) as ckpt:
         ckpt.save(1, {"checkpoint": {}, "lightning": {**facts, **change}})
     assert HoldfastCheckpointIO(tmp_path / "home").newest(str(tmp_path / "run")) is None

@@ -31,7 +31,7 @@ def main() -> None:
     library, home, folder, steps, *halt = sys.argv[1:]
     model = torch.nn.Linear(2, 1)
     state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.01)}
-    ckpt = holdfast.Checkpointer(home, state, every=10, compile_cache=False)
+    ckpt = holdfast.Checkpointer(home, state, every=10, watches=[holdfast.CompileCache("off")])
     with ckpt, attach(library, ckpt, Path(folder)) as tracker:
         for step in ckpt.steps(int(steps)):
             loss = model(torch.ones(2)).square().sum()

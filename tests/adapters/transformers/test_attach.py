@@ -306,7 +306,7 @@ def test_what_cannot_work_is_refused_with_the_fix(tmp_path: Path) -> None:
 def test_persistent_workers_are_warned_of(tmp_path: Path) -> None:
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     with pytest.warns(holdfast.ResumeWarning, match="dataloader_persistent_workers=True"):
-        attach(make(tmp_path, **options), preemption="none")
+        attach(make(tmp_path, **options), watches=[holdfast.Preemption("none")])
 
 
 def test_the_home_records_how_the_trainer_compares_models(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def saved(training: Training) -> dict[str, Any]:
 
 def test_a_resumed_run_does_not_search_again(tmp_path: Path) -> None:
     training, found = Training(), holdfast.BatchFit()
-    options: dict[str, Any] = {"every": 5, "preemption": holdfast.Preemption(signals=False), "quiet": True}
+    options: dict[str, Any] = {"every": 5, "watches": [holdfast.Preemption(signals=False)], "quiet": True}
     with holdfast.Checkpointer(tmp_path, {**saved(training), "batch": found}, **options) as ckpt:
         assert ckpt.restore() is None
         holdfast.fit_batch(

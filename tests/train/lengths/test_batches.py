@@ -204,13 +204,13 @@ def test_batches_in_a_loader_resume_from_a_checkpoint(tmp_path: Any) -> None:
     ]
     first = make("buckets", lengths, 8)
     with holdfast.Checkpointer(
-        tmp_path, {"batches": first}, every=9, quiet=True, preemption=holdfast.Preemption(signals=False)
+        tmp_path, {"batches": first}, every=9, quiet=True, watches=[holdfast.Preemption(signals=False)]
     ) as ckpt:
         given = batches_of(DataLoader(Numbers(50), batch_sampler=first))
         assert [next(given).tolist() for _ in ckpt.steps(9)] == expected[:9]
     second = make("buckets", lengths, 8)
     with holdfast.Checkpointer(
-        tmp_path, {"batches": second}, every=50, quiet=True, preemption=holdfast.Preemption(signals=False)
+        tmp_path, {"batches": second}, every=50, quiet=True, watches=[holdfast.Preemption(signals=False)]
     ) as ckpt:
         assert ckpt.restore() == 9
         given = batches_of(DataLoader(Numbers(50), batch_sampler=second))

@@ -31,7 +31,7 @@ def resume(rank: int, name: str, home: Path, link: int, options: dict[str, Any])
     optimizer = optimizer_of(model)
     state = {"model": model, "optimizer": optimizer}
     with holdfast.Checkpointer(
-        home, state, memory="64MiB", quiet=True, preemption=holdfast.Preemption(signals=False)
+        home, state, memory="64MiB", quiet=True, watches=[holdfast.Preemption(signals=False)]
     ) as ckpt:
         start = ckpt.restore() or 0
         assert start == link * STEPS

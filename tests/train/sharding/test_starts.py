@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Path:
     model = make("gpt")
     home = tmp_path / "home"
     with holdfast.Checkpointer(
-        home, {"net": model, "step": 1}, quiet=True, preemption=holdfast.Preemption(signals=False)
+        home, {"net": model, "step": 1}, quiet=True, watches=[holdfast.Preemption(signals=False)]
     ) as ckpt:
         ckpt.save(1)
         ckpt.wait()

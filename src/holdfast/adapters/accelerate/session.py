@@ -25,8 +25,7 @@ from holdfast.adapters.accelerate.live_state import (
     saved_models,
 )
 from holdfast.adapters.kit.notices import Notices
-from holdfast.adapters.kit.run import NO_NOTICES, TrainerRun
-from holdfast.checkpoint.run.options import parse_preemption
+from holdfast.adapters.kit.run import TrainerRun, split_notices
 from holdfast.errors import (
     Corrupt,
     HoldfastError,
@@ -65,10 +64,10 @@ class Session:
         assert settings.root is not None, "a session has a folder of checkpoints"
         self._accelerator = accelerator
         self._state: dict[str, Any] = {FOLDERS: {}, PROGRESS: {}}
-        decided = {"group": None, "preemption": NO_NOTICES}
+        preemption, watches = split_notices(settings.options.get("watches", ()))
+        decided = {"group": None, "watches": watches}
         self._run = TrainerRun(settings.home, self._state, settings.options, **decided)
         self._checkpointer, self._ranks, self._home = self._run.checkpointer, self._run.ranks, self._run.home
-        preemption = parse_preemption(settings.options.get("preemption"))
         self.notices = Notices(preemption.sources, self._ranks, signals=preemption.signals)
         self.saved_step = 0  # newest durable save of this process
         self.is_open = True

@@ -16,17 +16,28 @@ from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.run import Checkpointer
-from holdfast.checkpoint.run.options import Home, Limits, Preemption
+from holdfast.checkpoint.run.options import Home, Limits
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.tiered import TieredStore
+from holdfast.checkpoint.watch import Watch
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.system.log import get_logger
+from holdfast.watch.preemption.trainer import Preemption
 
 HOME = "holdfast"
 """Name of a home in the folder of a trainer's checkpoints, if the user does not choose another place."""
 NO_NOTICES = Preemption("none", signals=False)
-"""Option of a Checkpointer beside a trainer that watches for notices itself."""
+"""Watch of a Checkpointer beside a trainer that watches for notices itself."""
 _log = get_logger("adapters")
+
+
+def split_notices(watches: Iterable[Watch] | None) -> tuple[Preemption, list[Watch] | None]:
+    """Return the watch of notices that a user has given or gets, and watches of a run without notices."""
+    if watches is None:
+        return NO_NOTICES, None
+    given = list(watches)
+    found = next((one for one in given if isinstance(one, Preemption)), Preemption())
+    return found, [NO_NOTICES, *(one for one in given if not isinstance(one, Preemption))]
 
 
 class TrainerRun:
@@ -147,8 +158,7 @@ class TrainerRun:
         return Checkpointer(
             home,
             state,
-            preemption=NO_NOTICES,
-            compile_cache=False,
+            watches=None,
             group=Ranks(timeout_s=self._timeout_s),
             quiet=True,
         )

@@ -50,6 +50,7 @@ from holdfast.errors import (
 from holdfast.system.callsite import warn
 from holdfast.system.linux.partial_files import remove_partial_files
 from holdfast.system.log import get_logger
+from holdfast.watch.compiled.trainer import CompileCache
 
 _T = TypeVar("_T")
 
@@ -270,8 +271,7 @@ class BackgroundSaver:
             self.place.home,
             keep=None,
             memory=self._memory,
-            preemption=NO_NOTICES,
-            compile_cache=False,
+            watches=[NO_NOTICES, CompileCache("off")],
             group=SoleRank(),
             quiet=True,
         )

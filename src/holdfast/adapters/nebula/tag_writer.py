@@ -85,7 +85,7 @@ class TagWriter:
             memory=self._memory_bytes,
             group=ranks,
             quiet=True,
-            preemption=NO_NOTICES,
+            watches=[NO_NOTICES],
             limits=Limits(rank_timeout=RANKS_S),
         )
         made.continue_from(plan.base)

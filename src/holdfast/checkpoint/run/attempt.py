@@ -23,9 +23,7 @@ from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning
 from holdfast.system.callsite import warn
 from holdfast.system.environment import report_failed_save, report_progress
 from holdfast.system.log import get_logger
-from holdfast.system.units import format_duration, plural
-from holdfast.watch.compiled import UploadResult, download_cache, start_uploads, warn_of_problems
-from holdfast.watch.preemption import NoticeWatcher
+from holdfast.system.units import format_duration
 
 _log = get_logger("checkpoint.run")
 _MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
@@ -132,10 +130,7 @@ class Attempt:
             keeper.delete(step)
         self._early_notes.clear()
         self._early_deletions.clear()
-        if self._components.compiled is not None:
-            start_uploads(
-                self._components.compiled, self._ranks, attempt=claim.number, notify=self._note_compiled
-            )
+        self._components.watching.claimed(claim.number)
         self._restoration.end_claim(keeper)
         self._interval.begin(keeper)
         if self._ranks.rank == 0:
@@ -169,22 +164,18 @@ class Attempt:
         )
 
     def _meet(self) -> tuple[bool, tuple[int, ...]]:
-        """Wait for earlier keepers, agree on the state's names, and load compiled code.
+        """Wait for earlier keepers, agree on the state's names, and have the watches prepare.
 
         Returns:
             Whether all ranks are on this host, and which ranks share this one's local folder.
 
         Ranks: collective.
         """
-        timeout_s, compiled = self._components.options.limits.commit_timeout_s, self._components.compiled
-        show = self._components.show
+        timeout_s, show = self._components.options.limits.commit_timeout_s, self._components.show
         wait_for_closed(self._tiers.home, timeout_s=timeout_s, notify=show)
         wait_for_orphans(self._tiers.home, timeout_s=timeout_s, notify=show)
         self._pipeline.objects.agree(self._ranks.gather)
-        self._ranks.gather(None)  # every host's keepers have ended before rank 0 reads the home
-        if compiled is not None:
-            download_cache(compiled, self._ranks, record=self.note, show=show)
-            warn_of_problems(compiled)
+        self._components.watching.meet(self._ranks)  # every host's keepers have ended then
         return self._ranks.all_here(), self._ranks.ranks_sharing(self._tiers.local or "")
 
     def restore(self, selection: Selection) -> Restored | None:
@@ -203,11 +194,10 @@ class Attempt:
 
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def save(self, step: int, *, must: bool, notices: NoticeWatcher, to_home: bool = False) -> Save:
+    def save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
         """Begin a save of `step`. Return the earlier one if the step was saved already.
 
         Args:
-            notices: preemption notices of this rank, which end a pause.
             must: copy everything at once, and wait for staging memory instead of skipping the save.
             to_home: send it home whether or not that is due.
         """
@@ -215,7 +205,7 @@ class Attempt:
         began, waited_before_s = time.perf_counter(), pipeline.waited_for_memory_s
         pipeline.stager.check_thread()
         if self._limits.pause_s and not must:
-            self._pause(notices)
+            self._pause()
         self.surface()
         last = self.saves.last
         if last is not None and self.saves.has(step):
@@ -244,7 +234,7 @@ class Attempt:
         cadence.save(step, time.monotonic())
         return save
 
-    def _pause(self, notices: NoticeWatcher) -> None:
+    def _pause(self) -> None:
         """Wait until the saves before are durable or have failed on all ranks; a notice ends the wait.
 
         Ranks: collective, as all pause for the one whose save is late.
@@ -255,7 +245,9 @@ class Attempt:
             # New phases are no hang, however long the pause is.
             with self._components.phase("a pause until a save is durable"):
                 late = next((save for save in saves if not _ends_soon(save)), None)
-                rows = self._ranks.gather((late is not None, notices.reason is not None))
+                rows = self._ranks.gather(
+                    (late is not None, self._components.watching.stop_reason() is not None)
+                )
             if not any(is_late for is_late, _ in rows) or any(is_preempted for _, is_preempted in rows):
                 break
             now_s = time.monotonic()
@@ -322,8 +314,6 @@ class Attempt:
 
     def _on_durable(self, save: Save) -> None:
         self._components.watching.saved(save)
-        if self._components.compiled is not None:
-            self._components.compiled.upload_soon()
         self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
         if self.keeper is not None:
             self._interval.note(save.step, self.keeper)
@@ -350,8 +340,7 @@ class Attempt:
                     raise keeper.fenced
                 if keeper.home_lost is not None:
                     raise keeper.home_lost
-            if self._components.compiled is not None:
-                warn_of_problems(self._components.compiled)
+            self._components.watching.show_warnings()
             self.saves.surface()
             self.warn_if_overdue()
 
@@ -425,12 +414,6 @@ class Attempt:
             self._early_notes.append({"event": event, **facts})
         else:
             self.keeper.record(event, **facts)
-
-    def _note_compiled(self, result: UploadResult, seconds: float) -> None:
-        files = plural(result.num_files, "file")
-        self.note(
-            "compiled-sent", step=None, num_bytes=result.num_bytes, seconds=seconds, detail=files, tier="home"
-        )
 
     def note_end(self, reason: str) -> None:
         """Write into the history how this attempt ends; only the first call counts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,8 @@ from holdfast.checkpoint.run.watching import Watching
 from holdfast.checkpoint.state import State
 from holdfast.checkpoint.state.loader_watch import watch_loaders
 from holdfast.checkpoint.state.review import refuse_snapshots
+from holdfast.checkpoint.watch import Note, WatchedRun
 from holdfast.system.log import get_logger
-from holdfast.watch.compiled import CompiledCode
 
 _log = get_logger("checkpoint.run")
 
@@ -37,7 +37,6 @@ class Components:
     cadence: Cadence
     metrics: MetricsBuffer
     done: DoneMarker
-    compiled: CompiledCode | None
     pulse: Pulse
     watching: Watching
     has_state: bool  # otherwise each save brings its own
@@ -63,7 +62,6 @@ class Components:
             keep_in_memory_s=options.memory.keep_for_s,
             restore_patience_s=options.reads.patience_s,
         )
-        compiled = _compiled(tiers, options)
         refuse_snapshots(state or {})
         watch_loaders()  # here, since its scan would make the first save slow
         objects = State(
@@ -95,10 +93,27 @@ class Components:
             cadence,
             metrics,
             done,
-            compiled,
             pulse=Pulse(),
             watching=watching,
             has_state=state is not None,
+        )
+
+    def run_of(
+        self, name: str, *, is_first_here: bool, note: Note, warn: Callable[[str], None]
+    ) -> WatchedRun:
+        """Return the parts of the run that the watch of a name may use."""
+        return WatchedRun(
+            name,
+            self.tiers.home,
+            self.tiers.home_store,
+            self.ranks.rank,
+            self.ranks.world_size,
+            is_first_here,
+            self.pulse,
+            note,
+            warn,
+            self.show,
+            lambda: self.cadence.meter.step_s + (self.cadence.meter.durable_s or 0.0),
         )
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -109,10 +124,3 @@ class Components:
         """Log a line for the user on rank 0, unless the option `quiet` is set."""
         if self.ranks.rank == 0 and not self.options.quiet:
             _log.info(text)
-
-
-def _compiled(tiers: Tiers, options: Options) -> CompiledCode | None:
-    cache = options.compile_cache
-    if cache is None:
-        return None
-    return CompiledCode(tiers.home_store, tiers.home, limit_bytes=cache.limit_bytes, trust_home=cache.trust)

@@ -20,20 +20,16 @@ from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.loop_exit import is_orderly, looping
 from holdfast.checkpoint.run.options import (
-    CompileCache,
     Home,
     Limits,
     Local,
     Memory,
     Options,
-    Preemption,
     Reads,
-    parse_compile_cache,
     parse_home,
     parse_keep,
     parse_local,
     parse_memory,
-    parse_preemption,
 )
 from holdfast.checkpoint.run.restoration import Selection
 from holdfast.checkpoint.run.training import Training
@@ -60,14 +56,10 @@ class Checkpointer:
         local: folder on each host's fast disk, or a `Local`, for a `home` that is slow or far.
         memory: limit of this rank's staging memory, in bytes or as "8GiB", or a `Memory`.
         reads: reads of a restore: their number, patience and sharing.
-        preemption: sources of preemption notices, such as "aws", or a `Preemption`. By default signals and
-            the cloud of this machine.
-        compile_cache: size of the place in home for the output of torch.compile, or a `CompileCache`; False
-            for none.
         limits: response to saves that fail, and limits after which the run raises.
-        watches: watches of the run, such as `Hang("restart")`, `Spike("rollback")` or `SlowRanks("off")`.
-            Each replaces the default watch of its name, and the other defaults stay; None for no watch at
-            all.
+        watches: watches of the run, such as `Hang("restart")`, `Spike("rollback")`, `Preemption("aws")` or
+            `CompileCache("off")`. Each replaces the default watch of its name, and the other defaults stay,
+            see `default_watches`; None for no watch at all.
         group: ranks that save together, if they are not all of torch.distributed's process group; see
             `holdfast.checkpoint.ranks`.
         take_over: save even if a living process on one of these hosts saves to this home. That process can
@@ -92,8 +84,6 @@ class Checkpointer:
         local: str | os.PathLike[str] | Local | None = None,
         memory: int | str | Memory = "8GiB",
         reads: Reads = Reads(),
-        preemption: str | Preemption | None = None,
-        compile_cache: int | str | bool | CompileCache = "1GiB",
         limits: Limits = Limits(),
         watches: Iterable[Watch] | None = (),
         group: RankGroup | None = None,
@@ -107,8 +97,6 @@ class Checkpointer:
             local=parse_local(local),
             memory=parse_memory(memory),
             reads=reads,
-            preemption=parse_preemption(preemption),
-            compile_cache=parse_compile_cache(compile_cache),
             limits=limits,
             watches=choose_watches(watches),
             take_over=take_over,

@@ -20,7 +20,6 @@ from holdfast.system.units import Duration, parse_bytes, parse_duration
 
 FAILED_SAVE_ACTIONS = ("warn", "pause", "raise")
 """Responses to a save that fails."""
-_DEFAULT_CACHE = "1GiB"
 _NO_LIMIT_S = 1e9  # 30 years: a keeper's configuration is JSON, which has no infinity
 
 
@@ -163,49 +162,6 @@ class Reads:
 
 
 @dataclass(frozen=True, slots=True)
-class Preemption:
-    """Sources of preemption notices.
-
-    Args:
-        sources: "aws", "gcp", "azure", "ray", "slurm", "deadline=11h", "file:PATH", several with commas,
-            "none", or "auto" for Ray Train in its workers, else the cloud of this machine, and the time limit
-            of a Slurm job. By default the value of HOLDFAST_PREEMPTION, else "auto".
-        signals: take SIGTERM, SIGUSR1, SIGHUP and SIGINT as notices (in the main thread only), from the first
-            call of `steps`, `step_done` or `should_save` on.
-    """
-
-    sources: str | None = None
-    _: KW_ONLY
-    signals: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class CompileCache:
-    """Cache in home for compiled code: a start on another machine loads it instead of compiling.
-
-    Args:
-        limit: largest size, in bytes or as "1GiB". It is sent in the background after saves.
-        trust: whether compiled code from this home may be loaded, and so run; by default only if
-            `holdfast trust` or HOLDFAST_TRUST_HOMES names the home.
-
-    Raises:
-        InvalidInput: `limit` is not a size.
-    """
-
-    limit: int | str = _DEFAULT_CACHE
-    _: KW_ONLY
-    trust: bool | None = None
-
-    def __post_init__(self) -> None:
-        parse_bytes(self.limit, "CompileCache(limit=)")
-
-    @property
-    def limit_bytes(self) -> int:
-        """Largest size, in bytes."""
-        return parse_bytes(self.limit, "CompileCache(limit=)")
-
-
-@dataclass(frozen=True, slots=True)
 class Limits:
     """Response to failed saves, and limits after which a run raises instead of training on.
 
@@ -275,8 +231,6 @@ class Options:
     local: Local | None
     memory: Memory
     reads: Reads
-    preemption: Preemption
-    compile_cache: CompileCache | None
     limits: Limits
     watches: tuple[Watch, ...]
     take_over: bool
@@ -301,20 +255,6 @@ def parse_keep(value: int | Keep | None) -> Keep:
 def parse_memory(value: int | str | Memory) -> Memory:
     """Return the value of a `memory=` argument."""
     return value if isinstance(value, Memory) else Memory(value)
-
-
-def parse_preemption(value: str | Preemption | None) -> Preemption:
-    """Return the value of a `preemption=` argument."""
-    return value if isinstance(value, Preemption) else Preemption(value)
-
-
-def parse_compile_cache(value: int | str | bool | CompileCache) -> CompileCache | None:
-    """Return the value of a `compile_cache=` argument; None if it is off."""
-    if value is False:
-        return None
-    if isinstance(value, CompileCache):
-        return value
-    return CompileCache(_DEFAULT_CACHE if value is True else value)
 
 
 def _duration_or_zero(value: Duration, name: str) -> float:

@@ -13,7 +13,6 @@ from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.saves import Saves
 from holdfast.checkpoint.run.scores import Scores
 from holdfast.checkpoint.watch import Act, Vote
-from holdfast.watch.preemption import NoticeWatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +38,25 @@ class StepSync:
         self._is_late = components.ranks.world_size > 1  # flags arrive with the next exchange
         self._scores = Scores(components.options.keep, is_alone=components.ranks.world_size == 1)
 
-    def exchange(
-        self, step: int, keeper: Keeper | None, notices: NoticeWatcher, votes: Sequence[Vote]
-    ) -> StepOutcome:
+    def exchange(self, step: int, keeper: Keeper | None, votes: Sequence[Vote]) -> StepOutcome:
         """Exchange flags about a completed step with the other ranks.
 
         Args:
             step: optimizer steps completed.
             keeper: this rank's; None before the claim.
-            notices: preemption notices of this rank.
             votes: of the watches on this rank.
 
         Ranks: collective.
         """
         saves, cadence, now_s = self._saves, self._components.cadence, time.monotonic()
         acts = {vote.act for vote in votes}
-        notices.expect_save(cadence.meter.step_s + (cadence.meter.durable_s or 0.0))
         saves.settle()
         newest, lacks_proposal = saves.stable.propose()
         flags = cadence.flags(
             step,
             now_s,
-            is_preempted=notices.reason is not None or Act.STOP in acts,
-            is_advised=notices.pop_rebalance() is not None or Act.SAVE in acts,
+            is_preempted=Act.STOP in acts,
+            is_advised=Act.SAVE in acts,
             lacks_proposal=lacks_proposal,
             is_torn=saves.must_repeat,
             must_go_back=Act.GO_BACK in acts,

@@ -54,10 +54,8 @@ from holdfast.errors import (
 from holdfast.system.callsite import warn
 from holdfast.system.environment import report_preemption
 from holdfast.system.failpoint import failpoint
+from holdfast.system.loader_frames import is_loading
 from holdfast.system.process_exit import hard_exit, hard_exit_at_exit
-from holdfast.watch.compiled import CLOSE_LIMIT_S
-from holdfast.watch.preemption import NoticeWatcher
-from holdfast.watch.preemption.signals import is_loading
 
 _OTHERS_S = 5.0
 """Time that other ranks have to make a save durable, when an error has ended this one after a notice."""
@@ -83,12 +81,14 @@ class Training:
         self._components = components
         self._pipeline, self._cadence = components.pipeline, components.cadence
         self._watching = components.watching
+        is_first_here = components.ranks.is_first_here()
         self._watching.begin(
-            home=components.tiers.home,
-            rank=components.ranks.rank,
-            world_size=components.ranks.world_size,
-            pulse=components.pulse,
-            note=lambda *line, **members: self.attempt.note(*line, **members),
+            lambda name, warn: components.run_of(
+                name,
+                is_first_here=is_first_here,
+                note=lambda *line, **members: self.attempt.note(*line, **members),
+                warn=warn,
+            )
         )
         self._followers = StepFollowers(components.pipeline.objects)
         self._ranks, self._metrics, self._done = components.ranks, components.metrics, components.done
@@ -100,14 +100,8 @@ class Training:
         self._has_reviewed = False
         # An exception that was being handled here already does not make the end of a loop disorderly.
         self._around = id(sys.exc_info()[1])
-        preemption = components.options.preemption
-        self.notices = NoticeWatcher(preemption.sources)
-        self._is_watching = False
         self._end_at_exit = partial(_end_at_exit, weakref.ref(self))
         atexit.register(self._end_at_exit)
-        if preemption.signals:
-            self.notices.protect_workers()  # before a loop begins: it may read from iterators made earlier
-        self.notices.poll_clouds(is_first_here=self._ranks.is_first_here())
 
     def _mark(self) -> object:
         """Return a value that changes with the state."""
@@ -140,23 +134,12 @@ class Training:
         with unwatched_loaders(), self.phase(name):
             yield
 
-    def _watch_signals(self) -> None:
-        """Take over signals: from now on a loop asks for notices after each step."""
-        if self._components.options.preemption.signals and not self._is_watching:
-            self._is_watching = True
-            self.notices.watch_signals()
-
-    def _release_signals(self) -> None:
-        """Give signals back: no loop is left to stop."""
-        self._is_watching = False
-        self.notices.release_signals()
-
     # -- the loop --------------------------------------------------------------------------------------------
 
     def begin_loop(self, total: int) -> int:
         """Claim the home, restore unless the script has; return the first step of a loop."""
         self._calls.check()
-        self._watch_signals()
+        self._watching.loop_began()
         if self._has_restored and self.attempt.saves.last is None:
             self.attempt.begin()  # what the script has set since its restore stays
             step = self.attempt.base_step or 0
@@ -173,20 +156,20 @@ class Training:
 
     def end_step(self, step: int) -> bool:
         """Record that a step is complete; return True if all ranks save it."""
-        self._watch_signals()
+        self._watching.loop_began()
         attempt, self._metrics.num_done = self.attempt, step
         self._followers.reach(step)
         self._components.pulse.beat(step)
         self._going_back.check()
         self._cadence.end_step(time.monotonic(), in_flight=attempt.saves.has_pending)
         votes = self._votes(step)  # not before: a slow watch is no part of the step
-        outcome = attempt.step_sync.exchange(step, attempt.keeper, self.notices, [one.vote for one in votes])
+        outcome = attempt.step_sync.exchange(step, attempt.keeper, [one.vote for one in votes])
         attempt.warn_if_overdue()
         if outcome.must_go_back and not outcome.is_preempted:
             with self.phase("the decision about going back"):
                 self._going_back.decide(step, attempt, votes)
         if outcome.is_preempted and self.preempted is None:
-            self.preempted = self.notices.reason or "another rank's notice"
+            self.preempted = self._watching.stop_reason() or "another rank's notice"
         if self._components.has_state and not self._pipeline.has_plan:
             self._pipeline.prepare_in_background()
         self._cadence.begin_step(time.monotonic())
@@ -230,8 +213,10 @@ class Training:
         if not self.is_open:
             return
         self._expect_no_step()
-        if is_orderly or self.notices.reason is None:  # else the end of a worker must not interrupt the save
-            self._release_signals()
+        if (
+            is_orderly or self._watching.stop_reason() is None
+        ):  # else the end of a worker must not interrupt the save
+            self._watching.loop_ended()
         if is_orderly is None:
             return
         try:
@@ -262,7 +247,7 @@ class Training:
         Raises:
             Preempted: otherwise nothing is done.
         """
-        reason = self.notices.reason
+        reason = self._watching.stop_reason()
         if reason is None or not isinstance(error, Exception) or isinstance(error, HoldfastError):
             return
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -319,7 +304,7 @@ class Training:
 
     def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
         self._followers.reach(step)
-        save = self.attempt.save(step, must=must, notices=self.notices, to_home=to_home)
+        save = self.attempt.save(step, must=must, to_home=to_home)
         if self.position.step == step:
             warn_of_gradients(self._components)
         if self._ranks.rank == 0:
@@ -477,7 +462,7 @@ class Training:
             self._done.write(config.run, config.attempt, step)
         self.position.clear()
         self._expect_no_step()
-        self._release_signals()
+        self._watching.loop_ended()
 
     def _expect_no_step(self) -> None:
         self._components.pulse.end()
@@ -539,16 +524,12 @@ class Training:
         """Release everything that this object holds; the keeper ends when it is done."""
         self._calls.close()
         atexit.unregister(self._end_at_exit)
-        self.notices.close()
+        self._watching.end(timeout_s)
         self._expect_no_step()
         self._pipeline.stager.close()
-        compiled, keeper = self._components.compiled, self.attempt.keeper
-        if compiled is not None:
-            compiled.close(min(CLOSE_LIMIT_S, CLOSE_LIMIT_S if timeout_s is None else timeout_s))
-        if keeper is not None:
-            keeper.close(timeout_s, frees_memory=goodbye)
+        if self.attempt.keeper is not None:
+            self.attempt.keeper.close(timeout_s, frees_memory=goodbye)
         self._pipeline.arenas.close()
-        self._watching.end()
         self._components.pulse.close()
 
 

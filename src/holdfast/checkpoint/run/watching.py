@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,18 @@ from holdfast.checkpoint.copies import Copies, SharedTensor
 from holdfast.checkpoint.format import sections
 from holdfast.checkpoint.format.sections import MAX_PART_BYTES, WATCH_NAME, Section, Sections
 from holdfast.checkpoint.keeper.config import WatchConfig
-from holdfast.checkpoint.keeper.pulse import Pulse
 from holdfast.checkpoint.keeper.save import Save
-from holdfast.checkpoint.watch import CopiedSave, Note, RestoredState, Vote, Watch, WatchedRun
+from holdfast.checkpoint.ranks import RankGroup, this_host
+from holdfast.checkpoint.watch import (
+    Act,
+    CopiedSave,
+    Note,
+    RestoredState,
+    SharedPlace,
+    Vote,
+    Watch,
+    WatchedRun,
+)
 from holdfast.errors import InvalidInput, WatchWarning
 from holdfast.system.callsite import warn
 
@@ -84,32 +93,93 @@ class Watching:
         # A copy, as one object may be given to several Checkpointers.
         self._watches = [copy.copy(watch) for watch in watches]
         # The watches that have an event, so that an absent event costs no call.
-        self._of_event: dict[str, list[Watch]] = {}
+        self._of_event: dict[str, list[Watch]] = {event: [] for event in _EVENTS}
+        self._names = [watch.name for watch in self._watches]  # the same on all ranks
+        self._places: dict[str, SharedPlace] = {}
+        self._is_looping = False
+        self._warnings: deque[str] = deque()
         self._note: Note | None = None
         self._values_lock = threading.Lock()
         self._locks = {watch.name: threading.RLock() for watch in self._watches}
 
-    def begin(self, *, home: str, rank: int, world_size: int, pulse: Pulse, note: Note) -> None:
+    def begin(self, run_of: Callable[[str, Callable[[str], None]], WatchedRun]) -> None:
         """Begin to watch.
 
         Args:
-            home: path or URL of the checkpoints.
-            rank: number of this rank.
-            world_size: number of ranks that save together.
-            pulse: of this process.
-            note: writes a line of the history.
+            run_of: returns the parts of the run for the watch of a name, with its way to warn.
+
+        Raises:
+            InvalidInput: a watch cannot be used here.
         """
-        self._note = note
         for watch in self._watches:
-            show = partial(warn, category=WatchWarning)
-            run = WatchedRun(watch.name, home, rank, world_size, pulse, note, show)
-            if not self._call(watch, "applies", run):
+            run = run_of(watch.name, self._warnings.append)
+            self._note = run.note
+            if not self._call(watch, "applies", run, refuses=True):
                 self._watches = [one for one in self._watches if one is not watch]
             elif _has(watch, "begin"):
-                self._call(watch, "begin", run)
+                self._call(watch, "begin", run, refuses=True)
         self._of_event = {
             event: [watch for watch in self._watches if _has(watch, event)] for event in _EVENTS
         }
+        self.show_warnings()
+
+    def show_warnings(self) -> None:
+        """Show the warnings of the watches to the user."""
+        while self._warnings:
+            warn(self._warnings.popleft(), WatchWarning)
+
+    def meet(self, ranks: RankGroup) -> None:
+        """Prepare the folders that ranks share, before the state is restored or the run is claimed.
+
+        Raises:
+            InvalidInput: the ranks have other watches.
+
+        Ranks: collective.
+        Blocks: until all folders are prepared.
+        """
+        places = {watch.name: watch.place for watch in self._of_event["prepare"]}
+        rows = [
+            (tuple(host), names, found)
+            for host, names, found in ranks.gather((this_host(), self._names, places))
+        ]
+        _check_same([names for _, names, _ in rows])
+        for name in places:
+            firsts: dict[tuple[Any, ...], int] = {}
+            for rank, (host, _, found) in enumerate(rows):
+                firsts.setdefault((*host, found.get(name)), rank)
+            key = *rows[ranks.rank][0], places[name]
+            self._places[name] = SharedPlace(firsts[key] == ranks.rank, list(firsts).index(key))
+        for watch in self._of_event["prepare"]:
+            if self._places[watch.name].is_first:
+                self._call(watch, "prepare")
+        ranks.gather(None)  # the others wait here
+        self.show_warnings()
+
+    def claimed(self, attempt: int) -> None:
+        """Have the watches observe that an attempt has claimed the run."""
+        for watch in self._of_event["claimed"]:
+            self._call(
+                watch, "claimed", attempt, self._places.get(watch.name, SharedPlace(is_first=True, turn=0))
+            )
+
+    def loop_began(self) -> None:
+        """Have the watches observe that a loop asks after each step what to do, once for each loop."""
+        if not self._is_looping:
+            self._is_looping = True
+            for watch in self._of_event["loop_began"]:
+                self._call(watch, "loop_began")
+
+    def loop_ended(self) -> None:
+        """Have the watches observe that the loop has ended or was left."""
+        if self._is_looping:
+            self._is_looping = False
+            for watch in self._of_event["loop_ended"]:
+                self._call(watch, "loop_ended")
+
+    def stop_reason(self) -> str | None:
+        """Return why this rank has to stop, between two steps; None if it need not."""
+        votes = (self._call(watch, "waiting") for watch in self._of_event["waiting"])
+        return next((vote.reason for vote in votes if isinstance(vote, Vote) and vote.act is Act.STOP), None)
 
     def keeper_halves(self) -> tuple[WatchConfig, ...]:
         """Return the halves of the watches in the keeper."""
@@ -190,24 +260,36 @@ class Watching:
                 found[watch.name] = section
         return found
 
-    def end(self) -> None:
-        """End the watches, in reverse order."""
-        for watch in self._watches[::-1]:
-            if _has(watch, "end"):
-                self._call(watch, "end")
+    def end(self, timeout_s: float | None) -> None:
+        """End the watches, in reverse order.
+
+        Args:
+            timeout_s: longest time to complete anything; None for no limit.
+        """
+        for watch in self._of_event["end"][::-1]:
+            self._call(watch, "end", timeout_s)
+        self.show_warnings()
 
     def _call(
-        self, watch: Watch, event: str, *arguments: Any, check: Callable[[Any], Any] = lambda found: found
+        self,
+        watch: Watch,
+        event: str,
+        *arguments: Any,
+        check: Callable[[Any], Any] = lambda found: found,
+        refuses: bool = False,
     ) -> Any:
         """Call a method of a watch; after an error, switch the watch off and return None.
 
         Args:
             check: returns the result if it can be used.
+            refuses: the watch may refuse the user's arguments.
         """
         try:
             with self._locks[watch.name]:  # events of the training thread and of the copying one
                 return check(getattr(watch, event)(*arguments))
-        except Exception as error:  # noqa: BLE001 - a watch must not end the training
+        except Exception as error:
+            if refuses and isinstance(error, InvalidInput):
+                raise
             self._switch_off(watch, event, error)
             return None
 
@@ -223,7 +305,21 @@ class Watching:
         warn(f"{text} Training continues, and is saved.", WatchWarning)
 
 
-_EVENTS = ("restored", "recorded", "step", "planned", "saving", "saved")
+_EVENTS = (
+    *("prepare", "claimed", "restored", "loop_began", "recorded", "step", "waiting"),
+    *("planned", "saving", "saved", "loop_ended", "end"),
+)
+
+
+def _check_same(names: Sequence[Sequence[str]]) -> None:
+    """Raise InvalidInput on every rank if the ranks have other watches."""
+    other = next((rank for rank, one in enumerate(names) if list(one) != list(names[0])), None)
+    if other is not None:
+        raise InvalidInput(
+            f"Rank 0 has the watches {', '.join(names[0])}, and rank {other} has {', '.join(names[other])}. "
+            "Nothing was restored or saved. Give all ranks the same watches=; a watch leaves out a rank by "
+            "its method applies()."
+        )
 
 
 def _has(watch: Watch, event: str) -> bool:

@@ -36,26 +36,34 @@ _MAX_LISTED = 3
 class CompiledCode:
     """Compile cache of one rank's process.
 
-    After construction it does not raise: code can always be compiled again, so training continues, and
-    `problems` has the errors.
+    After construction it does not raise: code can always be compiled again, so training continues, and the
+    user is warned.
 
     Args:
         limit_bytes: limit for all compile caches in the home.
         trust_home: allow running code from this home. None uses the environment and the user's file.
+        warn: shows a text to the user. Threads may call it.
 
     Raises:
         InvalidInput: the environment or the user's file has invalid homes.
     """
 
-    def __init__(self, store: Store, home: str, *, limit_bytes: int, trust_home: bool | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        home: str,
+        *,
+        limit_bytes: int,
+        trust_home: bool | None = None,
+        warn: Callable[[str], None],
+    ) -> None:
         self._store = store
         self._home = home
         self._limit_bytes = limit_bytes
         self._asks_for_trust = trust_home is None
         self._notify: Callable[[UploadResult, float], None] | None = None
         self.is_trusted = is_trusted(home) if trust_home is None else trust_home
-        self.problems: list[str] = []
-        """Errors that the user has not been warned about yet."""
+        self._warn = warn
         self._loaded: DownloadResult | None = None
         self._has_failed = False  # reported once, even if uploads keep failing
         self._uploader: CacheUploader | None = None
@@ -75,7 +83,7 @@ class CompiledCode:
                 directories.own(self._home, environment_key(current_environment()))
             )
         except OSError as error:
-            self.problems.append(
+            self._warn(
                 f"Cannot create a directory for compiled code: {error}. Compiled code is not saved in "
                 f"{self._home}. Training is not affected."
             )
@@ -110,9 +118,7 @@ class CompiledCode:
             began = time.monotonic()
             loaded = load(self._store, key, facts, found, limit_s=LOAD_LIMIT_S)
         except HoldfastError as error:
-            self.problems.append(
-                f"Cannot read the compile cache in {self._home}: {error} The code is compiled again."
-            )
+            self._warn(f"Cannot read the compile cache in {self._home}: {error} The code is compiled again.")
             return DownloadResult(), None
         self._loaded = loaded
         self._report(loaded.problems)
@@ -132,13 +138,13 @@ class CompiledCode:
         return (
             f"{self._home} has compiled code for this machine. It was not loaded, because that runs it. If "
             f"you trust everyone who can write there, run `holdfast trust {shlex.quote(self._home)}`, set "
-            f"{VARIABLE}=... or pass compile_cache=CompileCache(trust=True)"
+            f"{VARIABLE}=... or pass watches=[CompileCache(trust=True)]"
         )
 
     def _report(self, problems: list[str]) -> None:
         if problems:
             more = f" (and {len(problems) - _MAX_LISTED} more)" if len(problems) > _MAX_LISTED else ""
-            self.problems.append(
+            self._warn(
                 f"Part of the compile cache in {self._home} was not used, and is compiled again: "
                 f"{' '.join(problems[:_MAX_LISTED])}{more}"
             )
@@ -228,6 +234,6 @@ class CompiledCode:
             result = UploadResult(problem=message)
         if result.problem and not self._has_failed:
             self._has_failed = True
-            self.problems.append(result.problem)
+            self._warn(result.problem)
         if result.num_files and self._notify is not None:
             self._notify(result, time.monotonic() - began)

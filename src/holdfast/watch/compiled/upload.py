@@ -128,7 +128,7 @@ class CacheUploader:
             result.problem = (
                 f"The compile caches in {self._store.url} have reached their limit of "
                 f"{format_bytes(self._limit_bytes)}. Further compiled code stays on this machine; others "
-                'compile it again. Raise the limit with compile_cache="...".'
+                "compile it again. Raise the limit with CompileCache(limit=)."
             )
             return False
         with contextlib.suppress(Conflict):  # another host of this attempt uploaded the same bytes

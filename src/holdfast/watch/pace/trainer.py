@@ -67,5 +67,5 @@ class SlowRanks(Watch):
         self._sampler.start()  # not earlier: a process with threads should not fork the workers of a loader
 
     @override
-    def end(self) -> None:
+    def end(self, timeout_s: float | None) -> None:
         self._sampler.close()

@@ -10,16 +10,14 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
 from holdfast.system.callsite import warn
 from holdfast.system.linux.processes import handles_signal
+from holdfast.system.loader_frames import is_loading
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-_LOADERS = ("torch/utils/data/", "torchdata/stateful_dataloader/")
-"""Folders of the code of data loaders."""
 _NOTICE_S = 1.0
 """Time in which a trainer receives the signal that one of its workers has died of."""
 _INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once\n"
@@ -152,11 +150,6 @@ class _FailureHandler:
                 time.sleep(0.01)  # a signal that arrives meanwhile is handled
             if not has_notice or is_loading(frames):
                 raise
-
-
-def is_loading(frames: Iterable[FrameType]) -> bool:
-    """Return True if one of some nested frames is that of a data loader."""
-    return any(folder in frame.f_code.co_filename for frame in frames for folder in _LOADERS)
 
 
 def _have_received() -> bool:

@@ -28,7 +28,7 @@ batches = GlobalBatches(len(data), 12, accumulation_steps=2)
 loader = DataLoader(data, batch_sampler=batches, num_workers=num_workers)
 state = {"model": model, "optimizer": optimizer, "batches": batches}
 ckpt = holdfast.Checkpointer(
-    home, state, every=3, quiet=True, preemption=holdfast.Preemption("none", signals=False)
+    home, state, every=3, quiet=True, watches=[holdfast.Preemption("none", signals=False)]
 )
 stream = itertools.chain.from_iterable(loader for _ in itertools.count())
 for step in ckpt.steps(total):

@@ -17,6 +17,7 @@ import holdfast
 from holdfast.checkpoint.stage import Arena, Arenas
 from holdfast.errors import InvalidInput, Preempted, RetryLater, SaveWarning
 from holdfast.watch.preemption import Notice
+from holdfast.watch.preemption.file import write_notice
 from stage.training import (
     WAIT_S,
     CopyGate,
@@ -226,15 +227,16 @@ def test_a_skipped_save_is_counted_with_a_warning_and_the_next_one_succeeds(
 
 def run_two_steps(home: Path, gate: CopyGate, *, total: int, is_preempted: bool) -> None:
     """Save after each step, with no room for the second save until it has been skipped."""
-    with make_checkpointer(
-        home, make_state(), memory=holdfast.Memory("180kB", when_full="skip"), every=1
-    ) as ckpt:
+    notice = home.with_name("notice")
+    watches = [holdfast.Preemption(f"file:{notice}", signals=False)]
+    memory = holdfast.Memory("180kB", when_full="skip")
+    with make_checkpointer(home, make_state(), memory=memory, every=1, watches=watches) as ckpt:
         opener = threading.Thread(target=open_after_a_skip, args=(ckpt, gate))
         opener.start()
         try:
             for step in ckpt.steps(total):
-                if step == 1:
-                    ckpt._training.notices._notice = Notice("SIGTERM") if is_preempted else None
+                if step == 1 and is_preempted:
+                    write_notice(notice, Notice("SIGTERM"))
         finally:
             opener.join()
 

@@ -1,4 +1,4 @@
-"""Trees of ARCHITECTURE.md and docs/files.md, generated from first lines: `python docs/house.py`."""
+"""Tree of folders in ARCHITECTURE.md, generated from first lines: `python docs/house.py`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "holdfast"
-DOCUMENTS = {"ARCHITECTURE.md": False, "docs/files.md": True}
-"""Documents with a tree, and whether it lists the files of folders."""
+DOCUMENT = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "```\nsrc/holdfast/\n", "```\n"
 WIDTH = 26
 TOP = "The public names, imported when they are first used"
@@ -18,39 +17,35 @@ TOP = "The public names, imported when they are first used"
 
 
 def main() -> int:
-    """Write the trees into the documents; with `--check` only compare them."""
-    is_same = True
-    for name, has_files in DOCUMENTS.items():
-        path = ROOT / name
-        text = path.read_text()
-        generated = with_tree(text, has_files=has_files)
-        if generated == text:
-            continue
-        is_same = False
-        if sys.argv[1:] == ["--check"]:
-            sys.stderr.write(f"The tree of {name} is not that of src/holdfast: run docs/house.py.\n")
-        else:
-            path.write_text(generated)
-    return 0 if is_same or sys.argv[1:] != ["--check"] else 1
+    """Write the tree into the document; with `--check` only compare it."""
+    text = DOCUMENT.read_text()
+    generated = with_tree(text)
+    if generated == text:
+        return 0
+    if sys.argv[1:] == ["--check"]:
+        sys.stderr.write("The tree of ARCHITECTURE.md is not that of src/holdfast: run docs/house.py.\n")
+        return 1
+    DOCUMENT.write_text(generated)
+    return 0
 
 
-def with_tree(text: str, *, has_files: bool) -> str:
+def with_tree(text: str) -> str:
     """Return a document with the tree of today."""
     head, found, rest = text.partition(BEGIN)
     if not found:
-        raise ValueError(f"a document has no block that begins with {BEGIN!r}")
+        raise ValueError(f"the document has no block that begins with {BEGIN!r}")
     _, _, tail = rest.partition(f"\n{END}")
-    lines = [_line(0, "__init__.py", TOP), *_lines(PACKAGE, 0, has_files=has_files)]
+    lines = [_line(0, "__init__.py", TOP), *_lines(PACKAGE, 0)]
     return head + BEGIN + "\n".join(lines) + f"\n{END}" + tail
 
 
-def _lines(folder: Path, depth: int, *, has_files: bool) -> Iterator[str]:
+def _lines(folder: Path, depth: int) -> Iterator[str]:
     for path in sorted(folder.glob("*.py")):
-        if path.name != "__init__.py" and (has_files or not depth):
+        if path.name != "__init__.py" and not depth:
             yield _line(depth, path.name, _first_line(path))
     for path in sorted(path.parent for path in folder.glob("*/__init__.py")):
         yield _line(depth, f"{path.name}/", _first_line(path / "__init__.py"))
-        yield from _lines(path, depth + 1, has_files=has_files)
+        yield from _lines(path, depth + 1)
 
 
 def _line(depth: int, name: str, text: str) -> str:

@@ -161,7 +161,11 @@ def _loop(
             ckpt.wait()  # saves that are made at once may be committed in another order
             if flip is not None and (dist.get_rank(), step + 1) == (flip.rank, flip.step):
                 flip_bit(targets[flip.what]())
-    return [str(one.message) for one in found if issubclass(one.category, holdfast.SaveWarning)]
+    return [
+        str(one.message)
+        for one in found
+        if issubclass(one.category, (holdfast.SaveWarning, holdfast.WatchWarning))
+    ]
 
 
 def train_hsdp(rank: int, home: Path, flip: Flip | None, num_steps: int = 12) -> list[str]:

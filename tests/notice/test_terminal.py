@@ -45,7 +45,8 @@ def train():
             next(batches)
             if step == {AT}:
                 print("ready", flush=True)
-                while not Path("closed").exists() or not (is_ignored or ckpt._training._watching.stop_reason()):
+                stop_reason = ckpt._training._watching.stop_reason
+                while not Path("closed").exists() or not (is_ignored or stop_reason()):
                     time.sleep(0.01)
             next(batches)
             state["seen"] = step + 1

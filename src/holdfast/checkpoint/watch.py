@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from holdfast.checkpoint.copies import Copies, SharedTensor
@@ -149,6 +150,25 @@ class Vote:
     skip: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class WatchFigure:
+    """Figure of a watch in the report of a run.
+
+    Attributes:
+        title: its heading.
+        text: its explanation; a blank line separates paragraphs.
+        columns: of its table.
+        rows: of its table, with a cell for each column.
+        chart: a Vega-Lite specification with its values; None for none.
+    """
+
+    title: str
+    text: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | int | None, ...], ...]
+    chart: Mapping[str, Any] | None = None
+
+
 class Watch:
     """A watch of a run, in the trainer.
 
@@ -160,10 +180,12 @@ class Watch:
         name: lower-case letters, digits and hyphens, at most 32; unique among the watches of a run.
         keeper: class of the watch's half in the keeper, as "module:Class"; None without one. A keeper imports
             the module, so it imports no torch, and is not `__main__`.
+        events: kinds of lines that the watch writes into the history, with their meanings.
     """
 
     name: ClassVar[str]
     keeper: ClassVar[str | None] = None
+    events: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def applies(self, run: WatchedRun) -> bool:
         """Return whether the watch observes this run; if not, it receives no event."""
@@ -242,4 +264,11 @@ class Watch:
 
         Args:
             timeout_s: longest time to complete anything; None for no limit.
+        """
+
+    def figure(self, lines: Sequence[Mapping[str, Any]]) -> WatchFigure | None:
+        """Return the figure of the report; None for none. It is called without a run.
+
+        Args:
+            lines: of the history, whose `event` is one of `events`, by time.
         """

@@ -16,6 +16,7 @@ from holdfast.cli.options import Commands, add_home, add_json, command, count, s
 from holdfast.cli.tables import format_time, print_csv, print_json, print_table
 from holdfast.errors import InvalidInput
 from holdfast.system.units import format_bytes, format_duration, plural
+from holdfast.watch.defaults import default_watches
 from holdfast.watch.pace.windows import EVENT as PACE
 from holdfast.watch.report.curves import Point, collect_curves
 from holdfast.watch.report.events import METRICS, TIERS, parse_events, tier_of
@@ -116,7 +117,7 @@ def _check_events(asked: Iterable[str], found: set[str]) -> None:
     Raises:
         InvalidInput: an event does not exist. The message lists the valid names.
     """
-    known = sorted({*EVENTS, *found})
+    known = sorted({*EVENTS, *(event for watch in default_watches() for event in watch.events), *found})
     for name in asked:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

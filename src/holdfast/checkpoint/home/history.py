@@ -27,27 +27,17 @@ EVENTS = (
     "paused",  # training waited until the step was durable; seconds, and the detail has the cause
     "fenced",
     "unhealthy",  # a committed checkpoint of a state that is not healthy; the detail has the reasons
-    "spike",  # of a recorded metric, with its value
     "rollback",  # to the step of a healthy checkpoint; the detail has the skipped batches
     "no-rollback",  # training should have gone back, and there is no healthy checkpoint
     "tear-check",  # by which means torn copies are found; the detail names it
-    "replica-check",  # the share of replicated tensors that each save compares
-    "replicas-differ",  # in a checkpoint; with the member `difference`
     "ended",  # of an attempt that ended in order; the detail begins with the kind of end
     "killed",  # of a trainer that recorded no end; by its keeper, with its newest step and that time
     "retain-failed",
-    "hang",  # of a rank without progress; with the member `evidence`
-    "hang-over",  # the rank makes progress again; seconds are those without
     "interval",  # between saves, chosen by `every="auto"`; seconds, and the detail has the reason
-    "pace",  # own times of the ranks of one host in a few windows of time; with the member `pace`
-    "slow-rank",  # all others wait for a rank; with the member `slow`
-    "slow-rank-over",  # it is as quick as the others again; seconds are those in which it was slow
     "watch-off",  # a watch of the run has failed, and is off; the detail names it
     "metrics",  # of training, such as its loss; with members `steps` and `values`
-    "compiled-loaded",  # the compile cache from home, at the start
-    "compiled-sent",  # the compile cache to home
 )
-"""All kinds of events."""
+"""Kinds of events of the core. Watches have more, see `holdfast.checkpoint.watch.Watch.events`."""
 
 
 class History:
@@ -77,7 +67,7 @@ class History:
         """Write one event and return it.
 
         Args:
-            event: one of EVENTS.
+            event: one of EVENTS, or of those of a watch.
             step: of the event; None for an event of the whole attempt.
             detail: text for people.
             tier: "memory", "local" or "home"; "" where it does not apply.

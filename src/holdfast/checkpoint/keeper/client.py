@@ -19,7 +19,15 @@ from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.host_processes import NOTIFY_AFTER_S
 from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.keeper.supervisor import KeeperOwner, Supervisor
-from holdfast.errors import ERRORS, Denied, HoldfastError, InvalidInput, RetryLater
+from holdfast.errors import (
+    ERRORS,
+    Denied,
+    HoldfastError,
+    InvalidInput,
+    RetryLater,
+    SaveWarning,
+    WatchWarning,
+)
 from holdfast.system.log import get_logger, reported_if_slow
 
 _log = get_logger("checkpoint.keeper")
@@ -63,7 +71,7 @@ class Keeper(KeeperOwner):
         pulse_fd: descriptor of this process's pulse; -1 without one.
 
     Attributes:
-        problems: texts to show to the user with the next save.
+        problems: texts to warn the user of with the next save, and the classes of the warnings.
         fenced: error of a save after a newer attempt has claimed the run.
         home_lost: error of home, once it has failed for too long.
 
@@ -74,7 +82,7 @@ class Keeper(KeeperOwner):
 
     def __init__(self, config: KeeperConfig, *, released: Callable[[int], None], pulse_fd: int = -1) -> None:
         self.config = config
-        self.problems: list[str] = []
+        self.problems: list[tuple[str, type[Warning]]] = []
         self.fenced: HoldfastError | None = None
         self.home_lost: HoldfastError | None = None
         self._released = released
@@ -291,7 +299,7 @@ class Keeper(KeeperOwner):
 
     @override
     def add_problem(self, text: str) -> None:
-        self.problems.append(text)
+        self.problems.append((text, SaveWarning))
 
     @override
     def release_unused(self) -> None:
@@ -349,7 +357,7 @@ class Keeper(KeeperOwner):
                 self._supervisor.send(messages.TextShown())
             return
         if isinstance(message, messages.WarnOf):
-            self.add_problem(message.text)
+            self.problems.append((message.text, WatchWarning))
             return
         if isinstance(message, messages.SaveDelayed):
             self._note_delay(message)

@@ -335,7 +335,7 @@ class Attempt:
             keeper = self.keeper
             if keeper is not None:
                 while keeper.problems:
-                    warn(keeper.problems.pop(0), SaveWarning)
+                    warn(*keeper.problems.pop(0))
                 if keeper.fenced is not None:
                     raise keeper.fenced
                 if keeper.home_lost is not None:

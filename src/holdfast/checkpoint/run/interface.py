@@ -601,8 +601,8 @@ class Checkpointer:
     def roll_back(self) -> int:
         """Go back to the newest healthy checkpoint before a spike, and return its step.
 
-        For a loop of your own, once `must_go_back` is set. What can skip samples leaves out those since then, for
-        ever: also after a restore of an older checkpoint. See `Spike`.
+        For a loop of your own, once `must_go_back` is set. What can skip samples leaves out those since
+        then, for ever: also after a restore of an older checkpoint. See `Spike`.
 
         Raises:
             InvalidInput: `must_go_back` is not set; or an object of the state refuses to skip samples.

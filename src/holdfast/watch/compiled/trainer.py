@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,6 +33,10 @@ class CompileCache(Watch):
     """
 
     name: ClassVar[str] = "compile-cache"
+    events: ClassVar[Mapping[str, str]] = {
+        "compiled-loaded": "the compile cache from home, at the start",
+        "compiled-sent": "the compile cache to home",
+    }
 
     limit: int | str = "1GiB"
     _: KW_ONLY

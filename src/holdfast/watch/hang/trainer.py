@@ -38,6 +38,10 @@ class Hang(Watch):
 
     name: ClassVar[str] = NAME
     keeper: ClassVar[str | None] = "holdfast.watch.hang.keeper:HangKeeper"
+    events: ClassVar[Mapping[str, str]] = {
+        "hang": "a rank makes no progress; with the member `evidence`",
+        "hang-over": "the rank makes progress again; seconds are those without",
+    }
 
     action: str = "report"
     _: KW_ONLY

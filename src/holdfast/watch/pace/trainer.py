@@ -35,6 +35,11 @@ class SlowRanks(Watch):
 
     name: ClassVar[str] = NAME
     keeper: ClassVar[str | None] = "holdfast.watch.pace.keeper:PaceKeeper"
+    events: ClassVar[Mapping[str, str]] = {
+        "pace": "own times of the ranks of one host in a few windows of time; with the member `pace`",
+        "slow-rank": "all others wait for a rank; with the member `slow`",
+        "slow-rank-over": "it is as quick as the others again; seconds are those in which it was slow",
+    }
 
     action: str = "report"
     _: KW_ONLY

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,6 +31,10 @@ class Replicas(Watch):
 
     name: ClassVar[str] = "replicas"
     keeper: ClassVar[str | None] = "holdfast.watch.replicas.keeper:ReplicasKeeper"
+    events: ClassVar[Mapping[str, str]] = {
+        "replica-check": "the share of replicated tensors that each save compares",
+        "replicas-differ": "in a checkpoint; with the member `difference`",
+    }
 
     within: int | str = "auto"
 

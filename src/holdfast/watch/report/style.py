@@ -96,6 +96,11 @@ def _make_spec(entry: Spec, values: Mapping[str, Any]) -> Spec:
     return _filled({**_declared()["frame"], **entry["chart"]}, known)
 
 
+def framed(chart: Mapping[str, Any]) -> Spec:
+    """Return the chart of a watch in the style of the page."""
+    return {**_declared()["frame"], **chart}
+
+
 def _filled(template: Any, values: Mapping[str, Any]) -> Any:
     """Return a part of a template with its `$` names replaced by values."""
     if isinstance(template, str):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import holdfast
 from holdfast.checkpoint.format import names, run
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history_lines import Line, read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.home.rollbacks import read_rollbacks
 from holdfast.checkpoint.save_interval import BestInterval, best_interval, lost_share, mtbf_bounds_s
@@ -120,6 +121,7 @@ class RunSummary:
     unhealthy: tuple[HistoryEvent, ...] = ()  # committed checkpoints of states that are not healthy
     differences: tuple[HistoryEvent, ...] = ()  # of the ranks' copies of a tensor
     node_checks: tuple[CheckedNode, ...] = ()  # of the jobs of this user that have trained the run
+    watch_lines: Mapping[str, tuple[Line, ...]] = field(default_factory=dict[str, tuple[Line, ...]])
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -154,7 +156,7 @@ class RunSummary:
             }
             for one in self.hangs
         ]
-        del document["paces"]  # the history has them
+        del document["paces"], document["watch_lines"]  # the history has them
         document["slow_periods"] = [
             {"attempt": one.attempt, **asdict(one.period), "cost_s": one.period.cost_s}
             for one in self.slow_periods
@@ -200,7 +202,17 @@ def read_summary(store: Store) -> RunSummary:
         paces=tuple(list_paces(lines)),
         differences=tuple(event for event in events if event.kind == "replicas-differ"),
         node_checks=read_node_checks(store),
+        watch_lines=_lines_of_watches(lines),
     )
+
+
+def _lines_of_watches(lines: Iterable[Line]) -> dict[str, tuple[Line, ...]]:
+    """Return the lines of each default watch, by its name and by time."""
+    ordered = sorted(lines, key=lambda line: line["t"])
+    return {
+        watch.name: tuple(line for line in ordered if line["event"] in watch.events)
+        for watch in holdfast.default_watches()
+    }
 
 
 def _read(store: Store, cls: type[Any], name: str) -> Any:

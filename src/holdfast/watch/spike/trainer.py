@@ -43,6 +43,7 @@ class Spike(Watch):
     """
 
     name: ClassVar[str] = "spike"
+    events: ClassVar[Mapping[str, str]] = {"spike": "a recorded metric is high; the detail has its value"}
 
     action: str = "report"
     _: KW_ONLY

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from holdfast.watch.compiled.trainer import CompileCache
     from holdfast.watch.defaults import default_watches
     from holdfast.watch.hang.trainer import Hang
+    from holdfast.watch.memory import HostMemory
     from holdfast.watch.pace.trainer import SlowRanks
     from holdfast.watch.preemption.trainer import Preemption
     from holdfast.watch.replicas.trainer import Replicas
@@ -71,6 +72,7 @@ _PLACES = {
     "HoldfastError": "errors",
     "Hang": "watch.hang.trainer",
     "Home": "checkpoint.run.options",
+    "HostMemory": "watch.memory",
     "Internal": "errors",
     "InvalidInput": "errors",
     "Keep": "checkpoint.retention",
@@ -120,6 +122,7 @@ __all__ = [
     "Hang",
     "HoldfastError",
     "Home",
+    "HostMemory",
     "Internal",
     "InvalidInput",
     "Keep",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.checkpoint.watch import Watch
 from holdfast.watch.compiled.trainer import CompileCache
 from holdfast.watch.hang.trainer import Hang
+from holdfast.watch.memory import HostMemory
 from holdfast.watch.pace.trainer import SlowRanks
 from holdfast.watch.preemption.trainer import Preemption
 from holdfast.watch.replicas.trainer import Replicas
@@ -14,4 +15,13 @@ from holdfast.watch.values.trainer import FiniteValues
 
 def default_watches() -> tuple[Watch, ...]:
     """Return the watches of a Checkpointer whose argument `watches=` names no others."""
-    return Preemption(), CompileCache(), Hang(), SlowRanks(), FiniteValues(), Spike(), Replicas()
+    return (
+        Preemption(),
+        CompileCache(),
+        Hang(),
+        SlowRanks(),
+        FiniteValues(),
+        Spike(),
+        Replicas(),
+        HostMemory(),
+    )

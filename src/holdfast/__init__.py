@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.format.sections import Mark, Section
     from holdfast.checkpoint.keeper.save import Save
+    from holdfast.checkpoint.keeper.watch import KeeperWatch
     from holdfast.checkpoint.policy import Every, EveryAuto, EverySteps, EveryTime
     from holdfast.checkpoint.restore.checkpoint import Checkpoint, open
     from holdfast.checkpoint.retention import Keep
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
         Reads,
     )
     from holdfast.checkpoint.state import per_rank, replicated
-    from holdfast.checkpoint.watch import Watch
+    from holdfast.checkpoint.watch import Act, Vote, Watch
     from holdfast.errors import (
         Conflict,
         Corrupt,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from holdfast.watch.values.trainer import FiniteValues
 
 _PLACES = {
+    "Act": "checkpoint.watch",
     "BatchFit": "train.batch",
     "Checkpoint": "checkpoint.restore.checkpoint",
     "Checkpointer": "checkpoint.run",
@@ -69,15 +72,17 @@ _PLACES = {
     "EverySteps": "checkpoint.policy",
     "EveryTime": "checkpoint.policy",
     "FiniteValues": "watch.values.trainer",
-    "HoldfastError": "errors",
     "Hang": "watch.hang.trainer",
+    "HoldfastError": "errors",
     "Home": "checkpoint.run.options",
     "HostMemory": "watch.memory",
     "Internal": "errors",
     "InvalidInput": "errors",
     "Keep": "checkpoint.retention",
+    "KeeperWatch": "checkpoint.keeper.watch",
     "Limits": "checkpoint.run.options",
     "Local": "checkpoint.run.options",
+    "Mark": "checkpoint.format.sections",
     "Memory": "checkpoint.run.options",
     "NotFound": "errors",
     "Preempted": "errors",
@@ -88,9 +93,11 @@ _PLACES = {
     "RetryLater": "errors",
     "Save": "checkpoint.keeper.save",
     "SaveWarning": "errors",
-    "Spike": "watch.spike.trainer",
+    "Section": "checkpoint.format.sections",
     "SlowRanks": "watch.pace.trainer",
+    "Spike": "watch.spike.trainer",
     "Unsupported": "errors",
+    "Vote": "checkpoint.watch",
     "Watch": "checkpoint.watch",
     "WatchWarning": "errors",
     "default_watches": "watch.defaults",
@@ -106,6 +113,7 @@ _PLACES = {
 
 __version__ = "0.1.0"
 __all__ = [
+    "Act",
     "BatchFit",
     "Checkpoint",
     "Checkpointer",
@@ -126,8 +134,10 @@ __all__ = [
     "Internal",
     "InvalidInput",
     "Keep",
+    "KeeperWatch",
     "Limits",
     "Local",
+    "Mark",
     "Memory",
     "NotFound",
     "Preempted",
@@ -138,9 +148,11 @@ __all__ = [
     "RetryLater",
     "Save",
     "SaveWarning",
+    "Section",
     "SlowRanks",
     "Spike",
     "Unsupported",
+    "Vote",
     "Watch",
     "WatchWarning",
     "default_watches",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
+from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.home.judges import CompleteSave
+from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch, PersistedSave
 
 
 class ToyKeeper(KeeperWatch):
@@ -20,3 +24,45 @@ class ToyKeeper(KeeperWatch):
             raise ValueError("cannot start")
         Path(self.options["file"]).write_text(json.dumps([run.name, os.getpid()]))
         run.show("the toy has started")
+
+
+class BusyKeeper(KeeperWatch):
+    """Half in the keeper with all events, which checks their order and what they receive."""
+
+    @override
+    def start(self, run: KeeperRun) -> None:
+        self.num_bytes, self.is_over = 0, False
+
+    @override
+    def persisting(self, image: memoryview) -> Callable[[int, int], None]:
+        self.num_bytes = 0
+
+        def add(start: int, stop: int) -> None:
+            assert start == self.num_bytes
+            self.num_bytes = stop
+
+        return add
+
+    @override
+    def persisted(self, save: PersistedSave) -> Section | None:
+        assert save.section is not None
+        assert save.section.data == {"trainer": save.step}
+        assert self.num_bytes > 0
+        return replace(save.section, data={**save.section.data, "num_bytes": self.num_bytes})
+
+    @override
+    def committing(self, save: CompleteSave) -> Section | None:
+        assert list(save.sections) == list(range(save.world_size))
+        before = None if save.base is None else save.base.data["trainer"]
+        assert before is None or before < save.step
+        return Section(1, {"trainer": save.step, "before": before}, Mark.FOR, ("it is busy",))
+
+    @override
+    def committed(self, step: int, section: Section | None) -> None:
+        assert section is not None
+        assert section.data["trainer"] == step
+
+    @override
+    def trainer_ended(self, *, in_order: bool) -> None:
+        assert not self.is_over
+        self.is_over = True

@@ -1,5 +1,6 @@
-"""Public suites of conformance, for tests of what others write: `StoreSuite` for a store."""
+"""Public suites of conformance: `StoreSuite` for a store, `WatchSuite` for a watch."""
 
 from holdfast.testing.store_suite import StoreSuite
+from holdfast.testing.watch_suite import WatchSuite
 
-__all__ = ["StoreSuite"]
+__all__ = ["StoreSuite", "WatchSuite"]

@@ -169,7 +169,8 @@ class Training:
             with self.phase("the decision about going back"):
                 self._going_back.decide(step, attempt, votes)
         if outcome.is_preempted and self.preempted is None:
-            self.preempted = self._watching.stop_reason() or "another rank's notice"
+            own = next((one.vote.reason for one in votes if one.vote.act is Act.STOP), None)
+            self.preempted = own or self._watching.stop_reason() or "another rank's notice"
         if self._components.has_state and not self._pipeline.has_plan:
             self._pipeline.prepare_in_background()
         self._cadence.begin_step(time.monotonic())

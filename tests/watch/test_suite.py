@@ -1,0 +1,111 @@
+"""The public suite for watches, run on watches of the package and on one of a user with all events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+from typing_extensions import override
+
+import holdfast
+from holdfast.checkpoint.copies import Copies, SharedTensor
+from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.keeper.save import Save
+from holdfast.checkpoint.watch import CopiedSave, RestoredState, Vote, Watch, WatchedRun
+from holdfast.testing import WatchSuite
+
+
+class Busy(Watch):
+    """Watch with all events, and a section that it checks."""
+
+    name: ClassVar[str] = "busy"
+    keeper: ClassVar[str | None] = "watch.toy_keeper:BusyKeeper"
+
+    @override
+    def begin(self, run: WatchedRun) -> None:
+        self.run, self.last = run, 0
+
+    @override
+    def restored(self, state: RestoredState) -> None:
+        if state.section is not None and state.section.version == 1:
+            assert state.section.data["trainer"] == state.step
+
+    @override
+    def recorded(self, step: int, values: Mapping[str, float]) -> None:
+        assert step > self.last
+        self.last = step
+
+    @override
+    def planned(self, tensors: Sequence[SharedTensor]) -> Copies | None:
+        return None
+
+    @override
+    def step(self, step: int) -> Vote | None:
+        self.run.words[0] = step
+
+    @override
+    def saving(self, save: CopiedSave) -> Section | None:
+        assert self.last >= save.step
+        return Section(1, {"trainer": save.step}, Mark.FOR, ("it is busy",))
+
+    @override
+    def saved(self, save: Save) -> None:
+        assert save.durable
+
+    @override
+    def end(self, timeout_s: float | None) -> None:
+        self.run.words[0] = 0
+
+
+class TestBusy(WatchSuite):
+    @pytest.fixture
+    def watch(self) -> Watch:
+        return Busy()
+
+
+class TestSpike(WatchSuite):
+    @pytest.fixture
+    def watch(self) -> Watch:
+        return holdfast.Spike()
+
+
+class TestFiniteValues(WatchSuite):
+    @pytest.fixture
+    def watch(self) -> Watch:
+        return holdfast.FiniteValues()
+
+
+@pytest.mark.slow
+class TestHostMemory(WatchSuite):
+    @pytest.fixture
+    def watch(self) -> Watch:
+        return holdfast.HostMemory(period="100ms")
+
+
+@pytest.mark.slow
+class TestHang(WatchSuite):
+    @pytest.fixture
+    def watch(self) -> Watch:
+        return holdfast.Hang()
+
+
+@pytest.mark.slow
+class TestReplicas(WatchSuite):
+    @pytest.fixture
+    def watch(self) -> Watch:
+        return holdfast.Replicas()
+
+
+@pytest.mark.slow
+class TestPreemption(WatchSuite):
+    @pytest.fixture
+    def watch(self) -> Watch:
+        return holdfast.Preemption("none", signals=False)
+
+
+def test_the_classes_are_those_of_the_default_watches() -> None:
+    tested: set[Any] = {holdfast.Spike, holdfast.FiniteValues, holdfast.HostMemory, holdfast.Hang}
+    tested |= {holdfast.Replicas, holdfast.Preemption}
+    left = {type(one) for one in holdfast.default_watches()} - tested
+    assert left == {holdfast.CompileCache, holdfast.SlowRanks}  # see tests/compiled and tests/pace

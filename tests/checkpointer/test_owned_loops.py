@@ -11,6 +11,7 @@ import torch
 
 import holdfast
 from holdfast import Preemption
+from nursery import shared
 from stage.training import wait_until
 
 
@@ -51,3 +52,50 @@ def test_stop_ends_a_preempted_loop_with_75_once_its_save_is_durable(tmp_path: P
         ckpt.stop(2)
     assert stopped.value.code == 75
     assert holdfast.open(tmp_path).step == 2
+
+
+LOOPS = """
+import os, signal, sys, torch, holdfast
+home, loop, moment = sys.argv[1:]
+x = torch.zeros(100_000)
+ckpt = holdfast.Checkpointer(home, {"x": x}, every=1, quiet=True)
+
+def train(step):
+    print(step, flush=True)
+    x.add_(1)
+
+if loop == "steps":
+    for step in ckpt.steps(4):
+        train(step)
+else:
+    for step in range(ckpt.restore() or 0, 4):
+        train(step)
+        if loop == "save" or ckpt.should_save(step + 1):
+            ckpt.save(step + 1)
+if moment == "staged" and loop == "save":
+    ckpt.save(4).wait_staged()
+elif moment != "never":
+    ckpt.wait()
+if moment != "never":
+    os.kill(os.getpid(), signal.SIGKILL)
+assert x[0] == 4, x
+ckpt.finish(4)
+ckpt.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "moment"),
+    [("steps", "durable"), ("should_save", "durable"), ("save", "durable"), ("save", "staged")],
+)
+def test_a_run_killed_after_its_last_save_trains_no_further_step(
+    tmp_path: Path, loop: str, moment: str
+) -> None:
+    """The edge between the last step and the end of the run, of which no loop may be wrong by one."""
+    words = ["-c", LOOPS, str(tmp_path / "home"), loop]
+    killed = shared().run([*words, moment])
+    assert (killed.returncode, killed.stdout.split()) == (-signal.SIGKILL, list("0123")), killed.stderr
+    for _ in range(2):  # the start after the kill, and one after the end
+        resumed = shared().run([*words, "never"])
+        assert (resumed.returncode, resumed.stdout) == (0, ""), resumed.stderr
+    assert holdfast.open(tmp_path / "home").step == 4

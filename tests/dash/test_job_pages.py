@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from dash.client import Client
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import RetryLater
-from holdfast.jobs import interface
-from holdfast.jobs.dash import job_board
+from holdfast.jobs import description, interface, state_folder
+from holdfast.jobs.dash import job_board, output_feed
+from holdfast.jobs.dash.run_view import RunPlace
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
+from making import make_home
 
 WAITS = "until [ -e go ]; do sleep 0.02; done"
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
@@ -148,3 +153,40 @@ def test_jobs_are_read_once_for_several_pages(
     for path in ("api/jobs", f"api/jobs/{job.id}", f"api/jobs/{job.id}/output", "api/jobs"):
         assert client.get(path).status == 200
     assert calls == ["local"]
+
+
+def test_a_state_folder_that_does_not_answer_stops_no_page(
+    jobs: JobHarness, connect: Callable[..., Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server is away. Each request for a job kept one of the few threads of the dash for ever."""
+    home = tmp_path / "home"
+    make_home(open_store(str(home)))
+    script = f"cat >> $HOLDFAST_PROGRESS <<'END'\n{json.dumps({'home': str(home), 'step': 3})}\nEND"
+    job = jobs.wait(jobs.submit(script))
+    curves = f"homes/{RunPlace(str(home)).id}/curves"
+    of_job = [f"api/jobs/{job.id}{path}" for path in ("", "/output", f"/{curves}")]
+    early, late, answers = connect(str(home)), connect(str(home)), threading.Event()
+    monkeypatch.setattr(job_board, "WAIT_S", 600.0)
+    rows = early.get("api/jobs").json["jobs"]
+    assert [early.get(path).status for path in of_job] == [200] * 3
+
+    def stalled() -> Path:
+        answers.wait(600)
+        return state_folder.state_dir()
+
+    for module in (job_board, output_feed, description):
+        monkeypatch.setattr(module, "state_dir", stalled)
+    monkeypatch.setattr(job_board, "WAIT_S", 0.05)
+    for client, shown in ((early, rows), (late, [])):
+        listed = client.get("api/jobs")
+        assert (listed.status, listed.json["jobs"]) == (200, shown)
+        assert "The list of jobs has not answered for" in listed.json["problems"][0]
+        for path in of_job:
+            answer = client.get(path)
+            assert (answer.status, "has not answered for" in answer.json["error"]) == (503, True), path
+        assert client.get(f"api/{curves}").status == 200
+    answers.set()
+    monkeypatch.setattr(job_board, "WAIT_S", 600.0)
+    for client in (early, late):
+        assert [client.get(path).status for path in ("api/jobs", *of_job)] == [200] * 4
+    assert early.get("api/jobs").json["jobs"] == rows

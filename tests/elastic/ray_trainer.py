@@ -1,8 +1,8 @@
 """Trainings of tests under Ray Train: `ray_trainer.py SCENARIO FOLDER TOTAL WORKERS`.
 
-Scenarios: `killed` ends a worker by SIGKILL once, `reclaimed` takes the worker's node away after a notice,
-and `whole` is not interrupted. A completed step is a line of FOLDER/progress.log. The last line of
-the output is the result as JSON.
+Scenarios: `killed` ends a worker by SIGKILL once, `ended` does so after the last step's save, `reclaimed`
+takes the worker's node away after a notice, and `whole` is not interrupted. A completed step is a line of
+FOLDER/progress.log. The last line of the output is the result as JSON.
 """
 
 # Ray is not in every environment.
@@ -54,17 +54,34 @@ def train(config: dict[str, Any]) -> None:
                 with (folder / "progress.log").open("a") as log:
                     log.write(f"{dist.get_world_size()} {step + 1}\n")
             holdfast_ray.report(ckpt, {"step": step + 1})
-            if config["scenario"] == "killed" and step == 17 and not (folder / "killed").exists():
-                dist.barrier()
-                if dist.get_rank() == 1:
-                    (folder / "killed").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if config["scenario"] == "killed" and step == 17:
+                kill_once(folder)
             if config["scenario"] == "reclaimed":
                 time.sleep(0.2)  # as a step of a greater model would take
         ckpt.finish(config["total"])
+        if dist.get_rank() == 0:
+            names = [f"model.{name}" for name, _ in model.named_parameters()]
+            found = optimizer.state_dict()
+            moments = {names[number]: one for number, one in found["state"].items()}
+            groups = [{**one, "params": [names[of] for of in one["params"]]} for one in found["param_groups"]]
+            live = {"model": model.state_dict(), "optimizer": {"state": moments, "param_groups": groups}}
+            torch.save(live, folder / "live.pt")
         ckpt.wait()
+        if config["scenario"] == "ended":
+            kill_once(folder)
         content = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
         holdfast_ray.report(ckpt, {"digest": hashlib.sha256(content).hexdigest()})
+
+
+def kill_once(folder: Path) -> None:
+    """Kill rank 1, unless it was killed before."""
+    import torch.distributed as dist
+
+    if not (folder / "killed").exists():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def reclaim(cluster: Cluster, nodes: list[Any], folder: Path) -> None:
@@ -96,7 +113,7 @@ def main(scenario: str, folder: Path, total: int, num_workers: int) -> None:
         scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=RunConfig(
             storage_path=str(folder / "ray"),
-            failure_config=FailureConfig(max_failures=1 if scenario == "killed" else 0),
+            failure_config=FailureConfig(max_failures=int(scenario in ("killed", "ended"))),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
     )

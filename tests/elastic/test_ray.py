@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import holdfast
+from adapters.exports import check_exports
 from nursery import Nursery, shared
 
 pytest.importorskip("ray.train", reason="needs torch-holdfast[ray]")
@@ -56,3 +58,20 @@ def test_a_notice_of_ray_saves_once_and_another_node_resumes(nursery: Nursery, t
     (restart,) = (number for number in range(1, len(steps)) if steps[number] <= steps[number - 1])
     assert steps[restart] > 1
     assert holdfast.open(tmp_path / "reclaimed" / "home").step == 60
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_exports_have_every_key(nursery: Nursery, tmp_path: Path, count: int) -> None:
+    run(nursery, tmp_path / "whole", "whole", 4, count)
+    live = torch.load(tmp_path / "whole" / "live.pt", weights_only=True)
+    check_exports(tmp_path / "whole" / "home", live, tmp_path, bookkeeping=["rng"])
+
+
+def test_a_training_killed_after_its_last_save_trains_no_further_step(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """A worker is killed once the last step is durable, and Ray starts all again."""
+    whole = run(nursery, tmp_path / "whole", "whole", 10, 2)
+    killed = run(nursery, tmp_path / "killed", "ended", 10, 2)
+    assert killed["digest"] == whole["digest"]
+    assert progress(tmp_path / "killed") == [*range(1, 11)]

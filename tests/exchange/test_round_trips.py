@@ -284,6 +284,25 @@ def test_the_files_of_a_holdfast_step_can_be_imported(tmp_path: Path) -> None:
     check(torch.load(tmp_path / "out.pt", weights_only=True), {"w": whole, "scale": torch.tensor(2.5)})
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_export_has_what_only_other_ranks_have(tmp_path: Path, rank: int) -> None:
+    """Of what several ranks have each for itself, the chosen rank's."""
+    store = open_store(tmp_path / "run")
+    make_home(store)
+    own = [{"own": torch.tensor(float(of)), f"own_{of}": torch.tensor(float(of))} for of in range(2)]
+    names_of_own = [name for tensors in own for name in tensors]
+    values = [{"data": {"seen": of, f"rank_{of}": {"count": of}}, f"note_{of}": of} for of in range(2)]
+    make_checkpoint(store, 5, 1, own, per_rank=names_of_own, values=values)
+    checkpoint, expected = holdfast.open(tmp_path / "run"), {**own[1], **own[0], **own[rank]}
+    export_checkpoint(checkpoint, tmp_path / "out.safetensors", rank=rank)
+    check(load_file(tmp_path / "out.safetensors"), expected)
+    export_checkpoint(checkpoint, tmp_path / "out.pt", kind="torch", rank=rank)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert {name: found.pop(name) for name in ("note_0", "note_1")} == {"note_0": 0, "note_1": 1}
+    assert found.pop("data") == {"seen": rank, "rank_0": {"count": 0}, "rank_1": {"count": 1}}
+    check(found, expected)
+
+
 VALUES = {
     "numbers": [1 + 2j, 10**30, -(2**70), 1 << 8000, float("inf")],
     "bytes": [b"", b"\x00\xff", bytearray(b"x")],

@@ -273,6 +273,60 @@ def test_a_stopped_keeper_stops_no_training_and_is_replaced(
     check_saved(tmp_path / "home", 20, {"x": x})
 
 
+@pytest.mark.usefixtures("endless_patience")
+def test_a_wait_for_a_stopped_keeper_says_so(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
+        ckpt.save(1).wait_durable()
+        stopped = psutil.Process(pid_of(ckpt))
+        stopped.suspend()
+        wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
+        had = rf"The keeper of rank 0 \(pid {stopped.pid}\) has had step 2 for [\d.]+ m?s"
+        with pytest.raises(RetryLater, match=rf"{had} .* to {tmp_path}/home: the process is stopped"):
+            ckpt.save(2).wait_durable(0.1)
+        stopped.resume()
+
+
+@pytest.mark.parametrize(
+    ("call", "matching", "reason"),
+    [
+        ("fsync", "", r"\(pid {}\) has had step 2 for .*s and has not finished writing it to {}/home"),
+        ("link", "manifest-", r"Its files of this rank are in {1}/home, .* waited .*s for its manifest"),
+    ],
+    ids=["fsync", "manifest"],
+)
+def test_a_wait_for_a_write_that_does_not_return_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, matching: str, reason: str
+) -> None:
+    """As of a disk or a server that does not answer: the keeper itself still does, and is not replaced."""
+    stall, started = tmp_path / "stall", tmp_path / "started"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        f"def stalled(*args, call=os.{call}, **more):\n"
+        f"    while os.path.exists({str(stall)!r}) and {matching!r} in str(args[-1]):\n"
+        f"        open({str(started)!r}, 'a').close()\n"
+        "        time.sleep(0.01)\n"
+        "    return call(*args, **more)\n"
+        f"os.{call} = stalled\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+        ckpt = make_checkpointer(tmp_path / "home", {"x": torch.ones(3)})
+        ckpt.save(1).wait_durable()
+    stall.touch()
+    saves = [ckpt.save(2)]
+    wait_until(started.exists)
+    saves.append(ckpt.save(3))
+    reason = reason.format(pid_of(ckpt), tmp_path)
+    waits = [lambda: saves[0].wait_durable(0.1), lambda: ckpt.wait(0.1), lambda: ckpt.close(0.1)]
+    for wait in waits if matching else [*waits, lambda: saves[1].wait_durable(0.1)]:
+        with pytest.raises(TimeoutError, match=rf"Step [23] is not durable after 0\.\d* s\. .*{reason}"):
+            wait()
+    stall.unlink()
+    for save in saves:
+        save.wait_durable(600)
+    wait_for_keepers()
+
+
 @pytest.mark.filterwarnings("ignore::holdfast.errors.SaveWarning")
 @pytest.mark.usefixtures("quick")
 def test_close_does_not_wait_for_a_stopped_keeper(tmp_path: Path) -> None:

@@ -105,4 +105,4 @@ def test_a_wait_that_takes_long_is_logged_once(monkeypatch: pytest.MonkeyPatch, 
     finally:
         logger.removeHandler(handler)
     save.wait_home()
-    assert lines == [f"waiting until step 5 is {stage}; it is staging now"]
+    assert lines == [f"waiting until step 5 is {stage}. It is staging now."]

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
+from adapters.exports import by_name, whole
 from holdfast.adapters.torchtitan import HoldfastCheckpointManager
 
 ADAMW = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -120,10 +121,24 @@ def _digest(state: dict[str, Any], *others: object) -> str:
     return found.hexdigest()
 
 
+def keep_live(training: Training, folder: str) -> None:
+    """Write the whole state of rank 0 to a file, by the names of a checkpoint."""
+    found: dict[str, Any] = {
+        f"optimizer_{n}": by_name(one, training.model) for n, one in enumerate(training.optimizers)
+    }
+    found["model"] = {name: whole(one) for name, one in training.model.state_dict().items()}
+    found["train_state"], found["lr_scheduler"] = training.state_dict(), training.schedulers.state_dict()
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, training.data.state_dict())
+    found["dataloader"] = {key: value for of_one in ranks for key, value in of_one.items()}
+    if dist.get_rank() == 0:
+        torch.save(found, f"{folder}/live-0.pt")
+
+
 def main(folder: str, total: int, options: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     kill_after, signal_after = options.pop("kill_after", 0), options.pop("signal_after", 0)
-    waits = options.pop("waits", True)
+    waits, keeps_live = options.pop("waits", True), options.pop("live", False)
     load_step = options.get("load_step", -1)
     training = Training(folder, options)
     loaded = training.checkpointer.load(step=load_step)
@@ -150,6 +165,8 @@ def main(folder: str, total: int, options: dict[str, Any]) -> None:
         "whole": training.whole_digest(),
     }
     training.checkpointer.close()
+    if keeps_live:
+        keep_live(training, folder)
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,7 @@ from holdfast.checkpoint.restore.checkpoint import Checkpoint
 
 @dataclass(slots=True)
 class ExportSelection:
-    """Checkpoint as one rank sees it, or a part of it.
+    """Checkpoint as one rank sees it, with what only other ranks have, or a part of it.
 
     Attributes:
         tensors: selected tensors by name, tied ones included.
@@ -33,6 +35,7 @@ class ExportSelection:
     tensors: dict[str, Shard] = field(default_factory=dict)
     every_value: dict[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
+    _rank_of: dict[str, int] = field(default_factory=dict)  # of tensors that only other ranks have
     _first_of: dict[str, str] = field(default_factory=dict)  # first selected alias of other names
 
     @classmethod
@@ -54,8 +57,16 @@ class ExportSelection:
         """
         prefixes = None if only is None else tuple(only)
         one = cls(checkpoint, rank, prefixes, dict(rename or {}), num_threads)
-        shapes = checkpoint.facts(rank)
-        one.every_value = _join([checkpoint.values(of) for of in checkpoint.structures(rank)])
+        shapes, others = checkpoint.facts(rank), [of for of in range(checkpoint.world_size) if of != rank]
+        if checkpoint.value_index() is None:
+            one.every_value = _join(checkpoint.values(of) for of in (rank, *others))
+        else:  # the ranks have divided the values
+            one.every_value = checkpoint.values(rank)
+        if not shapes.keys() >= checkpoint.manifest.tensors.keys():
+            for of in others:
+                found = {name: facts for name, facts in checkpoint.facts(of).items() if name not in shapes}
+                shapes |= found
+                one._rank_of |= dict.fromkeys(found, of)
         names = [*shapes, *(key for key in one.every_value if key not in shapes)]
         chosen = select(names, prefixes, f"Step {checkpoint.step}")
         one.tensors = {name: Shard.whole(name, *shapes[name]) for name in chosen if name in shapes}
@@ -69,6 +80,10 @@ class ExportSelection:
         if root in self.tensors:
             return root
         return self._first_of.setdefault(root, name)
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank whose copy of a tensor is exported."""
+        return self._rank_of.get(name, self.rank)
 
     def values(self) -> dict[str, Any]:
         """Return the selected values by top-level key, with a `TensorRef` in place of each tensor."""
@@ -85,17 +100,29 @@ class ExportSelection:
         return TensorStream(self, names)
 
 
-def _join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of different ranks, such as stages of a pipeline, as one.
 
-    An optimizer gets the groups of all of them. Of other values, those of the first rank count.
+    An optimizer gets the groups of all of them, and a dict the keys that only later ones have. Of other
+    values, those of the first rank count.
     """
     joined: dict[str, Any] = {}
     for values in parts:
         for key, value in values.items():
             first = joined.setdefault(key, value)
-            if first is not value and is_optimizer(first) and is_optimizer(value):
-                joined[key] = _join_optimizers(first, value)
+            if first is not value and key != "rng":  # generators of different kinds have different keys
+                is_pair = is_optimizer(first) and is_optimizer(value)
+                joined[key] = (_join_optimizers if is_pair else _with_missing)(first, value)
+    return joined
+
+
+def _with_missing(first: Any, other: Any) -> Any:
+    """Return nested dicts with the keys that only those of another rank have."""
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        return first
+    joined = copy.copy(first)  # of the same class
+    for key, value in other.items():
+        joined[key] = _with_missing(joined[key], value) if key in joined else value
     return joined
 
 
@@ -119,10 +146,10 @@ class TensorStream:
     def __init__(self, selection: ExportSelection, names: Sequence[str]) -> None:
         self._selection = selection
         self._tensors = [selection.tensors[name] for name in names]
-        self._slices = selection.checkpoint.slices(
-            [tensor.name for tensor in self._tensors if tensor.num_bytes],
-            rank=selection.rank,
-            num_threads=selection.num_threads,
+        filled = [tensor.name for tensor in self._tensors if tensor.num_bytes]
+        self._slices = itertools.chain.from_iterable(
+            selection.checkpoint.slices(list(of_one), rank=rank, num_threads=selection.num_threads)
+            for rank, of_one in itertools.groupby(filled, selection.rank_of)
         )
         self._at = 0
 

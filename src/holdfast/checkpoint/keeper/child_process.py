@@ -17,6 +17,7 @@ from holdfast.system.linux.processes import allow_tracing, read_stat, start_time
 
 _REAP_S = 5.0
 """Time that a killed keeper may take to exit."""
+_CONDITIONS = {"D": "waits for the kernel, as for a disk or a server that does not answer", "T": "is stopped"}
 _TAIL_BYTES = 4000
 """Bytes of a dead keeper's stderr that its error shows."""
 
@@ -107,6 +108,12 @@ class ChildProcess:
         """True if the process runs, or waits for a processor or a disk."""
         stat = read_stat(self.pid)
         return stat is not None and stat.state in "RD"
+
+    @property
+    def condition(self) -> str:
+        """Why the process makes no progress, as far as its state shows it; else empty."""
+        stat = read_stat(self.pid)
+        return "" if stat is None else _CONDITIONS.get(stat.state, "")
 
     def kill(self) -> None:
         """Kill the process, even if it is stopped or frozen: it executes no further instruction."""

@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
@@ -29,6 +29,7 @@ from holdfast.errors import (
     WatchWarning,
 )
 from holdfast.system.log import get_logger, reported_if_slow
+from holdfast.system.units import format_duration
 
 _log = get_logger("checkpoint.keeper")
 _NO_VALUES = SaveValues()
@@ -61,6 +62,7 @@ class _Submitted:
     metrics: SaveValues
     before: tuple[messages.TrainerMessage, ...] = ()  # must be handled before the save is committed
     is_persisted: bool = False
+    since_s: float = field(default_factory=time.monotonic)  # in the keeper, or persisted
 
 
 class Keeper(KeeperOwner):
@@ -89,6 +91,7 @@ class Keeper(KeeperOwner):
         self._submitted: dict[int, _Submitted] = {}
         self._towards_home: dict[int, Save] = {}  # durable in the local tier, and to be sent home
         self._arenas_in_use: set[int] = set()
+        self._turned_s = 0.0  # time at which the keeper turned to its next save
         self._delayed: Save | None = None  # the last one whose delay was reported
         self._complete: messages.MarkComplete | None = None  # the last one sent
         self._best: tuple[messages.DrainBest, ...] = ()  # the last one sent, after the last one that was due
@@ -139,6 +142,7 @@ class Keeper(KeeperOwner):
             self._unsaved.clear()
             submitted = _Submitted(save, arena, arena_fd, layout, draft, to_home, metrics, before)
             self._submitted[save.step] = submitted
+            save.explain_by(lambda: self._describe_wait(submitted))
             self._arenas_in_use.add(arena)
             try:
                 self._send_save(submitted, arenas)
@@ -280,6 +284,25 @@ class Keeper(KeeperOwner):
         """True if everything is stored: what the process still has in memory may be taken over."""
         return self._supervisor.is_done
 
+    def _describe_wait(self, submitted: _Submitted) -> str:
+        """Return the cause and the duration of the wait for a save that is not durable."""
+        with self._lock:
+            first = next((one for one in self._submitted.values() if not one.is_persisted), submitted)
+            since_s = submitted.since_s if submitted.is_persisted else max(first.since_s, self._turned_s)
+        since, place = format_duration(time.monotonic() - since_s), self.config.nearest
+        if submitted.is_persisted:
+            others = "the other ranks' parts or " if self.config.world_size > 1 else ""
+            return f"Its files of this rank are in {place}, and have waited {since} for {others}its manifest."
+        condition = self._supervisor.condition
+        return (
+            f"The keeper of rank {self.config.rank} (pid {self.pid}) has had step {first.save.step} for "
+            f"{since} and has not finished writing it to {place}{condition and f': the process {condition}'}."
+        )
+
+    def _describe_drain(self) -> str:
+        """Return why a durable save is not in home yet."""
+        return f"The keeper of rank {self.config.rank} (pid {self.pid}) has to send it to {self.config.home}."
+
     # -- called by the supervisor ----------------------------------------------------------------------------
 
     @override
@@ -338,6 +361,7 @@ class Keeper(KeeperOwner):
         return len(self._submitted)
 
     def _resend_save(self, submitted: _Submitted) -> None:
+        submitted.since_s = time.monotonic()
         try:
             # No list of all arenas: in a long queue it would be as long as the queue, in each message.
             self._send_save(submitted, ())
@@ -378,6 +402,7 @@ class Keeper(KeeperOwner):
             case messages.SavePersisted(step):
                 if step in self._submitted:
                     self._submitted[step].is_persisted = True
+                    self._submitted[step].since_s = time.monotonic()
                     self._submitted[step].before = ()
             case messages.SaveDurable(step):
                 self._supervisor.reset_deaths()
@@ -403,6 +428,7 @@ class Keeper(KeeperOwner):
 
     def _release(self, arena: int) -> None:
         with self._lock:
+            self._turned_s = time.monotonic()
             self._arenas_in_use.discard(arena)
         self._released(arena)
 
@@ -413,6 +439,7 @@ class Keeper(KeeperOwner):
         if error is not None:
             submitted.save.mark_failed(error)
             return
+        submitted.save.explain_by(self._describe_drain)
         submitted.save.mark_durable()
         if self.config.local is None:
             submitted.save.mark_home()

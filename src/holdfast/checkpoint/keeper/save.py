@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
-from holdfast.errors import HoldfastError, TimedOut
+from holdfast.errors import HoldfastError, TimedOut, redact
 from holdfast.system.log import get_logger, reported_if_slow
 from holdfast.system.units import Duration, parse_timeout
 
@@ -38,6 +39,7 @@ class Save:
         self._error: HoldfastError | None = None
         self._home_error: HoldfastError | None = None
         self.delay = ""
+        self._describe_wait: Callable[[], str] = str
         self._is_reported = False
 
     def __repr__(self) -> str:
@@ -61,6 +63,11 @@ class Save:
     def durable(self) -> bool:
         """True once the checkpoint is committed."""
         return self.state == "durable"
+
+    @property
+    def wait_reason(self) -> str:
+        """Cause and duration of the wait, as a sentence."""
+        return self.delay or self._describe_wait() or f"It is {self.state} now."
 
     @property
     def is_settled_in_home(self) -> bool:
@@ -155,10 +162,9 @@ class Save:
     def _wait(self, event: threading.Event, timeout: Duration | None, stage: str) -> None:
         timeout_s = parse_timeout(timeout, "timeout")
         if not (event.is_set() or self._wait_reported(event, timeout_s, stage)):
-            reason = f" {self.delay}" if self.delay else ""
             raise TimedOut(
-                f"Step {self.step} is not {stage} after {timeout_s} s.{reason} The save continues in the "
-                "background.",
+                f"Step {self.step} is not {stage} after {timeout_s} s. {self.wait_reason} The save continues "
+                "in the background.",
                 step=self.step,
             )
 
@@ -168,12 +174,16 @@ class Save:
         def report() -> None:
             if not self._is_reported and not self.delay:  # the delay has a line of its own
                 self._is_reported = True
-                _log.info("waiting until step %d is %s; it is %s now", self.step, stage, self.state)
+                _log.info("waiting until step %d is %s. %s", self.step, stage, redact(self.wait_reason))
 
         with reported_if_slow(report):
             return event.wait(timeout_s)
 
     # -- set by the stager and the keeper --------------------------------------------------------------------
+
+    def explain_by(self, describe_wait: Callable[[], str]) -> None:
+        """Set the function that returns the cause of the wait, as a sentence."""
+        self._describe_wait = describe_wait
 
     def mark_staged(self) -> None:
         """Record that the copy is complete."""

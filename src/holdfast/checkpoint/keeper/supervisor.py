@@ -113,6 +113,11 @@ class Supervisor:
         """Process id of the current keeper."""
         return self._child.pid
 
+    @property
+    def condition(self) -> str:
+        """Why the current keeper makes no progress, as far as its process shows it; else empty."""
+        return self._child.condition
+
     def start(self) -> None:
         """Start to receive messages."""
         self._listen_to(self._child)

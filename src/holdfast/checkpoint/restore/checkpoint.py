@@ -290,10 +290,6 @@ class Checkpoint:
                 rank=rank,
             ) from error
 
-    def structures(self, rank: int = 0) -> list[int]:
-        """Return a rank for each different structure of state, `rank` first. They have all the values."""
-        return self._parts.structures(rank)
-
     def value_index(self) -> ValueIndex | None:
         """Return the index of values and paths that `dcp.save` has written; None for other checkpoints.
 

@@ -256,7 +256,7 @@ class Attempt:
                 _log.warning(
                     f"training is paused for at most {format_duration(self._limits.pause_s)} "
                     f'(Limits(failed_saves="pause")): step {late.step} is not durable after '
-                    f"{format_duration(now_s - began_s)}. {late.delay}"
+                    f"{format_duration(now_s - began_s)}. {late.wait_reason}"
                 )
         for save in saves:
             if save.delay and self.keeper is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
 from holdfast.jobs.dash.access import AccessKeys, check_access
-from holdfast.jobs.dash.job_board import JobBoard, JobRows, job_page
+from holdfast.jobs.dash.job_board import JobBoard, job_page
 from holdfast.jobs.dash.output_feed import output_page
 from holdfast.jobs.dash.request import PageRequest, parse_request
 from holdfast.jobs.dash.response import (
@@ -48,7 +48,7 @@ class Application:
     def __init__(self, keys: AccessKeys, homes: Sequence[str] = ()) -> None:
         self._keys, self._homes = keys, tuple(homes)
         self._files = read_page_files()
-        self._board, self._rows, self._runs = JobBoard(), JobRows(), RunView()
+        self._board, self._runs = JobBoard(), RunView()
         table: dict[str, Callable[..., PageResponse]] = {
             r"api/jobs": self._list,
             _JOB: self._job,
@@ -87,22 +87,22 @@ class Application:
     # -- what the page asks for ------------------------------------------------------------------------------
 
     def _list(self, request: PageRequest) -> PageResponse:
-        rows = self._rows.rows(self._board.listing())
+        listing = self._board.listing()
         homes = [place.as_json() for place in map(RunPlace, self._homes)]
-        return json_response({**rows, "homes": homes}, known_tag=request.known_tag)
+        return json_response({**listing.as_json(), "homes": homes}, known_tag=request.known_tag)
 
     def _job(self, request: PageRequest, job: str) -> PageResponse:
-        found = self._find(job)
-        page = job_page(found)
-        steps = _homes_of(found)
-        homes = [{**RunPlace(place).as_json(), "step": step} for place, step in steps.items()]
-        del page["checkpoints"]  # the same homes, with secrets of their URLs
-        return json_response({**page, "homes": homes}, known_tag=request.known_tag)
+        page = self._board.read(int(job), "page", _page)
+        return json_response(page, known_tag=request.known_tag)
 
     def _output(self, request: PageRequest, job: str) -> PageResponse:
-        found = self._find(job)
         cursor, node = request.query.get("after", ""), request.query.get("node", "")
-        return json_response(output_page(found, cursor=cursor, node=node), known_tag=request.known_tag)
+        page = self._board.read(
+            int(job),
+            f"output of {node!r} after {cursor}",
+            lambda found: output_page(found, cursor=cursor, node=node),
+        )
+        return json_response(page, known_tag=request.known_tag)
 
     def _curves(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
         return json_response(self._runs.curves(self._place(home, job)), known_tag=request.known_tag)
@@ -114,19 +114,16 @@ class Application:
     def _charts(self, request: PageRequest) -> PageResponse:
         return PageResponse(200, chart_library().encode(), "text/javascript; charset=utf-8")
 
-    def _find(self, number: str) -> Job:
-        """Return a job.
-
-        Raises:
-            NotFound: the job does not exist.
-        """
-        found = self._board.listing().find(int(number))
-        if found is None:
-            raise NotFound(f"Job {number} does not exist. See `holdfast queue`.")
-        return found
-
     def _place(self, wanted: str, job: str) -> RunPlace:
-        return find_place(_homes_of(self._find(job)) if job else self._homes, wanted)
+        homes = self._board.read(int(job), "homes", _homes_of) if job else self._homes
+        return find_place(homes, wanted)
+
+
+def _page(job: Job) -> dict[str, Any]:
+    page = job_page(job)
+    del page["checkpoints"]  # the same homes, with secrets of their URLs
+    homes = [{**RunPlace(place).as_json(), "step": step} for place, step in _homes_of(job).items()]
+    return {**page, "homes": homes}
 
 
 def _homes_of(job: Job) -> dict[str, int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
-from holdfast.errors import HoldfastError, RetryLater
+from holdfast.errors import HoldfastError, NotFound, RetryLater
 from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import job_folder
@@ -17,6 +17,9 @@ from holdfast.jobs.records import Records
 from holdfast.jobs.state_folder import state_dir
 from holdfast.watch.report.kept_readings import KeptReadings
 
+_T = TypeVar("_T")
+WAIT_S = 3.0
+"""Time that a request waits for the state folder."""
 _MIN_AGE_S = 1.0
 _REST = 4.0
 """Pause between two readings, as a multiple of the time that one takes."""
@@ -30,35 +33,79 @@ class JobListing:
 
     Attributes:
         jobs: those that have not ended first, newest first.
+        rows: rows of the list as JSON, at most `MAX_ENDED` of jobs that have ended.
         problems: why some jobs are missing or out of date, a message for each reason.
+        is_old: they could not be read this time.
     """
 
-    jobs: tuple[Job, ...]
-    problems: tuple[str, ...]
+    jobs: tuple[Job, ...] = ()
+    rows: tuple[dict[str, Any], ...] = ()
+    problems: tuple[str, ...] = ()
+    is_old: bool = False
 
-    def find(self, number: int) -> Job | None:
-        """Return the job with a number, if any."""
-        return next((job for job in self.jobs if job.id == number), None)
+    def as_json(self) -> dict[str, Any]:
+        """Return the list for the page."""
+        return {"jobs": self.rows, "left_out": len(self.jobs) - len(self.rows), "problems": self.problems}
+
+    def find(self, number: int) -> Job:
+        """Return the job with a number.
+
+        Raises:
+            NotFound: the job does not exist.
+            RetryLater: it is unknown whether it does.
+        """
+        found = next((job for job in self.jobs if job.id == number), None)
+        if found is None and self.is_old:
+            raise RetryLater(" ".join(self.problems))
+        if found is None:
+            raise NotFound(f"Job {number} does not exist. See `holdfast queue`.")
+        return found
 
 
 class JobBoard:
-    """Board of all jobs. The longer reading takes, the less often they are read."""
+    """Board of all jobs. The longer reading takes, the less often they are read.
+
+    A state folder that does not answer, as on a server that is away, delays no request for more than 3 s, and
+    no request for anything else.
+    """
 
     def __init__(self) -> None:
         self._readings = KeptReadings[JobListing](least_age_s=_MIN_AGE_S, rest=_REST)
-        self._listing = JobListing((), ())
+        self._parts = KeptReadings[Any](least_age_s=0.0)
+        self._listing = JobListing()
         self._by_engine: dict[str, list[Job]] = {}
+        self._ended: dict[tuple[int, str], dict[str, Any]] = {}  # rows, which are read once
 
     def listing(self) -> JobListing:
         """Return all jobs, as they were read a moment ago.
 
-        Blocks: while they are read, at most 10 s.
+        Blocks: while they are read, at most 3 s.
         """
         try:
-            self._listing = self._readings.get("The list of jobs", self._read)
+            self._listing = self._readings.get("The list of jobs", self._read, wait_s=WAIT_S)
         except RetryLater as error:
-            return JobListing(self._listing.jobs, (str(error),))
+            return self._old(error)
         return self._listing
+
+    def read(self, number: int, part: str, read: Callable[[Job], _T]) -> _T:
+        """Return what is read from a job's folder.
+
+        Args:
+            number: number of the job.
+            part: name of what is read.
+            read: reads it.
+
+        Raises:
+            NotFound: the job does not exist.
+            RetryLater: the folder has not answered.
+
+        Blocks: while it is read, at most 3 s, and as `listing`.
+        """
+        job = self.listing().find(number)
+        return self._parts.get(f"The folder of job {number}", lambda: read(job), part=part, wait_s=WAIT_S)
+
+    def _old(self, error: HoldfastError) -> JobListing:
+        return replace(self._listing, problems=(str(error),), is_old=True)
 
     def _read(self) -> JobListing:
         problems: list[str] = []
@@ -67,7 +114,7 @@ class JobBoard:
             engines = sorted({record.engine for record in records.all()})
             problems += records.unreadable()
         except HoldfastError as error:
-            return JobListing(self._listing.jobs, (str(error),))
+            return self._old(error)
         found: dict[str, list[Job]] = {}
         for name in engines:
             try:
@@ -80,35 +127,23 @@ class JobBoard:
             (job for of_one in found.values() for job in of_one),
             key=lambda job: (job.status.is_final, -job.id),
         )
-        return JobListing(tuple(jobs), tuple(problems))
+        return JobListing(tuple(jobs), self._rows(jobs), tuple(problems))
 
-
-class JobRows:
-    """Rows of the list. The durations of a job that has ended are read once."""
-
-    def __init__(self) -> None:
-        self._ended: dict[tuple[int, str], dict[str, Any]] = {}
-
-    def rows(self, listing: JobListing) -> dict[str, Any]:
-        """Return the list as JSON."""
-        active = [job for job in listing.jobs if not job.status.is_final]
-        ended = listing.jobs[len(active) :]
-        shown = [*active, *ended[:MAX_ENDED]]
-        rows = [self._row(job) for job in shown]
+    def _rows(self, jobs: Sequence[Job]) -> tuple[dict[str, Any], ...]:
+        num_active = sum(not job.status.is_final for job in jobs)
+        shown = jobs[: num_active + MAX_ENDED]
+        rows = [self._ended.get((job.id, job.task_id)) or _row(job) for job in shown]
         self._ended = {
             (job.id, job.task_id): row for job, row in zip(shown, rows, strict=True) if job.status.is_final
         }
-        return {"jobs": rows, "left_out": len(listing.jobs) - len(shown), "problems": listing.problems}
-
-    def _row(self, job: Job) -> dict[str, Any]:
-        return self._ended.get((job.id, job.task_id)) or _job(job, read_changes(_folder(job)))
+        return tuple(rows)
 
 
 def job_page(job: Job) -> dict[str, Any]:
     """Return everything that is recorded about a job as JSON, except its output."""
     found = describe_job(job)
     return {
-        "job": _job(job, read_changes(_folder(job))),
+        "job": _row(job),
         "attempts": [_attempt(one, found) for one in found.attempts],
         "lost_s": found.lost_s,
         "checkpoints": found.checkpoints,
@@ -118,10 +153,10 @@ def job_page(job: Job) -> dict[str, Any]:
     }
 
 
-def _job(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
-    return {**asdict(job), "status": job.status.value, "is_final": job.status.is_final} | _durations(
-        job, changes
-    )
+def _row(job: Job) -> dict[str, Any]:
+    changes = read_changes(job_folder(state_dir(), job.id))
+    facts = {**asdict(job), "status": job.status.value, "is_final": job.status.is_final}
+    return facts | _durations(job, changes)
 
 
 def _durations(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
@@ -174,7 +209,3 @@ def _exit(one: JobAttempt, rank: int) -> str:
     if outcome is None or outcome.is_lost:
         return "" if one.ended_unix_s is None else "lost"
     return f"signal {outcome.killed_by}" if outcome.killed_by is not None else str(outcome.code)
-
-
-def _folder(job: Job) -> Any:
-    return job_folder(state_dir(), job.id)

@@ -41,29 +41,37 @@ class KeptReadings(Generic[_T]):
     def __init__(self, *, least_age_s: float, rest: float = 0.0, max_kept: int = 1) -> None:
         self._least_age_s, self._rest, self._max_kept = least_age_s, rest, max_kept
         self._lock = threading.Lock()
-        self._readings: OrderedDict[str, _Reading[_T]] = OrderedDict()
+        self._readings: OrderedDict[tuple[str, str], _Reading[_T]] = OrderedDict()
 
-    def get(self, place: str, read: Callable[[], _T]) -> _T:
+    def get(self, place: str, read: Callable[[], _T], *, part: str = "", wait_s: float | None = None) -> _T:
         """Return the result for a place, as it was read a moment ago.
+
+        Args:
+            place: the place, which an error names.
+            read: reads it.
+            part: part of the place that is read, if several are.
+            wait_s: longest wait for the place, from the start of its reading; by default 10 s.
 
         Raises:
             RetryLater: the place has not answered.
             Exception: that of `read`.
 
-        Blocks: while the place is read, at most 10 s.
+        Blocks: while the place is read, at most `wait_s`.
         """
+        key = place, part
         with self._lock:
-            reading = self._readings.get(place)
+            reading = self._readings.get(key)
             if reading is None or (reading.result.done() and time.monotonic() >= reading.next_s):
-                reading = self._readings[place] = _Reading(time.monotonic())
+                reading = self._readings[key] = _Reading(time.monotonic())
                 thread = threading.Thread(
                     target=self._read, args=(reading, read), name="holdfast-read", daemon=True
                 )
                 thread.start()
-            self._readings.move_to_end(place)
+            self._readings.move_to_end(key)
             for old in [old for old, one in self._readings.items() if one.result.done()][: -self._max_kept]:
                 del self._readings[old]
-        wait([reading.result], max(0.0, reading.began_s + _WAIT_S - time.monotonic()))
+        wait_s = _WAIT_S if wait_s is None else wait_s
+        wait([reading.result], max(0.0, reading.began_s + wait_s - time.monotonic()))
         if not reading.result.done():
             since = format_duration(time.monotonic() - reading.began_s)
             raise RetryLater(f"{redact(place)} has not answered for {since}. Ask again later.")

@@ -2,7 +2,8 @@
 
 Members of the JSON, all optional: `stock` (without Holdfast), `attach` (its options), `resume`, `naming`
 ("automatic" or "explicit"), `loader` ("plain", "seedable", "stateful" or "global"), `accumulation`,
-`workers`, `scaler`, `every`, `steps`, `limit`, `asks`, `slow_from` (a row that workers wait for),
+`workers`, `scaler`, `every`, `steps`, `limit`, `asks`, `live` (write the state at the end to a file of each
+rank, by the names of a checkpoint), `slow_from` (a row that workers wait for),
 `hook` (that writes a file), `kill_before` (the number of a change of files), and `kill_at` with `signal`,
 `rank`, `group` (all processes) and `is_saved` (after the save of that step).
 """
@@ -138,6 +139,18 @@ def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
         resume(accelerator, folder, plan)
     loop(accelerator, net, optimizer, scheduler, loader, counter, folder, plan)
     end = end_of(accelerator, net, optimizer, scheduler, counter)
+    if plan.get("live"):
+        from adapters.exports import by_name
+
+        model = accelerator.unwrap_model(net)
+        live = {
+            "model": model.state_dict(),
+            "optimizer": by_name(optimizer.optimizer, model),
+            "scheduler": scheduler.scheduler.state_dict(),
+            "custom_0": counter.state_dict(),
+            "accelerator": {"step": accelerator.step, "iteration": accelerator.save_iteration},
+        }
+        torch.save(live, folder / f"live-{accelerator.process_index}.pt")
     if not plan.get("stock"):
         accelerator.holdfast_session.close()
     return end

@@ -860,7 +860,7 @@ _WORDS = (
 def _run_words(data: bytes) -> None:
     from holdfast.checkpoint.format import names
     from holdfast.checkpoint.store.address import hide_secrets, parse_address
-    from holdfast.checkpoint.store.object_names import check_name
+    from holdfast.checkpoint.store.contract import check_name
     from holdfast.system import units
     from holdfast.watch.compiled.trust import place_of
 

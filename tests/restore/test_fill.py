@@ -20,7 +20,7 @@ from holdfast.checkpoint.restore import fill as filling
 from holdfast.checkpoint.restore.fill import TensorSink, region_sink
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import ReadStats
-from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, InvalidInput, NotFound

@@ -219,7 +219,7 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
     from holdfast.checkpoint.format.fill_target import FillTarget
     from holdfast.checkpoint.restore.fill import fill
     from holdfast.checkpoint.restore.parts import Parts
-    from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+    from holdfast.checkpoint.state.tensors import torch_dtype
 
     manifest = side.checkpoint.manifest
     parts, found = Parts(side.store, manifest), {}

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.checkpoint.format.array_values import Refused, read_array, read_integer, read_object, read_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.limits import MAX_DIMS
-from holdfast.checkpoint.format.value_bodies import Refused, read_array, read_integer, read_object, read_text
 from holdfast.errors import Unsupported
 from holdfast.system.documents import shown
 

@@ -23,7 +23,7 @@ from holdfast.checkpoint.home.metrics import read_metrics, read_values
 from holdfast.checkpoint.home.newest import from_listing, list_patiently, usable
 from holdfast.checkpoint.home.patience import Patience
 from holdfast.checkpoint.home.skipped import Skipped
-from holdfast.checkpoint.restore import export as exporting
+from holdfast.checkpoint.restore import slices
 from holdfast.checkpoint.restore import verify as verifying
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import ReadStats
@@ -331,7 +331,7 @@ class Checkpoint:
         Blocks: until the file is durable.
         """
         self._parts.part(rank)
-        return exporting.export(
+        return slices.export(
             self._store, self._parts, Path(path), rank=rank, overwrite=overwrite, num_threads=num_threads
         )
 
@@ -410,7 +410,7 @@ class Checkpoint:
 
         from holdfast.checkpoint.format.fill_target import FillTarget
         from holdfast.checkpoint.restore.fill import fill
-        from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+        from holdfast.checkpoint.state.tensors import torch_dtype
 
         found = {}
         for name in wanted:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from holdfast.checkpoint.format.fill_target import FillTarget
+from holdfast.checkpoint.format.layout import contiguous_cover, is_contiguous, item_offset
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.partitioning import Region
-from holdfast.checkpoint.restore.byte_ranges import contiguous_cover, is_contiguous, item_offset
 from holdfast.checkpoint.restore.parts import Located, Parts
 from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
-from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import InvalidInput, MissingKey
 from holdfast.system.rawbytes import copy_to

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.state.capture import CapturedState
 from holdfast.checkpoint.state.sharding import ShardLayout
-from holdfast.checkpoint.state.torch_dtypes import NAMES
+from holdfast.checkpoint.state.tensors import NAMES
 
 MAX_TURNS = 64
 """Saves within which every tensor is compared, at most, unless the user chooses a number."""

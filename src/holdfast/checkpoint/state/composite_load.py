@@ -1,22 +1,18 @@
-"""Restore of composite tensors: their live inner tensors are filled in place."""
+"""Restore of composite tensors: live inner tensors are filled in place, or an optimizer makes new ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from holdfast.checkpoint.format.composites import SavedTensor
-from holdfast.checkpoint.state.composite_fit import misfit, needs_live
-from holdfast.checkpoint.state.composites import (
-    is_composite,
-    is_sparse,
-    put_together,
-    set_content,
-    take_apart,
-)
+from holdfast.checkpoint.format.composites import SavedTensor, shown_type
+from holdfast.checkpoint.state.composites import put_together, set_content, take_apart
+from holdfast.checkpoint.state.fitting import misfit, needs_live
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
-from holdfast.checkpoint.state.tensors import unfillable
+from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unfillable
 from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import InvalidInput
 
@@ -106,3 +102,46 @@ def _replace_content(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> 
         set_content(live, new.to(device=live.device, copy=True))
 
     plan.add_step(LoadPhase.COPY, finish)
+
+
+def plan_state(
+    plan: LoadPlan, optimizer: Optimizer, parameter: torch.Tensor, saved: SavedTensor, live: Any, label: str
+) -> Callable[[], torch.Tensor]:
+    """Plan to fill one composite tensor of a parameter's state.
+
+    It is the live one, if there is one that fits, or one that the optimizer makes as at its first step.
+
+    Returns:
+        A function that returns it after all targets are filled.
+
+    Raises:
+        InvalidInput: the live one does not fit, or the optimizer does not make one that does.
+    """
+    known = [live] if isinstance(live, torch.Tensor) else []
+    if not any(difference(plan, saved, one) is None for one in known):
+        read = read_composite(plan, saved, plan.device_of(parameter))
+        if read is not None:
+            return read
+        known += _new_states(optimizer, parameter)
+    if not known:
+        raise InvalidInput(
+            f"{label} was saved as {shown_type(saved.type, saved.facts)}, but the live "
+            f"{type(optimizer).__qualname__} has no state yet that shows this class. A checkpoint only names "
+            "classes, and never imports them. Nothing was changed. Restore into the same kind of optimizer, "
+            "or take one step with it first: the restore replaces all that the step changes.",
+            key=label,
+        )
+    target = next((one for one in known if difference(plan, saved, one) is None), known[0])
+    fill_composite(plan, saved, target, label)
+    return lambda: target
+
+
+def _new_states(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Return new state tensors of a parameter, as low-bit optimizers make them: signed and unsigned.
+
+    Source: `_new_buffer` of the optimizers in torchao, which they call at their first step.
+    """
+    make: Callable[[torch.Tensor, bool], torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
+    if make is None or parameter.is_meta:
+        return []
+    return [make(parameter, is_signed) for is_signed in (True, False)]

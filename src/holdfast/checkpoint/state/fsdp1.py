@@ -14,15 +14,15 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
-from holdfast.checkpoint.state.dtensor import is_dtensor
 from holdfast.checkpoint.state.entry import StateEntry
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
 from holdfast.checkpoint.state.modules import EXTRA, canonical
-from holdfast.checkpoint.state.optimizer_layout import is_state_tensor_name
+from holdfast.checkpoint.state.optimizers import is_state_tensor_name
 from holdfast.checkpoint.state.replication import Replication
 from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer
-from holdfast.checkpoint.state.sharding import is_sharded_tensor, note_copies
+from holdfast.checkpoint.state.sharding import note_copies
 from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensors import is_dtensor, is_sharded_tensor
 from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
 from holdfast.errors import InvalidInput
 

@@ -14,14 +14,11 @@ from holdfast.checkpoint.format.fill_target import FillTarget
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.partitioning import Region
 from holdfast.checkpoint.format.values import decode
-from holdfast.checkpoint.state.composites import RAW, is_composite, take_apart
-from holdfast.checkpoint.state.dtensor import is_dtensor
-from holdfast.checkpoint.state.filled_memory import FilledMemory, Range, holds, range_of
+from holdfast.checkpoint.state.composites import take_apart
+from holdfast.checkpoint.state.filled_memory import FilledMemory, Range, holds, range_of, refuse_read_only
 from holdfast.checkpoint.state.fitting import Fitting, Misfit, fit
-from holdfast.checkpoint.state.read_only_memory import refuse_read_only
 from holdfast.checkpoint.state.sharding import (
     is_divided,
-    is_sharded_tensor,
     local_of,
     local_shards_like,
     shape_of,
@@ -30,14 +27,18 @@ from holdfast.checkpoint.state.sharding import (
 )
 from holdfast.checkpoint.state.tensors import (
     PLAIN,
+    RAW,
     copy,
+    is_composite,
+    is_dtensor,
     is_local_shard,
     is_plain_memory,
     is_same_view,
+    is_sharded_tensor,
     laid_out_like,
+    torch_dtype,
     unfillable,
 )
-from holdfast.checkpoint.state.torch_dtypes import torch_dtype
 from holdfast.checkpoint.state.tree import references
 from holdfast.checkpoint.state.updates import Updates
 from holdfast.errors import Corrupt, InvalidInput, Unsupported

@@ -1,11 +1,13 @@
-"""Modules: parameters and buffers by canonical name, regardless of wrappers."""
+"""Modules: parameters and buffers by canonical name, regardless of wrappers; trials of load code."""
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import CellType
 from typing import Any, final
 
 import torch
@@ -15,20 +17,16 @@ from typing_extensions import override
 from holdfast.checkpoint.format.composites import UNDER, SavedTensor
 from holdfast.checkpoint.format.plain_forms import placed_composites
 from holdfast.checkpoint.format.values import encode
-from holdfast.checkpoint.state.capture import TensorCollector
+from holdfast.checkpoint.state.capture import TensorCollector, capture_composite, inner_rows
 from holdfast.checkpoint.state.composite_load import fill_composite
-from holdfast.checkpoint.state.composite_rows import capture_composite, inner_rows
-from holdfast.checkpoint.state.composites import is_composite
-from holdfast.checkpoint.state.entry import StateEntry
+from holdfast.checkpoint.state.containers import has_saved_form
+from holdfast.checkpoint.state.entry import HIDDEN, StateEntry, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.fitting import Fitting
-from holdfast.checkpoint.state.hidden import HIDDEN, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
-from holdfast.checkpoint.state.load_rehearsal import find_adaptable, has_load_code
 from holdfast.checkpoint.state.replication import Replication
-from holdfast.checkpoint.state.saved_forms import has_saved_form
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
-from holdfast.checkpoint.state.tensors import PLAIN
+from holdfast.checkpoint.state.tensors import PLAIN, is_composite
 from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput
 
@@ -36,6 +34,7 @@ _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 _PLAIN = frozenset(PLAIN)
 _WRAPPER_PARTS = frozenset({"module", "_orig_mod", _CHECKPOINT_WRAPPED})
 EXTRA = "extra_state"
+_MISMATCH = "size mismatch for"  # torch's words for a shape that load code did not adapt
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class ModuleEntry(StateEntry):
         plan.unexpected += [*trees, *composites]
         for composite in composites.values():
             plan.used.update(references(composite))
-        if special or has_load_code(module):
+        if special or _has_load_code(module):
             plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, special))
         hidden = next((one[HIDDEN] for one in plan.all_values(self.key) if _has_hidden(one)), None)
         if hidden is not None:
@@ -172,7 +171,7 @@ class ModuleEntry(StateEntry):
             saved = {
                 one: torch.empty(plan.shape(name), dtype=plan.dtype(name)) for one, name in names.items()
             }
-        return find_adaptable(self.value, saved)
+        return _find_adaptable(self.value, saved)
 
     def _finish(self, plan: LoadPlan, special: dict[str, Any]) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
@@ -370,3 +369,111 @@ def _facts(module: Any) -> object:
 def _is_compiled(module: Any) -> bool:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def _has_load_code(module: torch.nn.Module) -> bool:
+    """Return True if loading a module does more than copy its tensors."""
+    return any(map(_has_own_load_code, module.modules()))
+
+
+def _has_own_load_code(module: torch.nn.Module) -> bool:
+    plain, kind = torch.nn.Module, type(module)
+    return bool(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or kind.load_state_dict is not plain.load_state_dict
+        or (
+            kind._load_from_state_dict is not plain._load_from_state_dict
+            and not kind._load_from_state_dict.__module__.startswith("torch.nn.")
+        )
+    )
+
+
+def _find_adaptable(root: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> frozenset[int]:
+    """Return the ids of live tensors whose load code accepts saved tensors of other shapes.
+
+    The load code of the nearest module that has some runs on a copy, whose tensors have no memory. Nothing
+    live changes, and a module of another size is refused before a restore begins.
+
+    Args:
+        root: the module.
+        saved: tensors on the meta device, with saved shapes and dtypes, by the id of the live tensor.
+    """
+    found: set[int] = set()
+    changed = {key for key, one in _tensors_of(root) if _may_change(one, saved.get(key))}
+    for module, ids in _loaders(root, changed):
+        if _accepts(module, saved):
+            found.update(ids)
+    return frozenset(found)
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
+    return ((id(one), one) for one in chain(module.parameters(), module.buffers()))
+
+
+def _may_change(live: torch.Tensor, saved: torch.Tensor | None) -> bool:
+    is_plain = type(live) in PLAIN and live.layout is torch.strided and not live.is_meta
+    return saved is not None and saved.shape != live.shape and is_plain and not is_composite(live)
+
+
+def _loaders(root: torch.nn.Module, ids: Collection[int]) -> Iterator[tuple[torch.nn.Module, set[int]]]:
+    """Yield each module whose load code is the nearest to some tensors, with their ids."""
+    nearest: dict[str, tuple[torch.nn.Module, set[int]]] = {}
+    modules = dict(root.named_modules())
+    for path, module in modules.items():
+        own = chain(module._parameters.values(), module._buffers.values())
+        wanted = {id(one) for one in own if one is not None and id(one) in ids}
+        at = path
+        while wanted and not _has_own_load_code(modules[at]) and at:
+            at = at.rpartition(".")[0]
+        if wanted and _has_own_load_code(modules[at]):
+            nearest.setdefault(at, (modules[at], set()))[1].update(wanted)
+    yield from nearest.values()
+
+
+def _accepts(module: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> bool:
+    """Return True if load code, tried on a copy, takes the saved shapes."""
+    if any(map(_is_bound_elsewhere, _hooks_of(module))):
+        return False
+    bare = {key: _without_memory(one) for key, one in _tensors_of(module)}
+    try:
+        trial = copy.deepcopy(module, {**bare})
+    except Exception:  # noqa: BLE001 - FSDP2 refuses copies; then the shapes are an error, as everywhere else
+        return False
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[key] = saved.get(id(value), _without_memory(value))
+    try:
+        with torch.no_grad(), torch.device("meta"):  # what the load code makes fits the other tensors
+            trial.load_state_dict(state, strict=False)
+    except Exception as error:  # noqa: BLE001 - code that needs the values of tensors fails without memory
+        return _MISMATCH not in str(error)
+    return True
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    bare = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(bare, requires_grad=tensor.requires_grad)
+    return bare
+
+
+def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
+    for one in module.modules():
+        yield from one._load_state_dict_pre_hooks.values()
+        yield from one._load_state_dict_post_hooks.values()
+
+
+def _is_bound_elsewhere(hook: Any) -> bool:
+    """Return True if a copy of its module would share live objects of a hook."""
+    function = getattr(hook, "hook", hook)  # torch wraps hooks that receive their module
+    cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
+    return any(_holds_live(cell) for cell in cells)
+
+
+def _holds_live(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, (torch.nn.Module, torch.Tensor))
+    except ValueError:  # the variable has no value
+        return False

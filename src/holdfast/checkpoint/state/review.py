@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.state.containers import kind_of
-from holdfast.checkpoint.state.entry_kinds import is_follower
+from holdfast.checkpoint.state.entry import is_follower
+from holdfast.checkpoint.state.filled_memory import describe_read_only
 from holdfast.checkpoint.state.loader_watch import plain_iterators
-from holdfast.checkpoint.state.read_only_memory import describe_read_only
 from holdfast.errors import InvalidInput, LoaderWarning, ResumeWarning, StrayParametersWarning
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots

@@ -12,19 +12,28 @@ import torch
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.state import rng
-from holdfast.checkpoint.state.capture import CapturedState, TensorCollector
-from holdfast.checkpoint.state.entry import StateEntry
-from holdfast.checkpoint.state.entry_kinds import (
+from holdfast.checkpoint.state.capture import (
+    CapturedState,
+    MarkCollector,
+    MemoryMarks,
+    TensorCollector,
+    versions,
+)
+from holdfast.checkpoint.state.entry import (
+    Skippable,
+    StateEntry,
     is_entry,
     is_follower,
     is_generator,
+    is_skippable,
     is_stateful,
+    is_stream,
     nested_entries,
 )
+from holdfast.checkpoint.state.filled_memory import find_read_only
 from holdfast.checkpoint.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
 from holdfast.checkpoint.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
 from holdfast.checkpoint.state.load import Load, LoadPhase, LoadPlan, leftover, mismatch, renamer
-from holdfast.checkpoint.state.marks import MarkCollector, MemoryMarks, versions
 from holdfast.checkpoint.state.modules import ModuleEntry
 from holdfast.checkpoint.state.new_content import plan_new
 from holdfast.checkpoint.state.objects import (
@@ -42,11 +51,9 @@ from holdfast.checkpoint.state.optimizers import (
     tensors_of,
 )
 from holdfast.checkpoint.state.partitioned_objects import check_not_partitioned, may_be_partitioned
-from holdfast.checkpoint.state.read_only_memory import find_read_only
 from holdfast.checkpoint.state.replication import MarkedObject, Replication
 from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks, loader_doubts
 from holdfast.checkpoint.state.sharding import ShardLayout, layout_of, local_of, shape_of
-from holdfast.checkpoint.state.skippable import Skippable, is_skippable, is_stream
 from holdfast.checkpoint.state.tensor_table import StateStructure, TensorTable
 from holdfast.checkpoint.state.tensors import unsavable
 from holdfast.checkpoint.state.tree import insert_tensors, references

@@ -11,12 +11,18 @@ import torch
 from holdfast.checkpoint.format.composites import DTENSOR, SavedTensor
 from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
 from holdfast.checkpoint.format.values import EntryRef, TensorRef
-from holdfast.checkpoint.state.composites import Composite, is_composite, is_sparse, put_together, take_apart
-from holdfast.checkpoint.state.containers import is_dataclass, is_named_tuple, kind_of
-from holdfast.checkpoint.state.entry_kinds import is_entry
-from holdfast.checkpoint.state.fitted_tensor import FittedTensor
-from holdfast.checkpoint.state.saved_forms import saved_container, saved_key, saved_leaf
-from holdfast.checkpoint.state.tensors import unsavable
+from holdfast.checkpoint.state.composites import Composite, put_together, take_apart
+from holdfast.checkpoint.state.containers import (
+    FittedTensor,
+    is_dataclass,
+    is_named_tuple,
+    kind_of,
+    saved_container,
+    saved_key,
+    saved_leaf,
+)
+from holdfast.checkpoint.state.entry import is_entry
+from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unsavable
 from holdfast.errors import InvalidInput, Unsupported
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes, TensorRef})

@@ -166,10 +166,6 @@ def write_safetensors(
         shards: name, dtype and shape of each tensor.
         feed: returns the bytes of tensors in the order of the given indices of `shards`; a buffer may be
             reused once the next one is requested.
-
-    Raises:
-        InvalidInput: a reserved name, two tensors of one name, or too many of them.
-        OSError: the file could not be written.
     """
     layout = lay_out(list(shards), 0)
     order = sorted(range(len(shards)), key=lambda index: layout.starts[index])
@@ -191,13 +187,6 @@ def export(
     Args:
         path: the file to write; its directory must exist.
         rank: rank whose per-rank tensors are written.
-
-    Raises:
-        Conflict: the file exists.
-        InvalidInput: the path is a folder, or its folder does not exist.
-        Corrupt: damage was found; no file was written.
-        NotFound: a file of the checkpoint is missing.
-        RetryLater: the store failed, or the file could not be written.
 
     Blocks: until the file is durable.
     """

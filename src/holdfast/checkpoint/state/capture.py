@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,16 +55,15 @@ class CapturedState:
 class _Emit:
     """Function for `extract_tensors` that collects tensors with one role."""
 
-    collector: TensorCollector
+    collect: Callable[[str, torch.Tensor, Role], object]
     role: Role
 
-    def __call__(self, name: str, tensor: torch.Tensor) -> str:
-        return self.collector.collect(name, tensor, self.role)
+    def __call__(self, name: str, tensor: torch.Tensor) -> object:
+        return self.collect(name, tensor, self.role)
 
-    def per_rank(self, name: str, tensor: torch.Tensor) -> str:
+    def per_rank(self, name: str, tensor: torch.Tensor) -> object:
         """Collect a tensor that is different on every rank."""
-        role = self.role._replace(replication=Replication.PER_RANK, follows=None)
-        return self.collector.collect(name, tensor, role)
+        return self.collect(name, tensor, self.role._replace(replication=Replication.PER_RANK, follows=None))
 
 
 class TensorCollector:
@@ -100,17 +100,8 @@ class TensorCollector:
         """First name of each live parameter, by id. The same object while nothing in it changes."""
         return self.table.parameter_names
 
-    def add(self, name: str, tensor: torch.Tensor, replication: Replication) -> str:
-        """Collect a tensor with no special role; see `collect`."""
-        return self.collect(name, tensor, Role(replication))
-
     def collect(self, name: str, tensor: torch.Tensor, role: Role) -> str:
-        """Collect a tensor; return the name that holds its bytes, another one if it is tied.
-
-        Raises:
-            Unsupported: the tensor cannot be saved.
-            InvalidInput: the name is in use or reserved.
-        """
+        """Collect a tensor; return the name that holds its bytes, another one if it is tied."""
         if self._followed is not None:
             if self._confirm(self._followed, name, tensor, role):
                 self._row += 1
@@ -142,13 +133,9 @@ class TensorCollector:
             self._leave(self._followed)
         self._new_table.name_composite(name, tensor, inner)
 
-    def callback(self, replication: Replication) -> Callable[[str, torch.Tensor], object]:
-        """Return a function for `extract_tensors` that collects tensors with no special role."""
-        return self.callback_for(Role(replication))
-
-    def callback_for(self, role: Role) -> Callable[[str, torch.Tensor], object]:
+    def callback(self, role: Role) -> Callable[[str, torch.Tensor], object]:
         """Return a function for `extract_tensors` that collects tensors with one role."""
-        return _Emit(self, role)
+        return _Emit(self.collect, role)
 
     def own(self, parameters: list[torch.Tensor]) -> None:
         """Mark an optimizer's parameters as changed only by its steps. Call after all named tensors."""
@@ -251,11 +238,12 @@ def _are_same_objects(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 _PLAIN = frozenset(PLAIN)
+_numbers = itertools.count()
 _get_version, _get_dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
 
 class MemoryMarks:
-    """Marks of the memory of some tensors, one after the other.
+    """Marks of the memory of some tensors, one after the other. They differ from those of any other object.
 
     It holds an alias of each tensor of the newest mark. So the memory of a tensor that training replaces
     stays in use until the next mark, and no new tensor can start at the same address before it.
@@ -265,7 +253,7 @@ class MemoryMarks:
         self._aliases: list[torch.Tensor] = []
         self._dtypes: list[torch.dtype] = []
         self._rereadable: list[int] = []  # places of those that another view could show differently
-        self._number = 0  # of the memory that the aliases show
+        self._number = next(_numbers)  # of the memory that the aliases show
 
     def mark(self, tensors: list[torch.Tensor]) -> tuple[int, list[int]]:
         """Return a value that differs if the memory is another, or was written.
@@ -277,13 +265,8 @@ class MemoryMarks:
             self._aliases = [tensor.detach() for tensor in tensors]
             self._dtypes = list(map(_get_dtype, tensors))
             self._rereadable = [at for at, alias in enumerate(self._aliases) if may_be_reread(alias)]
-            self._number += 1
+            self._number = next(_numbers)
         return self._number, versions(tensors)
-
-    def release(self) -> None:
-        """Release the memory. The next mark differs from all before."""
-        self._aliases, self._dtypes, self._rereadable = [], [], []
-        self._number += 1
 
     def _are_shown_by(self, tensors: list[torch.Tensor]) -> bool:
         return (
@@ -331,35 +314,18 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def capture_composite(collector: TensorCollector, name: str, tensor: torch.Tensor, role: Role) -> Any:
     """Collect the inner tensors of a composite tensor, and return its encoded description."""
-    tree = extract_tensors(tensor, name, collector.callback_for(_inner_role(role)), named_types=True)
+    tree = extract_tensors(tensor, name, collector.callback(_inner_role(role)), named_types=True)
     if role.is_named:
         collector.name_composite(name, tensor, list(references(tree)))
     return encode(tree, name)
 
 
-def inner_rows(name: str, tensor: torch.Tensor, role: Role) -> Iterator[tuple[str, torch.Tensor, Role]]:
-    """Yield name, tensor and role of the rows that a tensor is saved in: itself, or its inner tensors."""
-    if not is_composite(tensor):
-        yield name, tensor, role
-        return
+def inner_rows(name: str, tensor: torch.Tensor, role: Role) -> list[tuple[str, torch.Tensor, Role]]:
+    """Return name, tensor and role of the rows that a composite tensor is saved in."""
     found: list[tuple[str, torch.Tensor, Role]] = []
-    extract_tensors(tensor, name, _InnerRows(found, _inner_role(role)), named_types=True)
-    yield from found
-
-
-@dataclass(frozen=True, slots=True)
-class _InnerRows:
-    """List of inner tensors, filled by `extract_tensors`."""
-
-    found: list[tuple[str, torch.Tensor, Role]]
-    role: Role
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> None:
-        self.found.append((name, tensor, self.role))
-
-    def per_rank(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor that is different on every rank."""
-        self.found.append((name, tensor, self.role._replace(replication=Replication.PER_RANK)))
+    emit = _Emit(lambda *row: found.append(row), _inner_role(role))
+    extract_tensors(tensor, name, emit, named_types=True)
+    return found
 
 
 def _inner_role(role: Role) -> Role:

@@ -64,9 +64,9 @@ def catalog_of(captured: CapturedState) -> Catalog:
     sizes = {name: math.prod(one.shape) * ITEM_BYTES[dtypes[name]] for name, one in shardings.items()}
     chosen = assign(sizes, shardings)
     held_by: dict[int, tuple[int, ...]] = {}  # by id of a layout: thousands of tensors share a few
-    for one in shardings.values():
-        if id(one.layout) not in held_by:
-            held_by[id(one.layout)] = tuple(sorted(one.holders))
+    for sharding in shardings.values():
+        if id(sharding.layout) not in held_by:
+            held_by[id(sharding.layout)] = tuple(sorted(sharding.holders))
     tensors = {
         name: Tensor(dtypes[name], one.shape, chosen[name], held_by[id(one.layout)], name in captured.frozen)
         for name, one in shardings.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from holdfast.checkpoint.state.composites import put_together, set_content, take
 from holdfast.checkpoint.state.fitting import misfit, needs_live
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
 from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unfillable
-from holdfast.checkpoint.state.tree import insert_tensors, references
+from holdfast.checkpoint.state.tree import insert_tensors
 from holdfast.errors import InvalidInput
 
 
@@ -23,12 +24,12 @@ def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | 
     if why is not None:
         return why
     for name, item in take_apart(live).inner.items():
-        one = saved.inner[name]
-        if isinstance(one, SavedTensor):
-            if not is_sparse(live) and (why := difference(plan, one, item)) is not None:
+        part = saved.inner[name]
+        if isinstance(part, SavedTensor):
+            if not is_sparse(live) and (why := difference(plan, part, item)) is not None:
                 return f"{name}: {why}"
             continue
-        there, here = (plan.dtype(one.name), plan.shape(one.name)), (item.dtype, tuple(item.shape))
+        there, here = (plan.dtype(part.name), plan.shape(part.name)), (item.dtype, tuple(item.shape))
         is_free = is_sparse(live) and (name != "values" or there[0] is here[0])  # its content is replaced
         if there != here and not is_free:
             return f"{name} was saved as {there[0]} {list(there[1])}, but is {here[0]} {list(here[1])}"
@@ -36,12 +37,7 @@ def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | 
 
 
 def fill_composite(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
-    """Plan to fill a live composite tensor from a saved one. It stays the same object.
-
-    Raises:
-        InvalidInput: its class, its description or one of its inner tensors differs.
-        Unsupported: it is on the meta device.
-    """
+    """Plan to fill a live composite tensor from a saved one. It stays the same object."""
     _check_fit(plan, saved, live, label)
     _fill(plan, saved, live, label)
 
@@ -56,8 +52,7 @@ def read_composite(
     """
     if needs_live(saved):
         return None
-    for name in references(saved):
-        plan.read_new(name, device)
+    plan.read_tree(saved, device)
     return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
 
 
@@ -82,23 +77,22 @@ def _fill(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) ->
         _replace_content(plan, saved, live)
         return
     for name, item in take_apart(live).inner.items():
-        one = saved.inner[name]
-        if isinstance(one, SavedTensor):
-            _fill(plan, one, item, f"{label}.{name}")
+        part = saved.inner[name]
+        if isinstance(part, SavedTensor):
+            _fill(plan, part, item, f"{label}.{name}")
         else:
             assert not is_composite(item), label
-            plan.fill(one.name, item, f"{label}.{name}")
+            plan.fill(part.name, item, f"{label}.{name}")
 
 
 def _replace_content(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> None:
     """Plan to replace the content of a sparse tensor, whose number of elements may differ."""
-    for name in references(saved):
-        plan.read_new(name, live.device)
+    plan.read_tree(saved, live.device)
 
     def finish() -> None:
         inner = {name: insert_tensors(item, plan.tensor) for name, item in saved.inner.items()}
         # A copy: names that were tied when they were saved share one object.
-        new = put_together(SavedTensor(saved.type, inner, saved.facts), None)
+        new = put_together(replace(saved, inner=inner), None)
         set_content(live, new.to(device=live.device, copy=True))
 
     plan.add_step(LoadPhase.COPY, finish)
@@ -113,9 +107,6 @@ def plan_state(
 
     Returns:
         A function that returns it after all targets are filled.
-
-    Raises:
-        InvalidInput: the live one does not fit, or the optimizer does not make one that does.
     """
     known = [live] if isinstance(live, torch.Tensor) else []
     if not any(difference(plan, saved, one) is None for one in known):

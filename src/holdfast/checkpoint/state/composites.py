@@ -48,11 +48,7 @@ class Composite:
 
 
 def take_apart(tensor: torch.Tensor) -> Composite:
-    """Return the inner tensors and the description of a composite tensor.
-
-    Raises:
-        Unsupported: it cannot be put together again from these.
-    """
+    """Return the inner tensors and the description of a composite tensor."""
     if is_dtensor(tensor):
         return _of_dtensor(tensor)
     if all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES):
@@ -77,9 +73,6 @@ def put_together(saved: SavedTensor, live: torch.Tensor | None) -> Any:
 
     Returns:
         The tensor, or `saved` itself if the type needs a live tensor and there is none.
-
-    Raises:
-        Corrupt: the inner tensors and the description do not fit each other.
     """
     if saved.type in SPARSE:
         return _sparse(saved)

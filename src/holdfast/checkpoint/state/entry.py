@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from holdfast.checkpoint.state.containers import kind_of
+from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.state.replication import MarkedObject, Replication
 
 if TYPE_CHECKING:  # these modules look for entries in values, so they import this one
@@ -33,11 +33,7 @@ class StateEntry(ABC):
 
     @abstractmethod
     def capture(self, collector: TensorCollector) -> Any:
-        """Collect all tensors, and return the entry's encoded values.
-
-        Raises:
-            InvalidInput, Unsupported: something in it cannot be saved, named by its key path.
-        """
+        """Collect all tensors, and return the entry's encoded values."""
 
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
         """Return name, live tensor and role of tensors that are found without user code."""
@@ -205,9 +201,9 @@ def set_hidden_state(value: Any, saved: Mapping[str, Any]) -> None:
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     package: Any = sys.modules.get("torchmetrics")
     if package is not None:
-        for path, one in module.named_modules():
-            if isinstance(one, package.Metric) and hasattr(one, "_update_count"):
-                yield path, one
+        for path, metric in module.named_modules():
+            if isinstance(metric, package.Metric) and hasattr(metric, "_update_count"):
+                yield path, metric
 
 
 def _is_wrapper(value: Any) -> bool:

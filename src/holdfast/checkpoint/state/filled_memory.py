@@ -97,22 +97,13 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def refuse_read_only(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise if a restore would write to memory that is mapped read-only.
-
-    Args:
-        tensors: live tensors that are written to, by name.
-
-    Raises:
-        InvalidInput: there is one.
-    """
-    found = find_read_only(tensors)
-    if found:
-        raise InvalidInput(
-            f"{_listed(found)} in {_ORIGIN}, so a restore cannot write to it. Nothing was changed. "
-            "Put a copy into the state: tensor.clone(). Or leave it out with only=.",
-            key=found[0],
-        )
+def read_only_error(names: Sequence[str]) -> InvalidInput:
+    """Return the error of a restore that would write to memory that is mapped read-only."""
+    return InvalidInput(
+        f"{_listed(names)} in {_ORIGIN}, so a restore cannot write to it. Nothing was changed. "
+        "Put a copy into the state: tensor.clone(). Or leave it out with only=.",
+        key=names[0],
+    )
 
 
 def describe_read_only(names: Sequence[str]) -> str:

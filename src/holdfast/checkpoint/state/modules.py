@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import CellType
 from typing import Any, final
@@ -15,11 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import UNDER, SavedTensor
-from holdfast.checkpoint.format.plain_forms import placed_composites
+from holdfast.checkpoint.format.nesting import placed_composites
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector, capture_composite, inner_rows
 from holdfast.checkpoint.state.composite_load import fill_composite
-from holdfast.checkpoint.state.containers import has_saved_form
 from holdfast.checkpoint.state.entry import HIDDEN, StateEntry, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.fitting import Fitting
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
@@ -27,13 +28,14 @@ from holdfast.checkpoint.state.replication import Replication
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite
-from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
+from holdfast.checkpoint.state.tree import extract_tensors, has_saved_form, insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 _PLAIN = frozenset(PLAIN)
 _WRAPPER_PARTS = frozenset({"module", "_orig_mod", _CHECKPOINT_WRAPPED})
 EXTRA = "extra_state"
+_get_is_meta = operator.attrgetter("is_meta")
 _MISMATCH = "size mismatch for"  # torch's words for a shape that load code did not adapt
 
 
@@ -105,7 +107,7 @@ class ModuleEntry(StateEntry):
             elif isinstance(value, torch.Tensor):
                 collector.collect(row.name, value, row.role(value))
             else:
-                emit = collector.callback(row.buffer)
+                emit = collector.callback(Role(row.buffer))
                 extra[row.fqn] = encode(extract_tensors(value, row.name, emit, named_types=True), row.name)
         if under:
             own[UNDER] = under
@@ -115,24 +117,28 @@ class ModuleEntry(StateEntry):
         """Yield tensors by the names that `capture` uses, with their roles, also those on meta."""
         state = self.value.state_dict(keep_vars=True)
         for row, value in zip(self._current(state).rows, state.values(), strict=True):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and is_composite(value):
                 yield from inner_rows(row.name, value, row.role(value))
+            elif isinstance(value, torch.Tensor):
+                yield row.name, value, row.role(value)
 
     def has_meta(self) -> bool:
         """Return True if the module has tensors on the meta device. A restore makes them real."""
-        return any(tensor.is_meta for tensor in chain(self.value.parameters(), self.value.buffers()))
+        return any(map(_get_is_meta, chain(self.value.parameters(), self.value.buffers())))
 
     @override
     def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         module: torch.nn.Module = self.value
         state = module.state_dict(keep_vars=True)
-        live = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
-        self._plan_meta(plan)
-        trees = self._saved_extra(plan)
-        composites = self._saved_composites(plan)
-        adapted = self._find_adapted(plan, state)
+        live = set(map(id, chain(module.parameters(), module.buffers())))
+        if self.has_meta():
+            self._plan_meta(plan)
+        parts = list(filter(None, plan.all_values(self.key)))  # most modules have none
+        trees, composites = self._saved_trees(plan, parts) if parts else ({}, {})
+        rows = self._current(state).rows
+        adapted = self._find_adapted(plan, zip(rows, state.values(), strict=True))
         special: dict[str, Any] = {}  # key -> _New for a tensor, or a tree
-        for row, (key, value) in zip(self._current(state).rows, state.items(), strict=True):
+        for row, (key, value) in zip(rows, state.items(), strict=True):
             saved = plan.saved_names.get(row.name)
             tree = composites.pop(row.name, trees.pop(row.name, None) if saved is None else None)
             if isinstance(tree, SavedTensor) and id(value) in live:
@@ -152,26 +158,28 @@ class ModuleEntry(StateEntry):
             plan.used.update(references(composite))
         if special or _has_load_code(module):
             plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, special))
-        hidden = next((one[HIDDEN] for one in plan.all_values(self.key) if _has_hidden(one)), None)
-        if hidden is not None:
-            plan.add_step(LoadPhase.MODULE, lambda: set_hidden_state(module, hidden))
+        self._plan_hidden(plan, parts)
 
-    def _find_adapted(self, plan: LoadPlan, state: dict[str, Any]) -> frozenset[int]:
+    def _plan_hidden(self, plan: LoadPlan, parts: list[Any]) -> None:
+        for values in parts:  # the first one that has it wins
+            if isinstance(values, dict) and isinstance(hidden := values.get(HIDDEN), dict):
+                plan.add_step(LoadPhase.MODULE, partial(set_hidden_state, self.value, hidden))
+                return
+
+    def _find_adapted(self, plan: LoadPlan, values: Iterable[tuple[_Row, Any]]) -> frozenset[int]:
         """Return the ids of live tensors that get their saved shapes from load code."""
-        rows = zip(self._current(state).rows, state.values(), strict=True)
-        names = {
-            id(value): plan.saved_names[row.name]
-            for row, value in rows
-            if isinstance(value, torch.Tensor) and row.name in plan.saved_names
-        }
-        shapes = {id(value): shape_of(value) for value in state.values() if id(value) in names}
-        if all(plan.shape(name) == shapes[one] for one, name in names.items()):
+        names: dict[int, str] = {}
+        is_resized = False
+        for row, value in values:
+            saved = plan.saved_names.get(row.name)
+            if saved is not None and isinstance(value, torch.Tensor):
+                names[id(value)] = saved
+                is_resized = is_resized or plan.shape(saved) != shape_of(value)
+        if not is_resized:
             return frozenset()
         with torch.device("meta"):
-            saved = {
-                one: torch.empty(plan.shape(name), dtype=plan.dtype(name)) for one, name in names.items()
-            }
-        return _find_adaptable(self.value, saved)
+            blank = {at: torch.empty(plan.shape(name), dtype=plan.dtype(name)) for at, name in names.items()}
+        return _find_adaptable(self.value, blank)
 
     def _finish(self, plan: LoadPlan, special: dict[str, Any]) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
@@ -198,30 +206,25 @@ class ModuleEntry(StateEntry):
                 key=self.key,
             ) from error
 
-    def _saved_extra(self, plan: LoadPlan) -> dict[str, Any]:
-        """Return saved trees that are not tensors, by live name."""
-        saved_key = plan.saved_key(self.key)
+    def _saved_trees(self, plan: LoadPlan, parts: list[Any]) -> tuple[dict[str, Any], dict[str, SavedTensor]]:
+        """Return saved trees that are not tensors, and composite tensors, by live name."""
+        prefix = f"{plan.saved_key(self.key)}."
         extra: dict[str, Any] = {}
-        for values in plan.all_values(self.key):  # the first one with a name wins
+        composites: dict[str, SavedTensor] = {}
+        for values in parts:  # the first one with a name wins
             found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
             if not isinstance(found, dict):
                 raise Corrupt(f"{self.key}: the saved extra state of a module is damaged.", key=self.key)
             extra = {**found, **extra}
-        return {plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in extra.items()}
-
-    def _saved_composites(self, plan: LoadPlan) -> dict[str, SavedTensor]:
-        """Return saved composite tensors by live name."""
-        saved_key = plan.saved_key(self.key)
-        found: dict[str, SavedTensor] = {}
-        for values in plan.all_values(self.key):  # the first one with a name wins
             under = placed_composites(values) if isinstance(values, dict) else {}  # also of an imported dict
-            found = {**{k: v for k, v in under.items() if isinstance(v, SavedTensor)}, **found}
-        return {plan.rename(f"{saved_key}.{fqn}"): one for fqn, one in found.items()}
+            composites = {**{k: v for k, v in under.items() if isinstance(v, SavedTensor)}, **composites}
+        return (
+            {plan.rename(prefix + fqn): tree for fqn, tree in extra.items()},
+            {plan.rename(prefix + fqn): saved for fqn, saved in composites.items()},
+        )
 
     def _plan_meta(self, plan: LoadPlan) -> None:
         """Choose where meta tensors become real. Raise for those that no checkpoint holds."""
-        if not self.has_meta():
-            return
         module: torch.nn.Module = self.value
         tensors = list(chain(module.parameters(), module.buffers()))
         lost = [
@@ -246,7 +249,11 @@ class ModuleEntry(StateEntry):
     def _current(self, state: dict[str, Any]) -> _ModuleNames:
         """Return the names of a state_dict(), made again if keys or wrappers have changed."""
         keys, known = list(state), self._structure
-        if known is None or known.keys != keys or known.facts != self._facts(known.wrappers):
+        if (
+            known is None
+            or known.keys != keys
+            or (known.wrappers and known.facts != self._facts(known.wrappers))
+        ):
             self._structure = known = self._read(keys)
         return known
 
@@ -298,12 +305,7 @@ def _plan_tree(plan: LoadPlan, tree: Any, value: Any, label: str, key: str, spec
     fitting = plan.fit(tree, value, label) if has_saved_form(tree) else Fitting(tree)
     if fitting is not None:
         special[key] = fitting.tree
-        for name in references(fitting.tree):
-            plan.read_new(name)
-
-
-def _has_hidden(values: Any) -> bool:
-    return isinstance(values, dict) and isinstance(values.get(HIDDEN), dict)
+        plan.read_tree(fitting.tree)
 
 
 def _kinds(values: list[object]) -> list[object]:
@@ -460,9 +462,9 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
-    for one in module.modules():
-        yield from one._load_state_dict_pre_hooks.values()
-        yield from one._load_state_dict_post_hooks.values()
+    for child in module.modules():
+        yield from child._load_state_dict_pre_hooks.values()
+        yield from child._load_state_dict_post_hooks.values()
 
 
 def _is_bound_elsewhere(hook: Any) -> bool:

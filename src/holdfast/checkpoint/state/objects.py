@@ -16,7 +16,6 @@ from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import TensorRef, encode
 from holdfast.checkpoint.state.capture import TensorCollector, capture_composite, inner_rows
 from holdfast.checkpoint.state.composite_load import fill_composite
-from holdfast.checkpoint.state.containers import has_saved_form
 from holdfast.checkpoint.state.entry import (
     HIDDEN,
     StateEntry,
@@ -31,7 +30,13 @@ from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_stat
 from holdfast.checkpoint.state.sharding import is_divided, may_be_sharded, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import is_composite
-from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, match_tensors, references
+from holdfast.checkpoint.state.tree import (
+    extract_tensors,
+    has_saved_form,
+    insert_tensors,
+    match_tensors,
+    references,
+)
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 
@@ -67,7 +72,7 @@ class StatefulEntry(StateEntry):
     def capture(self, collector: TensorCollector) -> Any:
         state = self._state()
         hidden = hidden_state(self.value)
-        emit = collector.callback(self.replication or Replication.OWN)
+        emit = collector.callback(Role(self.replication or Replication.OWN))
         tree = extract_tensors(
             {**state, HIDDEN: hidden} if hidden else state, self.key, emit, named_types=True
         )
@@ -110,9 +115,8 @@ class StatefulEntry(StateEntry):
             set_hidden_state(self.value, state.pop(HIDDEN))
         is_ordered = type(state) is collections.OrderedDict
         if is_ordered and hasattr(live := self.value.state_dict(), "_metadata"):
-            state.__dict__["_metadata"] = (
-                live._metadata
-            )  # such as a TensorDict's: part of its structure, which it checks
+            # Such as a TensorDict's: part of its structure, which it checks.
+            state.__dict__["_metadata"] = live._metadata
         saved = _content(state, self.key) if is_repeatable(self.value) and not may_be_sharded() else None
         self._load(
             lambda: self.value.load_state_dict(state),
@@ -163,7 +167,9 @@ class TensorEntry(StateEntry):
 
     @override
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
-        return inner_rows(self.key, self.value, self._role())
+        if is_composite(self.value):
+            return inner_rows(self.key, self.value, self._role())
+        return [(self.key, self.value, self._role())]
 
     def _role(self) -> Role:
         return Role(self.replication or Replication.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
@@ -189,7 +195,7 @@ class GeneratorEntry(StateEntry):
     def capture(self, collector: TensorCollector) -> Any:
         generator = self.value
         if isinstance(generator, torch.Generator):
-            collector.add(self.key, generator.get_state(), self.replication or Replication.OWN)
+            collector.collect(self.key, generator.get_state(), Role(self.replication or Replication.OWN))
             return encode(TensorRef(self.key), self.key)
         if isinstance(generator, random.Random):
             return encode(python_state(generator), self.key)
@@ -250,7 +256,7 @@ class ValueEntry(StateEntry):
             extract_tensors(
                 self.value,
                 self.key,
-                collector.callback(self.replication or Replication.OWN),
+                collector.callback(Role(self.replication or Replication.OWN)),
                 named_types=True,
                 entries=True,
             ),
@@ -280,8 +286,7 @@ class ValueEntry(StateEntry):
             return True
 
         tree = match_tensors(fitting.tree, self.value, claim)
-        for name in references(tree):
-            plan.read_new(name)
+        plan.read_tree(tree)
 
         def tensor(name: str) -> torch.Tensor:
             return chosen[name]() if name in chosen else plan.tensor(name)
@@ -300,8 +305,7 @@ def _replace(entry: StateEntry, new: Any, put: Callable[[Any], None]) -> None:
 
 def _plan_tree(plan: LoadPlan, tree: Any, finish: Callable[[Any], None]) -> None:
     """Plan to call `finish` with a saved tree, its tensors filled."""
-    for name in references(tree):
-        plan.read_new(name)
+    plan.read_tree(tree)
     plan.add_step(LoadPhase.OBJECT, lambda: finish(insert_tensors(tree, plan.tensor)))
 
 

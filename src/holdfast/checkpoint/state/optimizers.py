@@ -20,15 +20,20 @@ from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.composite_load import plan_state
-from holdfast.checkpoint.state.containers import has_saved_form
 from holdfast.checkpoint.state.entry import StateEntry
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
 from holdfast.checkpoint.state.replication import Replication
-from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, SavedState
+from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, SavedState, options_of
 from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite, is_dtensor, laid_out_like
-from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, match_tensors, references
+from holdfast.checkpoint.state.tree import (
+    extract_tensors,
+    has_saved_form,
+    insert_tensors,
+    is_plain_value,
+    match_tensors,
+)
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 _get_values = operator.methodcaller("values")
@@ -246,7 +251,7 @@ class OptimizerEntry(StateEntry):
                 self._capture_state(collector, fqn, parameter, state, other)
         for name, value in self.value.state.items():
             if not isinstance(name, torch.Tensor):
-                emit = collector.callback_for(Role(self.replication or Replication.REPLICATED, is_owned=True))
+                emit = collector.callback(Role(self.replication or Replication.REPLICATED, is_owned=True))
                 path = f"{self.key}.shared.{name}"
                 shared[name] = extract_tensors(value, path, emit, composites=False)
         values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
@@ -261,7 +266,7 @@ class OptimizerEntry(StateEntry):
     def _capture_group(
         self, collector: TensorCollector, index: int, group: dict[str, Any], fqns: list[str]
     ) -> dict[str, Any]:
-        emit = collector.callback(self.replication or Replication.REPLICATED)
+        emit = collector.callback(Role(self.replication or Replication.REPLICATED))
         options = {
             name: extract_tensors(value, f"{self.key}.param_groups.{index}.{name}", emit, named_types=True)
             for name, value in group.items()
@@ -283,7 +288,7 @@ class OptimizerEntry(StateEntry):
             if isinstance(value, torch.Tensor) and is_state_tensor_name(name) and not is_composite(value):
                 collector.collect(prefix + name, value, role)
             else:
-                emit = collector.callback_for(role)
+                emit = collector.callback(role)
                 is_named = isinstance(value, torch.Tensor)  # whose description may have types of the program
                 tree = extract_tensors(value, f"{prefix}{name}", emit, named_types=is_named)
                 other.setdefault(fqn, {})[name] = tree
@@ -310,17 +315,17 @@ class OptimizerEntry(StateEntry):
         if plan.lacks(self.key):
             return
         saved = SavedOptimizer(self.key, plan)
-        groups = [list(_named(i, group, self._names())) for i, group in enumerate(self.value.param_groups)]
+        names = self._names()
+        groups = [list(_named(i, group, names)) for i, group in enumerate(self.value.param_groups)]
         chosen = [saved.choose(i, [fqn for fqn, _ in group]) for i, group in enumerate(groups)]
         for options, group in zip(chosen, groups, strict=True):
             for fqn, parameter in group:
-                one, is_shared = saved.state_of(fqn)
-                if one is not None:
-                    self._plan_state(plan, parameter, one, options or {}, is_shared=is_shared)
+                state, is_shared = saved.state_of(fqn)
+                if state is not None:
+                    self._plan_state(plan, parameter, state, options or {}, is_shared=is_shared)
         saved.skip_the_rest()
         self._plan_groups(plan, chosen)
         self._plan_shared(plan, saved.shared)
-        plan.add_step(LoadPhase.OPTIMIZER, self._settle)
 
     def _plan_state(
         self,
@@ -357,15 +362,15 @@ class OptimizerEntry(StateEntry):
                 trees.update({} if found is None else {name: found.tree})
             else:
                 trees[name] = tree
-        for name in references(trees):
-            plan.read_new(name, plan.device_of(parameter))
+        plan.read_tree(trees, plan.device_of(parameter))
 
         def finish() -> None:
-            place = plan.device_of(parameter)
-            new = insert_tensors(trees, lambda name: plan.tensor(name, place))
-            new.update({name: make() for name, make in composites.items()})
-            new = {name: new[name] for name in saved.trees if name in new}
-            found = {name: make() for name, make in made.items()} | new
+            found = {name: make() for name, make in made.items()}
+            if saved.trees:
+                place = plan.device_of(parameter)
+                new = insert_tensors(trees, lambda name: plan.tensor(name, place))
+                new.update({name: make() for name, make in composites.items()})
+                found |= {name: new[name] for name in saved.trees if name in new}
             state: dict[Any, Any] = kept | (deepcopy(found) if is_shared else found)
             if state:
                 self.value.state[parameter] = state
@@ -377,51 +382,44 @@ class OptimizerEntry(StateEntry):
     def _plan_groups(self, plan: LoadPlan, chosen: list[dict[str, Any] | None]) -> None:
         met: list[dict[str, Any]] = []
         for i, options in enumerate(chosen):
-            live = self.value.param_groups[i]
-            tree = {k: v for k, v in (options or {}).items() if k not in ("params", "param_names")}
-            claim = _claim(plan, f"{self.key}.param_groups.{i}")
-            fitted = {
-                name: plan.fit(value, live.get(name), f"{self.key}.param_groups.{i}.{name}")
-                for name, value in tree.items()
-            }
-            tree = {
-                name: match_tensors(one.tree, live.get(name), claim)
-                for name, one in fitted.items()
-                if one is not None
-            }
-            for name in references(tree):
-                plan.read_new(name)
-            met.append(tree)
+            live, label = self.value.param_groups[i], f"{self.key}.param_groups.{i}"
+            met.append({})
+            for name, value in options_of(options or {}).items():
+                if is_plain_value(value) and is_plain_value(live.get(name)):
+                    met[i][name] = value  # as most options, which need no walk
+                elif (fitted := plan.fit(value, live.get(name), f"{label}.{name}")) is not None:
+                    met[i][name] = match_tensors(fitted.tree, live.get(name), _claim(plan, label))
+            plan.read_tree(met[i])
 
         def clone(name: str) -> torch.Tensor:
             return plan.tensor(name).clone()
 
         def finish() -> None:
             seen: set[int] = set()
-            for options, tree, live in zip(chosen, met, self.value.param_groups, strict=True):
+            for i, (options, live) in enumerate(zip(chosen, self.value.param_groups, strict=True)):
                 is_split = id(options) in seen  # two live groups must not share a tensor
                 seen.add(id(options))
-                new = insert_tensors(tree, clone if is_split else plan.tensor)
-                live.update({name: plan.updates.update(live.get(name), value) for name, value in new.items()})
+                for name, value in insert_tensors(met[i], clone if is_split else plan.tensor).items():
+                    live[name] = (
+                        value if is_plain_value(value) else plan.updates.update(live.get(name), value)
+                    )
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)
 
     def _plan_shared(self, plan: LoadPlan, shared: dict[Any, Any]) -> None:
-        for name in references(shared):
-            plan.read_new(name)
+        """Plan to restore state that is of no parameter, after that of all parameters."""
+        plan.read_tree(shared)
 
         def finish() -> None:
-            state = self.value.state
-            for name in [name for name in state if not isinstance(name, torch.Tensor) and name not in shared]:
-                del state[name]
-            state.update(insert_tensors(shared, plan.tensor))
+            optimizer: Optimizer = self.value
+            for name in list(optimizer.state):
+                if not isinstance(name, torch.Tensor) and name not in shared:
+                    del optimizer.state[name]
+            optimizer.state.update(insert_tensors(shared, plan.tensor))
+            # All of the state is there now, and passed on as `Optimizer.load_state_dict` does.
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)
-
-    def _settle(self) -> None:
-        """Pass the state to the optimizer's own __setstate__, as `Optimizer.load_state_dict` does."""
-        optimizer = self.value
-        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:

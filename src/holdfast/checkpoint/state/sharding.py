@@ -175,9 +175,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
     It shares the tensor's memory. That of a tensor with shard attributes is all of it, see `shards_of`.
 
-    Raises:
-        Unsupported: it has several parts on this rank.
-
     Blocks: until a pending collective has filled the part.
     """
     if not is_dtensor(tensor):
@@ -190,9 +187,6 @@ def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Regio
     """Return this rank's shards of a tensor and their regions of the whole one; all of it if it is plain.
 
     They share the tensor's memory.
-
-    Raises:
-        Unsupported: as `local_of` and `layout_of`.
     """
     local, sharding = local_of(tensor), sharding_of(tensor)
     if sharding is None:

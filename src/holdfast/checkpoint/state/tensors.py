@@ -28,11 +28,7 @@ _PENDING = "AsyncCollectiveTensor"  # by name, to avoid an import
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a torch dtype.
-
-    Raises:
-        Unsupported: safetensors does not have this dtype.
-    """
+    """Return the safetensors name of a torch dtype."""
     if dtype not in NAMES:
         raise Unsupported(
             f"Tensors of {dtype} cannot be saved: the safetensors format does not support it. Save a "
@@ -42,11 +38,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a safetensors dtype name.
-
-    Raises:
-        Unsupported: this torch does not have the dtype.
-    """
+    """Return the torch dtype of a safetensors dtype name."""
     if name not in _TORCH:
         known = f" (torch.{TORCH_NAMES[name]})" if name in TORCH_NAMES else ""
         raise Unsupported(

@@ -35,24 +35,22 @@ from holdfast.checkpoint.store.contract import (
     ends_early,
     length_error,
 )
-from holdfast.checkpoint.store.durable_names import (
-    DurableNames,
-    folder_of,
-    ignoring,
-    levels,
-    open_for_sync,
-    opened_for_sync,
-    sync_directory,
-    sync_names,
-)
 from holdfast.checkpoint.store.lookup import (
     NOT_REGULAR,
     O_PATH,
+    DurableNames,
+    folder_of,
+    ignoring,
     is_foreign,
+    levels,
     make_folders,
+    open_for_sync,
     open_regular,
     opened_folder,
+    opened_for_sync,
     refused,
+    sync_directory,
+    sync_names,
     translating,
     why_foreign,
 )

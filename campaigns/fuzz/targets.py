@@ -228,9 +228,8 @@ def _run_value(data: bytes) -> None:
 def _run_plain_forms(data: bytes) -> None:
     """Bring a value into the forms in which readers show and export it."""
     from holdfast.checkpoint.format import values
-    from holdfast.checkpoint.format.composites import composites
     from holdfast.checkpoint.format.limits import MAX_DEPTH
-    from holdfast.checkpoint.format.plain_forms import place_entries, plain_form
+    from holdfast.checkpoint.format.nesting import composites, place_entries, plain_form
     from holdfast.system.documents import decode
 
     value = values.decode(decode(data, "values", max_depth=MAX_DEPTH))
@@ -250,9 +249,8 @@ def _run_fitting(data: bytes) -> None:
 
     from holdfast.checkpoint.format import values
     from holdfast.checkpoint.format.limits import MAX_DEPTH
-    from holdfast.checkpoint.state.fitting import fit
+    from holdfast.checkpoint.state.fitting import Updates, fit
     from holdfast.checkpoint.state.tree import insert_tensors
-    from holdfast.checkpoint.state.updates import Updates
     from holdfast.system.documents import decode
 
     kind = enum.Flag("E", ["A", "B"], module="m")
@@ -860,7 +858,7 @@ _WORDS = (
 def _run_words(data: bytes) -> None:
     from holdfast.checkpoint.format import names
     from holdfast.checkpoint.store.address import hide_secrets, parse_address
-    from holdfast.checkpoint.store.object_names import check_name
+    from holdfast.checkpoint.store.contract import check_name
     from holdfast.system import units
     from holdfast.watch.compiled.trust import place_of
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.limits import MAX_ATTEMPT, MAX_RANKS, MAX_STEP
 from holdfast.checkpoint.format.names import Parsed
-from holdfast.checkpoint.store.object_names import check_name
+from holdfast.checkpoint.store.contract import check_name
 
 steps, attempts, ranks = (st.integers(0, most) for most in (MAX_STEP, MAX_ATTEMPT, MAX_RANKS - 1))
 

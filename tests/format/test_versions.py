@@ -11,8 +11,7 @@ import torch
 
 from holdfast.checkpoint.format import manifest, names
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
-from holdfast.checkpoint.format.versions import Versions
+from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal_lines
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, Unsupported

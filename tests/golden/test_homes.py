@@ -22,7 +22,7 @@ from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, Sa
 from holdfast.checkpoint.format.values import EntryRef, TensorRef
 from holdfast.checkpoint.home.documents import read_run
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
-from holdfast.checkpoint.state import torch_dtypes
+from holdfast.checkpoint.state import tensors
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Unsupported
 
@@ -203,7 +203,7 @@ def test_every_dtype(name: str) -> None:
 
 def test_a_dtype_that_this_torch_lacks_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As float8_e8m0fnu on torch 2.6; the other tensors are read."""
-    monkeypatch.delitem(torch_dtypes._TORCH, "F8_E8M0", raising=False)
+    monkeypatch.delitem(tensors._TORCH, "F8_E8M0", raising=False)
     opened = open_checkpoint(GOLDEN / "two-ranks")
     with pytest.raises(
         Unsupported, match=r"saved as F8_E8M0 \(torch.float8_e8m0fnu\).*Install a newer torch"

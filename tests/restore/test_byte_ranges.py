@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.format.layout import Shard
-from holdfast.checkpoint.format.partitioning import Region
-from holdfast.checkpoint.restore.byte_ranges import (
+from holdfast.checkpoint.format.layout import (
+    Shard,
     byte_ranges,
     contiguous_cover,
     is_contiguous,
     item_offset,
     range_bytes,
 )
+from holdfast.checkpoint.format.partitioning import Region
 
 SIDES = st.lists(
     st.integers(1, 5).flatmap(

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
-from holdfast.checkpoint.format.fill_target import FillTarget
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, Region, whole
+from holdfast.checkpoint.format.partitioning import EvenPartitioning, FillTarget, Region, whole
 from holdfast.checkpoint.restore import fill as filling
 from holdfast.checkpoint.restore.fill import TensorSink, region_sink
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import ReadStats
-from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, InvalidInput, NotFound

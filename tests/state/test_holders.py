@@ -65,8 +65,9 @@ def test_equal_ranks_exchange_one_digest() -> None:
 
 def test_a_single_rank_does_not_communicate() -> None:
     """There may be no process group at all."""
-    agreement = agree(_inventory("model.a"), 0, 1, lambda value: pytest.fail("asked"))
-    assert agreement.layout("model.a", None, is_lowest=False, in_module=True).copies == ((0,),)
+    state = State({"model": torch.nn.Linear(1, 1)}, world=(0, 1))
+    state.agree(lambda value: pytest.fail("asked"))
+    assert state.capture().shardings["model.weight"].copies == ((0,),)
 
 
 def test_each_pipeline_stage_holds_its_own_layers() -> None:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, SequentialLR, StepLR
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.values import decode, encode
 from holdfast.checkpoint.state import State, per_rank, replicated
-from holdfast.checkpoint.state.torch_dtypes import dtype_name, torch_dtype
+from holdfast.checkpoint.state.tensors import dtype_name, torch_dtype
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from state.trip import kept, same
 

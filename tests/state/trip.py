@@ -13,7 +13,7 @@ from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.sealed import dumps
 from holdfast.checkpoint.format.values import decode
 from holdfast.checkpoint.state import CapturedState, Load, State
-from holdfast.checkpoint.state.torch_dtypes import dtype_name
+from holdfast.checkpoint.state.tensors import dtype_name
 
 
 class Net(nn.Module):

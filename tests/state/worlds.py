@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 from forkserver import forkserver
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.state import CapturedState, Load, State, assign
-from holdfast.checkpoint.state.torch_dtypes import dtype_name
+from holdfast.checkpoint.state.tensors import dtype_name
 from layouts import LAYOUTS, WORDS, Net, gather, mesh_of, tensor_parallel, whole
 
 FOUR = (

@@ -17,8 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 import xxhash
 
 from holdfast.checkpoint.home.patience import LIMIT_S, Patience
+from holdfast.checkpoint.store.contract import check_name
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.checkpoint.store.object_names import check_name
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
 from holdfast.system.documents import decode_object
 from holdfast.system.environment import report_progress

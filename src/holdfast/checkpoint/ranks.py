@@ -381,19 +381,23 @@ def values_of(outcomes: Iterable[RankOutcome[_T]], rank: int, failure: str) -> l
         HoldfastError: else that of the first rank with one, which is named.
     """
     found = list(outcomes)
-    raise_first([one for one in found if one.error is not None], rank, failure)
+    raise_first(found, rank, failure)
     return [one.value for one in found]  # pyright: ignore[reportReturnType] - without an error it is a value
 
 
-def raise_first(failed: Iterable[RankOutcome[Any]], rank: int, failure: str) -> None:
+def raise_first(outcomes: Iterable[RankOutcome[Any]], rank: int, failure: str) -> None:
     """Raise this rank's own error, else that of the first rank with one; see `values_of`."""
-    for one in sorted(failed, key=lambda one: (one.rank != rank, one.rank)):
-        assert one.error is not None
-        if one.rank == rank or not isinstance(one.error, HoldfastError):
-            raise one.error
-        raise type(one.error)(
-            f"Rank {one.rank} {failure}: {one.error}", step=one.error.step, rank=one.rank, key=one.error.key
-        ) from one.error
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if not failed:
+        return
+    first = next((outcome for outcome in failed if outcome.rank == rank), failed[0])
+    error = first.error
+    assert error is not None
+    if first.rank == rank or not isinstance(error, HoldfastError):
+        raise error
+    raise type(error)(
+        f"Rank {first.rank} {failure}: {error}", step=error.step, rank=first.rank, key=error.key
+    ) from error
 
 
 def this_host() -> tuple[str, str]:

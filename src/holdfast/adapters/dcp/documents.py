@@ -16,7 +16,7 @@ from holdfast.checkpoint.format.layout import Shard, check_name
 from holdfast.checkpoint.format.part import DataFile
 from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.checkpoint.format.value_index import INDEX, ValueIndex
-from holdfast.checkpoint.state.torch_dtypes import NAMES
+from holdfast.checkpoint.state.tensors import NAMES
 from holdfast.errors import InvalidInput, Unsupported
 
 

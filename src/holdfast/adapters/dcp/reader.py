@@ -41,7 +41,7 @@ from holdfast.checkpoint.home.skipped import Skipped
 from holdfast.checkpoint.restore.fill import CollectingSink, TensorSink
 from holdfast.checkpoint.restore.parts import Located, Parts
 from holdfast.checkpoint.restore.read import FileRead, Sink, Want, read
-from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, ResumeWarning, RetryLater

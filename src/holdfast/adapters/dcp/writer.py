@@ -31,8 +31,7 @@ from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.retention import Keep
-from holdfast.checkpoint.state.tensors import PLAIN
-from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.state.tensors import PLAIN, torch_dtype
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
 from holdfast.system.callsite import warn

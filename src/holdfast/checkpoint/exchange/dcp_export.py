@@ -82,7 +82,7 @@ def _describe(
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+    from holdfast.checkpoint.state.tensors import torch_dtype
 
     kinds: dict[str, Any] = {}
     items: dict[Any, Any] = {}

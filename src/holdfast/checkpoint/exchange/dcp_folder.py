@@ -169,7 +169,7 @@ class ItemReader(RegionReader):
         return self._reader.read(region)
 
     def _load(self) -> MemoryReader:
-        from holdfast.checkpoint.state.torch_dtypes import dtype_name
+        from holdfast.checkpoint.state.tensors import dtype_name
 
         data = bytes(read_range(self._path, self._start, self._length))
         tensor = load_bytes(data, f"{self._name} in {self._path.name}")

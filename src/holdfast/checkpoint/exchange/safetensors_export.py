@@ -11,7 +11,7 @@ from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.exchange.prefixes import rename
 from holdfast.checkpoint.format.layout import Shard
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
-from holdfast.checkpoint.restore.export import write_safetensors
+from holdfast.checkpoint.restore.slices import write_safetensors
 
 INDEX = "model.safetensors.index.json"
 PATTERNS = ("model-*-of-*.safetensors", "model.safetensors", INDEX)

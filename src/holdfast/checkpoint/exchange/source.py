@@ -12,9 +12,8 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.layout import Shard, byte_ranges, item_offset
 from holdfast.checkpoint.format.partitioning import Region
-from holdfast.checkpoint.restore.byte_ranges import byte_ranges, item_offset
 from holdfast.errors import Corrupt, NotFound, RetryLater
 
 

@@ -269,7 +269,7 @@ class _Pickler(pickle.Pickler):
         import torch  # imported here, because only writing needs torch
         from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
-        from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+        from holdfast.checkpoint.state.tensors import torch_dtype
 
         stride, step = [], 1
         for size in reversed(obj.shape):
@@ -286,7 +286,7 @@ class _Pickler(pickle.Pickler):
             return None
         import torch
 
-        from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+        from holdfast.checkpoint.state.tensors import torch_dtype
 
         stored = obj.stored
         dtype = torch_dtype(stored.dtype)

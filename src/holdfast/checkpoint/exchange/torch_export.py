@@ -8,8 +8,7 @@ from typing import Any
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.exchange.torch_archive import ArchivedTensor, write_archive
 from holdfast.checkpoint.exchange.trees import make_plain, nest, rename_top_level
-from holdfast.checkpoint.format.nesting import unflatten
-from holdfast.checkpoint.format.plain_forms import plain_form
+from holdfast.checkpoint.format.nesting import plain_form, unflatten
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 
 

@@ -217,7 +217,7 @@ def open_tree(tree: dict[str, Any]) -> Source:
 
 
 def _source_tensor(name: str, tensor: torch.Tensor, pages: Pages) -> SourceTensor:
-    from holdfast.checkpoint.state.torch_dtypes import dtype_name
+    from holdfast.checkpoint.state.tensors import dtype_name
 
     shape = tuple(tensor.shape)
     return SourceTensor(name, dtype_name(tensor.dtype), shape, (MemoryReader(tensor, pages=pages),))

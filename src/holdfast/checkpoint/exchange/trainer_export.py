@@ -11,7 +11,8 @@ from holdfast.checkpoint.exchange import safetensors_export
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.exchange.torch_archive import write_archive
 from holdfast.checkpoint.exchange.torch_export import build_tree
-from holdfast.checkpoint.format.composites import composites, shown_type
+from holdfast.checkpoint.format.composites import shown_type
+from holdfast.checkpoint.format.nesting import composites
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.errors import InvalidInput, Unsupported

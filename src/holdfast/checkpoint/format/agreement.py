@@ -54,7 +54,9 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
         for text, ranks in zip(texts, ranks_of, strict=True)
     ]
     work = _Work(_MIN_WORK + sum(map(len, texts)))
-    tensors, disputed = _unite(catalogs, ranks_of, work)
+    tensors, disputed = dict(catalogs[0].tensors), dict[str, tuple[int, int]]()
+    if len(catalogs) > 1:
+        tensors, disputed = _unite(catalogs, ranks_of, work)
     tied: dict[str, str] = {}
     for catalog in catalogs:
         tied.update(catalog.tied)
@@ -127,12 +129,14 @@ def _check_partitionings(tensors: dict[str, Tensor], world_size: int, work: _Wor
 
 def has_several(tensors: Mapping[str, Tensor]) -> bool:
     """Return True if a rank has several regions of one of the tensors."""
-    listed = {
-        id(tensor.partitioning): tensor.partitioning
-        for tensor in tensors.values()
-        if isinstance(tensor.partitioning, ListedPartitioning)
-    }
-    return any(partitioning.has_several for partitioning in listed.values())
+    seen: set[int] = set()  # thousands of tensors share a few
+    for tensor in tensors.values():
+        cut = tensor.partitioning
+        if isinstance(cut, ListedPartitioning) and id(cut) not in seen:
+            if cut.has_several:
+                return True
+            seen.add(id(cut))
+    return False
 
 
 def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) -> None:

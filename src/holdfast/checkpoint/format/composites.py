@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.checkpoint.format.array_values import Refused, read_array, read_integer, read_object, read_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.limits import MAX_DIMS
-from holdfast.checkpoint.format.value_bodies import Refused, read_array, read_integer, read_object, read_text
 from holdfast.errors import Unsupported
 from holdfast.system.documents import shown
 
@@ -50,11 +49,14 @@ class SavedTensor:
         type: "module:qualified name" of its class, or a name without colon for torch's own kinds.
         inner: by name, a `TensorRef`, another composite tensor, or in a rebuilt tree the tensor itself.
         facts: plain values that describe it.
+        live: in a tree that is fitted to live values, a tensor of the same type with the same facts, which is
+            only looked at.
     """
 
     type: str
     inner: dict[str, Any]
     facts: dict[str, Any]
+    live: Any = field(default=None, repr=False, compare=False)
 
     @property
     def is_class(self) -> bool:
@@ -135,17 +137,3 @@ def raw_of(dtype: str) -> tuple[str, int]:
     stored, count = RAW_DTYPES[dtype]
     assert stored in ITEM_BYTES
     return stored, count
-
-
-def composites(tree: Any, path: str) -> Iterator[tuple[str, SavedTensor]]:
-    """Yield key path and description of each composite tensor in decoded values, outer ones first."""
-    if isinstance(tree, SavedTensor):
-        yield path, tree
-        for name, item in tree.inner.items():
-            yield from composites(item, f"{path}.{name}")
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from composites(item, path if key == UNDER else f"{path}.{key}")
-    elif isinstance(tree, (list, tuple)):
-        for i, item in enumerate(tree):
-            yield from composites(item, f"{path}.{i}")

@@ -22,9 +22,8 @@ from holdfast.checkpoint.format.limits import (
 )
 from holdfast.checkpoint.format.names import OfCheckpoint
 from holdfast.checkpoint.format.part import Ancestors, Part, read_ancestors
-from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal_lines
 from holdfast.checkpoint.format.sections import MAX_MANIFEST_BYTES, Health, Section, Sections, health_of
-from holdfast.checkpoint.format.versions import Versions
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, decode_object, read_integers, shown
 

@@ -1,15 +1,16 @@
-"""Nesting of a checkpoint's content: trees of values and tensors, rebuilt from their names; pure."""
+"""Nesting of a checkpoint's content, for readers without the program: plain values by key path; pure."""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from holdfast.checkpoint.format.plain_forms import place_entries, plain_form
-from holdfast.checkpoint.format.values import TensorRef
+from holdfast.checkpoint.format.composites import UNDER, SavedTensor, composite_items
+from holdfast.checkpoint.format.containers import kind_of
+from holdfast.checkpoint.format.named_types import SavedEnum
+from holdfast.checkpoint.format.values import EntryRef, TensorRef
 
-_GONE = object()  # in place of a reference that is left out
+_GONE = object()  # in place of a reference that is left out or leads nowhere
 
 
 def is_under(name: str, prefix: str) -> bool:
@@ -62,19 +63,21 @@ def _fill(value: Any, names: set[str], tensor: Callable[[str], Any], used: set[s
 
     References to tensors that are not in `names` are left out.
     """
-    if isinstance(value, TensorRef):
-        if value.name not in names:
-            return _GONE
-        used.add(value.name)
-        return tensor(value.name)
-    if isinstance(value, dict):
-        items = ((key, _fill(item, names, tensor, used)) for key, item in value.items())
-        pairs = [(key, item) for key, item in items if item is not _GONE]
-        return collections.OrderedDict(pairs) if isinstance(value, collections.OrderedDict) else dict(pairs)
-    if isinstance(value, (list, tuple, collections.deque)):
-        items = [item for one in value if (item := _fill(one, names, tensor, used)) is not _GONE]
-        return tuple(items) if isinstance(value, tuple) else items
-    return value
+    if not isinstance(value, TensorRef):
+        return _changed(value, lambda item, _: _fill(item, names, tensor, used), "")
+    if value.name not in names:
+        return _GONE
+    used.add(value.name)
+    return tensor(value.name)
+
+
+def _changed(value: Any, change: Callable[[Any, str], Any], path: str) -> Any:
+    """Return a container with `change(item, key path)` in place of each item; another value as it is."""
+    kind = kind_of(value)
+    if kind is None:
+        return value
+    pairs = [(step, change(item, f"{path}.{step}")) for step, item in kind.items(value)]
+    return kind.rebuild(value, [(step, item) for step, item in pairs if item is not _GONE])
 
 
 def insert(tree: dict[str, Any], name: str, tensor: Any) -> None:
@@ -107,3 +110,66 @@ def _parameters(optimizer: dict[str, Any]) -> set[str]:
     if not is_optimizer(optimizer):
         return set()
     return {name for group in optimizer["param_groups"] for name in group["params"]}
+
+
+def plain_form(value: Any) -> Any:
+    """Return a decoded value without types of the program.
+
+    A dataclass or a namespace becomes a dict of its fields, a named tuple a tuple, a deque a list, an enum
+    member its name, and a defaultdict a dict. A composite tensor becomes a dict of its inner tensors, with
+    its type and facts.
+    """
+    if isinstance(value, SavedTensor):
+        value = composite_items(value)
+    elif isinstance(value, SavedEnum):
+        return value.name
+    elif type(value) in (set, frozenset):
+        return type(value)(map(plain_form, value))
+    elif isinstance(value, dict):
+        value = placed_composites(value)
+    kind = kind_of(value)
+    if kind is None:
+        return value
+    return kind.plain([(plain_form(step), plain_form(item)) for step, item in kind.items(value)])
+
+
+def composites(tree: Any, path: str) -> Iterator[tuple[str, SavedTensor]]:
+    """Yield key path and description of each composite tensor in decoded values, outer ones first."""
+    if isinstance(tree, SavedTensor):
+        yield path, tree
+    kind = kind_of(tree)
+    for step, item in () if kind is None else kind.items(tree):
+        yield from composites(item, path if step == UNDER else f"{path}.{step}")
+
+
+def placed_composites(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a module's values with each composite tensor under its own name; another dict as it is."""
+    under = value.get(UNDER)
+    if not isinstance(under, dict):
+        return value
+    return {**{key: item for key, item in value.items() if key != UNDER}, **under}
+
+
+def place_entries(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tree with each object in its container instead of under its key path.
+
+    Args:
+        tree: plain forms by key, with an `EntryRef` for each object. It is only read.
+    """
+    waiting = dict(tree)
+    placed = {key: _Placing(waiting).place(value, key) for key, value in tree.items()}
+    return {key: value for key, value in placed.items() if key in waiting}
+
+
+class _Placing:
+    """One walk that takes objects out of `waiting`, by key path."""
+
+    def __init__(self, waiting: dict[str, Any]) -> None:
+        self._waiting = waiting
+
+    def place(self, value: Any, path: str) -> Any:
+        if not isinstance(value, EntryRef):
+            return _changed(value, self.place, path)
+        # An object's key is the path of its place. So no document can put one into itself.
+        found = self._waiting.pop(path, _GONE) if value.key == path else _GONE
+        return _GONE if isinstance(found, EntryRef) else found

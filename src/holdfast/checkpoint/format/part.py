@@ -23,9 +23,8 @@ from holdfast.checkpoint.format.limits import (
     RUN_ID,
 )
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal_lines
 from holdfast.checkpoint.format.sections import MAX_PART_BYTES, Section, Sections
-from holdfast.checkpoint.format.versions import Versions
 from holdfast.errors import Corrupt
 from holdfast.system.documents import Fields, decode, decode_object, read_integers
 

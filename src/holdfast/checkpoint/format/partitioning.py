@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Region(NamedTuple):
@@ -165,3 +168,16 @@ Partitioning = EvenPartitioning | ListedPartitioning
 def whole(rank: int) -> EvenPartitioning:
     """Return the partitioning of a tensor that one rank wrote whole."""
     return EvenPartitioning((), (rank,))
+
+
+@dataclass(frozen=True, slots=True)
+class FillTarget:
+    """Destination of a saved tensor's bytes.
+
+    Args:
+        tensor: contiguous, of the saved dtype, and of the region's sizes.
+        region: its region of the saved tensor; None for all of it.
+    """
+
+    tensor: torch.Tensor
+    region: Region | None = None

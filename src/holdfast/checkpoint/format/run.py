@@ -16,9 +16,8 @@ from holdfast.checkpoint.format.limits import (
     RUN_ID,
 )
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.sealed import dumps, seal, unseal
+from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal
 from holdfast.checkpoint.format.sections import MAX_REASON_CHARS
-from holdfast.checkpoint.format.versions import Versions
 from holdfast.system.documents import MAX_NUMBER, Fields, refuse
 
 _T = TypeVar(

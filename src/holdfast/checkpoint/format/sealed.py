@@ -1,16 +1,18 @@
-"""Sealed documents: canonical JSON with its own xxh3-128, so that changed bits are detected."""
+"""Sealed documents: canonical JSON with its own xxh3-128 and a version, so that changed bits are detected."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import xxhash
 
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.limits import MAX_DEPTH, MAX_DOCUMENT_BYTES, MAX_SMALL_BYTES
-from holdfast.errors import Corrupt
-from holdfast.system.documents import Fields, decode_object
+from holdfast.errors import Corrupt, Unsupported
+from holdfast.system.documents import Fields, decode_object, shown
 
 _OPEN = b'{"xxh3_128":"'
 _HEAD_BYTES = len(_OPEN) + 32 + 2  # the digest, then `",`
@@ -76,3 +78,47 @@ def _digest_of_rest(document: bytes) -> str:
     hashing = xxhash.xxh3_128(b"{")
     hashing.update(memoryview(document)[_HEAD_BYTES:])
     return hashing.hexdigest()
+
+
+_Parser = TypeVar("_Parser", bound="Callable[..., Any]")
+
+
+@dataclass(frozen=True, slots=True)
+class Versions(Generic[_Parser]):
+    """Versions of one kind of document that can be read, each with its parser.
+
+    A new version is one more entry of `parsers`; the older ones stay. `written` follows when every reader in
+    use can read it. A document with content that `written` does not allow has a greater version.
+    """
+
+    kind: str
+    written: int
+    parsers: Mapping[int, _Parser]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """First members of a document that is written."""
+        return self.header_of(self.written)
+
+    def header_of(self, version: int) -> dict[str, Any]:
+        """Return the first members of a document of a version."""
+        return {"format": self.kind, "version": version}
+
+    def parser(self, body: Fields, what: str) -> _Parser:
+        """Return the parser of the version that a document states.
+
+        Raises:
+            Corrupt: it is another kind of document.
+            Unsupported: its version is newer than all that can be read.
+        """
+        kind = body.members.get("format")
+        if kind != self.kind:
+            raise Corrupt(f"{what} is a {shown(kind)} document, expected {self.kind!r}.", key=what)
+        version = body.members.get("version")
+        if type(version) is not int or version not in self.parsers:
+            raise Unsupported(
+                f"{what} has format version {shown(version)}; this Holdfast reads up to {max(self.parsers)}. "
+                "Upgrade it.",
+                key=what,
+            )
+        return self.parsers[version]

@@ -24,24 +24,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.checkpoint.format.array_values import (
+    Refused,
     decode_dtype,
     decode_ndarray,
     decode_structured,
     decode_torch,
     encoder_of,
-)
-from holdfast.checkpoint.format.composites import SavedTensor, check_composite, read_composite
-from holdfast.checkpoint.format.limits import MAX_VALUE_DEPTH
-from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.checkpoint.format.value_advice import advice_for
-from holdfast.checkpoint.format.value_bodies import (
-    Refused,
     read_array,
     read_bytes,
     read_integer,
     read_object,
     read_text,
 )
+from holdfast.checkpoint.format.composites import SavedTensor, check_composite, read_composite
+from holdfast.checkpoint.format.limits import MAX_VALUE_DEPTH
+from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.checkpoint.format.value_advice import advice_for
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.system.documents import MAX_NUMBER_CHARS, is_text, shown
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from holdfast.checkpoint.format.names import CheckpointId
@@ -45,9 +46,7 @@ class Candidates:
     survey: Survey
     order: tuple[CheckpointId, ...]  # newest first
     skipped: tuple[Skipped, ...]  # complete but for a manifest that could not be written
-    node_local: Mapping[
-        CheckpointId, NodeLocalCheckpoint
-    ]  # complete in the local folders of all ranks and home together
+    node_local: Mapping[CheckpointId, NodeLocalCheckpoint]  # complete in all local folders and home together
     lacking: Mapping[CheckpointId, list[int]]  # ranks whose files no tier has
 
     @property
@@ -59,11 +58,6 @@ class Candidates:
 def find_candidates(request: Request, patience: Patience) -> Candidates:
     """Find the checkpoints that may be restored. Commits those that lack only their manifest.
 
-    Raises:
-        NotFound: there is no checkpoint of the requested step.
-        RetryLater: a tier could not be read on some rank until the patience ended.
-        HoldfastError: another error of a tier, on any rank.
-
     Ranks: collective.
     """
     survey = _survey(request, patience)
@@ -71,6 +65,7 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
     lacking: dict[CheckpointId, list[int]] = {}
     if request.own_local is not None:
         node_local, lacking = _find_node_local(request.own_local, request, survey, patience)
+    # By attempt, then step, never by time: clocks differ. An attempt continues what it restored: note 001.
     order = tuple(sorted({*survey.found, *node_local}, reverse=True))
     skipped = tuple(one for one in survey.denied if one.checkpoint_id not in node_local)
     if request.step is not None:
@@ -90,12 +85,11 @@ def _survey(request: Request, patience: Patience) -> Survey:
     """List the tiers on rank 0: all of them, or only home if other ranks have other local folders."""
     store = request.store if request.own_local is None else request.store.copies()[-1]
 
-    def survey() -> dict[str, Any]:
-        return _as_message(patience.spend(store.url, lambda: _list_tiers(store, request)))
-
-    outcome = request.group.on_first(survey)
-    if outcome.error is not None:
-        raise_first([outcome], request.group.rank, f"could not list {store.url}")
+    find = partial(patience.spend, store.url, partial(_list_tiers, store, request))
+    if request.group.world_size == 1:
+        return find()  # there is no other rank to send it to
+    outcome = request.group.on_first(lambda: _as_message(find()))
+    raise_first([outcome], request.group.rank, f"could not list {store.url}")
     return _from_message(outcome.value or {})
 
 
@@ -162,11 +156,7 @@ def _list_tiers(store: Store, request: Request) -> Survey:
 def _find_whole(
     store: Store, home: Listing, run_id: str | None, complete: Collection[CheckpointId], step: int | None
 ) -> Iterator[CheckpointId]:
-    """Yield the saves that lack only their manifest, without writing it. See `_finish_commits`.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Yield the saves that lack only their manifest, without writing it. See `_finish_commits`."""
     for saved in home.by_step():
         if step not in (None, saved.step) or saved.checkpoint_id in complete:
             continue
@@ -189,9 +179,6 @@ def _finish_commits(
         complete: checkpoints that are complete in some copy; a failure to complete them here does no harm.
         denied: receives the saves that could not be completed, since the store refuses writes.
         step: consider this step only; None for all.
-
-    Raises:
-        RetryLater: the store failed.
     """
     finished: list[tuple[CheckpointId, str]] = []
     for saved in home.by_step():
@@ -216,11 +203,7 @@ def _finish_commits(
 def _find_node_local(
     own_local: Store, request: Request, survey: Survey, patience: Patience
 ) -> tuple[dict[CheckpointId, NodeLocalCheckpoint], dict[CheckpointId, list[int]]]:
-    """Return the checkpoints that all folders and home hold together, and missing ranks of others.
-
-    Raises:
-        HoldfastError: a rank could not list its folder.
-    """
+    """Return the checkpoints that all folders and home hold together, and missing ranks of others."""
 
     def list_folder() -> list[dict[str, Any]]:
         found = patience.spend(
@@ -236,9 +219,6 @@ def _find_node_local(
 
 def gather_values(request: Request, found: Candidates, metric: str, patience: Patience) -> MetricByCheckpoint:
     """Return the values of a metric, from the tiers of all ranks.
-
-    Raises:
-        HoldfastError: a rank could not read its tiers.
 
     Ranks: collective.
     """

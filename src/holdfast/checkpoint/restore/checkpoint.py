@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from holdfast.checkpoint.format import values as value_format
-from holdfast.checkpoint.format.composites import composites, shown_type
+from holdfast.checkpoint.format.composites import shown_type
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.nesting import composites
 from holdfast.checkpoint.format.run import Run
 from holdfast.checkpoint.format.value_index import ValueIndex
 from holdfast.checkpoint.home.documents import read_manifest, read_run
@@ -23,7 +24,7 @@ from holdfast.checkpoint.home.metrics import read_metrics, read_values
 from holdfast.checkpoint.home.newest import from_listing, list_patiently, usable
 from holdfast.checkpoint.home.patience import Patience
 from holdfast.checkpoint.home.skipped import Skipped
-from holdfast.checkpoint.restore import export as exporting
+from holdfast.checkpoint.restore import slices
 from holdfast.checkpoint.restore import verify as verifying
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import ReadStats
@@ -40,7 +41,7 @@ from holdfast.system.units import parse_duration, plural
 if TYPE_CHECKING:
     import torch
 
-    from holdfast.checkpoint.restore.live_objects import Loaded
+    from holdfast.checkpoint.restore.fill import Loaded
 
 HomeLike = Union[str, "os.PathLike[str]", Store]
 
@@ -256,11 +257,9 @@ class Checkpoint:
         Ranks: not collective; but with FSDP1, whose state dicts are, every rank calls it.
         Blocks: until `target` is filled.
         """
-        from holdfast.checkpoint.restore import (
-            live_objects,  # not above: reading a checkpoint does not need torch
-        )
+        from holdfast.checkpoint.restore.fill import load_into  # not above: reading does not need torch
 
-        return live_objects.load_into(
+        return load_into(
             self._store, self._parts, target, key, strict=strict, rename=rename, num_threads=num_threads
         )
 
@@ -327,7 +326,7 @@ class Checkpoint:
         Blocks: until the file is durable.
         """
         self._parts.part(rank)
-        return exporting.export(
+        return slices.export(
             self._store, self._parts, Path(path), rank=rank, overwrite=overwrite, num_threads=num_threads
         )
 
@@ -396,17 +395,17 @@ class Checkpoint:
     def _composite_type(self, key: str) -> str | None:
         """Return the type of the composite tensor with a name, or None."""
         for top, value in self.values().items():
-            for path, one in composites(value, top):
+            for path, saved in composites(value, top):
                 if path == key:
-                    return shown_type(one.type, one.facts)
+                    return shown_type(saved.type, saved.facts)
         return None
 
     def _read(self, wanted: list[str], rank: int, num_threads: int) -> dict[str, torch.Tensor]:
         import torch  # not above: reading a checkpoint does not need it
 
-        from holdfast.checkpoint.format.fill_target import FillTarget
+        from holdfast.checkpoint.format.partitioning import FillTarget
         from holdfast.checkpoint.restore.fill import fill
-        from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+        from holdfast.checkpoint.state.tensors import torch_dtype
 
         found = {}
         for name in wanted:
@@ -473,12 +472,12 @@ def _open_listed(
     skipped: list[Skipped] = []
     errors: list[HoldfastError] = []
 
-    def note(one: Skipped, error: HoldfastError) -> None:
-        skipped.append(one)
+    def note(skip: Skipped, error: HoldfastError) -> None:
+        skipped.append(skip)
         errors.append(error)
 
-    def load(one: CheckpointId) -> Manifest:
-        return read_manifest(store, one, run_id)
+    def load(checkpoint: CheckpointId) -> Manifest:
+        return read_manifest(store, checkpoint, run_id)
 
     if best is not None:
         newest = next(usable(matching, load, url=store.url, patience=waits, on_skipped=note), None)

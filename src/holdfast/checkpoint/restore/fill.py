@@ -1,20 +1,24 @@
-"""Fill of torch tensors with verified bytes of a checkpoint."""
+"""Fill of torch tensors, and by a reader of live objects, with verified bytes of a checkpoint."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from holdfast.checkpoint.format.fill_target import FillTarget
+from holdfast.checkpoint.format.layout import contiguous_cover, is_contiguous, item_offset
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.partitioning import Region
-from holdfast.checkpoint.restore.byte_ranges import contiguous_cover, is_contiguous, item_offset
+from holdfast.checkpoint.format.partitioning import FillTarget, Region
 from holdfast.checkpoint.restore.parts import Located, Parts
 from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
-from holdfast.checkpoint.state.torch_dtypes import torch_dtype
+from holdfast.checkpoint.state import Load, State
+from holdfast.checkpoint.state.load import LoadPlan, mismatch, renamer
+from holdfast.checkpoint.state.sharding import may_be_sharded
+from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import InvalidInput, MissingKey
 from holdfast.system.rawbytes import copy_to
@@ -125,12 +129,6 @@ def plan_fill(
         targets: contiguous tensors of the saved dtype by name or alias of the saved one, each with its region
             of the saved tensor.
         rank: rank whose per-rank tensors are read, modulo the saved world size.
-
-    Raises:
-        NotFound: a missing name (`MissingKey`), part or file.
-        InvalidInput: a target of another dtype or shape, or not contiguous.
-        Corrupt: a part is damaged.
-        RetryLater: the store failed.
     """
     missing = [name for name in targets if name not in manifest.tensors and name not in manifest.tied]
     if missing:
@@ -215,3 +213,93 @@ def _want(tensor: torch.Tensor, place: Region, found: Located) -> Want:
     if rows == common and is_contiguous(common, place):
         return Want(start, num_bytes, TensorSink(tensor, item_offset(common, place) * item_bytes))
     return Want(start, num_bytes, region_sink(tensor, place, common, rows))
+
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Differences between a loaded checkpoint and the live objects; all empty if they fit exactly."""
+
+    missing: tuple[str, ...]  # names that only the live objects have; they stay as they are
+    unexpected: tuple[str, ...]  # names that only the checkpoint has
+    notes: tuple[str, ...]  # casts, for example
+
+
+def load_into(
+    store: Store,
+    parts: Parts,
+    target: torch.nn.Module | MutableMapping[str, Any],
+    key: str | None,
+    *,
+    strict: bool,
+    rename: Rename,
+    num_threads: int,
+) -> Loaded:
+    """Fill live objects from a checkpoint; see `Checkpoint.load_into`."""
+    rank = torch.distributed.get_rank() if may_be_sharded() else 0
+    source = rank % parts.manifest.world_size
+    if isinstance(target, torch.nn.Module):
+        loading = _plan_objects({key or "model": target}, parts, source, strict=strict, rename=rename)
+    elif not isinstance(target, MutableMapping):
+        raise InvalidInput(
+            f"load_into() fills a module, or a mapping of objects or tensors by name, but got a "
+            f"{type(target).__name__}. Nothing was changed."
+        )
+    elif target and all(isinstance(value, torch.Tensor) for value in target.values()):
+        loading = _plan_tensors(target, key, parts, rank, strict=strict, rename=rename)
+    elif key is not None:
+        raise InvalidInput(
+            f"key={key!r} goes with a module or a mapping of tensors; a mapping of objects has the keys "
+            "of the checkpoint. Nothing was changed."
+        )
+    else:
+        loading = _plan_objects(target, parts, source, strict=strict, rename=rename)
+    fill(store, parts.manifest, loading.targets, source, num_threads=num_threads, parts=parts)
+    loading.finish()
+    return Loaded(tuple(loading.missing), tuple(loading.unexpected), tuple(loading.notes))
+
+
+def _plan_objects(
+    objects: MutableMapping[str, Any], parts: Parts, source: int, *, strict: bool, rename: Rename
+) -> Load:
+    own, *others = (parts.part(saved).values for saved in parts.structures(source))
+    return State(objects).load(
+        parts.tensors_for(source),
+        parts.manifest.tied,
+        own,
+        others=others,
+        strict=strict,
+        only=list(objects),  # not the generators: a reader keeps its own
+        rename=rename,
+        own_rank=False,
+    )
+
+
+def _plan_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    key: str | None,
+    parts: Parts,
+    rank: int,
+    *,
+    strict: bool,
+    rename: Rename,
+) -> Load:
+    """Plan the fill of a state dict. Its names are those of the checkpoint without the prefix `key`."""
+    prefix = "" if key is None else f"{key}."
+    plan = LoadPlan(parts.tensors_for(rank), parts.manifest.tied, {}, renamer(rename), rank=rank)
+    for name, tensor in tensors.items():
+        label = prefix + name
+        if label in plan.saved_names:
+            plan.fill(plan.saved_names[label], tensor, label)
+        else:
+            plan.missing.append(label)
+    extra = [
+        saved
+        for live, saved in plan.saved_names.items()
+        if key is not None and live.startswith(prefix) and saved not in plan.used
+    ]
+    if strict and (plan.missing or extra):
+        raise mismatch(plan.missing, extra)
+    return Load(plan, extra)

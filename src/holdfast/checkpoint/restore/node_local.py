@@ -71,13 +71,10 @@ def find_holdings(
     Args:
         run_id: id of the run; parts of other runs are left out. None for any run.
         besides: checkpoints to leave out.
-
-    Raises:
-        RetryLater: the store failed.
     """
     found: list[Holding] = []
-    for one, saved in list_home(store).saved.items():
-        if one in besides:
+    for checkpoint, saved in list_home(store).saved.items():
+        if checkpoint in besides:
             continue
         for rank in sorted(saved.parts.keys() & saved.data.keys()):
             try:
@@ -88,8 +85,8 @@ def find_holdings(
                 frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
                 found.append(
                     Holding(
-                        attempt=one.attempt,
-                        step=one.step,
+                        attempt=checkpoint.attempt,
+                        step=checkpoint.step,
                         rank=rank,
                         world_size=part.world_size,
                         part_bytes=len(text),
@@ -129,26 +126,21 @@ def put_together(
             add(file, (rank,))
     complete: list[NodeLocalCheckpoint] = []
     lacking: dict[CheckpointId, list[int]] = {}
-    for one, by_rank in copies.items():
+    for checkpoint, by_rank in copies.items():
         world_size = max(file.world_size for found in by_rank.values() for file in found)
         absent = [rank for rank in range(world_size) if rank not in by_rank]
         if absent:
-            lacking[one] = absent
+            lacking[checkpoint] = absent
             continue
         # No file is written twice with other bytes. If it were, the copy that most ranks can read is used.
         chosen = [max(by_rank[rank].items(), key=lambda copy: len(copy[1])) for rank in range(world_size)]
         holders = {file.rank: tuple(sorted(set(ranks))) for file, ranks in chosen}
-        complete.append(NodeLocalCheckpoint(one, tuple(file for file, _ in chosen), holders))
+        complete.append(NodeLocalCheckpoint(checkpoint, tuple(file for file, _ in chosen), holders))
     return complete, lacking
 
 
 def read_texts(store: Store, files: Iterable[Holding]) -> dict[int, str]:
-    """Return the part documents of some ranks' files, by rank.
-
-    Raises:
-        NotFound, Corrupt: a part has changed since it was found.
-        RetryLater: the store failed.
-    """
+    """Return the part documents of some ranks' files, by rank."""
     texts: dict[int, str] = {}
     for file in files:
         name = names.part(file.step, file.attempt, file.rank)
@@ -172,9 +164,6 @@ def assemble(found: NodeLocalCheckpoint, texts: Mapping[int, str]) -> MemoryStor
     """Return the documents of a node-local checkpoint in memory, with the manifest of its commit.
 
     Pure but for the store that it makes: every rank makes the same manifest.
-
-    Raises:
-        Corrupt: the parts do not fit together, or one cannot be read.
     """
     store, step, attempt = MemoryStore("parts"), found.checkpoint.step, found.checkpoint.attempt
     documents = [(names.part(step, attempt, rank), texts[rank].encode()) for rank in range(len(found.files))]

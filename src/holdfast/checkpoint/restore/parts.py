@@ -36,14 +36,7 @@ class Parts:
         self._shards: dict[int, dict[str, list[tuple[Shard, int]]]] = {}
 
     def part(self, rank: int) -> Part:
-        """Return the part of a rank.
-
-        Raises:
-            InvalidInput: the checkpoint has no such rank.
-            NotFound: the part is missing.
-            Corrupt: the part is damaged.
-            RetryLater: the store failed.
-        """
+        """Return the part of a rank."""
         if not 0 <= rank < self.manifest.world_size:
             count, step = self.manifest.world_size, self.manifest.step
             raise InvalidInput(
@@ -65,21 +58,16 @@ class Parts:
             name: a tensor of the manifest, not an alias.
             rank: rank whose copy of a per-rank tensor is found, see `holder`.
             region: region of the tensor; all of it by default.
-
-        Raises:
-            Corrupt: the parts do not match the manifest.
-            NotFound: a part is missing.
-            RetryLater: the store failed.
         """
         tensor = self.manifest.tensors[name]
         if tensor.partitioning is None:
-            one = self.holder(name, rank)
-            shard, start = self._held(name, one, NotFound)[0]
-            yield Located(one, shard, Region(shard.offsets, shard.sizes), start)
+            owner = self.holder(name, rank)
+            shard, start = self._held(name, owner, NotFound)[0]
+            yield Located(owner, shard, Region(shard.offsets, shard.sizes), start)
             return
         wanted = Region.whole(tensor.shape) if region is None else region
-        for one, expected in tensor.partitioning.touching(wanted, tensor.shape):
-            held = self._held(name, one, Corrupt)
+        for owner, expected in tensor.partitioning.touching(wanted, tensor.shape):
+            held = self._held(name, owner, Corrupt)
             facts = tensor.dtype, tensor.shape, *expected
             same = (
                 row for row in held if (row[0].dtype, row[0].shape, row[0].offsets, row[0].sizes) == facts
@@ -87,14 +75,14 @@ class Parts:
             shard, start = next(same, (None, 0))
             if shard is None:
                 raise Corrupt(
-                    f"The manifest of step {self.manifest.step} and the part of rank {one} differ for "
+                    f"The manifest of step {self.manifest.step} and the part of rank {owner} differ for "
                     f"{name}: expected {expected} of {tensor.dtype}{list(tensor.shape)} on this rank, found "
                     f"{', '.join(str(row[0]) for row in held[:8])}.",
                     step=self.manifest.step,
-                    rank=one,
+                    rank=owner,
                     key=name,
                 )
-            yield Located(one, shard, expected, start)
+            yield Located(owner, shard, expected, start)
 
     def _held(self, name: str, rank: int, error: type[HoldfastError]) -> list[tuple[Shard, int]]:
         """Return the shards of a tensor that a rank wrote, with their first bytes. There is at least one."""
@@ -117,13 +105,7 @@ class Parts:
         return list(first_of.values())
 
     def value_index(self) -> ValueIndex | None:
-        """Return the index of the values that the ranks have divided; None if each has saved its own.
-
-        Raises:
-            NotFound: the part of rank 0 is missing.
-            Corrupt: it, or its index, is damaged.
-            RetryLater: the store failed.
-        """
+        """Return the index of the values that the ranks have divided; None if each has saved its own."""
         first = self.part(0)
         if INDEX not in first.values:
             return None
@@ -144,20 +126,15 @@ class Parts:
         `structures` that did: ranks that were in another pipeline stage need a buffer of this one.
         """
         own = rank % self.manifest.world_size
-        for one in self.structures(rank):
-            if name in self._shards_in(one):
-                return one
+        for saved in self.structures(rank):
+            if name in self._shards_in(saved):
+                return saved
         return own
 
     def shape_of(self, name: str, rank: int) -> tuple[str, tuple[int, ...]] | None:
         """Return dtype and shape of a rank's tensor; None for a per-rank tensor that was not saved for it.
 
         Ranks may differ in the shape of a per-rank tensor; the manifest has that of the first rank.
-
-        Raises:
-            NotFound: a part is missing.
-            Corrupt: a part is damaged.
-            RetryLater: the store failed.
         """
         tensor = self.manifest.tensors[name]
         if tensor.owner != EACH:
@@ -166,11 +143,7 @@ class Parts:
         return None if held is None else (held[0][0].dtype, held[0][0].shape)
 
     def tensors_for(self, rank: int) -> dict[str, Tensor]:
-        """Return the manifest's tensors by name, per-rank ones as a rank has saved them.
-
-        Raises:
-            HoldfastError: as `shape_of`.
-        """
+        """Return the manifest's tensors by name, per-rank ones as a rank has saved them."""
         tensors = self.manifest.tensors
         shapes = {name: self.shape_of(name, rank) for name, one in tensors.items() if one.owner == EACH}
         own = {

@@ -60,11 +60,7 @@ class FileRead:
 
     @property
     def file(self) -> DataFile:
-        """Size and hashes of the file.
-
-        Raises:
-            Corrupt: the part has no such file.
-        """
+        """Size and hashes of the file."""
         name = self.part.file_name(frozen=self.frozen)
         if name not in self.part.files:
             raise Corrupt(
@@ -251,45 +247,35 @@ class _Crew:
 
     def _loop(self) -> None:
         try:
-            self._drain()
+            if not self._todo:
+                return
+            view = memoryview(mmap.mmap(-1, self._buffer_bytes))  # page-aligned, as direct reads need
+            while not self._errors:
+                try:
+                    read = self._todo.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                self._do(read, view[: read.stop - read.start])
         except BaseException as error:  # noqa: BLE001 - must reach the caller from whatever thread
             self._errors.append(error)
             self._todo.clear()
 
-    def _drain(self) -> None:
-        if not self._todo:
-            return
-        view = memoryview(mmap.mmap(-1, self._buffer_bytes))  # page-aligned, as direct reads need
-        while not self._errors:
-            try:
-                one = self._todo.popleft()
-            except IndexError:
-                return
-            self._do(one, view[: one.stop - one.start])
-
-    def _do(self, one: Read, buffer: memoryview) -> None:
-        self._deliver(one, fetch(self._store, one, buffer))
-        if self._on_bytes is not None:
-            with self._lock:
-                self._on_bytes(len(buffer))
-
-    def _deliver(self, one: Read, fetched: Fetched) -> None:
-        if fetched.view is None:
-            if self._on_error is None:
-                raise decisive_error(fetched.errors)
-            for error in fetched.errors:
-                self._report(error, self._on_error)
-            return
-        num_bytes = deliver(one, fetched.view)
+    def _do(self, read: Read, buffer: memoryview) -> None:
+        fetched = fetch(self._store, read, buffer)
+        if fetched.view is None and self._on_error is None:
+            raise decisive_error(fetched.errors)
+        num_bytes = 0 if fetched.view is None else deliver(read, fetched.view)
         with self._lock:
+            if fetched.view is None and self._on_error is not None:
+                for error in fetched.errors:
+                    self._on_error(error)
+            else:
+                self.recovered_from += map(str, fetched.errors)
             self.num_delivered += num_bytes
-            for url, num_bytes in fetched.sources.items():
-                self.sources[url] = self.sources.get(url, 0) + num_bytes
-            self.recovered_from += map(str, fetched.errors)
-
-    def _report(self, error: HoldfastError, on_error: Callable[[HoldfastError], None]) -> None:
-        with self._lock:
-            on_error(error)
+            for url, good_bytes in fetched.sources.items():
+                self.sources[url] = self.sources.get(url, 0) + good_bytes
+            if self._on_bytes is not None:
+                self._on_bytes(len(buffer))
 
 
 class Fetched(NamedTuple):
@@ -300,7 +286,7 @@ class Fetched(NamedTuple):
     errors: list[HoldfastError]  # of copies that were tried before a good one, or of all
 
 
-def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
+def fetch(store: Store, read: Read, buffer: memoryview) -> Fetched:
     """Return the verified bytes of one read, each chunk from its nearest good copy.
 
     Args:
@@ -312,10 +298,10 @@ def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
     sources: dict[str, int] = {}
     errors: list[HoldfastError] = []
     missing: list[HoldfastError] = []  # a nearer tier need not have an object
-    left = [(one.start, one.stop)]
+    left = [(read.start, read.stop)]
     for copy in store.copies():
         try:
-            view = _read_from(copy, one, buffer, left, view)
+            view = _read_from(copy, read, buffer, left, view)
         except NotFound as error:
             missing.append(error)
             continue
@@ -323,7 +309,7 @@ def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
             errors.append(error)
             continue
         num_left = _num_bytes(left)
-        left, found = find_damage(one, view, left)
+        left, found = find_damage(read, view, left)
         errors += found
         if num_good := num_left - _num_bytes(left):
             sources[copy.url] = num_good
@@ -333,21 +319,21 @@ def fetch(store: Store, one: Read, buffer: memoryview) -> Fetched:
 
 
 def _read_from(
-    copy: Store, one: Read, buffer: memoryview, ranges: list[ByteRange], view: memoryview | None
+    copy: Store, read: Read, buffer: memoryview, ranges: list[ByteRange], view: memoryview | None
 ) -> memoryview:
     """Return the bytes of a read, unverified, with those of some ranges from this copy.
 
     Args:
         view: bytes of the read from nearer copies, if any has them; the other ranges come from there.
     """
-    num_bytes = one.stop - one.start
+    num_bytes = read.stop - read.start
     if view is None and copy.properties.zero_copy_views:
-        return copy.read_view(one.name, one.start, num_bytes)
+        return copy.read_view(read.name, read.start, num_bytes)
     whole = buffer[:num_bytes]
     if view is not None and view.obj is not buffer.obj:
         whole[:] = view
     for start, stop in ranges:
-        copy.read_into(one.name, start, whole[start - one.start : stop - one.start])
+        copy.read_into(read.name, start, whole[start - read.start : stop - read.start])
     return whole
 
 
@@ -356,7 +342,7 @@ def _num_bytes(ranges: list[ByteRange]) -> int:
 
 
 def find_damage(
-    one: Read, view: memoryview, ranges: list[ByteRange]
+    read: Read, view: memoryview, ranges: list[ByteRange]
 ) -> tuple[list[ByteRange], list[HoldfastError]]:
     """Return the ranges of a read's damaged chunks, with an error for each.
 
@@ -364,31 +350,31 @@ def find_damage(
         view: bytes of the read.
         ranges: ranges of the file to check, of whole chunks.
     """
-    chunk_bytes, hashes = one.file.chunk_bytes, one.file.hashes
+    chunk_bytes, hashes = read.file.chunk_bytes, read.file.hashes
     damaged: list[ByteRange] = []
     errors: list[HoldfastError] = []
     for start, stop in ranges:
-        found = hash_chunks(view[start - one.start : stop - one.start], chunk_bytes)
+        found = hash_chunks(view[start - read.start : stop - read.start], chunk_bytes)
         at = start // chunk_bytes * DIGITS
         if found == hashes[at : at + len(found)]:
             continue
         for i, (low, high) in enumerate(chunk_ranges(stop - start, chunk_bytes)):
             number, digits = start // chunk_bytes + i, found[i * DIGITS : (i + 1) * DIGITS]
-            if digits != one.file.hash_of(number):
+            if digits != read.file.hash_of(number):
                 damaged.append((start + low, start + high))
-                errors.append(_damaged_chunk(one, number, start + low, start + high, digits))
+                errors.append(_damaged_chunk(read, number, start + low, start + high, digits))
     return damaged, errors
 
 
-def _damaged_chunk(one: Read, number: int, start: int, stop: int, found: str) -> Corrupt:
-    inside = tensors_at(one.part, start, stop, frozen=one.name != one.part.file_name(frozen=False))
+def _damaged_chunk(read: Read, number: int, start: int, stop: int, found: str) -> Corrupt:
+    inside = tensors_at(read.part, start, stop, frozen=read.name != read.part.file_name(frozen=False))
     shown = ", ".join(inside[:5]) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
     return Corrupt(
-        f"{one.name} is damaged in chunk {number} (bytes {start} to {stop - 1}), which holds "
-        f"{shown or 'the header'}: expected xxh3:{one.file.hash_of(number)}, found xxh3:{found}.",
-        step=one.part.step,
-        rank=one.part.rank,
-        key=inside[0] if inside else one.name,
+        f"{read.name} is damaged in chunk {number} (bytes {start} to {stop - 1}), which holds "
+        f"{shown or 'the header'}: expected xxh3:{read.file.hash_of(number)}, found xxh3:{found}.",
+        step=read.part.step,
+        rank=read.part.rank,
+        key=inside[0] if inside else read.name,
     )
 
 
@@ -403,10 +389,10 @@ def tensors_at(part: Part, start: int, stop: int, *, frozen: bool = False) -> li
     return list(dict.fromkeys(found))  # a rank may have several regions of a tensor
 
 
-def deliver(one: Read, view: memoryview) -> int:
+def deliver(read: Read, view: memoryview) -> int:
     """Deliver verified bytes to the sinks that requested them, and return their number."""
-    first, last, num_bytes = one.start, one.stop, 0
-    for start, length, sink in one.wanted:
+    first, last, num_bytes = read.start, read.stop, 0
+    for start, length, sink in read.wanted:
         low, high = max(start, first), min(start + length, last)
         sink.write(low - start, view[low - first : high - first])
         num_bytes += high - low

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from holdfast.checkpoint.format.fill_target import FillTarget
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.format.partitioning import FillTarget
 from holdfast.checkpoint.format.sections import Section, Sections
 from holdfast.checkpoint.home.patience import LIMIT_S
 from holdfast.checkpoint.home.rollbacks import NO_ROLLBACKS, Rollbacks
@@ -57,9 +57,7 @@ class Request:
     healthy: bool = False  # restore the newest checkpoint that is marked as healthy
     choices: tuple[CheckpointId, ...] | None = None  # restore the newest of these and no other
     num_threads: int | None = None  # threads that read, hash and copy; None for what suits the nearest tier
-    on_bytes: Callable[[int], None] | None = (
-        None  # called with the size of each read, by one thread at a time
-    )
+    on_bytes: Callable[[int], None] | None = None  # called with the size of each read, never by two threads
     share_reads: bool = False  # each chunk is read by one of the ranks that need it, and sent to the others
     source_rank: RankFrom | None = None  # by default a rank loads the state of `rank % saved`
     own_local: Store | None = None  # this rank's local folder, where other ranks have others

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
@@ -16,18 +18,132 @@ from holdfast.checkpoint.ranks import RankOutcome, raise_first
 from holdfast.checkpoint.restore.candidates import find_candidates, gather_values
 from holdfast.checkpoint.restore.request import Request, Restored
 from holdfast.checkpoint.restore.stages import Stages
-from holdfast.checkpoint.restore.verdict import (
-    SUPERSEDED,
-    Verdict,
-    format_some,
-    judge,
-    make_mixed_error,
-    make_none_good_error,
-    make_unread_error,
-)
 from holdfast.checkpoint.retention import best_first, line_of
-from holdfast.errors import Denied, HoldfastError, NotFound
-from holdfast.system.units import plural
+from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.system.units import format_duration, plural
+
+SKIPPABLE = (Corrupt, NotFound, Unsupported, RetryLater)
+"""Errors that count against the checkpoint. Any other is the caller's or ours, and is raised.
+
+After a RetryLater alone the checkpoint is tried again and never skipped: it may be whole.
+"""
+_FAILURE = "failed to restore the state"
+SUPERSEDED = "superseded"
+"""Kind of reason of a checkpoint that a newer attempt has gone back behind."""
+_KINDS = {kind.kind: kind for kind in (Corrupt, Denied, NotFound, RetryLater, Unsupported)}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Verdict on one checkpoint, equal on all ranks."""
+
+    kinds: tuple[str, ...] = ()  # of the errors of all ranks; empty if there were none
+    reason: str = ""
+    ancestors: Ancestors | None = None  # None if no rank could read its manifest
+
+    @property
+    def is_good(self) -> bool:
+        """True if no rank has failed."""
+        return not self.kinds
+
+    @property
+    def is_unread(self) -> bool:
+        """True if some rank could not read it, and no rank has found damage."""
+        return bool(self.kinds) and all(kind == RetryLater.kind for kind in self.kinds)
+
+
+def judge(outcomes: Sequence[RankOutcome[Any]], rank: int, ancestors: Ancestors | None) -> Verdict:
+    """Return the verdict after one stage.
+
+    Args:
+        outcomes: of the stage, by rank.
+        ancestors: of the checkpoint, as far as they are known.
+
+    Raises:
+        HoldfastError: a rank has failed in a way that no other checkpoint would prevent.
+    """
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if not failed:
+        return Verdict(ancestors=ancestors)
+    others = [outcome for outcome in failed if not isinstance(outcome.error, SKIPPABLE)]
+    raise_first(others, rank, _FAILURE)
+    ranks: dict[str, list[int]] = {}
+    for failure in failed:
+        ranks.setdefault(str(failure.error), []).append(failure.rank)
+    lines = [
+        f"{'rank' if len(those) == 1 else 'ranks'} {format_some(those)}: {text}"
+        for text, those in ranks.items()
+    ]
+    kinds = tuple(one.error.kind for one in failed if isinstance(one.error, HoldfastError))
+    return Verdict(kinds, " | ".join(lines), ancestors)
+
+
+def format_some(items: Sequence[object], most: int = 10) -> str:
+    """Return items as text; only the number of those beyond `most`."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(str(item) for item in items[:most]) + more
+
+
+def make_unread_error(
+    url: str, newest: Skipped, seconds: float, older: Sequence[int], touched: Iterable[str]
+) -> RetryLater:
+    """Return the error for a checkpoint that cannot be read.
+
+    Args:
+        newest: the checkpoint, with the reason.
+        seconds: time that its reads were retried for.
+        older: steps that can be restored in its place, the next one first.
+        touched: names of live tensors that may hold bytes of it.
+    """
+    step, names = newest.step, sorted(touched)
+    choice = (
+        f" To resume from an older one instead, call restore(step={older[0]}); step {step} then stays until "
+        f"you delete it with `holdfast rm {url} --step {step}`."
+        if older
+        else ""
+    )
+    mixed = f" {format_some(names, 3)} may hold bytes of it: do not train with them." if names else ""
+    return RetryLater(
+        f"Step {step} of attempt {newest.attempt} in {url} could not be read for {format_duration(seconds)}: "
+        f"{newest.reason} It may be whole, so no older one was restored in its place.{mixed} Start again "
+        f"when the store answers.{choice}",
+        step=step,
+    )
+
+
+def make_mixed_error(left: Sequence[str], step: int, rank: int) -> Corrupt:
+    """Return the error for tensors filled from a damaged checkpoint that this one cannot overwrite."""
+    return Corrupt(
+        f"A newer checkpoint was found to be damaged after {format_some(left)} had been read from it, and "
+        f"step {step} does not hold these. The live state mixes steps: make it anew, then restore step "
+        f"{step} by its number.",
+        step=step,
+        rank=rank,
+        key=left[0],
+    )
+
+
+def make_none_good_error(
+    url: str, skipped: Sequence[Skipped], kinds: Collection[str], touched: Collection[str], step: int | None
+) -> HoldfastError:
+    """Return the error for a home without a usable checkpoint: Corrupt, or the kind that all reasons have."""
+    every = "".join(f"\n  step {one.step}, attempt {one.attempt}: {one.reason}" for one in skipped)
+    asked = plural(len(skipped), "checkpoint") + ("" if step is None else f" of step {step}")
+    mixed = (
+        f" {len(touched)} live tensors may hold bytes of a damaged checkpoint: do not train with them."
+        if touched
+        else ""
+    )
+    message = (
+        f"{url} has {asked}, but none could be restored, and training must not start from zero "
+        f"unnoticed.{mixed} Repair one, or start afresh in another home.{every}"
+    )
+    (kind,) = set(kinds) if len(set(kinds)) == 1 else {Corrupt.kind}
+    return _KINDS.get(kind, Corrupt)(message, step=step)
+
+
+def _shown(checkpoint: CheckpointId) -> str:
+    return f"step {checkpoint.step} of attempt {checkpoint.attempt}"
 
 
 def restore_newest(request: Request) -> Restored | None:
@@ -43,8 +159,7 @@ def restore_newest(request: Request) -> Restored | None:
 
     Raises:
         NotFound: there is no checkpoint of the requested step, or none with a value of the metric, or none
-            that is healthy; or there
-            are checkpoints, and all lack files.
+            that is healthy; or there are checkpoints, and all lack files.
         Corrupt: there are checkpoints, but none that every rank could restore; each is named with the reason.
             Or there is none, but signs that there were. Or what can be restored does not hold tensors that a
             damaged one had already been read into.
@@ -78,21 +193,22 @@ class _Restore:
         """Try the candidates in order; see `restore_newest`."""
         request = self._request
         order = self._found.order if request.best is None else self._order_by_value()
-        for index, one in enumerate(order):
-            if self._must_pass(one):
+        for index, checkpoint in enumerate(order):
+            if self._must_pass(checkpoint):
                 continue
-            if request.healthy and self._pass_unhealthy(one, order[index + 1 :]):
+            if request.healthy and self._pass_unhealthy(checkpoint, order[index + 1 :]):
                 continue
-            stages, verdict = self._try_patiently(one)
-            if verdict.is_unread:
-                self._raise_unread(one, verdict, order[index + 1 :])
+            stages, verdict = self._try_patiently(checkpoint)
+            if verdict.is_unread:  # it may be whole, so no older one is restored in its place: note 015
+                self._raise_unread(checkpoint, verdict, order[index + 1 :])
             self._patience.reset()
             if verdict.is_good:
                 return self._complete(stages, verdict.ancestors or ())
-            self._skip(one, verdict)
+            self._skip(checkpoint, verdict)
         self._show_lacking(CheckpointId(attempt=0, step=0))
         if self._unhealthy and not self._skipped:
             raise self._make_none_healthy_error()
+        # A run begins from zero only in a home that shows no sign of a checkpoint, never unnoticed: note 001.
         if not order and request.step is None and not self._skipped:
             check_no_losses(list(self._found.survey.losses), self._url)
             return None
@@ -100,61 +216,49 @@ class _Restore:
 
     # -- one candidate ---------------------------------------------------------------------------------------
 
-    def _try_patiently(self, one: CheckpointId, *, only_open: bool = False) -> tuple[Stages, Verdict]:
+    def _try_patiently(self, checkpoint: CheckpointId, *, only_open: bool = False) -> tuple[Stages, Verdict]:
         """Try a checkpoint. Retry while some rank cannot read it, within rank 0's patience."""
         while True:
-            stages = Stages(self._request, self._found, one, self._touched)
+            stages = Stages(self._request, self._found, checkpoint, self._touched)
             verdict = self._try(stages, only_open=only_open)
             if not (verdict.is_unread and self._group.share(self._patience.lasts())):
                 return stages, verdict
-            self._patience.pause(f"step {one.step} of attempt {one.attempt}", verdict.reason)
+            self._patience.pause(_shown(checkpoint), verdict.reason)
 
     def _try(self, stages: Stages, *, only_open: bool) -> Verdict:
         """Run the stages until some rank fails in one. All ranks agree after each."""
         group = self._group
         stages.exchange_parts()
         opened = group.agree(stages.open)
-        rows = next((one.value for one in opened if one.value is not None), None)
+        rows = next((outcome.value for outcome in opened if outcome.value is not None), None)
         ancestors = None if rows is None else tuple(CheckpointId(*row) for row in rows)
         verdict = judge(opened, group.rank, ancestors)
-        if only_open or not verdict.is_good:
-            return verdict
-        verdict = judge(group.agree(stages.check), group.rank, ancestors)
-        if not verdict.is_good:
-            return verdict
-        planned = group.agree(stages.plan)
-        verdict = judge(planned, group.rank, ancestors)
-        if not verdict.is_good:
-            return verdict
-        for one in planned:
-            if one.value:
-                raise make_mixed_error(one.value, stages.manifest.step, one.rank)
-        verdict = judge(group.agree(stages.read), group.rank, ancestors)
-        if verdict.is_good:
-            self._raise_failed(group.agree(stages.finish))
+        # Every rank judges the outcomes of all, and none begins a stage before all have completed the one
+        # before. So nothing live changes unless every rank can read the checkpoint and fits it, and all ranks
+        # end with the same step or the same error (note 043: nothing live changes before it is verified).
+        for stage in () if only_open else (stages.check, stages.plan, stages.read):
+            if not verdict.is_good:
+                return verdict
+            outcomes = group.agree(stage)
+            verdict = judge(outcomes, group.rank, ancestors)
+            for outcome in outcomes:
+                if outcome.value and verdict.is_good:
+                    raise make_mixed_error(outcome.value, stages.manifest.step, outcome.rank)
+        if verdict.is_good and not only_open:
+            raise_first(group.agree(stages.finish), group.rank, _FAILURE)
         return verdict
 
-    def _raise_failed(self, outcomes: Sequence[RankOutcome[None]]) -> None:
-        failed = [one for one in outcomes if one.error is not None]
-        raise_first(failed, self._group.rank, "failed to restore the state")
-
-    def _must_pass(self, one: CheckpointId) -> bool:
+    def _must_pass(self, checkpoint: CheckpointId) -> bool:
         """Return True for a checkpoint that is not wanted, or was left behind."""
         request = self._request
         if request.choices is not None:
-            return one not in request.choices
-        return request.step is None and request.best is None and self._skip_superseded(one)
+            return checkpoint not in request.choices
+        return request.step is None and request.best is None and self._skip_superseded(checkpoint)
 
     # -- the order -------------------------------------------------------------------------------------------
 
     def _order_by_value(self) -> Sequence[CheckpointId]:
-        """Return the checkpoints that the newest one continues and that have a value, best first.
-
-        Raises:
-            NotFound: there are checkpoints, but none has a finite value.
-            InvalidInput: the run recorded the other mode.
-            HoldfastError: a rank could not read its tiers.
-        """
+        """Return the checkpoints that the newest one continues and that have a value, best first."""
         keep, order = self._request.best, self._found.order
         assert keep is not None
         if not order:
@@ -172,41 +276,35 @@ class _Restore:
         return ordered
 
     def _find_newest(self) -> tuple[CheckpointId, Ancestors]:
-        """Return the newest checkpoint whose manifest can be read, with its ancestors.
-
-        Raises:
-            RetryLater: one could not be read until the patience ended.
-        """
+        """Return the newest checkpoint whose manifest can be read, with its ancestors."""
         superseding = self._found.survey.rollbacks.superseding
         order = [one for one in self._found.order if superseding(one) is None]
-        for index, one in enumerate(order):
-            _, verdict = self._try_patiently(one, only_open=True)
+        for index, checkpoint in enumerate(order):
+            _, verdict = self._try_patiently(checkpoint, only_open=True)
             if verdict.is_unread:
-                self._raise_unread(one, verdict, order[index + 1 :])
+                self._raise_unread(checkpoint, verdict, order[index + 1 :])
             self._patience.reset()
             if verdict.is_good and verdict.ancestors is not None:
-                return one, verdict.ancestors
+                return checkpoint, verdict.ancestors
         return self._found.order[0], ()
 
-    def _pass_unhealthy(self, one: CheckpointId, left: Sequence[CheckpointId]) -> bool:
+    def _pass_unhealthy(self, checkpoint: CheckpointId, left: Sequence[CheckpointId]) -> bool:
         """Pass a checkpoint that is not marked as healthy. Return False if it is, or cannot be read.
 
         All ranks have its manifest, so all decide the same.
         """
-        stages, verdict = self._try_patiently(one, only_open=True)
+        stages, verdict = self._try_patiently(checkpoint, only_open=True)
         if verdict.is_unread:
-            self._raise_unread(one, verdict, left)
+            self._raise_unread(checkpoint, verdict, left)
         self._patience.reset()
         if not verdict.is_good:
             return False  # it is tried, and skipped with the reason
         health = stages.manifest.health
         if health.healthy:
             return False
-        self._unhealthy.append(
-            f"step {one.step} of attempt {one.attempt} is {health.word}: {'; '.join(health.reasons)}"
-        )
+        self._unhealthy.append(f"{_shown(checkpoint)} is {health.word}: {'; '.join(health.reasons)}")
         self._request.show(f"passed {self._unhealthy[-1]}")
-        self._note_line(one, verdict.ancestors or ())
+        self._note_line(checkpoint, verdict.ancestors or ())
         return True
 
     def _make_none_healthy_error(self) -> NotFound:
@@ -217,9 +315,12 @@ class _Restore:
             "health."
         )
 
-    def _skip_superseded(self, one: CheckpointId) -> bool:
+    def _skip_superseded(self, checkpoint: CheckpointId) -> bool:
         """Skip a checkpoint if a newer attempt resumed from an older one. Otherwise return False."""
-        newer, rollback = self._resumed_before(one), self._found.survey.rollbacks.superseding(one)
+        newer, rollback = (
+            self._resumed_before(checkpoint),
+            self._found.survey.rollbacks.superseding(checkpoint),
+        )
         if newer is not None:
             base = list(self._lines[newer].values())[-1:] or [0]
             reason = f"superseded: attempt {newer} continued from step {base[0]}"
@@ -227,35 +328,40 @@ class _Restore:
             reason = f"superseded: training went back to step {rollback.base_step} ({rollback.reason})"
         else:
             return False
-        self._skipped.append(Skipped(step=one.step, attempt=one.attempt, reason=reason, is_superseded=True))
+        self._skipped.append(
+            Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=reason, is_superseded=True)
+        )
         self._kinds.append(SUPERSEDED)
         return True
 
-    def _resumed_before(self, one: CheckpointId) -> int | None:
+    def _resumed_before(self, checkpoint: CheckpointId) -> int | None:
         """Return an attempt that resumed from an earlier step than a checkpoint's; None without one."""
-        found = (newer for newer in self._lines if newer > one.attempt)
-        return next((newer for newer in found if one.step > self._lines[newer].get(one.attempt, -1)), None)
+        found = (newer for newer in self._lines if newer > checkpoint.attempt)
+        return next(
+            (newer for newer in found if checkpoint.step > self._lines[newer].get(checkpoint.attempt, -1)),
+            None,
+        )
 
-    def _note_line(self, one: CheckpointId, ancestors: Ancestors) -> None:
+    def _note_line(self, checkpoint: CheckpointId, ancestors: Ancestors) -> None:
         """Remember what the attempt of a checkpoint continues."""
-        self._lines[one.attempt] = {ancestor.attempt: ancestor.step for ancestor in ancestors}
+        self._lines[checkpoint.attempt] = {ancestor.attempt: ancestor.step for ancestor in ancestors}
 
-    def _skip(self, one: CheckpointId, verdict: Verdict) -> None:
-        self._skipped.append(Skipped(step=one.step, attempt=one.attempt, reason=verdict.reason))
+    def _skip(self, checkpoint: CheckpointId, verdict: Verdict) -> None:
+        self._skipped.append(Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=verdict.reason))
         self._kinds += verdict.kinds
         if verdict.ancestors is not None:
-            self._note_line(one, verdict.ancestors)
+            self._note_line(checkpoint, verdict.ancestors)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _complete(self, stages: Stages, ancestors: Ancestors) -> Restored:
         manifest, survey = stages.manifest, self._found.survey
-        one = manifest.checkpoint_id
-        self._show_lacking(one)
+        restored = manifest.checkpoint_id
+        self._show_lacking(restored)
         self._sync(manifest.step)
         damaged = [skipped for skipped in self._skipped if not skipped.is_superseded]
-        if damaged or one in survey.marked:
-            self._mark(damaged, one)
+        if damaged or restored in survey.marked:
+            self._mark(damaged, restored)
         return Restored(
             step=manifest.step,
             attempt=manifest.attempt,
@@ -286,20 +392,19 @@ class _Restore:
             HoldfastError: some rank could not: retention would delete them.
         """
         mark, patience = self._request.mark, self._patience
-        self._raise_failed(
-            self._group.agree(
-                lambda: patience.spend("The note about skipped checkpoints", lambda: mark(skipped, restored))
-            )
+        noted = self._group.agree(
+            lambda: patience.spend("The note about skipped checkpoints", lambda: mark(skipped, restored))
         )
+        raise_first(noted, self._group.rank, _FAILURE)
 
-    def _raise_unread(self, one: CheckpointId, verdict: Verdict, left: Sequence[CheckpointId]) -> None:
+    def _raise_unread(self, checkpoint: CheckpointId, verdict: Verdict, left: Sequence[CheckpointId]) -> None:
         """Raise for a checkpoint that cannot be read, and mark it: an older one may be requested next."""
         request = self._request
-        newest = Skipped(step=one.step, attempt=one.attempt, reason=verdict.reason)
+        newest = Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=verdict.reason)
         with suppress(HoldfastError):
             request.mark([newest], None)
         if verdict.ancestors is not None:
-            self._note_line(one, verdict.ancestors)
+            self._note_line(checkpoint, verdict.ancestors)
         is_newest = request.step is None and request.best is None
         older = [other.step for other in left if not is_newest or self._resumed_before(other) is None]
         choices = older if request.step is None else []
@@ -307,9 +412,8 @@ class _Restore:
 
     def _show_lacking(self, restored: CheckpointId) -> None:
         """Name the newer saves that are not complete, with the ranks whose files are missing."""
-        for one, ranks in sorted(self._found.lacking.items(), reverse=True):
-            if one > restored:
+        for checkpoint, ranks in sorted(self._found.lacking.items(), reverse=True):
+            if checkpoint > restored:
                 self._request.show(
-                    f"step {one.step} of attempt {one.attempt} is incomplete: the files of ranks "
-                    f"{format_some(ranks)} are missing"
+                    f"{_shown(checkpoint)} is incomplete: the files of ranks {format_some(ranks)} are missing"
                 )

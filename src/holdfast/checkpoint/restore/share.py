@@ -142,11 +142,6 @@ def read_shared(
         on_bytes: called with the size of each block when this rank has it.
         lending: ranks that have each file; by default every rank can read every file.
 
-    Raises:
-        Corrupt: a chunk does not match its hash, here or on the rank that read it for this one.
-        NotFound: a file is missing.
-        RetryLater: the store failed, or a rank did not answer.
-
     Ranks: collective.
     Blocks: until this rank has received every block that it needs, and sent every block that others need.
     """
@@ -214,22 +209,22 @@ def _transfer(
     """Read, send or receive all blocks. The order is the same on every rank, which excludes deadlocks."""
     errors: list[HoldfastError] = []
     sending: deque[tuple[torch.Tensor, list[Transfer]]] = deque()
-    for block, one in pairs:
+    for block, read in pairs:
         if block.reader == exchange.rank:
             data, error = ahead.next_block()
             others = [rank for rank in block.ranks if rank != exchange.rank]
             sending.append((data, [exchange.send(data, rank) for rank in others]))
         else:
-            data = torch.empty(one.stop - one.start + 1, dtype=torch.uint8, device="cpu")
+            data = torch.empty(read.stop - read.start + 1, dtype=torch.uint8, device="cpu")
             _wait(exchange.receive(data, block.reader))
-            error = _received_error(data, block, one)
+            error = _received_error(data, block, read)
         if error is not None:
             errors.append(error)
             ahead.give_up()
         else:
-            deliver(one, _view(data))
+            deliver(read, _view(data))
         if on_bytes is not None:
-            on_bytes(one.stop - one.start)
+            on_bytes(read.stop - read.start)
         while len(sending) > _MAX_AHEAD:
             _finish(sending.popleft())
     while sending:
@@ -262,13 +257,13 @@ def _view(data: torch.Tensor) -> memoryview:
     return view_bytes(data)[:-1]
 
 
-def _received_error(data: torch.Tensor, block: Block, one: Read) -> HoldfastError | None:
+def _received_error(data: torch.Tensor, block: Block, read: Read) -> HoldfastError | None:
     """Return the error that the reader of a block has sent with it; None for a good one."""
     number = int(data[-1])
     if not number:
         return None
-    message = f"{one.name} could not be read by rank {block.reader}, which reads it for others."
-    return _TROUBLES[number - 1](message, step=one.part.step, rank=one.part.rank, key=one.name)
+    message = f"{read.name} could not be read by rank {block.reader}, which reads it for others."
+    return _TROUBLES[number - 1](message, step=read.part.step, rank=read.part.rank, key=read.name)
 
 
 class _Ahead:
@@ -313,27 +308,27 @@ class _Ahead:
         self._thread.join()
 
     def _run(self) -> None:
-        for one in self._reads:
-            block = self._read(one)
+        for read in self._reads:
+            block = self._read(read)
             with self._lock:
                 self._changed.wait_for(lambda: len(self._ready) < _MAX_AHEAD or not self._reads)
                 self._ready.append(block)
                 self._changed.notify_all()
 
-    def _read(self, one: Read) -> tuple[torch.Tensor, HoldfastError | None]:
+    def _read(self, read: Read) -> tuple[torch.Tensor, HoldfastError | None]:
         # page-aligned, as direct reads need
-        data = torch.frombuffer(mmap.mmap(-1, one.stop - one.start + 1), dtype=torch.uint8)
+        data = torch.frombuffer(mmap.mmap(-1, read.stop - read.start + 1), dtype=torch.uint8)
         error: HoldfastError | None
         if self._is_over:
-            message = f"{one.name} was not read, since another block could not be read."
-            error = RetryLater(message, step=one.part.step, rank=one.part.rank, key=one.name)
+            message = f"{read.name} was not read, since another block could not be read."
+            error = RetryLater(message, step=read.part.step, rank=read.part.rank, key=read.name)
         else:
-            error = self._fetch(one, _view(data))
+            error = self._fetch(read, _view(data))
         data[-1] = 0 if error is None else 1 + _number(error)
         return data, error
 
-    def _fetch(self, one: Read, view: memoryview) -> HoldfastError | None:
-        fetched = fetch(self._store, one, view)
+    def _fetch(self, read: Read, view: memoryview) -> HoldfastError | None:
+        fetched = fetch(self._store, read, view)
         if fetched.view is None:
             return decisive_error(fetched.errors)
         if fetched.view is not view:

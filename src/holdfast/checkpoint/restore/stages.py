@@ -42,11 +42,13 @@ class Stages:
         touched: names of live tensors that may have been overwritten; `read` adds to it.
     """
 
-    def __init__(self, request: Request, found: Candidates, one: CheckpointId, touched: set[str]) -> None:
+    def __init__(
+        self, request: Request, found: Candidates, checkpoint: CheckpointId, touched: set[str]
+    ) -> None:
         self._request, self._found = request, found
-        self._checkpoint = one
-        self._node_local: NodeLocalCheckpoint | None = found.node_local.get(one)
-        self._is_whole = one in found.survey.whole
+        self._checkpoint = checkpoint
+        self._node_local: NodeLocalCheckpoint | None = found.node_local.get(checkpoint)
+        self._is_whole = checkpoint in found.survey.whole
         self._touched = touched
         self._texts: list[RankOutcome[list[tuple[int, str]]]] = []
         self._opened: _Opened | None = None
@@ -102,11 +104,7 @@ class Stages:
         self._values = [opened.parts.part(rank).values for rank in ranks]
 
     def _source(self) -> int:
-        """Return the saved rank whose per-rank state this rank loads.
-
-        Raises:
-            InvalidInput: the caller's function returns a rank that the checkpoint does not have.
-        """
+        """Return the saved rank whose per-rank state this rank loads."""
         request, saved = self._request, self.manifest.world_size
         rank, world_size = request.group.rank, request.group.world_size
         if request.source_rank is None:

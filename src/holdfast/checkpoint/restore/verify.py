@@ -63,9 +63,6 @@ def verify(
         on_bytes: called with the size of each read when it has been hashed; in all at most
             `manifest.data_bytes`.
 
-    Raises:
-        RetryLater: the home cannot be listed.
-
     Blocks: until everything has been read once.
     """
     began = time.perf_counter()

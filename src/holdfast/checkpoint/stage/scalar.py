@@ -7,7 +7,7 @@ from typing import Any, SupportsFloat
 
 import torch
 
-from holdfast.checkpoint.state.dtensor import is_dtensor
+from holdfast.checkpoint.state.tensors import is_dtensor
 from holdfast.errors import InvalidInput
 
 

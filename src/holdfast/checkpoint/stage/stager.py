@@ -22,7 +22,7 @@ from holdfast.checkpoint.stage.plan import SavePlan
 from holdfast.checkpoint.stage.repeats import Repeats
 from holdfast.checkpoint.stage.step_hook import LastStep, StepHook
 from holdfast.checkpoint.stage.watch import Watcher, WriteWatch
-from holdfast.checkpoint.state.dtensor import is_dtensor
+from holdfast.checkpoint.state.tensors import is_dtensor
 from holdfast.errors import InvalidInput
 from holdfast.system.failpoint import failpoint
 from holdfast.system.process_exit import complete_at_exit

@@ -1,20 +1,30 @@
-"""Captured states: live tensors and values by name, and the collector that finds them."""
+"""Captured states: live tensors and values by name, the collectors that find them, and marks of changes."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from holdfast.checkpoint.state.composites import is_composite
+from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.holders import HolderAgreement
 from holdfast.checkpoint.state.replication import Replication
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, local_of
 from holdfast.checkpoint.state.tensor_table import Role, StateStructure, TensorTable
-from holdfast.checkpoint.state.tensors import is_savable
+from holdfast.checkpoint.state.tensors import (
+    PLAIN,
+    is_composite,
+    is_savable,
+    may_be_reread,
+    show_same_memory,
+    shows_same_memory,
+)
+from holdfast.checkpoint.state.tree import extract_tensors, references
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +55,15 @@ class CapturedState:
 class _Emit:
     """Function for `extract_tensors` that collects tensors with one role."""
 
-    collector: TensorCollector
+    collect: Callable[[str, torch.Tensor, Role], object]
     role: Role
 
-    def __call__(self, name: str, tensor: torch.Tensor) -> str:
-        return self.collector.collect(name, tensor, self.role)
+    def __call__(self, name: str, tensor: torch.Tensor) -> object:
+        return self.collect(name, tensor, self.role)
 
-    def per_rank(self, name: str, tensor: torch.Tensor) -> str:
+    def per_rank(self, name: str, tensor: torch.Tensor) -> object:
         """Collect a tensor that is different on every rank."""
-        role = self.role._replace(replication=Replication.PER_RANK, follows=None)
-        return self.collector.collect(name, tensor, role)
+        return self.collect(name, tensor, self.role._replace(replication=Replication.PER_RANK, follows=None))
 
 
 class TensorCollector:
@@ -91,17 +100,8 @@ class TensorCollector:
         """First name of each live parameter, by id. The same object while nothing in it changes."""
         return self.table.parameter_names
 
-    def add(self, name: str, tensor: torch.Tensor, replication: Replication) -> str:
-        """Collect a tensor with no special role; see `collect`."""
-        return self.collect(name, tensor, Role(replication))
-
     def collect(self, name: str, tensor: torch.Tensor, role: Role) -> str:
-        """Collect a tensor; return the name that holds its bytes, another one if it is tied.
-
-        Raises:
-            Unsupported: the tensor cannot be saved.
-            InvalidInput: the name is in use or reserved.
-        """
+        """Collect a tensor; return the name that holds its bytes, another one if it is tied."""
         if self._followed is not None:
             if self._confirm(self._followed, name, tensor, role):
                 self._row += 1
@@ -133,13 +133,9 @@ class TensorCollector:
             self._leave(self._followed)
         self._new_table.name_composite(name, tensor, inner)
 
-    def callback(self, replication: Replication) -> Callable[[str, torch.Tensor], object]:
-        """Return a function for `extract_tensors` that collects tensors with no special role."""
-        return self.callback_for(Role(replication))
-
-    def callback_for(self, role: Role) -> Callable[[str, torch.Tensor], object]:
+    def callback(self, role: Role) -> Callable[[str, torch.Tensor], object]:
         """Return a function for `extract_tensors` that collects tensors with one role."""
-        return _Emit(self, role)
+        return _Emit(self.collect, role)
 
     def own(self, parameters: list[torch.Tensor]) -> None:
         """Mark an optimizer's parameters as changed only by its steps. Call after all named tensors."""
@@ -239,3 +235,98 @@ class TensorCollector:
 
 def _are_same_objects(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+_PLAIN = frozenset(PLAIN)
+_numbers = itertools.count()
+_get_version, _get_dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
+
+
+class MemoryMarks:
+    """Marks of the memory of some tensors, one after the other. They differ from those of any other object.
+
+    It holds an alias of each tensor of the newest mark. So the memory of a tensor that training replaces
+    stays in use until the next mark, and no new tensor can start at the same address before it.
+    """
+
+    def __init__(self) -> None:
+        self._aliases: list[torch.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
+        self._rereadable: list[int] = []  # places of those that another view could show differently
+        self._number = next(_numbers)  # of the memory that the aliases show
+
+    def mark(self, tensors: list[torch.Tensor]) -> tuple[int, list[int]]:
+        """Return a value that differs if the memory is another, or was written.
+
+        Args:
+            tensors: this rank's parts of the state's tensors.
+        """
+        if not self._are_shown_by(tensors):
+            self._aliases = [tensor.detach() for tensor in tensors]
+            self._dtypes = list(map(_get_dtype, tensors))
+            self._rereadable = [at for at, alias in enumerate(self._aliases) if may_be_reread(alias)]
+            self._number = next(_numbers)
+        return self._number, versions(tensors)
+
+    def _are_shown_by(self, tensors: list[torch.Tensor]) -> bool:
+        return (
+            list(map(_get_dtype, tensors)) == self._dtypes
+            and show_same_memory(tensors, self._aliases)
+            and all(shows_same_memory(tensors[at], self._aliases[at]) for at in self._rereadable)
+        )
+
+
+class MarkCollector(TensorCollector):
+    """Collects the tensors of entries for a mark, without names."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, set())
+        self.tensors: list[torch.Tensor] = []
+
+    @override
+    def collect(self, name: str, tensor: torch.Tensor, role: Role) -> str:
+        self.tensors.append(tensor if type(tensor) in _PLAIN else local_of(tensor))
+        return name
+
+    @override
+    def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> bool:
+        if _PLAIN.issuperset(map(type, tensors)):
+            self.tensors += tensors
+            return True
+        if any(map(is_composite, tensors)):
+            return False
+        self.tensors += map(local_of, tensors)
+        return True
+
+    @override
+    def name_composite(self, name: str, tensor: torch.Tensor, inner: list[str]) -> None:
+        pass
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return PyTorch's counters of writes. Tensors made in inference mode have none, and count as 0."""
+    tensors = list(tensors)
+    try:
+        return list(map(_get_version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def capture_composite(collector: TensorCollector, name: str, tensor: torch.Tensor, role: Role) -> Any:
+    """Collect the inner tensors of a composite tensor, and return its encoded description."""
+    tree = extract_tensors(tensor, name, collector.callback(_inner_role(role)), named_types=True)
+    if role.is_named:
+        collector.name_composite(name, tensor, list(references(tree)))
+    return encode(tree, name)
+
+
+def inner_rows(name: str, tensor: torch.Tensor, role: Role) -> list[tuple[str, torch.Tensor, Role]]:
+    """Return name, tensor and role of the rows that a composite tensor is saved in."""
+    found: list[tuple[str, torch.Tensor, Role]] = []
+    emit = _Emit(lambda *row: found.append(row), _inner_role(role))
+    extract_tensors(tensor, name, emit, named_types=True)
+    return found
+
+
+def _inner_role(role: Role) -> Role:
+    return role._replace(is_named=False, is_inner=role.is_named)

@@ -1,14 +1,57 @@
-"""Catalog of a captured state: the tensors that this rank holds, and the rank that writes each region."""
+"""Catalog of a captured state: the tensors that this rank holds, and the ranks that write them."""
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Mapping
 
 from holdfast.checkpoint.format.catalog import Catalog, Tensor
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.state.assignment import assign
+from holdfast.checkpoint.format.partitioning import Partitioning
 from holdfast.checkpoint.state.capture import CapturedState
-from holdfast.checkpoint.state.torch_dtypes import NAMES
+from holdfast.checkpoint.state.sharding import Sharding, ShardLayout
+from holdfast.checkpoint.state.tensors import NAMES
+
+
+def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[str, Partitioning]:
+    """Choose which copy of each tensor is written, so that ranks write evenly by bytes.
+
+    Tensors whose copies are the same sets of ranks are distributed over these copies: the largest first, each
+    to the copy with the fewest bytes so far. Names and the order of copies break ties, so the order of the
+    mappings does not matter. A rank that also holds other tensors computes the same result for these.
+
+    Args:
+        sizes: bytes of each whole tensor by name.
+        shardings: their shardings, without per-rank names.
+
+    Returns:
+        The partitioning by which each tensor is written, by name. Equal ones are the same object.
+
+    Ranks: not collective; every rank computes the same from the same arguments.
+    Source: longest-processing-time-first scheduling, R. L. Graham, 1969.
+    """
+    partitionings: dict[str, Partitioning] = {}
+    for copies, members in _groups(shardings).items():
+        loads = [(0, copy) for copy in range(len(copies))]
+        for name, layout in sorted(members, key=lambda member: (-sizes[member[0]], member[0])):
+            num_bytes, copy = loads[0]
+            partitionings[name] = layout.partitioning(copy)
+            heapq.heapreplace(loads, (num_bytes + sizes[name], copy))
+    return partitionings
+
+
+def _groups(
+    shardings: Mapping[str, Sharding],
+) -> dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]]:
+    """Return names and layouts, grouped by their copies."""
+    by_layout: dict[int, list[tuple[str, ShardLayout]]] = {}
+    for name, sharding in shardings.items():
+        by_layout.setdefault(id(sharding.layout), []).append((name, sharding.layout))
+    groups: dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]] = {}
+    for members in by_layout.values():  # few: hashing a thousand ranks for each tensor would take long
+        groups.setdefault(members[0][1].copies, []).extend(members)
+    return groups
 
 
 def catalog_of(captured: CapturedState) -> Catalog:
@@ -21,9 +64,9 @@ def catalog_of(captured: CapturedState) -> Catalog:
     sizes = {name: math.prod(one.shape) * ITEM_BYTES[dtypes[name]] for name, one in shardings.items()}
     chosen = assign(sizes, shardings)
     held_by: dict[int, tuple[int, ...]] = {}  # by id of a layout: thousands of tensors share a few
-    for one in shardings.values():
-        if id(one.layout) not in held_by:
-            held_by[id(one.layout)] = tuple(sorted(one.holders))
+    for sharding in shardings.values():
+        if id(sharding.layout) not in held_by:
+            held_by[id(sharding.layout)] = tuple(sorted(sharding.holders))
     tensors = {
         name: Tensor(dtypes[name], one.shape, chosen[name], held_by[id(one.layout)], name in captured.frozen)
         for name, one in shardings.items()

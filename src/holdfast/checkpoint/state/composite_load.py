@@ -1,23 +1,20 @@
-"""Restore of composite tensors: their live inner tensors are filled in place."""
+"""Restore of composite tensors: live inner tensors are filled in place, or an optimizer makes new ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from holdfast.checkpoint.format.composites import SavedTensor
-from holdfast.checkpoint.state.composite_fit import misfit, needs_live
-from holdfast.checkpoint.state.composites import (
-    is_composite,
-    is_sparse,
-    put_together,
-    set_content,
-    take_apart,
-)
+from holdfast.checkpoint.format.composites import SavedTensor, shown_type
+from holdfast.checkpoint.state.composites import put_together, set_content, take_apart
+from holdfast.checkpoint.state.fitting import misfit, needs_live
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
-from holdfast.checkpoint.state.tensors import unfillable
-from holdfast.checkpoint.state.tree import insert_tensors, references
+from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unfillable
+from holdfast.checkpoint.state.tree import insert_tensors
 from holdfast.errors import InvalidInput
 
 
@@ -27,12 +24,12 @@ def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | 
     if why is not None:
         return why
     for name, item in take_apart(live).inner.items():
-        one = saved.inner[name]
-        if isinstance(one, SavedTensor):
-            if not is_sparse(live) and (why := difference(plan, one, item)) is not None:
+        part = saved.inner[name]
+        if isinstance(part, SavedTensor):
+            if not is_sparse(live) and (why := difference(plan, part, item)) is not None:
                 return f"{name}: {why}"
             continue
-        there, here = (plan.dtype(one.name), plan.shape(one.name)), (item.dtype, tuple(item.shape))
+        there, here = (plan.dtype(part.name), plan.shape(part.name)), (item.dtype, tuple(item.shape))
         is_free = is_sparse(live) and (name != "values" or there[0] is here[0])  # its content is replaced
         if there != here and not is_free:
             return f"{name} was saved as {there[0]} {list(there[1])}, but is {here[0]} {list(here[1])}"
@@ -40,12 +37,7 @@ def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | 
 
 
 def fill_composite(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
-    """Plan to fill a live composite tensor from a saved one. It stays the same object.
-
-    Raises:
-        InvalidInput: its class, its description or one of its inner tensors differs.
-        Unsupported: it is on the meta device.
-    """
+    """Plan to fill a live composite tensor from a saved one. It stays the same object."""
     _check_fit(plan, saved, live, label)
     _fill(plan, saved, live, label)
 
@@ -60,8 +52,7 @@ def read_composite(
     """
     if needs_live(saved):
         return None
-    for name in references(saved):
-        plan.read_new(name, device)
+    plan.read_tree(saved, device)
     return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
 
 
@@ -86,23 +77,62 @@ def _fill(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) ->
         _replace_content(plan, saved, live)
         return
     for name, item in take_apart(live).inner.items():
-        one = saved.inner[name]
-        if isinstance(one, SavedTensor):
-            _fill(plan, one, item, f"{label}.{name}")
+        part = saved.inner[name]
+        if isinstance(part, SavedTensor):
+            _fill(plan, part, item, f"{label}.{name}")
         else:
             assert not is_composite(item), label
-            plan.fill(one.name, item, f"{label}.{name}")
+            plan.fill(part.name, item, f"{label}.{name}")
 
 
 def _replace_content(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> None:
     """Plan to replace the content of a sparse tensor, whose number of elements may differ."""
-    for name in references(saved):
-        plan.read_new(name, live.device)
+    plan.read_tree(saved, live.device)
 
     def finish() -> None:
         inner = {name: insert_tensors(item, plan.tensor) for name, item in saved.inner.items()}
         # A copy: names that were tied when they were saved share one object.
-        new = put_together(SavedTensor(saved.type, inner, saved.facts), None)
+        new = put_together(replace(saved, inner=inner), None)
         set_content(live, new.to(device=live.device, copy=True))
 
     plan.add_step(LoadPhase.COPY, finish)
+
+
+def plan_state(
+    plan: LoadPlan, optimizer: Optimizer, parameter: torch.Tensor, saved: SavedTensor, live: Any, label: str
+) -> Callable[[], torch.Tensor]:
+    """Plan to fill one composite tensor of a parameter's state.
+
+    It is the live one, if there is one that fits, or one that the optimizer makes as at its first step.
+
+    Returns:
+        A function that returns it after all targets are filled.
+    """
+    known = [live] if isinstance(live, torch.Tensor) else []
+    if not any(difference(plan, saved, one) is None for one in known):
+        read = read_composite(plan, saved, plan.device_of(parameter))
+        if read is not None:
+            return read
+        known += _new_states(optimizer, parameter)
+    if not known:
+        raise InvalidInput(
+            f"{label} was saved as {shown_type(saved.type, saved.facts)}, but the live "
+            f"{type(optimizer).__qualname__} has no state yet that shows this class. A checkpoint only names "
+            "classes, and never imports them. Nothing was changed. Restore into the same kind of optimizer, "
+            "or take one step with it first: the restore replaces all that the step changes.",
+            key=label,
+        )
+    target = next((one for one in known if difference(plan, saved, one) is None), known[0])
+    fill_composite(plan, saved, target, label)
+    return lambda: target
+
+
+def _new_states(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Return new state tensors of a parameter, as low-bit optimizers make them: signed and unsigned.
+
+    Source: `_new_buffer` of the optimizers in torchao, which they call at their first step.
+    """
+    make: Callable[[torch.Tensor, bool], torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
+    if make is None or parameter.is_meta:
+        return []
+    return [make(parameter, is_signed) for is_signed in (True, False)]

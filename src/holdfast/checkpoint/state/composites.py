@@ -7,35 +7,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.format.composites import (
     DTENSOR,
     DTYPE,
     MAX_INNER,
-    RAW_DTYPES,
     SPARSE,
     SavedTensor,
     raw_of,
 )
-from holdfast.checkpoint.state.dtensor import is_dtensor
-from holdfast.checkpoint.state.sharding import (
-    is_pending,
-    is_sharded_tensor,
-    layout_of,
-    local_of,
-    reshaped_like,
-    shard_like,
+from holdfast.checkpoint.state.sharding import layout_of, local_of, reshaped_like, shard_like
+from holdfast.checkpoint.state.tensors import (
+    LAYOUTS,
+    PLAIN,
+    RAW,
+    SHARD_ATTRIBUTES,
+    is_dtensor,
+    torch_dtype,
 )
-from holdfast.checkpoint.state.tensors import PLAIN, SHARD_ATTRIBUTES
-from holdfast.checkpoint.state.torch_dtypes import NAMES, torch_dtype
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.system.documents import shown
-
-RAW: dict[torch.dtype, str] = {getattr(torch, name): name for name in RAW_DTYPES if hasattr(torch, name)}
-"""Name of a dtype that safetensors files do not have, by torch dtype."""
-_LAYOUTS: dict[torch.layout, str] = {getattr(torch, name): name for name in SPARSE}
-_STRIDED = torch.strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +47,8 @@ class Composite:
     has_context: bool = False
 
 
-def is_composite(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor that is saved as other tensors."""
-    kind = type(tensor)
-    if kind in PLAIN:
-        is_plain = tensor.layout is _STRIDED and tensor.dtype in NAMES
-        return not is_plain and (tensor.layout in _LAYOUTS or tensor.dtype in RAW)
-    if is_dtensor(tensor):
-        local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
-        return not is_pending(local) and is_composite(local)
-    return not is_pending(tensor) and not is_sharded_tensor(tensor) and is_traceable_wrapper_subclass(tensor)
-
-
 def take_apart(tensor: torch.Tensor) -> Composite:
-    """Return the inner tensors and the description of a composite tensor.
-
-    Raises:
-        Unsupported: it cannot be put together again from these.
-    """
+    """Return the inner tensors and the description of a composite tensor."""
     if is_dtensor(tensor):
         return _of_dtensor(tensor)
     if all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES):
@@ -84,7 +59,7 @@ def take_apart(tensor: torch.Tensor) -> Composite:
         )
     if type(tensor) not in PLAIN:
         return _of_class(tensor)
-    if tensor.layout in _LAYOUTS:
+    if tensor.layout in LAYOUTS:
         return _of_sparse(tensor)
     return Composite(DTYPE, {"raw": _raw(tensor)}, {"dtype": RAW[tensor.dtype]})
 
@@ -98,9 +73,6 @@ def put_together(saved: SavedTensor, live: torch.Tensor | None) -> Any:
 
     Returns:
         The tensor, or `saved` itself if the type needs a live tensor and there is none.
-
-    Raises:
-        Corrupt: the inner tensors and the description do not fit each other.
     """
     if saved.type in SPARSE:
         return _sparse(saved)
@@ -129,15 +101,10 @@ def set_content(live: torch.Tensor, new: torch.Tensor) -> None:
         live.copy_(new)
 
 
-def is_sparse(tensor: torch.Tensor) -> bool:
-    """Return True for a plain tensor with one of torch's sparse layouts."""
-    return type(tensor) in PLAIN and tensor.layout in _LAYOUTS
-
-
 def _of_class(tensor: Any) -> Composite:
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if tensor.layout is not _STRIDED:
+    if tensor.layout is not torch.strided:
         raise Unsupported(
             f"it is a {name} of layout {tensor.layout}. Save its values() and offsets() instead, and "
             "build it from these."
@@ -157,7 +124,7 @@ def _of_class(tensor: Any) -> Composite:
 
 def _of_dtensor(tensor: Any) -> Composite:
     local = local_of(tensor)
-    if type(local) in PLAIN and local.dtype in RAW and local.layout is _STRIDED:
+    if type(local) in PLAIN and local.dtype in RAW and local.layout is torch.strided:
         raw = _raw(local)
         shape = (*tensor.shape, *raw.shape[local.dim() :])
         return Composite(DTYPE, {"raw": reshaped_like(raw, tensor, shape)}, {"dtype": RAW[local.dtype]})
@@ -179,7 +146,7 @@ def _of_dtensor(tensor: Any) -> Composite:
 
 
 def _of_sparse(tensor: torch.Tensor) -> Composite:
-    kind, flat = _LAYOUTS[tensor.layout], tensor.detach()
+    kind, flat = LAYOUTS[tensor.layout], tensor.detach()
     facts: dict[str, Any] = {"size": list(tensor.shape)}
     if kind == "sparse_coo":
         facts["coalesced"] = tensor.is_coalesced()

@@ -1,35 +1,37 @@
-"""Saved values fitted to live ones, whose types a checkpoint only names."""
+"""Saved values fitted to live ones, whose types a checkpoint only names, and live ones updated with them."""
 
 from __future__ import annotations
 
-import argparse
 import collections
 import enum
-import types
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.checkpoint.format.composites import SavedTensor
-from holdfast.checkpoint.format.named_types import NAMED_TYPES, SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.checkpoint.format.values import EntryRef
-from holdfast.checkpoint.state.composite_fit import fit_composite, misfit, needs_live
-from holdfast.checkpoint.state.containers import (
+import torch
+
+from holdfast.checkpoint.format.composites import DTENSOR, SavedTensor, shown_type
+from holdfast.checkpoint.format.containers import (
+    NAMESPACES,
+    ContainerKind,
     field_names,
-    has_name,
     is_dataclass,
     is_named_tuple,
     kind_of,
-    new_dataclass,
-    type_name,
 )
-from holdfast.checkpoint.state.entry_kinds import holds_entry, is_entry
-from holdfast.checkpoint.state.saved_forms import member_of
-from holdfast.errors import InvalidInput
+from holdfast.checkpoint.format.named_types import NAMED_TYPES, SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.checkpoint.format.values import EntryRef, encode
+from holdfast.checkpoint.state.composites import Composite, take_apart
+from holdfast.checkpoint.state.entry import holds_entry, is_entry
+from holdfast.checkpoint.state.filled_memory import FilledMemory
+from holdfast.checkpoint.state.tensors import is_composite
+from holdfast.checkpoint.state.tree import facts_of, has_name, member_of, type_name
+from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.system.documents import shown
 
 _ABSENT = object()  # no live value is in this place
 _GONE = object()  # an object that the live state does not hold
-_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 
 
 class Misfit(InvalidInput):
@@ -86,114 +88,70 @@ class _Fitter:
             return _fit_tensor(saved, live, path)
         if kind is SavedEnum:
             return _fit_member(saved, live, path)
-        if kind is SavedNamedTuple:
-            return self._fit_named_tuple(saved, live, path, is_here=is_here)
-        if kind is SavedDataclass:
-            return self._fit_dataclass(saved, live, path, is_here=is_here)
+        if kind is SavedNamedTuple or kind is SavedDataclass:
+            return self._fit_fields(saved, live, path, is_here=is_here)
         if kind is collections.defaultdict and type(live) is not kind:
             raise _misfit(path, "collections.defaultdict", live)
-        is_container = kind_of(saved) is not None or isinstance(saved, dict)  # a Counter has no items to fit
-        if is_container and type(live) is not kind:
-            live = self._no_place(live, is_here=is_here)
-            if live is not _ABSENT:
+        container = kind_of(saved)
+        if container is None or type(live) is not kind:
+            if is_here and holds_entry(live):
                 return live
-        return self._fit_container(saved, live, path, is_here=is_here)
+            if kind in (set, frozenset):
+                examples = live if type(live) is kind else ()
+                return kind(self._fit_key(item, examples, path) for item in saved)
+            live = _ABSENT
+        return saved if container is None else self._fit_items(container, saved, live, path, is_here=is_here)
 
-    def _no_place(self, live: Any, *, is_here: bool) -> Any:
-        """Return a live container that must be kept because it holds entries, or `_ABSENT`."""
-        return live if is_here and live is not _ABSENT and holds_entry(live) else _ABSENT
+    def _fit_items(self, container: ContainerKind, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
+        """Return a container of the saved items, and of those live ones that it keeps."""
+        old: dict[Any, Any] = {} if live is _ABSENT else dict(container.items(live))
+        is_default = type(live) is collections.defaultdict
+        factory = live.default_factory if is_default else None
+        new: dict[Any, Any] = {}
+        for saved_step, item in container.items(saved):
+            step = self._fit_key(saved_step, old, path)
+            is_known = step in old
+            place = old[step] if is_known else _example(item, old.values(), factory)
+            fitted = self.fit(item, place, f"{path}.{step}", is_here=is_here and is_known)
+            if fitted is not _GONE:
+                new[step] = fitted
+            elif is_known and is_here:
+                new[step] = place
+        if is_here:
+            new |= self._kept(saved, {step: item for step, item in old.items() if step not in new}, path)
+        return container.rebuild(live if is_default else saved, new.items())
 
-    def _fit_container(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
+    def _kept(self, saved: Any, left: dict[Any, Any], path: str) -> dict[Any, Any]:
+        """Return the live items of a container that stay in it, of those that are not saved."""
+        if isinstance(saved, NAMESPACES):
+            self._found.missing += [f"{path}.{name}" for name in left]
+            return left
+        held = [step for step, item in left.items() if holds_entry(item)]
         if isinstance(saved, dict):
-            return self._fit_mapping(saved, live, path, is_here=is_here)
-        if isinstance(saved, _NAMESPACES):
-            return self._fit_namespace(saved, live, path, is_here=is_here)
-        if type(saved) in (list, tuple, collections.deque):
-            return self._fit_sequence(saved, live, path, is_here=is_here)
-        if type(saved) in (set, frozenset):
-            examples = live if type(live) is type(saved) else ()
-            return type(saved)(self._fit_key(item, examples, path) for item in saved)
-        if is_here and live is not _ABSENT and holds_entry(live):
-            return live
-        return saved
-
-    def _fit_mapping(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
-        old: Any = {} if live is _ABSENT else live
-        factory = getattr(old, "default_factory", None)
-        new: list[tuple[Any, Any]] = []
-        for saved_key, item in saved.items():
-            key = self._fit_key(saved_key, old, path)
-            is_known = key in old
-            place = old[key] if is_known else _example(item, old.values(), factory)
-            fitted = self.fit(item, place, f"{path}.{key}", is_here=is_here and is_known)
-            if fitted is not _GONE:
-                new.append((key, fitted))
-            elif is_known and is_here:
-                new.append((key, place))
-        if is_here:
-            known = {key for key, _ in new}
-            new += [(key, item) for key, item in old.items() if key not in known and holds_entry(item)]
-        if type(saved) is collections.defaultdict:
-            return collections.defaultdict(factory, new)
-        return type(saved)(dict(new))  # a Counter of pairs would count these
-
-    def _fit_sequence(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
-        old: list[Any] = [] if live is _ABSENT else list(live)
-        new: list[Any] = []
-        for i, item in enumerate(saved):
-            is_known = i < len(old)
-            place = old[i] if is_known else _example(item, old, None)
-            fitted = self.fit(item, place, f"{path}.{i}", is_here=is_here and is_known)
-            if fitted is not _GONE:
-                new.append(fitted)
-            elif is_known and is_here:
-                new.append(place)
-        if is_here:
-            last = max((i for i, item in enumerate(old) if holds_entry(item)), default=-1)
-            new += old[len(saved) : last + 1]
-        return (
-            collections.deque(new, saved.maxlen) if isinstance(saved, collections.deque) else type(saved)(new)
-        )
-
-    def _fit_namespace(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
-        new = type(saved)()
-        if live is _ABSENT:
-            vars(new).update(self._fit_mapping(vars(saved), _ABSENT, path, is_here=False))
-            return new
-        vars(new).update(self._fit_mapping(vars(saved), vars(live), path, is_here=is_here))
-        if is_here:
-            lost = {name: item for name, item in vars(live).items() if name not in vars(new)}
-            self._found.missing += [f"{path}.{name}" for name in lost]
-            vars(new).update(lost)
-        return new
-
-    def _fit_named_tuple(self, saved: SavedNamedTuple, live: Any, path: str, *, is_here: bool) -> Any:
-        if not is_named_tuple(live) or not has_name(type(live), saved.type):
-            raise _misfit(path, saved.type, live)
-        fields = self._fit_fields(
-            dict(saved.fields), dict(zip(live._fields, live, strict=True)), path, is_here
-        )
-        return tuple.__new__(type(live), fields.values())
-
-    def _fit_dataclass(self, saved: SavedDataclass, live: Any, path: str, *, is_here: bool) -> Any:
-        if not is_dataclass(live) or not has_name(type(live), saved.type):
-            raise _misfit(path, saved.type, live)
-        old = {name: getattr(live, name, _ABSENT) for name in field_names(live)}
-        return new_dataclass(type(live), self._fit_fields(saved.fields, old, path, is_here))
+            return {step: left[step] for step in held}
+        last = max(held, default=-1)  # in a sequence with all before it, so that its index stays
+        return {step: item for step, item in left.items() if step <= last}
 
     def _fit_fields(
-        self, saved: dict[str, Any], old: dict[str, Any], path: str, is_here: bool
-    ) -> dict[str, Any]:
-        """Return the values of all fields of a live type. Fields that only one side has are recorded."""
-        self._found.unexpected += [f"{path}.{name}" for name in saved if name not in old]
-        self._found.missing += [f"{path}.{name}" for name in old if name not in saved]
-        new = dict(old)
-        for name in [name for name in old if name in saved]:
-            fitted = self.fit(saved[name], old[name], f"{path}.{name}", is_here=is_here)
-            if fitted is _GONE and not is_here:
+        self, saved: SavedNamedTuple | SavedDataclass, live: Any, path: str, *, is_here: bool
+    ) -> Any:
+        """Return a value of the live type. Fields that only one side has are recorded."""
+        is_same = is_named_tuple(live) if isinstance(saved, SavedNamedTuple) else is_dataclass(live)
+        container = kind_of(live)
+        if container is None or not is_same or not has_name(type(live), saved.type):
+            raise _misfit(path, saved.type, live)
+        new = dict(container.items(live))
+        names = list(new) if isinstance(saved, SavedNamedTuple) else field_names(live)
+        items = dict(saved.fields)
+        self._found.unexpected += [f"{path}.{name}" for name in items if name not in names]
+        self._found.missing += [f"{path}.{name}" for name in names if name not in items]
+        for name in [name for name in names if name in items]:
+            fitted = self.fit(items[name], new.get(name, _ABSENT), f"{path}.{name}", is_here=is_here)
+            if fitted is not _GONE:
+                new[name] = fitted
+            elif not is_here:
                 raise _misfit(f"{path}.{name}", "object with a state of its own", _ABSENT)
-            new[name] = old[name] if fitted is _GONE else fitted
-        return new
+        return container.rebuild(live, new.items())
 
     def _fit_key(self, saved: Any, live: Iterable[Any], path: str) -> Any:
         """Return a dict's key or a set's item in its live type."""
@@ -249,3 +207,190 @@ def _misfit(path: str, name: str, live: Any) -> Misfit:
         "restore, or use strict=False to leave the live value.",
         key=path,
     )
+
+
+def fit_composite(saved: Any, live: Any) -> Any:
+    """Return a saved tensor with the live one of its class, at every depth.
+
+    Args:
+        saved: a `SavedTensor`, or a `TensorRef` inside one.
+        live: any value; `misfit` has returned None for it, unless the type needs no live tensor.
+    """
+    if not isinstance(saved, SavedTensor) or misfit(saved, live) is not None:
+        return saved
+    found = take_apart(live).inner
+    inner = {name: fit_composite(item, found[name]) for name, item in saved.inner.items()}
+    return replace(saved, inner=inner, live=live)
+
+
+def needs_live(saved: Any) -> bool:
+    """Return True if a composite tensor is only built beside a live one."""
+    if not isinstance(saved, SavedTensor):
+        return False
+    return saved.is_class or saved.type == DTENSOR or any(map(needs_live, saved.inner.values()))
+
+
+def misfit(saved: SavedTensor, live: Any) -> str | None:
+    """Return how a saved composite tensor and a live value differ, or None.
+
+    The number of elements of a sparse tensor may differ, and devices may.
+    """
+    if not isinstance(live, torch.Tensor):
+        return f"it was saved as {shown_type(saved.type, saved.facts)}, but nothing of this type is there"
+    if not is_composite(live):
+        return f"it was saved as {shown_type(saved.type, saved.facts)}, but is a plain {live.dtype} tensor"
+    try:
+        found = take_apart(live)
+        facts = facts_of(found, "the tensor")
+        is_same = _comparable(facts) == _comparable(saved.facts)
+    except HoldfastError as error:
+        return f"its live tensor cannot be used: {error}"
+    if not _has_type(saved, found, live):
+        there, here = (shown_type(one.type, one.facts) for one in (saved, found))
+        return f"it was saved as {there}, but is {here}"
+    if list(found.inner) != list(saved.inner):
+        return f"it was saved with the inner tensors {list(saved.inner)}, but has {list(found.inner)}"
+    return _inner_misfit(saved, found) if is_same else _changed(saved, facts)
+
+
+def _changed(saved: SavedTensor, facts: dict[str, Any]) -> str:
+    """Return how two descriptions differ."""
+    if saved.type != DTENSOR:
+        return f"its description was {shown(saved.facts)}, but is {shown(facts)}"
+    there, here = ([one[name] for name in ("shape", "offsets", "sizes")] for one in (saved.facts, facts))
+    return (
+        "a DTensor over a composite tensor cannot be resharded, and shape, offsets and sizes of the saved "
+        f"part are {there}, but those of the live one {here}. It is restored on the same number of ranks only"
+    )
+
+
+def _inner_misfit(saved: SavedTensor, found: Composite) -> str | None:
+    for name, item in saved.inner.items():
+        live = found.inner[name]
+        why = None
+        if isinstance(item, SavedTensor):
+            why = misfit(item, live)
+        elif is_composite(live):
+            taken = take_apart(live)
+            why = f"it was saved as a plain tensor, but is {shown_type(taken.type, taken.facts)}"
+        if why is not None:
+            return f"{name}: {why}"
+    return None
+
+
+def _has_type(saved: SavedTensor, found: Composite, live: torch.Tensor) -> bool:
+    if saved.is_class:
+        return found.has_context and has_name(type(live), saved.type)
+    return found.type == saved.type
+
+
+def _comparable(facts: Any) -> Any:
+    """Return facts as JSON without what may differ: devices, and whether a sparse tensor is coalesced."""
+    return _without_devices(encode({k: v for k, v in facts.items() if k != "coalesced"}, "description"))
+
+
+def _without_devices(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_devices(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    body = value.get("$torch")
+    if isinstance(body, list) and body[:1] == ["device"]:
+        return None
+    return {key: _without_devices(item) for key, item in value.items()}
+
+
+@dataclass(slots=True)
+class Updates:
+    """The updates of one restore.
+
+    A script may begin with one object in two places, as after `dict.fromkeys(names, [])`, and replace it
+    later. So an object that is in two places has the new value of the first one. It stays in the second one
+    too if the value there is equal. Otherwise the second place gets a value of its own.
+    """
+
+    _first: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict[int, tuple[Any, Any, Any]])
+    """By the id of an object: it, its new value, and the result."""
+    _memory: FilledMemory = field(default_factory=FilledMemory)  # of arrays
+
+    def update(self, live: Any, new: Any) -> Any:
+        """Make a live value equal to a new one.
+
+        Returns:
+            The value to use from now on: `live` itself if it could be changed in place, else `new`.
+        """
+        if live is new or type(live) is not type(new):
+            return new
+        kind = kind_of(live)
+        if isinstance(live, tuple) and kind is not None:
+            return self._update_items(kind, live, new)
+        if kind is None and not isinstance(live, (set, bytearray)) and not _is_array(live):
+            return new
+        if (first := self._first.get(id(live))) is not None:
+            return first[2] if is_equal(first[1], new) else new
+        changed = self._change(live, new) if kind is None else self._update_items(kind, live, new)
+        self._first[id(live)] = live, new, changed
+        return changed
+
+    def _update_items(self, kind: ContainerKind, live: Any, new: Any) -> Any:
+        """Update the items of a container; return it, or a new one if it cannot have other items."""
+        places = dict(kind.items(live))
+        pairs = [
+            (step, self.update(places[step], item) if step in places else item)
+            for step, item in kind.items(new)
+        ]
+        is_same = len(pairs) == len(places) and all(
+            step in places and item is places[step] for step, item in pairs
+        )
+        if is_same and (kind.refill is None or is_dataclass(live)):
+            return live  # with what its cached properties have computed
+        is_longer = isinstance(live, collections.deque) and live.maxlen != new.maxlen
+        if kind.refill is None or is_longer:
+            return kind.rebuild(new, pairs)
+        kind.refill(live, pairs)
+        return live
+
+    def _change(self, live: Any, new: Any) -> Any:
+        if isinstance(live, set):
+            live.clear()
+            live.update(new)
+            return live
+        if isinstance(live, bytearray):
+            live[:] = new
+            return live
+        if live.shape != new.shape or live.dtype != new.dtype or not live.flags.writeable:
+            return new
+        if live.flags.c_contiguous and live.nbytes:
+            start = live.ctypes.data
+            stop = start + live.nbytes
+            for low, high in self._memory.overlap(start, stop):
+                if live.tobytes()[low - start : high - start] != new.tobytes()[low - start : high - start]:
+                    return new
+            self._memory.add(start, stop)
+        live[...] = new
+        return live
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_equal(value: Any, other: Any) -> bool:
+    """Return True if two new values are equal bit for bit, NaN included."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.dtype is other.dtype and value.shape == other.shape and torch.equal(value, other)
+    if (kind := kind_of(value)) is not None:
+        pairs, others = kind.items(value), kind.items(other)
+        return len(pairs) == len(others) and all(
+            a[0] == b[0] and is_equal(a[1], b[1]) for a, b in zip(pairs, others, strict=True)
+        )
+    if _is_array(value):
+        return (
+            value.dtype == other.dtype and value.shape == other.shape and value.tobytes() == other.tobytes()
+        )
+    return bool(value == other) or (value != value and other != other)

@@ -14,16 +14,16 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
-from holdfast.checkpoint.state.dtensor import is_dtensor
 from holdfast.checkpoint.state.entry import StateEntry
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
 from holdfast.checkpoint.state.modules import EXTRA, canonical
-from holdfast.checkpoint.state.optimizer_layout import is_state_tensor_name
+from holdfast.checkpoint.state.optimizers import is_state_tensor_name
 from holdfast.checkpoint.state.replication import Replication
-from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer
-from holdfast.checkpoint.state.sharding import is_sharded_tensor, note_copies
+from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, options_of
+from holdfast.checkpoint.state.sharding import note_copies
 from holdfast.checkpoint.state.tensor_table import Role
-from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
+from holdfast.checkpoint.state.tensors import is_dtensor, is_sharded_tensor
+from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors
 from holdfast.errors import InvalidInput
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -75,7 +75,10 @@ class FSDP1ModuleEntry(StateEntry):
                 collector.collect(name, value, role)
             else:
                 extra[fqn] = encode(
-                    extract_tensors(value, name, collector.callback(role.replication), composites=False), name
+                    extract_tensors(
+                        value, name, collector.callback(Role(role.replication)), composites=False
+                    ),
+                    name,
                 )
         return {EXTRA: extra} if extra else {}
 
@@ -129,8 +132,7 @@ class FSDP1ModuleEntry(StateEntry):
             if saved is not None and isinstance(value, torch.Tensor):
                 plan.fill(saved, value, name)
             elif name in trees:
-                for reference in references(trees[name]):
-                    plan.read_new(reference)
+                plan.read_tree(trees[name])
             else:
                 plan.missing.append(name)
 
@@ -175,7 +177,7 @@ class FSDP1OptimizerEntry(StateEntry):
                     other.setdefault(name, {})[key] = extract_tensors(
                         value,
                         f"{self.key}.state.{name}.{key}",
-                        collector.callback_for(role),
+                        collector.callback(role),
                         composites=False,
                     )
         groups = [self._capture_group(i, group, collector) for i, group in enumerate(state["param_groups"])]
@@ -183,7 +185,7 @@ class FSDP1OptimizerEntry(StateEntry):
 
     def _capture_group(self, index: int, group: dict[str, Any], collector: TensorCollector) -> dict[str, Any]:
         label = f"{self.key}.param_groups.{index}"
-        emit = collector.callback(self.replication or Replication.REPLICATED)
+        emit = collector.callback(Role(self.replication or Replication.REPLICATED))
         options = {
             k: extract_tensors(v, f"{label}.{k}", emit, composites=False)
             for k, v in group.items()
@@ -204,24 +206,21 @@ class FSDP1OptimizerEntry(StateEntry):
         for group in groups:
             for fqn in group["params"]:
                 name = self._name(fqn)
-                one, is_shared = saved.state_of(name)
-                if one is None:
+                saved_state, is_shared = saved.state_of(name)
+                if saved_state is None:
                     continue
                 shared.update({fqn} if is_shared else ())
-                made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in one.tensors.items()}
-                for reference in references(one.trees):
-                    plan.read_new(reference)
-                made[fqn].update({k: _grafted(plan, tree) for k, tree in one.trees.items()})
+                made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in saved_state.tensors.items()}
+                plan.read_tree(saved_state.trees)
+                made[fqn].update({k: _grafted(plan, tree) for k, tree in saved_state.trees.items()})
         saved.skip_the_rest()
         for options in chosen:
-            for reference in references(options):
-                plan.read_new(reference)
+            plan.read_tree(options)
 
         def finish() -> None:
             new = []
             for group, options in zip(groups, chosen, strict=True):
-                kept = {k: v for k, v in (options or {}).items() if k not in ("params", "param_names")}
-                new.append({**group, **insert_tensors(kept, plan.tensor)})
+                new.append({**group, **insert_tensors(options_of(options or {}), plan.tensor)})
             state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
             state.update({fqn: deepcopy(state[fqn]) for fqn in shared & state.keys()})
             self._load({"state": state, "param_groups": new})

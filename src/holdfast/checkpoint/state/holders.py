@@ -116,11 +116,9 @@ def agree(mine: RankInventory, rank: int, world_size: int, gather: Gather) -> Ho
     Raises:
         InvalidInput: two ranks have different tensors under one name.
 
-    Ranks: collective if there are several; `gather` returns the values of all ranks, by rank.
+    Ranks: collective; `gather` returns the values of all ranks, by rank.
     Blocks: on `gather`.
     """
-    if world_size == 1:
-        return HolderAgreement(rank, world_size)
     table = _plain_values(mine)
     digests = gather(digest(dumps(table)))
     first = {one: i for i, one in reversed(list(enumerate(digests)))}
@@ -183,8 +181,8 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
                 raise _disagreement(name, merge, ranks[0], fact)
             if is_own:
                 listed = [Region.whole(tuple(shape))] if regions is None else regions
-                for region, one in zip(listed, copies[0], strict=True):
-                    merge.holders.setdefault(region, []).append(one)
+                for region, holder in zip(listed, copies[0], strict=True):
+                    merge.holders.setdefault(region, []).append(holder)
             else:
                 merge.copies.update(copies)
     for name, merge in merges.items():
@@ -202,11 +200,7 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
 
 
 def _join(name: str, merge: _Merge) -> None:
-    """Make one layout of the regions that each rank has listed. Ranks with the same region are copies.
-
-    Raises:
-        InvalidInput: they overlap or leave a gap.
-    """
+    """Make one layout of the regions that each rank has listed. Ranks with the same region are copies."""
     dtype, shape, splits, _ = merge.fact
     rows = sorted(merge.holders.items())
     try:

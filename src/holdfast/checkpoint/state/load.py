@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,18 +11,21 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.format.composites import shown_type
-from holdfast.checkpoint.format.fill_target import FillTarget
 from holdfast.checkpoint.format.manifest import Tensor
-from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.partitioning import FillTarget, Region
 from holdfast.checkpoint.format.values import decode
-from holdfast.checkpoint.state.composites import RAW, is_composite, take_apart
-from holdfast.checkpoint.state.dtensor import is_dtensor
-from holdfast.checkpoint.state.filled_memory import FilledMemory, Range, holds, range_of
-from holdfast.checkpoint.state.fitting import Fitting, Misfit, fit
-from holdfast.checkpoint.state.read_only_memory import refuse_read_only
+from holdfast.checkpoint.state.composites import take_apart
+from holdfast.checkpoint.state.filled_memory import (
+    FilledMemory,
+    Range,
+    find_read_only,
+    holds,
+    range_of,
+    read_only_error,
+)
+from holdfast.checkpoint.state.fitting import Fitting, Misfit, Updates, fit
 from holdfast.checkpoint.state.sharding import (
     is_divided,
-    is_sharded_tensor,
     local_of,
     local_shards_like,
     shape_of,
@@ -30,16 +34,19 @@ from holdfast.checkpoint.state.sharding import (
 )
 from holdfast.checkpoint.state.tensors import (
     PLAIN,
+    RAW,
     copy,
+    is_composite,
+    is_dtensor,
     is_local_shard,
     is_plain_memory,
     is_same_view,
+    is_sharded_tensor,
     laid_out_like,
+    torch_dtype,
     unfillable,
 )
-from holdfast.checkpoint.state.torch_dtypes import torch_dtype
 from holdfast.checkpoint.state.tree import references
-from holdfast.checkpoint.state.updates import Updates
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 Rename = Callable[[str], str]
@@ -85,7 +92,8 @@ class Load:
         self.generator_notes: list[str] = plan.generator_notes
         """Notes on generators of the process that are not set as saved; `finish` adds them."""
         self._steps = plan.steps
-        refuse_read_only(plan.written)
+        if found := find_read_only(plan.written):
+            raise read_only_error(found)
 
     def finish(self) -> None:
         """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
@@ -98,7 +106,7 @@ class Load:
         Ranks: not collective by itself; a user's load_state_dict() may be.
         """
         steps, self._steps = self._steps, []
-        for _, step in sorted(steps, key=lambda pair: pair[0]):
+        for _, step in sorted(steps, key=operator.itemgetter(0)):
             step()
 
 
@@ -112,9 +120,6 @@ class LoadPlan:
         rename: saved name -> live name.
         others: encoded values of further parts, used for keys that `values` lacks.
         rank: this rank, whose parts of sharded tensors are filled.
-
-    Raises:
-        InvalidInput: two saved names are renamed to one.
     """
 
     def __init__(
@@ -150,7 +155,10 @@ class LoadPlan:
 
     def saved_key(self, key: str) -> str | None:
         """Return the saved top-level key that fills the live key, or None."""
-        return next((keys[key] for keys, _ in self._sources if key in keys), None)
+        for keys, _ in self._sources:
+            if key in keys:
+                return keys[key]
+        return None
 
     def saved_keys(self) -> list[str]:
         """Return all saved top-level keys."""
@@ -202,6 +210,11 @@ class LoadPlan:
         else:
             self._widen(saved)
 
+    def read_tree(self, tree: Any, device: torch.device | str = "cpu") -> None:
+        """Plan to read all tensors that a tree refers to into new memory."""
+        for name in references(tree):
+            self.read_new(name, device)
+
     def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the filled tensor of a saved name. Names that were tied when saved share one object."""
         (target,) = self._parts[self.tied.get(name, name)]
@@ -246,14 +259,11 @@ class LoadPlan:
         Args:
             name: saved name.
             label: live name, for messages.
-
-        Raises:
-            InvalidInput: the shapes differ.
-            Unsupported: this kind of tensor cannot be filled.
         """
         self._check(name, live, label)
         saved = self._use(name)
-        parts = self._parts_of(live, label, is_whole=self._is_own(name, live))
+        is_whole = type(live) in PLAIN and (not is_local_shard(live) or self._is_own(name, live))
+        parts = self._parts_of(live, label, is_whole=is_whole)
         self.written[label] = local_of(live)
         if live.device.type == "meta":
             self._make_real(saved, live, [region for _, region in parts], label)
@@ -278,10 +288,10 @@ class LoadPlan:
 
     def _check(self, name: str, live: torch.Tensor, label: str) -> None:
         if is_composite(live) and live.dtype not in RAW:
-            one = take_apart(live)
+            composite = take_apart(live)
             why = (
-                f"it was saved as a plain tensor, but is {shown_type(one.type, one.facts)}. Build it as it "
-                "was when it was saved, or leave it out with only= or rename=."
+                f"it was saved as a plain tensor, but is {shown_type(composite.type, composite.facts)}. "
+                "Build it as it was when it was saved, or leave it out with only= or rename=."
             )
             raise unfillable(live, label, why)
         is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
@@ -320,7 +330,10 @@ class LoadPlan:
         return [(shard, None if region == whole else region) for shard, region in shards]
 
     def _new_target(self, saved: str, device: torch.device | str, region: Region | None) -> FillTarget:
-        return FillTarget(self._empty(saved, device, region), region)
+        """Return new memory for a saved tensor, or for a region of it."""
+        spec = self._spec(saved)
+        sizes = tuple(spec.shape) if region is None else region.sizes
+        return FillTarget(torch.empty(sizes, dtype=torch_dtype(spec.dtype), device=device), region)
 
     def _new_sources(
         self, saved: str, device: torch.device | str, regions: list[Region | None]
@@ -345,8 +358,8 @@ class LoadPlan:
         parts = self._parts[saved]
         if any(part.region is None for part in parts):
             return
-        whole = self._empty(saved, "cpu")
-        self._parts[saved] = [FillTarget(whole, None)]
+        target = self._new_target(saved, "cpu", None)
+        whole, self._parts[saved] = target.tensor, [target]
         for part in parts:
             assert part.region is not None
             self.add_step(LoadPhase.CARVE, partial(copy, whole[part.region.slices], part.tensor))
@@ -399,15 +412,15 @@ class LoadPlan:
         shared = self._add_memory(live)
         if not shared and is_plain_memory(live) and live.dtype is self.dtype(saved):
             return FillTarget(live.detach(), region)
-        target = self._empty(saved, "cpu", region)
+        target = self._new_target(saved, "cpu", region)
 
         def copy_over() -> None:
-            if shared and not holds(live, target, shared):
+            if shared and not holds(live, target.tensor, shared):
                 self.notes.append(f"{label}: {_SHARED}")
-            copy(target, live)
+            copy(target.tensor, live)
 
         self.add_step(LoadPhase.COPY, copy_over)
-        return FillTarget(target, region)
+        return target
 
     def _make_real(self, saved: str, live: torch.Tensor, regions: list[Region | None], label: str) -> None:
         device = self._real.setdefault(id(live), torch.device("cpu"))
@@ -424,11 +437,6 @@ class LoadPlan:
     def _copy_again(self, sources: list[Callable[[], torch.Tensor]], live: torch.Tensor, label: str) -> None:
         for source, (part, _) in zip(sources, self._parts_of(live, label), strict=True):
             copy(source(), part)
-
-    def _empty(self, saved: str, device: torch.device | str, region: Region | None = None) -> torch.Tensor:
-        spec = self._spec(saved)
-        sizes = tuple(spec.shape) if region is None else region.sizes
-        return torch.empty(sizes, dtype=torch_dtype(spec.dtype), device=device)
 
     def _use(self, name: str) -> str:
         self.used.add(name)

@@ -32,9 +32,9 @@ def watch_loaders() -> None:
         _watched.add(base)
         _note_starts(base)
     kinds = _kinds(loading)
-    for one in gc.get_referrers(*kinds):
-        if type(one) in kinds:
-            _note(one)
+    for iterator in gc.get_referrers(*kinds):
+        if type(iterator) in kinds:
+            _note(iterator)
 
 
 def plain_iterators() -> list[Any]:

@@ -1,11 +1,15 @@
-"""Modules: parameters and buffers by canonical name, regardless of wrappers."""
+"""Modules: parameters and buffers by canonical name, regardless of wrappers; trials of load code."""
 
 from __future__ import annotations
 
+import copy
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from types import CellType
 from typing import Any, final
 
 import torch
@@ -13,29 +17,26 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import UNDER, SavedTensor
-from holdfast.checkpoint.format.plain_forms import placed_composites
+from holdfast.checkpoint.format.nesting import placed_composites
 from holdfast.checkpoint.format.values import encode
-from holdfast.checkpoint.state.capture import TensorCollector
+from holdfast.checkpoint.state.capture import TensorCollector, capture_composite, inner_rows
 from holdfast.checkpoint.state.composite_load import fill_composite
-from holdfast.checkpoint.state.composite_rows import capture_composite, inner_rows
-from holdfast.checkpoint.state.composites import is_composite
-from holdfast.checkpoint.state.entry import StateEntry
+from holdfast.checkpoint.state.entry import HIDDEN, StateEntry, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.fitting import Fitting
-from holdfast.checkpoint.state.hidden import HIDDEN, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
-from holdfast.checkpoint.state.load_rehearsal import find_adaptable, has_load_code
 from holdfast.checkpoint.state.replication import Replication
-from holdfast.checkpoint.state.saved_forms import has_saved_form
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
-from holdfast.checkpoint.state.tensors import PLAIN
-from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
+from holdfast.checkpoint.state.tensors import PLAIN, is_composite
+from holdfast.checkpoint.state.tree import extract_tensors, has_saved_form, insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 _PLAIN = frozenset(PLAIN)
 _WRAPPER_PARTS = frozenset({"module", "_orig_mod", _CHECKPOINT_WRAPPED})
 EXTRA = "extra_state"
+_get_is_meta = operator.attrgetter("is_meta")
+_MISMATCH = "size mismatch for"  # torch's words for a shape that load code did not adapt
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class ModuleEntry(StateEntry):
             elif isinstance(value, torch.Tensor):
                 collector.collect(row.name, value, row.role(value))
             else:
-                emit = collector.callback(row.buffer)
+                emit = collector.callback(Role(row.buffer))
                 extra[row.fqn] = encode(extract_tensors(value, row.name, emit, named_types=True), row.name)
         if under:
             own[UNDER] = under
@@ -116,24 +117,28 @@ class ModuleEntry(StateEntry):
         """Yield tensors by the names that `capture` uses, with their roles, also those on meta."""
         state = self.value.state_dict(keep_vars=True)
         for row, value in zip(self._current(state).rows, state.values(), strict=True):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and is_composite(value):
                 yield from inner_rows(row.name, value, row.role(value))
+            elif isinstance(value, torch.Tensor):
+                yield row.name, value, row.role(value)
 
     def has_meta(self) -> bool:
         """Return True if the module has tensors on the meta device. A restore makes them real."""
-        return any(tensor.is_meta for tensor in chain(self.value.parameters(), self.value.buffers()))
+        return any(map(_get_is_meta, chain(self.value.parameters(), self.value.buffers())))
 
     @override
     def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
         module: torch.nn.Module = self.value
         state = module.state_dict(keep_vars=True)
-        live = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
-        self._plan_meta(plan)
-        trees = self._saved_extra(plan)
-        composites = self._saved_composites(plan)
-        adapted = self._find_adapted(plan, state)
+        live = set(map(id, chain(module.parameters(), module.buffers())))
+        if self.has_meta():
+            self._plan_meta(plan)
+        parts = list(filter(None, plan.all_values(self.key)))  # most modules have none
+        trees, composites = self._saved_trees(plan, parts) if parts else ({}, {})
+        rows = self._current(state).rows
+        adapted = self._find_adapted(plan, zip(rows, state.values(), strict=True))
         special: dict[str, Any] = {}  # key -> _New for a tensor, or a tree
-        for row, (key, value) in zip(self._current(state).rows, state.items(), strict=True):
+        for row, (key, value) in zip(rows, state.items(), strict=True):
             saved = plan.saved_names.get(row.name)
             tree = composites.pop(row.name, trees.pop(row.name, None) if saved is None else None)
             if isinstance(tree, SavedTensor) and id(value) in live:
@@ -151,28 +156,30 @@ class ModuleEntry(StateEntry):
         plan.unexpected += [*trees, *composites]
         for composite in composites.values():
             plan.used.update(references(composite))
-        if special or has_load_code(module):
+        if special or _has_load_code(module):
             plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, special))
-        hidden = next((one[HIDDEN] for one in plan.all_values(self.key) if _has_hidden(one)), None)
-        if hidden is not None:
-            plan.add_step(LoadPhase.MODULE, lambda: set_hidden_state(module, hidden))
+        self._plan_hidden(plan, parts)
 
-    def _find_adapted(self, plan: LoadPlan, state: dict[str, Any]) -> frozenset[int]:
+    def _plan_hidden(self, plan: LoadPlan, parts: list[Any]) -> None:
+        for values in parts:  # the first one that has it wins
+            if isinstance(values, dict) and isinstance(hidden := values.get(HIDDEN), dict):
+                plan.add_step(LoadPhase.MODULE, partial(set_hidden_state, self.value, hidden))
+                return
+
+    def _find_adapted(self, plan: LoadPlan, values: Iterable[tuple[_Row, Any]]) -> frozenset[int]:
         """Return the ids of live tensors that get their saved shapes from load code."""
-        rows = zip(self._current(state).rows, state.values(), strict=True)
-        names = {
-            id(value): plan.saved_names[row.name]
-            for row, value in rows
-            if isinstance(value, torch.Tensor) and row.name in plan.saved_names
-        }
-        shapes = {id(value): shape_of(value) for value in state.values() if id(value) in names}
-        if all(plan.shape(name) == shapes[one] for one, name in names.items()):
+        names: dict[int, str] = {}
+        is_resized = False
+        for row, value in values:
+            saved = plan.saved_names.get(row.name)
+            if saved is not None and isinstance(value, torch.Tensor):
+                names[id(value)] = saved
+                is_resized = is_resized or plan.shape(saved) != shape_of(value)
+        if not is_resized:
             return frozenset()
         with torch.device("meta"):
-            saved = {
-                one: torch.empty(plan.shape(name), dtype=plan.dtype(name)) for one, name in names.items()
-            }
-        return find_adaptable(self.value, saved)
+            blank = {at: torch.empty(plan.shape(name), dtype=plan.dtype(name)) for at, name in names.items()}
+        return _find_adaptable(self.value, blank)
 
     def _finish(self, plan: LoadPlan, special: dict[str, Any]) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
@@ -199,30 +206,25 @@ class ModuleEntry(StateEntry):
                 key=self.key,
             ) from error
 
-    def _saved_extra(self, plan: LoadPlan) -> dict[str, Any]:
-        """Return saved trees that are not tensors, by live name."""
-        saved_key = plan.saved_key(self.key)
+    def _saved_trees(self, plan: LoadPlan, parts: list[Any]) -> tuple[dict[str, Any], dict[str, SavedTensor]]:
+        """Return saved trees that are not tensors, and composite tensors, by live name."""
+        prefix = f"{plan.saved_key(self.key)}."
         extra: dict[str, Any] = {}
-        for values in plan.all_values(self.key):  # the first one with a name wins
+        composites: dict[str, SavedTensor] = {}
+        for values in parts:  # the first one with a name wins
             found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
             if not isinstance(found, dict):
                 raise Corrupt(f"{self.key}: the saved extra state of a module is damaged.", key=self.key)
             extra = {**found, **extra}
-        return {plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in extra.items()}
-
-    def _saved_composites(self, plan: LoadPlan) -> dict[str, SavedTensor]:
-        """Return saved composite tensors by live name."""
-        saved_key = plan.saved_key(self.key)
-        found: dict[str, SavedTensor] = {}
-        for values in plan.all_values(self.key):  # the first one with a name wins
             under = placed_composites(values) if isinstance(values, dict) else {}  # also of an imported dict
-            found = {**{k: v for k, v in under.items() if isinstance(v, SavedTensor)}, **found}
-        return {plan.rename(f"{saved_key}.{fqn}"): one for fqn, one in found.items()}
+            composites = {**{k: v for k, v in under.items() if isinstance(v, SavedTensor)}, **composites}
+        return (
+            {plan.rename(prefix + fqn): tree for fqn, tree in extra.items()},
+            {plan.rename(prefix + fqn): saved for fqn, saved in composites.items()},
+        )
 
     def _plan_meta(self, plan: LoadPlan) -> None:
         """Choose where meta tensors become real. Raise for those that no checkpoint holds."""
-        if not self.has_meta():
-            return
         module: torch.nn.Module = self.value
         tensors = list(chain(module.parameters(), module.buffers()))
         lost = [
@@ -247,7 +249,11 @@ class ModuleEntry(StateEntry):
     def _current(self, state: dict[str, Any]) -> _ModuleNames:
         """Return the names of a state_dict(), made again if keys or wrappers have changed."""
         keys, known = list(state), self._structure
-        if known is None or known.keys != keys or known.facts != self._facts(known.wrappers):
+        if (
+            known is None
+            or known.keys != keys
+            or (known.wrappers and known.facts != self._facts(known.wrappers))
+        ):
             self._structure = known = self._read(keys)
         return known
 
@@ -299,12 +305,7 @@ def _plan_tree(plan: LoadPlan, tree: Any, value: Any, label: str, key: str, spec
     fitting = plan.fit(tree, value, label) if has_saved_form(tree) else Fitting(tree)
     if fitting is not None:
         special[key] = fitting.tree
-        for name in references(fitting.tree):
-            plan.read_new(name)
-
-
-def _has_hidden(values: Any) -> bool:
-    return isinstance(values, dict) and isinstance(values.get(HIDDEN), dict)
+        plan.read_tree(fitting.tree)
 
 
 def _kinds(values: list[object]) -> list[object]:
@@ -370,3 +371,111 @@ def _facts(module: Any) -> object:
 def _is_compiled(module: Any) -> bool:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def _has_load_code(module: torch.nn.Module) -> bool:
+    """Return True if loading a module does more than copy its tensors."""
+    return any(map(_has_own_load_code, module.modules()))
+
+
+def _has_own_load_code(module: torch.nn.Module) -> bool:
+    plain, kind = torch.nn.Module, type(module)
+    return bool(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or kind.load_state_dict is not plain.load_state_dict
+        or (
+            kind._load_from_state_dict is not plain._load_from_state_dict
+            and not kind._load_from_state_dict.__module__.startswith("torch.nn.")
+        )
+    )
+
+
+def _find_adaptable(root: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> frozenset[int]:
+    """Return the ids of live tensors whose load code accepts saved tensors of other shapes.
+
+    The load code of the nearest module that has some runs on a copy, whose tensors have no memory. Nothing
+    live changes, and a module of another size is refused before a restore begins.
+
+    Args:
+        root: the module.
+        saved: tensors on the meta device, with saved shapes and dtypes, by the id of the live tensor.
+    """
+    found: set[int] = set()
+    changed = {key for key, one in _tensors_of(root) if _may_change(one, saved.get(key))}
+    for module, ids in _loaders(root, changed):
+        if _accepts(module, saved):
+            found.update(ids)
+    return frozenset(found)
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
+    return ((id(one), one) for one in chain(module.parameters(), module.buffers()))
+
+
+def _may_change(live: torch.Tensor, saved: torch.Tensor | None) -> bool:
+    is_plain = type(live) in PLAIN and live.layout is torch.strided and not live.is_meta
+    return saved is not None and saved.shape != live.shape and is_plain and not is_composite(live)
+
+
+def _loaders(root: torch.nn.Module, ids: Collection[int]) -> Iterator[tuple[torch.nn.Module, set[int]]]:
+    """Yield each module whose load code is the nearest to some tensors, with their ids."""
+    nearest: dict[str, tuple[torch.nn.Module, set[int]]] = {}
+    modules = dict(root.named_modules())
+    for path, module in modules.items():
+        own = chain(module._parameters.values(), module._buffers.values())
+        wanted = {id(one) for one in own if one is not None and id(one) in ids}
+        at = path
+        while wanted and not _has_own_load_code(modules[at]) and at:
+            at = at.rpartition(".")[0]
+        if wanted and _has_own_load_code(modules[at]):
+            nearest.setdefault(at, (modules[at], set()))[1].update(wanted)
+    yield from nearest.values()
+
+
+def _accepts(module: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> bool:
+    """Return True if load code, tried on a copy, takes the saved shapes."""
+    if any(map(_is_bound_elsewhere, _hooks_of(module))):
+        return False
+    bare = {key: _without_memory(one) for key, one in _tensors_of(module)}
+    try:
+        trial = copy.deepcopy(module, {**bare})
+    except Exception:  # noqa: BLE001 - FSDP2 refuses copies; then the shapes are an error, as everywhere else
+        return False
+    state: dict[str, Any] = module.state_dict(keep_vars=True)
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[key] = saved.get(id(value), _without_memory(value))
+    try:
+        with torch.no_grad(), torch.device("meta"):  # what the load code makes fits the other tensors
+            trial.load_state_dict(state, strict=False)
+    except Exception as error:  # noqa: BLE001 - code that needs the values of tensors fails without memory
+        return _MISMATCH not in str(error)
+    return True
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    bare = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(bare, requires_grad=tensor.requires_grad)
+    return bare
+
+
+def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
+    for child in module.modules():
+        yield from child._load_state_dict_pre_hooks.values()
+        yield from child._load_state_dict_post_hooks.values()
+
+
+def _is_bound_elsewhere(hook: Any) -> bool:
+    """Return True if a copy of its module would share live objects of a hook."""
+    function = getattr(hook, "hook", hook)  # torch wraps hooks that receive their module
+    cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
+    return any(_holds_live(cell) for cell in cells)
+
+
+def _holds_live(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, (torch.nn.Module, torch.Tensor))
+    except ValueError:  # the variable has no value
+        return False

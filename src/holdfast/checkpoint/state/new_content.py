@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator, MutableMapping
 from typing import Any
 
 from holdfast.checkpoint.format.composites import SavedTensor
+from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.format.named_types import NAMED_TYPES
-from holdfast.checkpoint.format.nesting import insert, is_under
-from holdfast.checkpoint.format.plain_forms import place_entries, placed_composites
-from holdfast.checkpoint.state.containers import kind_of
+from holdfast.checkpoint.format.nesting import insert, is_under, place_entries, placed_composites
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
 from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import ResumeWarning

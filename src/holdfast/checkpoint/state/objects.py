@@ -9,26 +9,34 @@ from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import TensorRef, encode
-from holdfast.checkpoint.state.capture import TensorCollector
+from holdfast.checkpoint.state.capture import TensorCollector, capture_composite, inner_rows
 from holdfast.checkpoint.state.composite_load import fill_composite
-from holdfast.checkpoint.state.composite_rows import capture_composite, inner_rows
-from holdfast.checkpoint.state.composites import is_composite
-from holdfast.checkpoint.state.entry import StateEntry
-from holdfast.checkpoint.state.entry_kinds import has_only_entries
-from holdfast.checkpoint.state.hidden import HIDDEN, hidden_state, set_hidden_state
+from holdfast.checkpoint.state.entry import (
+    HIDDEN,
+    StateEntry,
+    has_only_entries,
+    hidden_state,
+    set_hidden_state,
+)
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
-from holdfast.checkpoint.state.load_rehearsal import rehearse
 from holdfast.checkpoint.state.replication import MarkedObject, Replication
 from holdfast.checkpoint.state.review import is_repeatable
 from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_state
-from holdfast.checkpoint.state.saved_forms import has_saved_form
 from holdfast.checkpoint.state.sharding import is_divided, may_be_sharded, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
-from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, match_tensors, references
+from holdfast.checkpoint.state.tensors import is_composite
+from holdfast.checkpoint.state.tree import (
+    extract_tensors,
+    has_saved_form,
+    insert_tensors,
+    match_tensors,
+    references,
+)
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 
@@ -64,7 +72,7 @@ class StatefulEntry(StateEntry):
     def capture(self, collector: TensorCollector) -> Any:
         state = self._state()
         hidden = hidden_state(self.value)
-        emit = collector.callback(self.replication or Replication.OWN)
+        emit = collector.callback(Role(self.replication or Replication.OWN))
         tree = extract_tensors(
             {**state, HIDDEN: hidden} if hidden else state, self.key, emit, named_types=True
         )
@@ -80,7 +88,7 @@ class StatefulEntry(StateEntry):
             if fitting is None:
                 return
             tree = fitting.tree
-        self._load(lambda: rehearse(self.value, tree), "Nothing was changed.")
+        self._load(lambda: _rehearse(self.value, tree), "Nothing was changed.")
         if not may_be_sharded():
             _plan_tree(plan, tree, self._finish)
             return
@@ -107,9 +115,8 @@ class StatefulEntry(StateEntry):
             set_hidden_state(self.value, state.pop(HIDDEN))
         is_ordered = type(state) is collections.OrderedDict
         if is_ordered and hasattr(live := self.value.state_dict(), "_metadata"):
-            state.__dict__["_metadata"] = (
-                live._metadata
-            )  # such as a TensorDict's: part of its structure, which it checks
+            # Such as a TensorDict's: part of its structure, which it checks.
+            state.__dict__["_metadata"] = live._metadata
         saved = _content(state, self.key) if is_repeatable(self.value) and not may_be_sharded() else None
         self._load(
             lambda: self.value.load_state_dict(state),
@@ -160,7 +167,9 @@ class TensorEntry(StateEntry):
 
     @override
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
-        return inner_rows(self.key, self.value, self._role())
+        if is_composite(self.value):
+            return inner_rows(self.key, self.value, self._role())
+        return [(self.key, self.value, self._role())]
 
     def _role(self) -> Role:
         return Role(self.replication or Replication.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
@@ -186,7 +195,7 @@ class GeneratorEntry(StateEntry):
     def capture(self, collector: TensorCollector) -> Any:
         generator = self.value
         if isinstance(generator, torch.Generator):
-            collector.add(self.key, generator.get_state(), self.replication or Replication.OWN)
+            collector.collect(self.key, generator.get_state(), Role(self.replication or Replication.OWN))
             return encode(TensorRef(self.key), self.key)
         if isinstance(generator, random.Random):
             return encode(python_state(generator), self.key)
@@ -247,7 +256,7 @@ class ValueEntry(StateEntry):
             extract_tensors(
                 self.value,
                 self.key,
-                collector.callback(self.replication or Replication.OWN),
+                collector.callback(Role(self.replication or Replication.OWN)),
                 named_types=True,
                 entries=True,
             ),
@@ -277,8 +286,7 @@ class ValueEntry(StateEntry):
             return True
 
         tree = match_tensors(fitting.tree, self.value, claim)
-        for name in references(tree):
-            plan.read_new(name)
+        plan.read_tree(tree)
 
         def tensor(name: str) -> torch.Tensor:
             return chosen[name]() if name in chosen else plan.tensor(name)
@@ -297,6 +305,48 @@ def _replace(entry: StateEntry, new: Any, put: Callable[[Any], None]) -> None:
 
 def _plan_tree(plan: LoadPlan, tree: Any, finish: Callable[[Any], None]) -> None:
     """Plan to call `finish` with a saved tree, its tensors filled."""
-    for name in references(tree):
-        plan.read_new(name)
+    plan.read_tree(tree)
     plan.add_step(LoadPhase.OBJECT, lambda: finish(insert_tensors(tree, plan.tensor)))
+
+
+def _rehearse(value: Any, state: Any) -> None:
+    """Load the state of one of PyTorch's schedulers or scalers into a copy.
+
+    Their load code sets attributes and has no other effect. Code of other libraries or of the program may
+    have any, so it is not called twice. A state with tensors is not complete before they are read.
+
+    Raises:
+        Exception: the load code rejects the state.
+    """
+    if not _is_pytorchs(value) or any(True for _ in references(state)):
+        return
+    try:
+        trial = _apart(value)
+    except Exception:  # noqa: BLE001 - a function of the program, in a scheduler, may refuse copies
+        return
+    trial.load_state_dict(copy.deepcopy(state))
+
+
+def _is_pytorchs(value: Any) -> bool:
+    return (
+        isinstance(value, (LRScheduler, torch.amp.GradScaler))
+        and type(value).load_state_dict.__module__.startswith("torch.")
+        and all(map(_is_pytorchs, getattr(value, "_schedulers", ())))
+    )
+
+
+def _apart(value: Any) -> Any:
+    """Return a copy that shares only what load code leaves alone."""
+    new = object.__new__(type(value))
+    vars(new).update({name: _item_apart(item) for name, item in vars(value).items()})
+    return new
+
+
+def _item_apart(item: Any) -> Any:
+    if isinstance(item, list):
+        return [_item_apart(one) for one in item]
+    if isinstance(item, LRScheduler):
+        return _apart(item)
+    if isinstance(item, torch.Tensor):  # of one element
+        return item.clone()
+    return copy.copy(item) if callable(item) else item  # a lambda of a LambdaLR may be an object

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, compress
 from typing import Any, final
 
 import torch
@@ -17,19 +19,127 @@ from typing_extensions import override
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
-from holdfast.checkpoint.state.composites import is_composite
-from holdfast.checkpoint.state.dtensor import is_dtensor
+from holdfast.checkpoint.state.composite_load import plan_state
 from holdfast.checkpoint.state.entry import StateEntry
 from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
-from holdfast.checkpoint.state.optimizer_buffers import plan_state
-from holdfast.checkpoint.state.optimizer_layout import OptimizerLayout, find_layout, is_state_tensor_name
 from holdfast.checkpoint.state.replication import Replication
-from holdfast.checkpoint.state.saved_forms import has_saved_form
-from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, SavedState
+from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, SavedState, options_of
 from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
-from holdfast.checkpoint.state.tensors import PLAIN, laid_out_like
-from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, match_tensors, references
+from holdfast.checkpoint.state.tensors import PLAIN, is_composite, is_dtensor, laid_out_like
+from holdfast.checkpoint.state.tree import (
+    extract_tensors,
+    has_saved_form,
+    insert_tensors,
+    is_plain_value,
+    match_tensors,
+)
+
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
+_get_values = operator.methodcaller("values")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerLayout:
+    """Positions of the tensors and plain values in an optimizer's state.
+
+    Made by `find_layout`; `read` returns the current values.
+    """
+
+    parameter_names: dict[int, str]  # of the state at that time; compared by identity
+    parameters: list[torch.Tensor]
+    group_sizes: list[int]
+    owners: list[torch.Tensor]  # parameters with state, in the order of the optimizer's state
+    order: list[int]  # indices of `owners` in the order of the groups, the same on all ranks
+    keys: list[list[Any]]  # state keys of each of `owners`, in the order of the groups
+    types: list[type]  # of all values, in the order of the groups
+    is_tensor: list[bool]  # of each of these
+    leaves: list[tuple[int, str, Any]]  # of the others: index, name of the parameter, state key
+    fqns: list[list[str]]  # names of the parameters of each group
+    names: list[str]  # of the tensors
+    roles: list[Role]
+
+    def read(self, optimizer: Optimizer, parameter_names: dict[int, str]) -> list[Any] | None:
+        """Return the values of an optimizer's state in order, or None if the layout changed."""
+        groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+        if (
+            self.parameter_names is not parameter_names
+            or list(map(len, groups)) != self.group_sizes
+            or len(state) != len(self.owners)
+            # Identity, since tensors that are equal are not one and the same.
+            or not all(map(operator.is_, chain.from_iterable(groups), self.parameters))
+            or not all(map(operator.is_, state, self.owners))
+        ):
+            return None
+        found = list(state.values())
+        ordered = [found[i] for i in self.order]
+        if list(map(list, ordered)) != self.keys:
+            return None
+        values = list(chain.from_iterable(map(_get_values, ordered)))
+        return values if list(map(type, values)) == self.types else None
+
+    def tensors(self, values: list[Any]) -> list[torch.Tensor]:
+        """Return the tensors among the values from `read`, in the order of `names`."""
+        return values if not self.leaves else list(compress(values, self.is_tensor))
+
+    def others(self, values: list[Any]) -> dict[str, Any]:
+        """Return the plain values among those from `read`, by parameter and state key."""
+        others: dict[str, Any] = {}
+        for i, fqn, key in self.leaves:
+            others.setdefault(fqn, {})[key] = values[i]
+        return others
+
+
+def find_layout(
+    optimizer: Optimizer,
+    parameter_names: dict[int, str],
+    named: Sequence[Sequence[tuple[str, torch.Tensor]]],
+    prefix: str,
+    role: Callable[[str, torch.Tensor], Role],
+) -> OptimizerLayout | None:
+    """Return the layout of an optimizer's state, or None if it contains other objects.
+
+    Args:
+        parameter_names: names of the state's parameters by id.
+        named: the optimizer's parameters with their names, group by group.
+        prefix: of the names of all tensors.
+        role: returns the role of the state tensors of a parameter.
+
+    Returns:
+        The layout, or None unless the state consists of plain values and tensors that are not composite.
+    """
+    state = optimizer.state
+    place = {id(owner): i for i, owner in enumerate(state)}
+    pairs = [(fqn, parameter) for group in named for fqn, parameter in group if id(parameter) in place]
+    if len(pairs) != len(state) or not all(type(state[parameter]) is dict for _, parameter in pairs):
+        return None  # state that is shared, or of parameters outside of all groups
+    rows = [(fqn, p, key, value) for fqn, p in pairs for key, value in state[p].items()]
+    is_tensor = [isinstance(v, torch.Tensor) and is_state_tensor_name(key) for _, _, key, v in rows]
+    if not all(flag or type(row[3]) in _LEAVES for flag, row in zip(is_tensor, rows, strict=True)):
+        return None
+    tensors = list(compress(rows, is_tensor))
+    if any(is_composite(value) for *_, value in tensors):
+        return None
+    return OptimizerLayout(
+        parameter_names=parameter_names,
+        parameters=[parameter for group in named for _, parameter in group],
+        group_sizes=[len(group) for group in named],
+        owners=list(state),
+        order=[place[id(parameter)] for _, parameter in pairs],
+        keys=[list(state[parameter]) for _, parameter in pairs],
+        types=[type(value) for *_, value in rows],
+        is_tensor=is_tensor,
+        leaves=[(i, fqn, key) for i, (fqn, _, key, _) in enumerate(rows) if not is_tensor[i]],
+        fqns=[[fqn for fqn, _ in group] for group in named],
+        names=[f"{prefix}{fqn}.{key}" for fqn, _, key, _ in tensors],
+        roles=[role(fqn, parameter) for fqn, parameter, _, _ in tensors],
+    )
+
+
+def is_state_tensor_name(key: Any) -> bool:
+    """Return True if tensors under this state key are saved under that name."""
+    return type(key) is str and key.isidentifier()
+
 
 Names = Callable[[], dict[int, str]]
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
@@ -141,7 +251,7 @@ class OptimizerEntry(StateEntry):
                 self._capture_state(collector, fqn, parameter, state, other)
         for name, value in self.value.state.items():
             if not isinstance(name, torch.Tensor):
-                emit = collector.callback_for(Role(self.replication or Replication.REPLICATED, is_owned=True))
+                emit = collector.callback(Role(self.replication or Replication.REPLICATED, is_owned=True))
                 path = f"{self.key}.shared.{name}"
                 shared[name] = extract_tensors(value, path, emit, composites=False)
         values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
@@ -156,7 +266,7 @@ class OptimizerEntry(StateEntry):
     def _capture_group(
         self, collector: TensorCollector, index: int, group: dict[str, Any], fqns: list[str]
     ) -> dict[str, Any]:
-        emit = collector.callback(self.replication or Replication.REPLICATED)
+        emit = collector.callback(Role(self.replication or Replication.REPLICATED))
         options = {
             name: extract_tensors(value, f"{self.key}.param_groups.{index}.{name}", emit, named_types=True)
             for name, value in group.items()
@@ -178,7 +288,7 @@ class OptimizerEntry(StateEntry):
             if isinstance(value, torch.Tensor) and is_state_tensor_name(name) and not is_composite(value):
                 collector.collect(prefix + name, value, role)
             else:
-                emit = collector.callback_for(role)
+                emit = collector.callback(role)
                 is_named = isinstance(value, torch.Tensor)  # whose description may have types of the program
                 tree = extract_tensors(value, f"{prefix}{name}", emit, named_types=is_named)
                 other.setdefault(fqn, {})[name] = tree
@@ -205,17 +315,17 @@ class OptimizerEntry(StateEntry):
         if plan.lacks(self.key):
             return
         saved = SavedOptimizer(self.key, plan)
-        groups = [list(_named(i, group, self._names())) for i, group in enumerate(self.value.param_groups)]
+        names = self._names()
+        groups = [list(_named(i, group, names)) for i, group in enumerate(self.value.param_groups)]
         chosen = [saved.choose(i, [fqn for fqn, _ in group]) for i, group in enumerate(groups)]
         for options, group in zip(chosen, groups, strict=True):
             for fqn, parameter in group:
-                one, is_shared = saved.state_of(fqn)
-                if one is not None:
-                    self._plan_state(plan, parameter, one, options or {}, is_shared=is_shared)
+                state, is_shared = saved.state_of(fqn)
+                if state is not None:
+                    self._plan_state(plan, parameter, state, options or {}, is_shared=is_shared)
         saved.skip_the_rest()
         self._plan_groups(plan, chosen)
         self._plan_shared(plan, saved.shared)
-        plan.add_step(LoadPhase.OPTIMIZER, self._settle)
 
     def _plan_state(
         self,
@@ -252,15 +362,15 @@ class OptimizerEntry(StateEntry):
                 trees.update({} if found is None else {name: found.tree})
             else:
                 trees[name] = tree
-        for name in references(trees):
-            plan.read_new(name, plan.device_of(parameter))
+        plan.read_tree(trees, plan.device_of(parameter))
 
         def finish() -> None:
-            place = plan.device_of(parameter)
-            new = insert_tensors(trees, lambda name: plan.tensor(name, place))
-            new.update({name: make() for name, make in composites.items()})
-            new = {name: new[name] for name in saved.trees if name in new}
-            found = {name: make() for name, make in made.items()} | new
+            found = {name: make() for name, make in made.items()}
+            if saved.trees:
+                place = plan.device_of(parameter)
+                new = insert_tensors(trees, lambda name: plan.tensor(name, place))
+                new.update({name: make() for name, make in composites.items()})
+                found |= {name: new[name] for name in saved.trees if name in new}
             state: dict[Any, Any] = kept | (deepcopy(found) if is_shared else found)
             if state:
                 self.value.state[parameter] = state
@@ -272,51 +382,44 @@ class OptimizerEntry(StateEntry):
     def _plan_groups(self, plan: LoadPlan, chosen: list[dict[str, Any] | None]) -> None:
         met: list[dict[str, Any]] = []
         for i, options in enumerate(chosen):
-            live = self.value.param_groups[i]
-            tree = {k: v for k, v in (options or {}).items() if k not in ("params", "param_names")}
-            claim = _claim(plan, f"{self.key}.param_groups.{i}")
-            fitted = {
-                name: plan.fit(value, live.get(name), f"{self.key}.param_groups.{i}.{name}")
-                for name, value in tree.items()
-            }
-            tree = {
-                name: match_tensors(one.tree, live.get(name), claim)
-                for name, one in fitted.items()
-                if one is not None
-            }
-            for name in references(tree):
-                plan.read_new(name)
-            met.append(tree)
+            live, label = self.value.param_groups[i], f"{self.key}.param_groups.{i}"
+            met.append({})
+            for name, value in options_of(options or {}).items():
+                if is_plain_value(value) and is_plain_value(live.get(name)):
+                    met[i][name] = value  # as most options, which need no walk
+                elif (fitted := plan.fit(value, live.get(name), f"{label}.{name}")) is not None:
+                    met[i][name] = match_tensors(fitted.tree, live.get(name), _claim(plan, label))
+            plan.read_tree(met[i])
 
         def clone(name: str) -> torch.Tensor:
             return plan.tensor(name).clone()
 
         def finish() -> None:
             seen: set[int] = set()
-            for options, tree, live in zip(chosen, met, self.value.param_groups, strict=True):
+            for i, (options, live) in enumerate(zip(chosen, self.value.param_groups, strict=True)):
                 is_split = id(options) in seen  # two live groups must not share a tensor
                 seen.add(id(options))
-                new = insert_tensors(tree, clone if is_split else plan.tensor)
-                live.update({name: plan.updates.update(live.get(name), value) for name, value in new.items()})
+                for name, value in insert_tensors(met[i], clone if is_split else plan.tensor).items():
+                    live[name] = (
+                        value if is_plain_value(value) else plan.updates.update(live.get(name), value)
+                    )
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)
 
     def _plan_shared(self, plan: LoadPlan, shared: dict[Any, Any]) -> None:
-        for name in references(shared):
-            plan.read_new(name)
+        """Plan to restore state that is of no parameter, after that of all parameters."""
+        plan.read_tree(shared)
 
         def finish() -> None:
-            state = self.value.state
-            for name in [name for name in state if not isinstance(name, torch.Tensor) and name not in shared]:
-                del state[name]
-            state.update(insert_tensors(shared, plan.tensor))
+            optimizer: Optimizer = self.value
+            for name in list(optimizer.state):
+                if not isinstance(name, torch.Tensor) and name not in shared:
+                    del optimizer.state[name]
+            optimizer.state.update(insert_tensors(shared, plan.tensor))
+            # All of the state is there now, and passed on as `Optimizer.load_state_dict` does.
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)
-
-    def _settle(self) -> None:
-        """Pass the state to the optimizer's own __setstate__, as `Optimizer.load_state_dict` does."""
-        optimizer = self.value
-        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:

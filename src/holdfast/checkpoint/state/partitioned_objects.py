@@ -20,12 +20,7 @@ _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
 
 def check_not_partitioned(key: str, value: Any) -> None:
-    """Check that DeepSpeed does not keep a part of an object elsewhere.
-
-    Raises:
-        Unsupported: it is an engine or an optimizer of DeepSpeed; or a module or an optimizer that an engine
-            has taken over.
-    """
+    """Check that DeepSpeed does not keep a part of an object elsewhere."""
     reason = _reason(value)
     if reason is not None:
         raise Unsupported(
@@ -108,9 +103,9 @@ def _is_overwritten(module: torch.nn.Module) -> bool:
 def _wrappers() -> Iterator[Any]:
     """Yield all optimizers of DeepSpeed in this process; they have taken over those of torch."""
     kind: type = sys.modules[_WRAPPERS].DeepSpeedOptimizer
-    for one in gc.get_referrers(*_subclasses(kind)):
-        if issubclass(type(one), kind):
-            yield one
+    for wrapper in gc.get_referrers(*_subclasses(kind)):
+        if issubclass(type(wrapper), kind):
+            yield wrapper
 
 
 def _subclasses(kind: type) -> list[type]:

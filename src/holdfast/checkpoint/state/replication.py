@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Replication(enum.Enum):
@@ -21,6 +21,7 @@ class Replication(enum.Enum):
 class MarkedObject:
     """An object of the state, marked by the user with the replication of its tensors."""
 
+    _holdfast_is_leaf: ClassVar[bool] = True  # no container of a state, whose fields are saved
     value: Any
     replication: Replication
     ranks: tuple[int, ...] | None = None  # its holders, if the user has named them

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.state.containers import kind_of
-from holdfast.checkpoint.state.entry_kinds import is_follower
+from holdfast.checkpoint.format.containers import kind_of
+from holdfast.checkpoint.state.entry import is_follower
+from holdfast.checkpoint.state.filled_memory import describe_read_only
 from holdfast.checkpoint.state.loader_watch import plain_iterators
-from holdfast.checkpoint.state.read_only_memory import describe_read_only
 from holdfast.errors import InvalidInput, LoaderWarning, ResumeWarning, StrayParametersWarning
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
@@ -175,13 +175,13 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _metric_doubts(key: str, module: torch.nn.Module) -> Iterator[str]:
-    for name, one in module.named_modules():
-        lost = [state for state, kept in _persistence(one).items() if not kept]
+    for name, child in module.named_modules():
+        lost = [state for state, kept in _persistence(child).items() if not kept]
         if lost:
             path = f"{key}.{name}" if name else key
             yield (
-                f"{path} is a {type(one).__name__} whose state ({', '.join(lost)}) is not persistent, so it "
-                "is not in its state_dict() and is reset when the run resumes. Call .persistent(True) on "
+                f"{path} is a {type(child).__name__} whose state ({', '.join(lost)}) is not persistent, so "
+                "it is not in its state_dict() and is reset when the run resumes. Call .persistent(True) on "
                 "it before training."
             )
 
@@ -347,18 +347,18 @@ def _draws_random_numbers(dataset: Any) -> str | None:
     """
     waiting, seen = [dataset], set[int]()
     while waiting and len(seen) < 100:
-        one = waiting.pop()
-        if id(one) in seen:
+        part = waiting.pop()
+        if id(part) in seen:
             continue
-        seen.add(id(one))
-        kind = type(one)
+        seen.add(id(part))
+        kind = type(part)
         if kind.__name__.startswith("Random") or kind.__name__ in (
             "ColorJitter",
             "RandAugment",
             "AutoAugment",
         ):
             return kind.__name__
-        functions = [one] if isinstance(one, FunctionType) else []
+        functions = [part] if isinstance(part, FunctionType) else []
         functions += [
             getattr(kind, name, None) for name in ("__getitem__", "__iter__", "__call__", "forward")
         ]
@@ -372,7 +372,7 @@ def _draws_random_numbers(dataset: Any) -> str | None:
             ):
                 return f"{function.__qualname__}()"
         if _is_of_users(kind) or kind.__name__ in ("Compose", "Subset", "ConcatDataset", "Sequential"):
-            held = list(getattr(one, "__dict__", {}).values())
+            held = list(getattr(part, "__dict__", {}).values())
             held += [item for value in held if isinstance(value, (list, tuple)) for item in value[:20]]
             waiting += [value for value in held if callable(value) or hasattr(value, "__getitem__")]
     return None
@@ -382,13 +382,13 @@ def _own_generator(dataset: Any) -> str | None:
     """Return the name of a generator that a data set or its transforms hold; None without one."""
     waiting, seen = [(type(dataset).__name__, dataset)], set[int]()
     while waiting and len(seen) < 100:
-        path, one = waiting.pop()
-        if id(one) in seen:
+        path, part = waiting.pop()
+        if id(part) in seen:
             continue
-        seen.add(id(one))
-        if _is_generator(one):
+        seen.add(id(part))
+        if _is_generator(part):
             return path
-        for name, item in getattr(one, "__dict__", {}).items():
+        for name, item in getattr(part, "__dict__", {}).items():
             items = item[:20] if isinstance(item, (list, tuple)) else [item]
             is_searched = (each for each in items if _is_generator(each) or hasattr(each, "__dict__"))
             waiting += [(f"{path}.{name}", each) for each in is_searched]
@@ -412,21 +412,21 @@ def loader_doubts(values: Collection[Any]) -> Iterator[str]:
     One that was read to its end is left out: it was an evaluation, or the next epoch draws its order from
     generators that are restored.
     """
-    for one in plain_iterators():
-        if not getattr(one, "_num_yielded", 0):  # it may be starting in another thread
+    for iterator in plain_iterators():
+        if not getattr(iterator, "_num_yielded", 0):  # it may be starting in another thread
             continue
-        order = one._index_sampler  # of batches, or of single elements without batching
-        if _is_ended(one, order) or getattr(one, _REPORTED, False):
+        order = iterator._index_sampler  # of batches, or of single elements without batching
+        if _is_ended(iterator, order) or getattr(iterator, _REPORTED, False):
             continue
-        data = type(one._dataset).__qualname__
+        data = type(iterator._dataset).__qualname__
         if is_follower(order):
-            doubt = _follower_doubt(one, order, data, values)
+            doubt = _follower_doubt(iterator, order, data, values)
         elif hasattr(order, "state_dict"):  # it can be added to the state, and then the order resumes
             doubt = None
         else:
             doubt = _order_doubt(order, data)
         if doubt is not None:
-            setattr(one, _REPORTED, True)
+            setattr(iterator, _REPORTED, True)
             yield doubt
 
 

@@ -14,6 +14,7 @@ import torch
 from holdfast.checkpoint.format.values import TensorRef, encode
 from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.replication import Replication
+from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.rawbytes import view_bytes
 
@@ -43,7 +44,7 @@ def capture(collector: TensorCollector) -> dict[str, Any]:
 
 
 def _emit(collector: TensorCollector, name: str, state: torch.Tensor) -> TensorRef:
-    collector.add(name, state, Replication.OWN)
+    collector.collect(name, state, Role(Replication.OWN))
     return TensorRef(name)
 
 

@@ -75,10 +75,10 @@ class SavedOptimizer:
         Those of the group with the same parameters, or of the group that had its parameters.
         """
         plan, groups = self._plan, self._groups
-        primary = dict(_renamed_aliases(plan))
-        wanted = {primary.get(fqn, fqn) for fqn in fqns}
-        renamed = [[plan.rename(fqn) for fqn in group["params"]] for group in groups]
-        held = [{primary.get(fqn, fqn) for fqn in fqns} for fqns in renamed]
+        primary = {plan.rename(alias): plan.rename(name) for alias, name in plan.tied.items()}
+        wanted = set(map(primary.get, fqns, fqns))
+        renamed = [list(map(plan.rename, group["params"])) for group in groups]
+        held = [set(map(primary.get, names, names)) for names in renamed]
         if index < len(groups) and held[index] == wanted:
             return groups[index]
         for group, names in zip(groups, held, strict=True):
@@ -87,7 +87,7 @@ class SavedOptimizer:
         sources = [group for group, names in zip(groups, held, strict=True) if names & wanted]
         if not sources:
             return None
-        if any(_options(group) != _options(sources[0]) for group in sources):
+        if any(options_of(group) != options_of(sources[0]) for group in sources):
             plan.notes.append(
                 f"{self._key}.param_groups[{index}] has parameters of {len(sources)} saved groups with "
                 "different options. It uses those of the first. Set the options after the restore if needed."
@@ -112,12 +112,7 @@ class SavedOptimizer:
 
 
 def _joined(key: str, parts: list[Any]) -> dict[str, Any]:
-    """Return an optimizer's saved values of all parts as one. The first part with a parameter wins.
-
-    Raises:
-        InvalidInput: it was not saved as a plain optimizer.
-        Corrupt: it was, but its values are damaged.
-    """
+    """Return an optimizer's saved values of all parts as one. The first part with a parameter wins."""
     for values in parts:
         _check_saved(key, values)
     groups = [group for values in parts for group in values["param_groups"]]
@@ -147,7 +142,7 @@ def _check_saved(key: str, values: Any) -> None:
 def _has_names(group: Any) -> bool:
     """Return True for a group of parameters by name, as plain optimizers are saved."""
     params = group.get("params") if isinstance(group, dict) else None
-    return isinstance(params, list) and all(type(fqn) is str for fqn in params)
+    return isinstance(params, list) and {str}.issuperset(map(type, params))
 
 
 def _aliases(plan: LoadPlan) -> Iterator[tuple[str, str]]:
@@ -157,10 +152,6 @@ def _aliases(plan: LoadPlan) -> Iterator[tuple[str, str]]:
         yield name, alias
 
 
-def _renamed_aliases(plan: LoadPlan) -> Iterator[tuple[str, str]]:
-    for alias, name in plan.tied.items():
-        yield plan.rename(alias), plan.rename(name)
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group without the names of its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}

@@ -12,11 +12,17 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
-from holdfast.checkpoint.state.dtensor import dtensor_class, is_dtensor
-from holdfast.checkpoint.state.tensors import PLAIN, SHARD_ATTRIBUTES, is_local_shard, laid_out_like
+from holdfast.checkpoint.state.tensors import (
+    PLAIN,
+    SHARD_ATTRIBUTES,
+    dtensor_class,
+    is_dtensor,
+    is_local_shard,
+    is_pending,
+    is_sharded_tensor,
+    laid_out_like,
+)
 from holdfast.errors import Unsupported
-
-_PENDING = "AsyncCollectiveTensor"  # by name, to avoid an import
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,24 +175,18 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
     It shares the tensor's memory. That of a tensor with shard attributes is all of it, see `shards_of`.
 
-    Raises:
-        Unsupported: it has several parts on this rank.
-
     Blocks: until a pending collective has filled the part.
     """
     if not is_dtensor(tensor):
         return _only_shard(tensor) if is_sharded_tensor(tensor) else tensor
     local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
-    return local if type(local) is torch.Tensor or type(local).__name__ != _PENDING else local.wait()
+    return local if type(local) is torch.Tensor or not is_pending(local) else local.wait()
 
 
 def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Region]]:
     """Return this rank's shards of a tensor and their regions of the whole one; all of it if it is plain.
 
     They share the tensor's memory.
-
-    Raises:
-        Unsupported: as `local_of` and `layout_of`.
     """
     local, sharding = local_of(tensor), sharding_of(tensor)
     if sharding is None:
@@ -201,17 +201,6 @@ def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Regio
 def may_be_sharded() -> bool:
     """Return True if this process can have a DTensor."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def is_sharded_tensor(tensor: object) -> bool:
-    """Return True for a ShardedTensor, which FSDP1 makes."""
-    module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
-    return module is not None and isinstance(tensor, module.ShardedTensor)
-
-
-def is_pending(tensor: object) -> bool:
-    """Return True for a tensor that a collective is still filling."""
-    return type(tensor).__name__ == _PENDING
 
 
 def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from holdfast.checkpoint.format.catalog import Catalog
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.state.capture import CapturedState
 from holdfast.checkpoint.state.sharding import ShardLayout
-from holdfast.checkpoint.state.torch_dtypes import NAMES
+from holdfast.checkpoint.state.tensors import NAMES
 
 
 def shared_tensors(captured: CapturedState, catalog: Catalog, rank: int) -> list[SharedTensor]:

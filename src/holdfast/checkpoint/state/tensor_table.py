@@ -113,12 +113,7 @@ class TensorTable:
     # -- filling ---------------------------------------------------------------------------------------------
 
     def add(self, name: str, tensor: torch.Tensor, role: Role) -> str:
-        """Add a row; return the name that holds the tensor's bytes.
-
-        Raises:
-            Unsupported: the tensor cannot be saved.
-            InvalidInput: the name is in use or reserved.
-        """
+        """Add a row; return the name that holds the tensor's bytes."""
         local, layout = self._inspect(name, tensor, role)
         if name not in self._checked:
             check_name(name)
@@ -218,11 +213,7 @@ class TensorTable:
     def _inspect(
         self, name: str, tensor: torch.Tensor, role: Role
     ) -> tuple[torch.Tensor, ShardLayout | None]:
-        """Return this rank's part of a tensor and its layout. Plain tensors have none.
-
-        Raises:
-            Unsupported: it cannot be saved.
-        """
+        """Return this rank's part of a tensor and its layout. Plain tensors have none."""
         is_whole = role.replication is Replication.PER_RANK or not is_local_shard(tensor)
         if type(tensor) in PLAIN and is_whole and is_savable(tensor):
             return tensor, None

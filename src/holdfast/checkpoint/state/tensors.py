@@ -1,10 +1,15 @@
-"""Requirements for tensors in a checkpoint, and comparisons of their views."""
+"""Tensors that a checkpoint can hold: their kinds and dtypes, and comparisons of their views."""
 
 from __future__ import annotations
 
-import torch
+import sys
+from typing import Any
 
-from holdfast.checkpoint.state.torch_dtypes import NAMES
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from holdfast.checkpoint.format.composites import RAW_DTYPES, SPARSE
+from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.errors import Unsupported
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -12,6 +17,74 @@ _is_set_to = torch.Tensor.is_set_to
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
 SHARD_ATTRIBUTES = frozenset(("global_offsets", "global_shape", "local_offsets", "local_sizes"))
+_TORCH = {name: getattr(torch, label) for name, label in TORCH_NAMES.items() if hasattr(torch, label)}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH.items()}
+"""safetensors dtype name by torch dtype."""
+RAW: dict[torch.dtype, str] = {getattr(torch, name): name for name in RAW_DTYPES if hasattr(torch, name)}
+"""Name of a dtype that safetensors files do not have, by torch dtype."""
+LAYOUTS: dict[torch.layout, str] = {getattr(torch, name): name for name in SPARSE}
+"""Name of a sparse layout, by torch layout."""
+_PENDING = "AsyncCollectiveTensor"  # by name, to avoid an import
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the safetensors name of a torch dtype."""
+    if dtype not in NAMES:
+        raise Unsupported(
+            f"Tensors of {dtype} cannot be saved: the safetensors format does not support it. Save a "
+            "view() of it with another dtype."
+        )
+    return NAMES[dtype]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a safetensors dtype name."""
+    if name not in _TORCH:
+        known = f" (torch.{TORCH_NAMES[name]})" if name in TORCH_NAMES else ""
+        raise Unsupported(
+            f"A tensor is saved as {name}{known}, which torch {torch.__version__} does "
+            "not have. It was not read. Install a newer torch to read it."
+        )
+    return _TORCH[name]
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Return True for a DTensor."""
+    kind = dtensor_class()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def dtensor_class() -> Any:
+    """Return the class, or None as long as nothing has imported it: then no DTensor exists."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def is_sharded_tensor(tensor: object) -> bool:
+    """Return True for a ShardedTensor, which FSDP1 makes."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
+    return module is not None and isinstance(tensor, module.ShardedTensor)
+
+
+def is_pending(tensor: object) -> bool:
+    """Return True for a tensor that a collective is still filling."""
+    return type(tensor).__name__ == _PENDING
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor that is saved as other tensors."""
+    kind = type(tensor)
+    if kind in PLAIN:
+        is_plain = tensor.layout is _STRIDED and tensor.dtype in NAMES
+        return not is_plain and (tensor.layout in LAYOUTS or tensor.dtype in RAW)
+    if is_dtensor(tensor):
+        local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+        return not is_pending(local) and is_composite(local)
+    return not is_pending(tensor) and not is_sharded_tensor(tensor) and is_traceable_wrapper_subclass(tensor)
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Return True for a plain tensor with one of torch's sparse layouts."""
+    return type(tensor) in PLAIN and tensor.layout in LAYOUTS
 
 
 def is_savable(tensor: torch.Tensor) -> bool:

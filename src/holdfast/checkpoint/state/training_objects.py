@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -12,19 +13,28 @@ import torch
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.state import rng
-from holdfast.checkpoint.state.capture import CapturedState, TensorCollector
-from holdfast.checkpoint.state.entry import StateEntry
-from holdfast.checkpoint.state.entry_kinds import (
+from holdfast.checkpoint.state.capture import (
+    CapturedState,
+    MarkCollector,
+    MemoryMarks,
+    TensorCollector,
+    versions,
+)
+from holdfast.checkpoint.state.entry import (
+    Skippable,
+    StateEntry,
     is_entry,
     is_follower,
     is_generator,
+    is_skippable,
     is_stateful,
+    is_stream,
     nested_entries,
 )
+from holdfast.checkpoint.state.filled_memory import find_read_only
 from holdfast.checkpoint.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
 from holdfast.checkpoint.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
 from holdfast.checkpoint.state.load import Load, LoadPhase, LoadPlan, leftover, mismatch, renamer
-from holdfast.checkpoint.state.marks import MarkCollector, MemoryMarks, versions
 from holdfast.checkpoint.state.modules import ModuleEntry
 from holdfast.checkpoint.state.new_content import plan_new
 from holdfast.checkpoint.state.objects import (
@@ -42,19 +52,18 @@ from holdfast.checkpoint.state.optimizers import (
     tensors_of,
 )
 from holdfast.checkpoint.state.partitioned_objects import check_not_partitioned, may_be_partitioned
-from holdfast.checkpoint.state.read_only_memory import find_read_only
 from holdfast.checkpoint.state.replication import MarkedObject, Replication
 from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks, loader_doubts
 from holdfast.checkpoint.state.sharding import ShardLayout, layout_of, local_of, shape_of
-from holdfast.checkpoint.state.skippable import Skippable, is_skippable, is_stream
 from holdfast.checkpoint.state.tensor_table import StateStructure, TensorTable
 from holdfast.checkpoint.state.tensors import unsavable
-from holdfast.checkpoint.state.tree import insert_tensors, references
+from holdfast.checkpoint.state.tree import insert_tensors
 from holdfast.errors import InvalidInput, Unsupported
 
 _FIRST = (ModuleEntry, FSDP1ModuleEntry, TensorEntry)
 _FILLED = (ModuleEntry, TensorEntry, OptimizerEntry, ValueEntry)
 _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
+_DEEPSPEED = "deepspeed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,10 +88,6 @@ class State:
 
     Attributes:
         are_lent: the objects are others for now, see `lent`.
-
-    Raises:
-        InvalidInput: a key or a value cannot be saved, named by its key path.
-        Unsupported: this version cannot save a kind of tensor or module.
     """
 
     def __init__(self, objects: MutableMapping[str, Any], *, world: tuple[int, int] | None = None) -> None:
@@ -97,7 +102,7 @@ class State:
         self._checked: set[str] = set()
         self._table: TensorTable | None = None  # of the previous capture
         self._structure: StateStructure | None = None
-        self._marks = MemoryMarks()
+        self._marks: MemoryMarks | None = None
         self._agreement: HolderAgreement | None = None
         rank, world_size = self._world()
         for key, entry in self._current().items():
@@ -124,7 +129,7 @@ class State:
         Blocks: on `gather`.
         """
         rank, world_size = self._world()
-        self._agreement = agree(self._inventory(), rank, world_size, gather)
+        self._agreement = agree(self._inventory(), rank, world_size, gather) if world_size > 1 else None
         self._table = None  # facts about the structure have changed
 
     def _inventory(self) -> RankInventory:
@@ -146,10 +151,6 @@ class State:
 
         Tensors are not copied: copy them before anything changes them. Their memory stays in use until the
         next capture or load, even if training releases it.
-
-        Raises:
-            InvalidInput: a value cannot be saved, or two tensors have one name.
-            Unsupported: a kind of tensor cannot be saved.
 
         Ranks: not collective by itself; a user's state_dict() may be, and that of FSDP1 is.
         """
@@ -263,6 +264,7 @@ class State:
         values = {
             key: _capture(key, one, collector) for key, one in entries.items() if isinstance(one, kinds)
         }
+        self._marks = self._marks or MemoryMarks()
         return values, self._marks.mark(collector.tensors)
 
     def load(
@@ -303,8 +305,7 @@ class State:
             Unsupported: a dtype or kind of tensor cannot be restored here.
 
         Ranks: not collective by itself; FSDP1 is, and a user's state_dict() may be: if tensors may be
-        sharded, it
-            is called to find its DTensors.
+        sharded, it is called to find its DTensors.
         """
         self._release_memory()  # a load replaces tensors: the memory of the old ones must be free
         entries = self._current()
@@ -380,16 +381,16 @@ class State:
         entries: dict[str, StateEntry] = {}
         objects, self._followers = self._find(), None
         self._found = objects
-        for key, one in objects.items():
+        for key, found in objects.items():
             known = self._entries.get(key)
             if (
                 known is None
-                or known.value is not one.value
-                or known.replication is not one.replication
+                or known.value is not found.value
+                or known.replication is not found.replication
                 or _is_stale(known)
             ):
                 _check_key(key)
-                known = self._classify(key, one.value, one.replication)
+                known = self._classify(key, found.value, found.replication)
             entries[key] = known
         self._entries = entries
         return entries
@@ -397,8 +398,8 @@ class State:
     def _find(self) -> dict[str, _Found]:
         """Return the objects of the mapping, and those in its containers, by key path."""
         found: dict[str, _Found] = {}
-        for key, one in self._objects.items():
-            top = _bare(key, one, None)
+        for key, value in self._objects.items():
+            top = _bare(key, value, None)
             _add(found, key, top)
             try:
                 for path, inner in _nested(key, top.value):
@@ -409,7 +410,8 @@ class State:
         return found
 
     def _classify(self, key: str, value: Any, replication: Replication | None) -> StateEntry:
-        check_not_partitioned(key, value)
+        if _DEEPSPEED in sys.modules:
+            check_not_partitioned(key, value)
         if isinstance(value, torch.nn.Module):
             return (
                 FSDP1ModuleEntry(key, value, replication)
@@ -432,11 +434,11 @@ class State:
     def _fsdp1_module_of(self, optimizer: torch.optim.Optimizer) -> FSDP1ModuleEntry | None:
         """Return the entry of the FSDP1 module with an optimizer's parameters, or None."""
         owned = set(map(id, parameters(optimizer)))
-        for key, one in self._found.items():
-            if not isinstance(one.value, torch.nn.Module) or not is_fsdp1(one.value):
+        for key, found in self._found.items():
+            if not isinstance(found.value, torch.nn.Module) or not is_fsdp1(found.value):
                 continue
-            if not owned.isdisjoint(map(id, one.value.parameters())):
-                return FSDP1ModuleEntry(key, one.value, one.replication)
+            if not owned.isdisjoint(map(id, found.value.parameters())):
+                return FSDP1ModuleEntry(key, found.value, found.replication)
         return None
 
     def _parameter_names(self) -> dict[int, str]:
@@ -461,11 +463,14 @@ class State:
         return dataclasses.replace(agreed, marked=self._marked) if self._marked else agreed
 
     def _release_memory(self) -> None:
-        self._table = None
-        self._marks.release()
+        self._table = self._marks = None
 
     def _world(self) -> tuple[int, int]:
-        return self._given_world or _world()
+        """Return this process's rank and the number of ranks."""
+        distributed = torch.distributed
+        if self._given_world is not None or not (distributed.is_available() and distributed.is_initialized()):
+            return self._given_world or (0, 1)
+        return distributed.get_rank(), distributed.get_world_size()
 
     def _hooked(self, entries: Mapping[str, StateEntry]) -> list[torch.optim.Optimizer]:
         found = [e.value for e in entries.values() if isinstance(e.value, torch.optim.Optimizer)]
@@ -513,13 +518,13 @@ def _nested(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, inner
 
 
-def _add(found: dict[str, _Found], key: str, one: _Found) -> None:
-    other = found.setdefault(key, one)
-    if other is not one:
-        kinds = [type(each.value).__qualname__ for each in (other, one)]
+def _add(found: dict[str, _Found], key: str, new: _Found) -> None:
+    other = found.setdefault(key, new)
+    if other is not new:
+        kinds = [type(each.value).__qualname__ for each in (other, new)]
         raise InvalidInput(
             f"Two objects of the state would both be saved under {key!r}: a {kinds[0]} in {other.root!r} and "
-            f"a {kinds[1]} in {one.root!r}. Keys are ambiguous if one contains a dot, or a number and a "
+            f"a {kinds[1]} in {new.root!r}. Keys are ambiguous if one contains a dot, or a number and a "
             "string look the same. Nothing was written. Rename one of the keys.",
             key=key,
         )
@@ -549,7 +554,7 @@ def _is_stale(entry: StateEntry) -> bool:
     An optimizer's hooks have changed, so that it is saved differently; or DeepSpeed may have taken it over.
     """
     value = entry.value
-    if may_be_partitioned(value):
+    if _DEEPSPEED in sys.modules and may_be_partitioned(value):
         return True
     if not isinstance(value, torch.optim.Optimizer) or not has_step_hooks(value):
         return False
@@ -591,8 +596,7 @@ def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> 
         plan.generator_notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
         return
     rng.check(tree)
-    for name in references(tree):
-        plan.read_new(name)
+    plan.read_tree(tree)
 
     def finish() -> None:
         values = insert_tensors(tree, plan.tensor)
@@ -602,11 +606,3 @@ def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> 
             plan.generator_notes.append(rng.derive(values, rank=rank, world_size=world_size))
 
     plan.add_step(LoadPhase.RNG, finish)
-
-
-def _world() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1

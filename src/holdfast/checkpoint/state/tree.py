@@ -1,28 +1,156 @@
-"""Trees of values that contain tensors: tensors are extracted, matched with live ones, and inserted again."""
+"""Trees of values that contain tensors: tensors are extracted, matched with live ones, and inserted again.
+
+Values of classes of the program have saved forms, which only name the class. The kinds of containers
+are those of `format.containers`. `fitting` walks a saved tree and a live value together.
+"""
 
 from __future__ import annotations
 
 import collections
+import enum
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from holdfast.checkpoint.format.composites import DTENSOR, SavedTensor
+from holdfast.checkpoint.format.containers import (
+    field_names,
+    is_dataclass,
+    is_named_tuple,
+    kind_of,
+    other_attributes,
+)
 from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
+from holdfast.checkpoint.format.named_types import NAMED_TYPES, SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.checkpoint.format.values import EntryRef, TensorRef
-from holdfast.checkpoint.state.composites import Composite, is_composite, is_sparse, put_together, take_apart
-from holdfast.checkpoint.state.containers import is_dataclass, is_named_tuple, kind_of
-from holdfast.checkpoint.state.entry_kinds import is_entry
-from holdfast.checkpoint.state.fitted_tensor import FittedTensor
-from holdfast.checkpoint.state.saved_forms import saved_container, saved_key, saved_leaf
-from holdfast.checkpoint.state.tensors import unsavable
+from holdfast.checkpoint.state.composites import Composite, put_together, take_apart
+from holdfast.checkpoint.state.entry import is_entry
+from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unsavable
 from holdfast.errors import InvalidInput, Unsupported
 
-_LEAVES = frozenset({type(None), bool, int, float, str, bytes, TensorRef})
-_PLAIN_KEYS = frozenset({type(None), bool, int, float, str, bytes})
-_MAPPINGS = frozenset({dict, collections.OrderedDict})
-_SEQUENCES = frozenset({list, tuple})
+PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
+"""Types of values and keys that are saved as they are."""
+
+
+def type_name(kind: type) -> str:
+    """Return the name of a class as a checkpoint has it: module, colon, qualified name."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def has_name(kind: type, name: str) -> bool:
+    """Return True if a class has a saved name. The script that was started has any module's name."""
+    if type_name(kind) == name:
+        return True
+    module, _, qualified = name.partition(":")
+    return qualified == kind.__qualname__ and "__main__" in (module, kind.__module__)
+
+
+def _check_fields(value: Any, path: str) -> None:
+    """Raise if a dataclass has state that its fields do not show."""
+    if others := other_attributes(value):
+        raise InvalidInput(
+            f"{path} is a {type(value).__qualname__} with attributes that are not fields of this dataclass: "
+            f"{', '.join(others[:10])}. They would be lost. Nothing was written. Declare them as fields "
+            "(init=False), or give the class state_dict() and load_state_dict().",
+            key=path,
+        )
+    kind = kind_of(value)
+    found = dict(kind.items(value)) if kind is not None else {}
+    if unset := [name for name in field_names(value) if name not in found]:
+        raise InvalidInput(
+            f"{path} is a {type(value).__qualname__} whose field {unset[0]} is not set, so it cannot be "
+            "saved. Nothing was written. Give it a value, such as None.",
+            key=path,
+        )
+
+
+def saved_container(value: Any, path: str) -> Any:
+    """Return the saved form of a container, with its live items.
+
+    A value that is no container of the program's own type is returned as it is.
+    """
+    if type(value) is collections.defaultdict:
+        return collections.defaultdict(None, value)
+    kind = kind_of(value)
+    if kind is not None and is_named_tuple(value):
+        return SavedNamedTuple(type_name(type(value)), tuple(kind.items(value)))
+    if kind is not None and is_dataclass(value):
+        _check_fields(value, path)
+        return SavedDataclass(type_name(type(value)), dict(kind.items(value)))
+    return value
+
+
+def saved_leaf(value: Any, path: str) -> Any:
+    """Return the saved form of an enum member or a set of them."""
+    if isinstance(value, enum.Enum):
+        return SavedEnum(type_name(type(value)), _name_of(value, path))
+    if type(value) in (set, frozenset):
+        return type(value)(map(saved_key, value))
+    return value
+
+
+def saved_key(key: Any) -> Any:
+    """Return the saved form of a dict's key or a set's item."""
+    kind = type(key)
+    if kind in PLAIN_TYPES:
+        return key
+    if isinstance(key, enum.Enum):
+        return SavedEnum(type_name(kind), _name_of(key, repr(key)))
+    if is_named_tuple(key):
+        fields = zip(key._fields, map(saved_key, key), strict=True)
+        return SavedNamedTuple(type_name(kind), tuple(fields))
+    return kind(map(saved_key, key)) if kind in (tuple, frozenset) else key
+
+
+def has_saved_form(tree: Any) -> bool:
+    """Return True if an extracted tree needs live values to be restored."""
+    if isinstance(tree, (*NAMED_TYPES, SavedTensor)) or type(tree) is collections.defaultdict:
+        return True
+    if isinstance(tree, (tuple, set, frozenset)) and any(map(has_saved_form, tree)):
+        return True
+    if isinstance(tree, dict) and any(map(has_saved_form, tree)):
+        return True
+    kind = kind_of(tree)
+    return kind is not None and any(has_saved_form(item) for _, item in kind.items(tree))
+
+
+def member_of(kind: type[enum.Enum], name: str) -> enum.Enum | None:
+    """Return the member of an enum class with a saved name, or None. Runs no code of the class."""
+    members = kind.__members__
+    if name in members or not issubclass(kind, enum.Flag):
+        return members.get(name)
+    flags = [flag for flag in name.split("|") if flag]
+    if any(flag not in members for flag in flags):
+        return None
+    value = 0
+    for flag in flags:
+        value |= members[flag].value
+    return kind(value)
+
+
+def _name_of(member: enum.Enum, path: str) -> str:
+    """Return the name that `member_of` finds a member by."""
+    kind = type(member)
+    name = member.name if member.name in kind.__members__ else None
+    if name is None and isinstance(member, enum.Flag):
+        parts = [
+            one for one in kind.__members__.values() if one.value and one.value & member.value == one.value
+        ]
+        name = "|".join(str(one.name) for one in parts)
+    if name is None or member_of(kind, name) is not member:
+        raise InvalidInput(
+            f"{path} is {member!r}, which has no name in {kind.__qualname__}, so it cannot be saved. Nothing "
+            "was written. Save its value instead.",
+            key=path,
+        )
+    return name
+
+
+_LEAVES = PLAIN_TYPES | {TensorRef}
+_PLAIN_CONTAINERS = frozenset({dict, collections.OrderedDict, list, tuple})
+"""Containers that have no state of their own, which most values are in."""
 
 Emit = Callable[[str, torch.Tensor], object]
 
@@ -46,10 +174,6 @@ def extract_tensors(
             `holdfast.checkpoint.format.named_types`. Only for values that are restored into live ones.
         entries: replace objects that are entries of their own by an `EntryRef`.
         composites: replace composite tensors by a `SavedTensor`, and emit their inner tensors.
-
-    Raises:
-        Unsupported: a composite tensor cannot be saved.
-        InvalidInput: a container holds an object with its own state_dict(), or a name is too long.
     """
     walk = _Extraction(emit, named_types=named_types, entries=entries, composites=composites)
     return walk.extract(value, name)
@@ -79,46 +203,41 @@ class _Extraction:
                 return self._composite(value, name)
             self._emit(name, value)
             return TensorRef(name)
-        if kind in _MAPPINGS:
-            return self._mapping(value, name)
-        if kind in _SEQUENCES:
-            return kind(self.extract(item, f"{name}.{i}") for i, item in enumerate(value))
-        return EntryRef(name) if self._entries and is_entry(value) else self._other(value, name)
+        if kind not in _PLAIN_CONTAINERS:
+            if self._entries and is_entry(value):
+                return EntryRef(name)
+            if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+                raise _misplaced(value, name, may_be_entry=self._entries)
+            if self._named_types:
+                value = saved_container(value, name)
+            elif is_named_tuple(value) or is_dataclass(value):
+                return value
+        return self._container(value, name)
+
+    def _container(self, value: Any, name: str) -> Any:
+        container = kind_of(value)
+        if container is None:
+            return saved_leaf(value, name) if self._named_types else value
+        pairs = [(step, self.extract(item, f"{name}.{step}")) for step, item in container.items(value)]
+        if self._named_types and isinstance(value, dict) and not PLAIN_TYPES.issuperset(map(type, value)):
+            pairs = [(saved_key(key), item) for key, item in pairs]
+        return container.rebuild(value, pairs)
 
     def _composite(self, value: torch.Tensor, name: str) -> SavedTensor:
         try:
-            one = take_apart(value)
+            composite = take_apart(value)
         except Unsupported as error:
             raise unsavable(value, name, str(error)) from error
         walk = self
-        if one.type == DTENSOR:
+        if composite.type == DTENSOR:
             per_rank = getattr(self._emit, "per_rank", None)
             if per_rank is None:
                 raise unsavable(
                     value, name, "it is a DTensor over a tensor of another class. Save its to_local()."
                 )
             walk = _Extraction(per_rank)
-        inner = {part: walk.extract(item, f"{name}.{part}") for part, item in one.inner.items()}
-        return SavedTensor(one.type, inner, facts_of(one, name))
-
-    def _mapping(self, value: dict[Any, Any], name: str) -> Any:
-        items = ((key, self.extract(item, f"{name}.{key}")) for key, item in value.items())
-        if self._named_types and not _PLAIN_KEYS.issuperset(map(type, value)):
-            items = ((saved_key(key), item) for key, item in items)
-        return type(value)(items)
-
-    def _other(self, value: Any, name: str) -> Any:
-        if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
-            raise _misplaced(value, name, may_be_entry=self._entries)
-        if self._named_types:
-            value = saved_container(value, name)
-        elif is_named_tuple(value) or is_dataclass(value):
-            return value
-        container = kind_of(value)
-        if container is None:
-            return saved_leaf(value, name) if self._named_types else value
-        items = [self.extract(item, f"{name}.{step}") for step, item in container.items(value)]
-        return container.rebuild(value, items)
+        inner = {part: walk.extract(item, f"{name}.{part}") for part, item in composite.inner.items()}
+        return SavedTensor(composite.type, inner, facts_of(composite, name))
 
 
 def _too_long(name: str) -> InvalidInput:
@@ -146,15 +265,10 @@ def _misplaced(value: Any, name: str, *, may_be_entry: bool) -> InvalidInput:
     return InvalidInput(message, key=name)
 
 
-def facts_of(one: Composite, name: str) -> dict[str, Any]:
-    """Return the facts about a composite tensor in their saved forms, its context included.
-
-    Raises:
-        Unsupported: the context contains a tensor.
-        InvalidInput: the context contains another value that cannot be saved.
-    """
-    if not one.has_context:
-        return one.facts
+def facts_of(composite: Composite, name: str) -> dict[str, Any]:
+    """Return the facts about a composite tensor in their saved forms, its context included."""
+    if not composite.has_context:
+        return composite.facts
 
     def refuse(path: str, tensor: torch.Tensor) -> None:
         raise unsavable(
@@ -163,8 +277,14 @@ def facts_of(one: Composite, name: str) -> dict[str, Any]:
             "it is in the context of a __tensor_flatten__(). Return its name among the tensors there.",
         )
 
-    context = extract_tensors(one.context, f"{name}.<context>", refuse, named_types=True)
-    return {**one.facts, "context": context}
+    context = extract_tensors(composite.context, f"{name}.<context>", refuse, named_types=True)
+    return {**composite.facts, "context": context}
+
+
+def is_plain_value(value: Any) -> bool:
+    """Return True for a value or a tuple of values that are saved as they are, and replaced as a whole."""
+    kind = type(value)
+    return kind in PLAIN_TYPES or (kind is tuple and PLAIN_TYPES.issuperset(map(type, value)))
 
 
 def references(tree: Any) -> Iterator[str]:
@@ -173,7 +293,7 @@ def references(tree: Any) -> Iterator[str]:
         yield tree.name
     elif (kind := kind_of(tree)) is not None:
         for _, item in kind.items(tree):
-            if type(item) not in _PLAIN_KEYS:
+            if type(item) not in PLAIN_TYPES:
                 yield from references(item)
 
 
@@ -185,22 +305,17 @@ def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live:
         tensor: returns the tensor with a name.
         is_live: the tree is for live objects. Otherwise a composite tensor of a class of the program stays a
             `SavedTensor` with its inner tensors.
-
-    Raises:
-        InvalidInput: there is no live tensor of the class of a composite one.
     """
     if type(tree) is TensorRef:
         return tensor(tree.name)
     kind = kind_of(tree)
     if kind is None:
         return tree
-    items = [insert_tensors(item, tensor, is_live=is_live) for _, item in kind.items(tree)]
-    new = kind.rebuild(tree, items)
-    if type(new) is FittedTensor:
-        return put_together(new.saved, new.live)
+    pairs = [(step, insert_tensors(item, tensor, is_live=is_live)) for step, item in kind.items(tree)]
+    new = kind.rebuild(tree, pairs)
     if type(new) is not SavedTensor:
         return new
-    made = put_together(new, None)
+    made = put_together(new, new.live)
     if is_live and type(made) is SavedTensor:
         raise InvalidInput(
             f"A tensor was saved as a {made.type.replace(':', '.')}, which is only restored into a live "
@@ -218,23 +333,20 @@ def match_tensors(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], boo
     if type(tree) is TensorRef:
         is_plain = isinstance(live, torch.Tensor) and not is_composite(live)
         return live if is_plain and claim(tree.name, live) else tree
-    if type(tree) is FittedTensor:
+    if type(tree) is SavedTensor and tree.live is not None:
         return _match_composite(tree, live, claim)
     kind = kind_of(tree)
     if kind is None or type(tree) is not type(live):
         return tree
     places = dict(kind.items(live))
-    matched = [match_tensors(item, places.get(step), claim) for step, item in kind.items(tree)]
-    return kind.rebuild(tree, matched)
+    pairs = [(step, match_tensors(item, places.get(step), claim)) for step, item in kind.items(tree)]
+    return kind.rebuild(tree, pairs)
 
 
-def _match_composite(tree: FittedTensor, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
+def _match_composite(tree: SavedTensor, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
     """Return the live tensor, or the tree unless all inner tensors are claimed."""
     if live is not tree.live or is_sparse(live):
         return tree
     found = take_apart(live).inner
-    saved = tree.saved
-    inner = {name: match_tensors(item, found[name], claim) for name, item in saved.inner.items()}
-    if all(inner[name] is found[name] for name in found):
-        return live
-    return FittedTensor(SavedTensor(saved.type, inner, saved.facts), live)
+    inner = {name: match_tensors(item, found[name], claim) for name, item in tree.inner.items()}
+    return live if all(inner[name] is found[name] for name in found) else replace(tree, inner=inner)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlsplit
 
-from holdfast.checkpoint.store.object_names import check_name
+from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_bytes, parse_duration
 

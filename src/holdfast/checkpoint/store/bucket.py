@@ -21,11 +21,12 @@ from holdfast.checkpoint.store.contract import (
     Store,
     already_exists,
     as_bytes,
+    check_name,
+    check_prefix,
     ends_early,
 )
 from holdfast.checkpoint.store.error_codes import ErrorKind
 from holdfast.checkpoint.store.multipart import MultipartBody
-from holdfast.checkpoint.store.object_names import check_name, check_prefix
 from holdfast.checkpoint.store.retries import Retries, StoreRequest, TryAgain, not_found
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.system.failpoint import failpoint

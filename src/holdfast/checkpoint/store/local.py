@@ -23,28 +23,37 @@ from typing_extensions import override
 from holdfast.checkpoint.format.names import check_size
 from holdfast.checkpoint.store import direct_io
 from holdfast.checkpoint.store.contract import (
+    UNFINISHED,
     Buffer,
     ObjectInfo,
     Properties,
     Store,
     already_exists,
     as_bytes,
+    check_name,
+    check_prefix,
     ends_early,
     length_error,
 )
-from holdfast.checkpoint.store.durable_names import (
+from holdfast.checkpoint.store.lookup import (
+    NOT_REGULAR,
+    O_PATH,
     DurableNames,
     folder_of,
     ignoring,
+    is_foreign,
     levels,
+    make_folders,
     open_for_sync,
+    open_regular,
+    opened_folder,
     opened_for_sync,
+    refused,
     sync_directory,
     sync_names,
+    translating,
+    why_foreign,
 )
-from holdfast.checkpoint.store.local_errors import NOT_REGULAR, is_foreign, refused, translating, why_foreign
-from holdfast.checkpoint.store.lookup import O_PATH, make_folders, open_regular, opened_folder
-from holdfast.checkpoint.store.object_names import UNFINISHED, check_name, check_prefix
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.system.failpoint import failpoint
 

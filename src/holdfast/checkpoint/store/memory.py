@@ -13,9 +13,10 @@ from holdfast.checkpoint.store.contract import (
     Properties,
     Store,
     already_exists,
+    check_name,
+    check_prefix,
     ends_early,
 )
-from holdfast.checkpoint.store.object_names import check_name, check_prefix
 from holdfast.errors import NotFound
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.checkpoint.store.object_names import check_name
+from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import InvalidInput
 
 SETTLE_NS = 20_000_000

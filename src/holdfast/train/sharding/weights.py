@@ -14,8 +14,8 @@ from torch import nn
 
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
-from holdfast.checkpoint.state.dtensor import is_dtensor
 from holdfast.checkpoint.state.sharding import shards_of
+from holdfast.checkpoint.state.tensors import is_dtensor
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
 from holdfast.system.rawbytes import view_bytes
 from holdfast.system.units import plural

@@ -10,9 +10,8 @@ from typing import Any
 from holdfast.checkpoint.format.catalog import columns
 from holdfast.checkpoint.format.hashes import DIGITS
 from holdfast.checkpoint.format.limits import HASH, MAX_ATTEMPT, MAX_RANKS
-from holdfast.checkpoint.format.sealed import dumps, seal, unseal
-from holdfast.checkpoint.format.versions import Versions
-from holdfast.checkpoint.store.object_names import check_name
+from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal
+from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, is_text, read_integers, shown
 from holdfast.watch.compiled.build_environment import BuildEnvironment

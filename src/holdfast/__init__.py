@@ -10,8 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.exchange import export_checkpoint, export_in_background, import_checkpoint
     from holdfast.checkpoint.keeper.save import Save
     from holdfast.checkpoint.policy import Every, EveryAuto, EverySteps, EveryTime
+    from holdfast.checkpoint.ranks import RankGroup
     from holdfast.checkpoint.restore.checkpoint import Checkpoint, open
     from holdfast.checkpoint.retention import Keep
     from holdfast.checkpoint.run import Checkpointer
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
         Spike,
     )
     from holdfast.checkpoint.state import per_rank, replicated
+    from holdfast.checkpoint.store import open_store
     from holdfast.checkpoint.watch import Watch
     from holdfast.errors import (
         Conflict,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
         Unsupported,
         WatchWarning,
     )
+    from holdfast.jobs.writeback import mount
     from holdfast.system.process_exit import hard_exit
     from holdfast.train.batch import BatchFit, fit_batch
     from holdfast.train.sharding.inspection import describe
@@ -65,8 +69,8 @@ _PLACES = {
     "EveryAuto": "checkpoint.policy",
     "EverySteps": "checkpoint.policy",
     "EveryTime": "checkpoint.policy",
-    "HoldfastError": "errors",
     "Hang": "watch.hang.trainer",
+    "HoldfastError": "errors",
     "Home": "checkpoint.run.options",
     "Internal": "errors",
     "InvalidInput": "errors",
@@ -77,21 +81,27 @@ _PLACES = {
     "NotFound": "errors",
     "Preempted": "errors",
     "Preemption": "checkpoint.run.options",
+    "RankGroup": "checkpoint.ranks",
     "Reads": "checkpoint.run.options",
     "ResumeWarning": "errors",
     "RetryLater": "errors",
     "Save": "checkpoint.keeper.save",
     "SaveWarning": "errors",
-    "Spike": "checkpoint.run.options",
     "SlowRanks": "watch.pace.trainer",
+    "Spike": "checkpoint.run.options",
     "Unsupported": "errors",
     "Watch": "checkpoint.watch",
     "WatchWarning": "errors",
     "default_watches": "watch.defaults",
     "describe": "train.sharding.inspection",
+    "export_checkpoint": "checkpoint.exchange",
+    "export_in_background": "checkpoint.exchange",
     "fit_batch": "train.batch",
     "hard_exit": "system.process_exit",
+    "import_checkpoint": "checkpoint.exchange",
+    "mount": "jobs.writeback",
     "open": "checkpoint.restore.checkpoint",
+    "open_store": "checkpoint.store",
     "per_rank": "checkpoint.state",
     "replicated": "checkpoint.state",
     "shard": "train.sharding.shard",
@@ -124,6 +134,7 @@ __all__ = [
     "NotFound",
     "Preempted",
     "Preemption",
+    "RankGroup",
     "Reads",
     "ResumeWarning",
     "RetryLater",
@@ -136,9 +147,14 @@ __all__ = [
     "WatchWarning",
     "default_watches",
     "describe",
+    "export_checkpoint",
+    "export_in_background",
     "fit_batch",
     "hard_exit",
+    "import_checkpoint",
+    "mount",
     "open",
+    "open_store",
     "per_rank",
     "replicated",
     "shard",

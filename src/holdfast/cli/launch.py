@@ -65,11 +65,7 @@ def _print_plan(task: Task, engine: Engine) -> None:
 
 
 def write_rendered(file: TaskFile, engine: Engine, output: str) -> None:
-    """Write the submission to a file, and the rest of the plan to stderr.
-
-    Raises:
-        InvalidInput: the engine submits nothing to another system, or the file cannot be written.
-    """
+    """Write the submission to a file, and the rest of the plan to stderr."""
     task = file.tasks[0]  # an engine that submits to another system runs no pipelines
     lines = engine.render(task)[1:]  # without the command line
     if not lines:

@@ -68,12 +68,7 @@ def add_task(parser: argparse.ArgumentParser) -> None:
 
 
 def read_tasks(args: argparse.Namespace) -> TaskFile:
-    """Return the task of a command line, or the tasks of a pipeline.
-
-    Raises:
-        NotFound: the file or the workdir does not exist.
-        InvalidInput: an option or the file is invalid.
-    """
+    """Return the task of a command line, or the tasks of a pipeline."""
     from holdfast.jobs.task.parser import Overrides, command_task, load_tasks
 
     overrides = Overrides(
@@ -100,11 +95,7 @@ def read_tasks(args: argparse.Namespace) -> TaskFile:
 
 
 def _check_folder(workdir: str | None) -> None:
-    """Check that a command does not copy the user's whole home by mistake.
-
-    Raises:
-        InvalidInput: the current folder is the home or the root, and no workdir is given.
-    """
+    """Check that a command does not copy the user's whole home by mistake."""
     here = Path.cwd()
     if workdir is None and (here == Path.home() or here.parent == here):
         raise InvalidInput(

@@ -76,11 +76,7 @@ def _print_short(summary: RunSummary) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the page atomically.
-
-    Raises:
-        InvalidInput: the file cannot be written.
-    """
+    """Write the page atomically."""
     with _named(str(path)), atomic_file(path, overwrite=True) as partial:
         partial.write_text(text, encoding="utf-8")
 

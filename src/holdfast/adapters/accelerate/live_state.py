@@ -27,9 +27,6 @@ def live_objects(accelerator: Accelerator, models: Collection[int]) -> dict[str,
     Args:
         accelerator: the attached Accelerator.
         models: numbers of the models to include.
-
-    Raises:
-        InvalidInput: GlobalBatches are registered, whose steps would be counted twice.
     """
     own: Any = accelerator
     if any(isinstance(one, Batches) for one in own._custom_objects):
@@ -56,9 +53,6 @@ def saved_models(accelerator: Accelerator, folder: str) -> list[int]:
     """Run the hooks before a save, and return the numbers of the models to save.
 
     A hook that saves a model itself removes its weights from the list.
-
-    Raises:
-        InvalidInput: a hook has changed weights that it left in the list.
     """
     own: Any = accelerator
     hooks = list(own._save_model_state_pre_hook.values())

@@ -248,9 +248,6 @@ class Session:
         Returns:
             A folder that Accelerate has written itself and that was checked; None for a checkpoint in a home,
             which `load` loads.
-
-        Raises:
-            InvalidInput: there is none, or it is not complete.
         """
         self._finish_saves()
         own: Any = self._accelerator

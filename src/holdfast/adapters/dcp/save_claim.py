@@ -48,10 +48,6 @@ def claim_save(
     Args:
         trainer: process id of the trainer, which may be another process than this one.
         overwrite: allow a save of a step that has a checkpoint.
-
-    Raises:
-        Conflict: another trainer has taken over this home; or the checkpoint exists, and `overwrite` is
-            False.
     """
     with _lock:
         home = list_home(store)

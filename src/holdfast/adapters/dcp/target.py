@@ -22,11 +22,7 @@ class Target:
 
     @classmethod
     def of(cls, home: str | os.PathLike[str], step: int | None) -> Target:
-        """Return the target of a user's arguments.
-
-        Raises:
-            InvalidInput: the step is invalid.
-        """
+        """Return the target of a user's arguments."""
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
             raise InvalidInput(f"step must be the number of completed steps, 0 or more, not {step!r}.")
         return cls(absolute_place(home), step)

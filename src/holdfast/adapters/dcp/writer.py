@@ -47,9 +47,6 @@ def stage(planner: SavePlanner, items: Sequence[tuple[WriteItem, Shard]], layout
     Args:
         items: tensors to copy, in the order of the layout's starts.
 
-    Raises:
-        InvalidInput: a tensor differs from the plan.
-
     Blocks: until the tensors are copied, also from devices.
     """
     memory = mmap.mmap(-1, layout.file_bytes)
@@ -114,9 +111,6 @@ class HoldfastWriter(StorageWriter):
         keep: number of newest checkpoints to keep, a `Keep` policy, or None to keep all.
         overwrite: False refuses a save of a step that has a checkpoint, and without a step a save to a home
             that has one. True supersedes it with a warning; its files do not change.
-
-    Raises:
-        InvalidInput: an argument is invalid.
     """
 
     def __init__(
@@ -196,10 +190,6 @@ class HoldfastWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data file and part.
-
-        Raises:
-            InvalidInput, Unsupported: a value or tensor cannot be saved.
-            RetryLater: the store failed.
 
         Blocks: until both files are durable. Memory: a copy of what this rank writes.
         """

@@ -70,11 +70,7 @@ class FileEngine(CheckpointEngine):
             self._folder = os.path.join(info.save_dir, info.tag)  # noqa: PTH118 - as DeepSpeed makes its paths
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Collect the content of a file; write what does not belong to a tag.
-
-        Raises:
-            InvalidInput, Unsupported: a value cannot be saved. The message has its key path.
-        """
+        """Collect the content of a file; write what does not belong to a tag."""
         name = None if self._folder is None else name_in(self._folder, path)
         if name is None:
             self.stock.save(state_dict, path)

@@ -306,9 +306,6 @@ class Session:
     def end_step(self) -> None:
         """Check for a preemption notice after an optimizer step, and save if one has arrived.
 
-        Raises:
-            Preempted: the save is durable. It is a SystemExit with status 75.
-
         Ranks: collective.
         """
         if self._current is None:
@@ -323,9 +320,6 @@ class Session:
 
     def end_save(self) -> None:
         """End the process after a save, if a preemption notice has arrived.
-
-        Raises:
-            Preempted: the save is durable.
 
         Ranks: collective.
         """

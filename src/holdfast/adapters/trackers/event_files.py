@@ -22,9 +22,6 @@ def attach_tensorboard(ckpt: Checkpointer, log_dir: str | os.PathLike[str], **wr
         ckpt: Checkpointer of the training.
         log_dir: folder of the event files, the same at every start.
         writer: other arguments of torch's `SummaryWriter`, but for `purge_step`.
-
-    Raises:
-        Unsupported: tensorboard is not installed.
     """
     try:
         module = importlib.import_module("torch.utils.tensorboard")

@@ -35,9 +35,6 @@ def attach_mlflow(
         tracking_uri: place or server of MLflow; by default that of its environment.
         run_name: name of a new run.
         params: parameters of a new run.
-
-    Raises:
-        Unsupported: mlflow is not installed.
     """
     try:
         mlflow = importlib.import_module("mlflow")

@@ -65,9 +65,6 @@ def attach_wandb(
         folder: W&B's files and the record of the newest step, the same at every start.
         project: project of the run; by default that of W&B's environment.
         init: other arguments of `wandb.init`, but for `id`, `resume`, `dir` and `reinit`.
-
-    Raises:
-        Unsupported: wandb is not installed.
     """
     try:
         wandb = importlib.import_module("wandb")

@@ -239,9 +239,6 @@ class Chooser:
     def choose(self, asked: str | bool) -> Choice | None:
         """Return the checkpoint that `resume_from_checkpoint` asks for; None for "auto" without any.
 
-        Raises:
-            InvalidInput: there is none, or it is not complete.
-
         Ranks: collective.
         """
         if asked is True or asked in ("auto", self._home):

@@ -29,13 +29,6 @@ def write_folder(selection: ExportSelection, folder: Path, *, overwrite: bool) -
         folder: folder of checkpoints, as for `engine.load_checkpoint`. Created if it does not exist.
         overwrite: replace files of an older export.
 
-    Raises:
-        InvalidInput: an engine did not save the checkpoint, or only a part is selected.
-        Unsupported: a file has objects of DeepSpeed, which is not installed.
-        Conflict: the folder already contains such files.
-        Corrupt: the checkpoint is damaged.
-        RetryLater: the folder could not be written.
-
     Memory: for one file.
     """
     checkpoint = selection.checkpoint

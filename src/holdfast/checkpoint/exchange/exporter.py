@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.checkpoint.exchange import (
-    dcp_export,
     deepspeed_export,
     safetensors_export,
     torch_export,
@@ -97,7 +96,7 @@ def export_checkpoint(
             selection, target, max_shard_bytes=limit, overwrite=overwrite
         ),
         "torch": lambda: torch_export.write_file(selection, target, overwrite=overwrite),
-        "dcp": lambda: dcp_export.write_folder(selection, target, overwrite=overwrite),
+        "dcp": lambda: torch_export.write_folder(selection, target, overwrite=overwrite),
         "trainer": lambda: trainer_export.write_folder(
             selection, target, max_shard_bytes=limit, overwrite=overwrite
         ),

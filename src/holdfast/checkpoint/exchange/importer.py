@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.checkpoint.exchange.home_writer import refuse_existing_home, write_home
-from holdfast.checkpoint.exchange.prefixes import select
 from holdfast.checkpoint.exchange.source import Source
 from holdfast.checkpoint.exchange.source_kinds import detect_kind, open_source
+from holdfast.checkpoint.exchange.trees import select
 from holdfast.checkpoint.format.nesting import is_under, prune
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import InvalidInput
@@ -104,9 +104,6 @@ def _check_expansion(path: Path, opened: Source) -> None:
     """Check that an import does not write many times the size of its source.
 
     An expanded tensor of any size has few bytes in a file.
-
-    Raises:
-        InvalidInput: the tensors have more than `MAX_EXPANSION` times the bytes of the source.
     """
     folder = path.parent if path.name.endswith(".index.json") else path
     files = folder.iterdir() if folder.is_dir() else (path,)

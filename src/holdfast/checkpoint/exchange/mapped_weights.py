@@ -24,11 +24,6 @@ def map_weights(checkpoint: Checkpoint, key: str, folder: Path) -> dict[str, tor
         key: key of the module in the saved state.
         folder: where the file is written. It has no name any more when this returns, and its space is free
             when the tensors are.
-
-    Raises:
-        NotFound: nothing was saved under that key, or a file is missing.
-        Corrupt: the checkpoint is damaged.
-        RetryLater: the store failed, or the file could not be written.
     """
     from safetensors.torch import load_file
 

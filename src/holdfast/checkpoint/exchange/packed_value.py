@@ -45,11 +45,7 @@ class StateDict(collections.OrderedDict[Any, Any]):
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error, because a checkpoint does not contain code.
-
-        Raises:
-            Unsupported: always.
-        """
+        """Raise an error, because a checkpoint does not contain code."""
         raise Unsupported(
             "This is the state dict of an object, not the object itself: a checkpoint holds no code. "
             "Create the object again and call its load_state_dict() with this."
@@ -75,12 +71,7 @@ class Packed:
         return _tensors(self.tree)
 
     def check(self, name: str) -> None:
-        """Check that the partition can be saved.
-
-        Raises:
-            InvalidInput: a value cannot be saved. The message has its key path.
-            Unsupported: a tensor that cannot be saved.
-        """
+        """Check that the partition can be saved."""
 
         def emit(path: str, tensor: torch.Tensor) -> None:
             if not is_savable(tensor):
@@ -107,9 +98,6 @@ def pack(value: Any, name: str) -> Packed:
     Modules, optimizers and other objects with state_dict() and load_state_dict() become their state dicts,
     at any depth. Dicts of other types become plain ones; enum members that are numbers or strings become
     plain numbers and strings.
-
-    Raises:
-        InvalidInput: the value contains itself.
     """
     packed = Packed(None)
     try:

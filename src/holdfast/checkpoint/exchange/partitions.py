@@ -31,9 +31,6 @@ def partition_key(name: Any, reserved: Collection[str]) -> str:
     Args:
         name: name of the partition.
         reserved: keys that the partition must not get.
-
-    Raises:
-        InvalidInput: the name is not a string, or is empty.
     """
     if not isinstance(name, str) or not name:
         raise InvalidInput(f"A partition's name must be a non-empty string, not {name!r}.")
@@ -58,11 +55,7 @@ def describe_partitions(partitions: Mapping[str, tuple[str, Packed]]) -> dict[st
 
 
 def packed_of(name: str, metadata: Any, tree: Any) -> Packed:
-    """Return a partition from its metadata and its tree.
-
-    Raises:
-        Corrupt: the metadata is damaged.
-    """
+    """Return a partition from its metadata and its tree."""
     with checked_metadata(name):
         kinds = [(tuple(path), kind, detail) for path, kind, detail in metadata["kinds"]]
         devices = {tuple(path): str(device) for path, device in metadata["devices"]}
@@ -77,11 +70,6 @@ def read_partition(checkpoint: Checkpoint, rank: int, meta_key: str, name: str) 
         rank: rank that has saved it.
         meta_key: top-level key with the metadata of all partitions.
         name: name of the partition.
-
-    Raises:
-        Corrupt: the checkpoint is damaged.
-        NotFound: a file is missing.
-        RetryLater: the store failed.
     """
     values = checkpoint.values(rank)
     with checked_metadata(name):

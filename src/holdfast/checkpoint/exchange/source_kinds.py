@@ -24,13 +24,7 @@ _SUPPORTED = (
 
 
 def detect_kind(path: Path) -> str:
-    """Return which of `KINDS` a source is, by its content and not by its name.
-
-    Raises:
-        NotFound: the source does not exist.
-        InvalidInput: the source is of an unknown kind.
-        RetryLater: the source could not be read.
-    """
+    """Return which of `KINDS` a source is, by its content and not by its name."""
     try:
         if path.is_dir():
             found = _kind_of_folder(path)

@@ -31,12 +31,6 @@ def write_folder(selection: ExportSelection, folder: Path, *, max_shard_bytes: i
         folder: created if it does not exist. Other files in it are kept.
         max_shard_bytes: maximum bytes of tensors in a shard of the weights.
         overwrite: replace files of an older export.
-
-    Raises:
-        InvalidInput: an attached Trainer did not save the checkpoint, or only a part is selected.
-        Conflict: the folder already contains such files.
-        Corrupt: the checkpoint is damaged.
-        RetryLater: the folder could not be written.
     """
     write_training_files(selection, folder, overwrite=overwrite)
     weights = _part(selection, "model", rename={"model": ""})

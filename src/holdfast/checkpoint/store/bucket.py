@@ -60,10 +60,6 @@ class ObjectStore(Store):
 
     Args:
         address: URL or parsed address.
-
-    Raises:
-        InvalidInput: not a URL of an object store, or with invalid options.
-        Unsupported: the client library is not installed.
     """
 
     def __init__(self, address: Address | str) -> None:
@@ -199,12 +195,7 @@ class ObjectStore(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List objects.
-
-        Raises:
-            NotFound: the bucket does not exist.
-            RetryLater: the store failed.
-        """
+        """List objects."""
         self._logs.flush(check_prefix(prefix))
         folder = self._address.key(prefix).rpartition("/")[0] if prefix else self._address.prefix
         found = self._retries.call(StoreRequest("list", prefix), lambda client: self._listed(client, folder))
@@ -222,11 +213,7 @@ class ObjectStore(Store):
 
     @override
     def delete(self, name: str) -> None:
-        """Remove an object.
-
-        Raises:
-            RetryLater: the store failed; the object may still exist.
-        """
+        """Remove an object."""
         check_name(name)
         self._logs.forget(name)
         key = self._address.key(name)

@@ -61,11 +61,7 @@ def shared_region(profile: str | None) -> str | None:
 
 
 class SharedKeys:
-    """Provider of a profile's keys, read from the file at each request. They may be rotated.
-
-    Raises:
-        InvalidInput: when called, if the profile no longer has keys.
-    """
+    """Provider of a profile's keys, read from the file at each request. They may be rotated."""
 
     def __init__(self, profile: str) -> None:
         self._profile = profile

@@ -67,9 +67,6 @@ def with_environment(address: Address) -> Address:
 
     The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by region), and
     on servers with tenants also under another profile.
-
-    Raises:
-        InvalidInput: the file of AWS profiles cannot be parsed.
     """
     facts = dict(address.options)
     for name, found in _from_environment(address).items():

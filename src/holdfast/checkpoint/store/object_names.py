@@ -24,11 +24,7 @@ def check_name(name: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the prefix if names can begin with it; its last part may be empty or incomplete.
-
-    Raises:
-        InvalidInput: object names cannot begin with it.
-    """
+    """Return the prefix if names can begin with it; its last part may be empty or incomplete."""
     if parent := prefix.rpartition("/")[0]:
         check_name(parent)
     elif prefix.startswith("/"):

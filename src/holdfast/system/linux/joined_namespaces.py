@@ -28,9 +28,6 @@ class JoinedNamespaces:
 
         Its current directory becomes their root directory.
 
-        Raises:
-            OSError: the kernel refuses that.
-
         Source: setns(2), user_namespaces(7).
         """
         if self.user is not None:

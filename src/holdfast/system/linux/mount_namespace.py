@@ -28,9 +28,6 @@ def enter() -> None:
     than root also enter a user namespace, in which they keep their ids and all others are `nobody`: programs
     that change their user, such as sudo, fail.
 
-    Raises:
-        OSError: the kernel, or a policy of it, forbids that.
-
     Source: mount_namespaces(7), user_namespaces(7).
     """
     if os.geteuid() != 0 or _libc().unshare(_NEW_MOUNTS) != 0:
@@ -51,9 +48,6 @@ def add_links(directory: Path, links: Mapping[str, str], staging: Path) -> None:
     Args:
         links: targets of the links, by path relative to the directory. They replace entries of that name.
         staging: empty directory.
-
-    Raises:
-        OSError: the directory cannot be listed or covered.
     """
     with os.scandir(directory) as found:
         entries = [entry for entry in found if entry.name not in links]

@@ -16,9 +16,8 @@ from holdfast.checkpoint.state.loader_watch import num_returned
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.rawbytes import view_bytes
-from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch
+from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch, Ranges, add_range
 from holdfast.train.data.progress import BatchProgress, Pass
-from holdfast.train.data.ranges import Ranges, add_range
 from holdfast.train.data.worker_seed import SeededUnits, separate_from_training
 
 Unit = TypeVar("Unit")
@@ -164,9 +163,6 @@ class Batches(ABC, Generic[Unit]):
 
         A loader that is being read continues after them. Samples that it has read already are still
         delivered, once.
-
-        Raises:
-            InvalidInput: the range is empty, or there are too many.
 
         Ranks: not collective; every rank calls it with the same range.
         """

@@ -35,10 +35,6 @@ def ensure_process_group(device: str | None) -> ProcessGroupInfo:
     Args:
         device: the requested device type. Default: the accelerator, if one exists.
 
-    Raises:
-        InvalidInput: there are several ranks but no group, or its backend does not support the device.
-        Unsupported: the installed torch does not support sharded models on that device.
-
     Ranks: not collective.
     """
     accelerator = accelerator_type()
@@ -73,9 +69,6 @@ def choose_device(requested: str | None, accelerator: str | None, backends: Mapp
         requested: the device type that the caller asked for, if any.
         accelerator: the type of the machine's accelerator, if any.
         backends: backends of the process group, by device type.
-
-    Raises:
-        InvalidInput: the machine lacks the device, or the group does not support it.
     """
     if requested not in (None, "cpu", accelerator):
         raise InvalidInput(

@@ -75,9 +75,6 @@ class ProfileRuns:
     def run(self, spec: RunSpec, kind: type[T]) -> T:
         """Return the measurements of a run.
 
-        Raises:
-            RunFailed: the script failed, made no optimizer step, or took too long.
-
         Blocks: until the run has ended, at most the limit plus some seconds.
         """
         own = self.folder / f"{len(self.logs)}-{spec.name}"
@@ -151,11 +148,7 @@ def read_result(own: Path) -> dict[str, Any] | None:
 
 
 def check_script(script: str) -> None:
-    """Check that the script exists.
-
-    Raises:
-        InvalidInput: it does not exist.
-    """
+    """Check that the script exists."""
     if not Path(script).is_file():
         raise InvalidInput(
             f"The script {script!r} does not exist. Pass the Python file that trains, then its arguments."

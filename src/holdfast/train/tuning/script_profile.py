@@ -64,9 +64,6 @@ def profile_script(
         debug: keep all logs, including torch's own.
         on_progress: receives the name of each stage.
 
-    Raises:
-        InvalidInput: the script does not exist, or does not train.
-
     Blocks: for the duration of all runs.
     """
     check_script(script)

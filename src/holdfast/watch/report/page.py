@@ -101,11 +101,7 @@ def _cell(value: str | int | None) -> str:
 
 
 def chart_library() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script, which defines `vegaEmbed`.
-
-    Raises:
-        Unsupported: they are not installed.
-    """
+    """Return Vega, Vega-Lite and vega-embed as one script, which defines `vegaEmbed`."""
     try:
         import vl_convert  # noqa: F401 - needed for pages only
     except ImportError as error:

@@ -30,9 +30,8 @@ from holdfast.watch.report.interruptions import (
     save_intervals_s,
     seconds_per_step,
 )
-from holdfast.watch.report.saves import SaveRecord, collect_saves
+from holdfast.watch.report.saves import SaveRecord, TierLevel, collect_saves, tier_levels
 from holdfast.watch.report.spans import Span, seconds_of
-from holdfast.watch.report.tier_levels import TierLevel, tier_levels
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Mean times between failures for the best interval, besides the run's own."""
@@ -168,11 +167,7 @@ class RunSummary:
 
 
 def read_summary(store: Store) -> RunSummary:
-    """Return the summary of the run in a home.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return the summary of the run in a home."""
     lines, num_torn = read_lines(store)
     home = list_home(store)
     claims: dict[int, run.AttemptClaim] = {}

@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 import holdfast
 from holdfast.adapters.kit.run import TrainerRun, open_loaded
-from holdfast.checkpoint.exchange.packed_value import Packed, pack, unpack
-from holdfast.checkpoint.exchange.partitions import (
+from holdfast.checkpoint.exchange.packed_value import (
+    Packed,
     describe_partitions,
+    pack,
     packed_of,
     partition_key,
     read_partition,
+    unpack,
 )
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import Save

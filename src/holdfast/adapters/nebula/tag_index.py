@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from holdfast.checkpoint.exchange.packed_value import Packed, rebuild, unpack
-from holdfast.checkpoint.exchange.partitions import (
+from holdfast.checkpoint.exchange.packed_value import (
+    Packed,
     checked_metadata,
     describe_partitions,
     partition_key,
     read_partition,
+    rebuild,
+    unpack,
 )
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import check_files, read_manifest, read_run

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import SupportsFloat, final
 
-from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
 from holdfast.adapters.trackers.newest_steps import OWN_PREFIX
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.stage import PendingScalar, copy_scalar
@@ -21,6 +22,38 @@ from holdfast.system.log import get_logger, reported_if_slow
 from holdfast.system.units import parse_step
 from holdfast.watch.report.open_metrics import metric_families
 from holdfast.watch.report.summary import read_summary
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """Place of a row in a run.
+
+    Attributes:
+        run: id of the run.
+        attempt: number of the attempt that logs it.
+        step: as the user counts.
+    """
+
+    run: str
+    attempt: int
+    step: int
+
+
+class TrackedRun(ABC):
+    """Run of one library. All calls are made by one thread; any may raise any error of the library."""
+
+    @abstractmethod
+    def begin(self, place: RowPlace) -> None:
+        """Start the run, or continue it. Called before the first row of each attempt."""
+
+    @abstractmethod
+    def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
+        """Log a row, without the values of steps that the run has."""
+
+    @abstractmethod
+    def end(self, *, has_failed: bool) -> None:
+        """Write what is buffered, and end the run."""
+
 
 _NAMES = {
     "holdfast_restores": "restores",

@@ -10,9 +10,8 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
 from holdfast.adapters.trackers.newest_steps import NONE
-from holdfast.adapters.trackers.tracker import Tracker
+from holdfast.adapters.trackers.tracker import RowPlace, TrackedRun, Tracker
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.errors import Corrupt, Unsupported
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
-from holdfast.checkpoint.exchange.packed_value import KNOWN, Packed, unpack
-from holdfast.checkpoint.exchange.partitions import read_partition
+from holdfast.checkpoint.exchange.packed_value import KNOWN, Packed, read_partition, unpack
 from holdfast.checkpoint.format.layout import Shard
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.checkpoint.restore.checkpoint import Checkpoint

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import enum
 import importlib
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from holdfast.checkpoint.format.values import encode
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.state.tensors import is_savable, unsavable
-from holdfast.checkpoint.state.tree import extract_tensors
-from holdfast.errors import InvalidInput, Unsupported
+from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
+from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 Path = tuple[Any, ...]
 """Keys and indices of a node in a tree."""
@@ -232,3 +234,73 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, (*_SEQUENCES, collections.deque)):
         for item in tree:
             yield from _tensors(item)
+
+
+@contextlib.contextmanager
+def checked_metadata(name: str) -> Iterator[None]:
+    """Raise Corrupt for errors of the block, which are caused by a partition's metadata."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(
+            f"The metadata of the partition {name!r} is damaged, or a trainer's adapter did not write it: "
+            f"{error!r}.",
+            key=name,
+        ) from error
+
+
+def partition_key(name: Any, reserved: Collection[str]) -> str:
+    """Return the key of a partition: its name, with characters escaped that keys cannot have.
+
+    Args:
+        name: name of the partition.
+        reserved: keys that the partition must not get.
+    """
+    if not isinstance(name, str) or not name:
+        raise InvalidInput(f"A partition's name must be a non-empty string, not {name!r}.")
+    key = name.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
+    return f"%{ord(key[0]):02X}{key[1:]}" if key in reserved else key
+
+
+def describe_partitions(partitions: Mapping[str, tuple[str, Packed]]) -> dict[str, Any]:
+    """Return the metadata of partitions, by name.
+
+    Args:
+        partitions: key in the checkpoint and packed value of each partition, by name.
+    """
+    return {
+        name: {
+            "key": key,
+            "kinds": [[list(path), kind, detail] for path, kind, detail in packed.kinds],
+            "devices": [[list(path), device] for path, device in packed.devices.items()],
+        }
+        for name, (key, packed) in partitions.items()
+    }
+
+
+def packed_of(name: str, metadata: Any, tree: Any) -> Packed:
+    """Return a partition from its metadata and its tree."""
+    with checked_metadata(name):
+        kinds = [(tuple(path), kind, detail) for path, kind, detail in metadata["kinds"]]
+        devices = {tuple(path): str(device) for path, device in metadata["devices"]}
+    return Packed(tree, kinds, devices)
+
+
+def read_partition(checkpoint: Checkpoint, rank: int, meta_key: str, name: str) -> Packed:
+    """Return a partition that a rank has saved, on the CPU and verified.
+
+    Args:
+        checkpoint: opened checkpoint.
+        rank: rank that has saved it.
+        meta_key: top-level key with the metadata of all partitions.
+        name: name of the partition.
+    """
+    values = checkpoint.values(rank)
+    with checked_metadata(name):
+        metadata = values[meta_key]["partitions"][name]
+        tree = values[metadata["key"]]
+    packed = packed_of(name, metadata, tree)
+    names = list(references(tree))
+    found = checkpoint.tensors(rank, keys=names) if names else {}
+    packed.tree = insert_tensors(tree, found.__getitem__)
+    return packed

@@ -23,7 +23,7 @@ from holdfast.cli.tables import print_table
 from holdfast.errors import InvalidInput
 from holdfast.system.environment import TRIAL, sandbox_environment
 from holdfast.system.linux.partial_files import temporary_folder
-from holdfast.system.linux.process_group import end_of, process_group
+from holdfast.system.linux.processes import end_of, process_group
 
 _MAX_ROWS = 20
 

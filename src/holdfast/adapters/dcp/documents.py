@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from holdfast.adapters.dcp.save_claim import SaveClaim
+from holdfast.adapters.dcp.target import SaveClaim
 from holdfast.checkpoint.format import part, values
 from holdfast.checkpoint.format.agreement import agree
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text, parse_catalog

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast.adapters.dcp import documents
-from holdfast.adapters.dcp.save_claim import SaveClaim, claim_save
-from holdfast.adapters.dcp.target import Target
+from holdfast.adapters.dcp.target import SaveClaim, Target, claim_save
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.layout import FileLayout, Shard, lay_out
 from holdfast.checkpoint.format.manifest import Manifest

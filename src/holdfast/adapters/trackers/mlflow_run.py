@@ -9,8 +9,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from holdfast.adapters.trackers.newest_steps import NONE, NewestSteps
-from holdfast.adapters.trackers.tracker import RowPlace, TrackedRun, Tracker
+from holdfast.adapters.trackers.tracker import NONE, NewestSteps, RowPlace, TrackedRun, Tracker
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.errors import Unsupported
 

@@ -1,4 +1,4 @@
-"""Import of a checkpoint in another format into a new home."""
+"""Import of a checkpoint in another format, detected or given, into a new home."""
 
 from __future__ import annotations
 
@@ -262,10 +262,10 @@ def _nest_under(source: Source, under: str | None) -> Source:
 
 
 def _nest_references(value: object, under: str) -> object:
+    from holdfast.checkpoint.state.containers import kind_of
+
     if isinstance(value, TensorRef):
         return TensorRef(f"{under}.{value.name}")
-    if isinstance(value, dict):
-        return type(value)((key, _nest_references(item, under)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value)(_nest_references(item, under) for item in value)
-    return value
+    if (container := kind_of(value)) is None:
+        return value
+    return container.rebuild(value, [_nest_references(item, under) for _, item in container.items(value)])

@@ -1,4 +1,4 @@
-"""Packed partition: a tree of plain values and tensors, and the kinds of objects in it."""
+"""Partition: a tree of plain values and tensors, with a record of the objects in it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.state.containers import kind_of
 from holdfast.checkpoint.state.tensors import is_savable, unsavable
 from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
@@ -33,7 +34,7 @@ KNOWN = frozenset(
 """Classes of other libraries that are restored as such. Only their attributes are saved, never code."""
 _NAMESPACES: dict[str, type] = {"namespace": argparse.Namespace, "simple-namespace": types.SimpleNamespace}
 _STATE_DICT, _VERSIONS = "state-dict", "versions"
-_SEQUENCES = (list, tuple)
+_SEQUENCES = (list, tuple, collections.deque)
 
 
 class StateDict(collections.OrderedDict[Any, Any]):
@@ -117,11 +118,8 @@ def _pack(value: Any, path: Path, into: Packed) -> Any:
         return value
     if _is_mapping(value):
         return _pack_dict(value, path, into)
-    if kind in _SEQUENCES:
-        return kind(_pack(item, (*path, i), into) for i, item in enumerate(value))
-    if kind is collections.deque:
-        items = (_pack(item, (*path, i), into) for i, item in enumerate(value))
-        return collections.deque(items, maxlen=value.maxlen)
+    if kind in _SEQUENCES and (container := kind_of(value)) is not None:
+        return container.rebuild(value, [_pack(item, (*path, i), into) for i, item in enumerate(value)])
     if isinstance(value, enum.Enum):
         return value.value if isinstance(value, (int, str)) else value
     label = _label(value)
@@ -213,26 +211,18 @@ def rebuild(
     """Rebuild a tree. `leaf` replaces each tensor, `revive` each node, inner ones first."""
     if isinstance(tree, torch.Tensor):
         return revive(path, leaf(path, tree))
-    if type(tree) in (dict, collections.OrderedDict):
-        items = ((key, rebuild(item, leaf, revive, (*path, key))) for key, item in tree.items())
-        return revive(path, type(tree)(items))
-    if type(tree) in _SEQUENCES or type(tree) is collections.deque:
-        parts = [rebuild(item, leaf, revive, (*path, i)) for i, item in enumerate(tree)]
-        again = (
-            collections.deque(parts, tree.maxlen) if type(tree) is collections.deque else type(tree)(parts)
-        )
-        return revive(path, again)
-    return revive(path, tree)
+    container = kind_of(tree)
+    if container is None:
+        return revive(path, tree)
+    items = [rebuild(item, leaf, revive, (*path, step)) for step, item in container.items(tree)]
+    return revive(path, container.rebuild(tree, items))
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
-    elif isinstance(tree, (*_SEQUENCES, collections.deque)):
-        for item in tree:
+    elif (container := kind_of(tree)) is not None:
+        for _, item in container.items(tree):
             yield from _tensors(item)
 
 

@@ -65,6 +65,8 @@ def _flatten(tree: dict[str, Any], flatten: Any) -> tuple[dict[str, Any], dict[s
     """Flatten a tree with DCP's keys. DCP recognizes tensors by class, so meta tensors are inserted."""
     import torch
 
+    from holdfast.checkpoint.state.containers import kind_of
+
     by_id: dict[int, ArchivedTensor] = {}
     tensors: list[torch.Tensor] = []
 
@@ -73,9 +75,12 @@ def _flatten(tree: dict[str, Any], flatten: Any) -> tuple[dict[str, Any], dict[s
             tensors.append(torch.empty(0, device="meta"))
             by_id[id(tensors[-1])] = node
             return tensors[-1]
-        if isinstance(node, dict):
-            return {key: replace(item) for key, item in node.items()}
-        return type(node)(map(replace, node)) if isinstance(node, (list, tuple)) else node
+        container = kind_of(node)
+        return (
+            container.rebuild(node, [replace(item) for _, item in container.items(node)])
+            if container
+            else node
+        )
 
     flat, paths = flatten(replace(tree))
     return {key: by_id.get(id(item), item) for key, item in flat.items()}, paths

@@ -12,7 +12,6 @@ from typing_extensions import override
 from holdfast.checkpoint.format.names import check_size
 from holdfast.checkpoint.store.address import AZURE, S3, Address, parse_address
 from holdfast.checkpoint.store.append_log import shared_logs
-from holdfast.checkpoint.store.client_errors import classify
 from holdfast.checkpoint.store.clients import Clients, check_process, load_library
 from holdfast.checkpoint.store.contract import (
     Buffer,
@@ -26,7 +25,7 @@ from holdfast.checkpoint.store.contract import (
 )
 from holdfast.checkpoint.store.error_codes import ErrorKind
 from holdfast.checkpoint.store.object_names import check_name, check_prefix
-from holdfast.checkpoint.store.retries import Retries, StoreRequest, TryAgain, not_found
+from holdfast.checkpoint.store.retries import Retries, StoreRequest, TryAgain, classify, not_found
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.system.failpoint import failpoint
 

@@ -13,8 +13,13 @@ from typing import Any
 
 from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address
 from holdfast.checkpoint.store.command_limit import command_limit
-from holdfast.checkpoint.store.credentials import shared_credentials, shared_region
-from holdfast.checkpoint.store.endpoints import NAMED_BY, first_set, parse_connection_string
+from holdfast.checkpoint.store.endpoints import (
+    NAMED_BY,
+    first_set,
+    parse_connection_string,
+    shared_credentials,
+    shared_region,
+)
 from holdfast.errors import InvalidInput, Unsupported
 
 _CONNECT_TIMEOUT_S = 10

@@ -20,8 +20,7 @@ from holdfast.train.batch.benchmark import STEPS_PER_PROBE, StepBenchmark
 from holdfast.train.batch.estimate import batch_size_of, estimate_peak, resize
 from holdfast.train.batch.learning_rates import format_rates, plan_accumulation, scale_rates
 from holdfast.train.batch.result import BatchFit, Probe, choose_size
-from holdfast.train.batch.snapshot import Snapshot
-from holdfast.train.batch.training_state import TrainingState, collect_training_state, count_bytes
+from holdfast.train.batch.training_state import Snapshot, TrainingState, collect_training_state, count_bytes
 
 _PRECISION = 0.03
 _STRAIGHT = 0.01

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from holdfast.checkpoint.state.sharding import local_of
 from holdfast.system.units import format_bytes, plural
-from holdfast.train.sharding.mesh_layout import MeshLayout
-from holdfast.train.sharding.process_group import backends_of
+from holdfast.train.sharding.process_group import MeshLayout, backends_of
 
 _COLUMN = 36
 

@@ -18,7 +18,7 @@ from holdfast.system.documents import decode_dataclass, read_dataclass
 from holdfast.system.entry import command
 from holdfast.system.environment import sandbox_environment
 from holdfast.system.linux.files import write_atomic
-from holdfast.system.linux.process_group import end_of, process_group
+from holdfast.system.linux.processes import end_of, process_group
 
 T = TypeVar("T")
 _POLL_S = 0.2

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.train.batch.snapshot import Snapshot
-from holdfast.train.batch.training_state import collect_training_state
+from holdfast.train.batch.training_state import Snapshot, collect_training_state
 from holdfast.train.tuning import batch_findings, findings
 from holdfast.train.tuning.compile_watcher import CompileWatcher
 from holdfast.train.tuning.graph_watcher import GraphWatcher

@@ -149,16 +149,7 @@ _INDENT = "    "
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells and the roles of their columns.
-
-    Attributes:
-        columns: the headings.
-        rows: one text per column.
-        right: headings of columns that are aligned to the right, such as numbers.
-        names: headings of columns that are shortened in the middle if the table is too wide.
-        text: heading of the last column if it has sentences, which are wrapped or placed below their row.
-        spare: headings of columns that are left out if the table is too wide, the first one first.
-    """
+    """Cells and the roles of their columns, as the arguments of `print_table`."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]

@@ -22,8 +22,7 @@ from holdfast.adapters.accelerate.folders import (
     automatic_number,
     number_of,
 )
-from holdfast.adapters.kit.notices import Notices
-from holdfast.adapters.kit.run import NO_NOTICES, TrainerRun
+from holdfast.adapters.kit.run import NO_NOTICES, Notices, TrainerRun
 from holdfast.checkpoint.run.options import parse_preemption
 from holdfast.errors import (
     Corrupt,

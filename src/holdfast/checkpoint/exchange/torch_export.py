@@ -18,6 +18,13 @@ from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 def write_file(selection: ExportSelection, path: Path, *, overwrite: bool) -> None:
     """Write a file for `torch.load(path, weights_only=True, mmap=True)`."""
     stored, tree = build_tree(selection)
+    write_tree(path, selection, stored, tree, overwrite=overwrite)
+
+
+def write_tree(
+    path: Path, selection: ExportSelection, stored: dict[str, ArchivedTensor], tree: Any, *, overwrite: bool
+) -> None:
+    """Write a file of torch.save with a tree from `build_tree`, or a part of it that has all its tensors."""
     stream = selection.stream(list(stored))
     with atomic_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
         write_archive(file, tree, stored.values(), lambda one: stream.read(one.num_bytes))

@@ -9,8 +9,7 @@ from typing import Any
 
 from holdfast.checkpoint.exchange import safetensors_export
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
-from holdfast.checkpoint.exchange.torch_archive import write_archive
-from holdfast.checkpoint.exchange.torch_export import build_tree
+from holdfast.checkpoint.exchange.torch_export import build_tree, write_tree
 from holdfast.checkpoint.format.composites import composites, shown_type
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
@@ -97,9 +96,7 @@ def _write_value(selection: ExportSelection, key: str, path: Path, *, overwrite:
     part = _part(selection, key)
     stored, tree = build_tree(part)
     content = number_parameters(tree[key]) if key == "optimizer" else tree[key]
-    stream = part.stream(list(stored))
-    with atomic_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
-        write_archive(file, content, stored.values(), lambda one: stream.read(one.num_bytes))
+    write_tree(path, part, stored, content, overwrite=overwrite)
     selection.num_bytes += part.num_bytes
 
 

@@ -1,8 +1,8 @@
-"""Memory of this host, or of this process's control group: available, in total, and in mappings."""
+"""Memory of this host, or of the control group that this process runs in: available and in total."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 _GROUP_FILES = (
@@ -76,18 +76,3 @@ def _available_in_group(folder: Path) -> int | None:
         cached = next((int(line.split()[1]) for line in lines if line.split()[0] == cache_key), 0)
         return max(0, int(limit) - int((folder / usage_name).read_text()) + cached)
     return None
-
-
-def read_mappings(accepts: Callable[[bytes], bool]) -> Iterator[tuple[int, int, bool]]:
-    """Yield start and stop of each mapping, and whether it is of a file.
-
-    Args:
-        accepts: returns True for the access of a wanted mapping: "rw-p" is private and may be written to.
-
-    Blocks: 1 ms per 1000 mappings.
-    """
-    for line in Path("/proc/self/maps").read_bytes().splitlines():
-        span, access, _, _, inode = line.split(None, 5)[:5]
-        if accepts(access):
-            start, stop = span.split(b"-")
-            yield int(start, 16), int(stop, 16), inode != b"0"

@@ -16,7 +16,7 @@ from holdfast.checkpoint.keeper import packets
 from holdfast.checkpoint.keeper.memory_offer import connect_to_offers
 from holdfast.checkpoint.keeper.messages import ArenaImages, FreeImages, Image, RequestImages
 from holdfast.checkpoint.store.contract import ObjectInfo, Properties
-from holdfast.checkpoint.store.tiered import ReadOnlyStore
+from holdfast.checkpoint.store.read_only import ReadOnlyStore
 from holdfast.errors import Corrupt, HoldfastError, NotFound
 from holdfast.system.rawbytes import copy_to
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.checkpoint.stage.write_tracker import Range
-from holdfast.system.host_memory import read_mappings
+from holdfast.system.linux.memory_mappings import read_mappings
 
 LARGE_BYTES = 32 << 10
 """Smaller tensors are copied before save() returns, because they share their pages with other memory."""

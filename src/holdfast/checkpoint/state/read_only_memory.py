@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.system.host_memory import read_mappings
+from holdfast.system.linux.memory_mappings import read_mappings
 
 _ORIGIN = 'memory that is mapped read-only, such as that of np.load(mmap_mode="r")'
 _MAX_NAMED = 5

@@ -1,48 +1,15 @@
-"""Read-only stores: one that refuses writes, and several tiers of a home as one, the nearest first."""
+"""Several tiers of one home as one read-only store: each object comes from the nearest tier that has it."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from typing_extensions import override
 
-from holdfast.checkpoint.store.contract import Buffer, ObjectInfo, Store
-from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
-
-
-class ReadOnlyStore(Store):
-    """A store whose changing methods all raise `Unsupported`."""
-
-    @property
-    @abstractmethod
-    def reason(self) -> str:
-        """The reason why this store is read-only, as a sentence."""
-
-    @override
-    def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        self._refuse(name)
-
-    @override
-    def link(self, source: str, name: str) -> None:
-        self._refuse(name)
-
-    @override
-    def append(self, name: str, data: bytes) -> None:
-        self._refuse(name)
-
-    @override
-    def delete(self, name: str) -> None:
-        self._refuse(name)
-
-    @override
-    def sweep(self, prefix: str = "") -> None:
-        self._refuse(prefix)
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise Unsupported(f"{name!r} in {self.url} is read-only: {self.reason}", key=name)
-
+from holdfast.checkpoint.store.contract import ObjectInfo, Store
+from holdfast.checkpoint.store.read_only import ReadOnlyStore
+from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater
 
 _T = TypeVar("_T")
 _TRY_NEXT = (NotFound, Corrupt, Denied, RetryLater)

@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "reference.md"
+PACKAGE = ROOT / "src" / "holdfast"
 BLOCK = re.compile(r"<!-- api ([\w.]+)((?: -\w+)*) -->\n.*?<!-- /api -->\n", re.DOTALL)
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Ranks|Blocks|Source):(.*)")
 TITLES = {"Args": "Options"}
@@ -51,9 +52,48 @@ def _rendered(found: re.Match[str]) -> str:
 
 
 def _resolve(name: str) -> Any:
-    """Return the object of a name: one of `holdfast`, or of a module below it."""
-    module, _, last = f"holdfast.{name}".rpartition(".")
-    return getattr(importlib.import_module(module), last)
+    """Return the object of a name: one of `holdfast`, or of a module below it.
+
+    Adapters are read without importing them, since not every environment has the libraries that they need.
+    """
+    module, _, last = name.rpartition(".")
+    if module.startswith("adapters."):
+        return _read(PACKAGE / module.replace(".", "/"), last)
+    return getattr(importlib.import_module(f"holdfast.{module}".rstrip(".")), last)
+
+
+# -- code that is not imported -------------------------------------------------------------------------------
+
+
+class _Names(dict[str, Any]):
+    """Values of defaults: any name stands for itself."""
+
+    def __missing__(self, name: str) -> Any:
+        return type(name, (), {"__repr__": lambda self: name})()
+
+
+def _read(room: Path, name: str) -> Any:
+    """Return a function or class without its code: its signature and docstring, and those of methods."""
+    path = room / "__init__.py" if room.is_dir() else room.with_suffix(".py")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and any(one.name == name for one in node.names):
+            return _read(PACKAGE.parent / str(node.module).replace(".", "/"), name)
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return _without_code(node)
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            methods = {one.name: _without_code(one) for one in node.body if isinstance(one, ast.FunctionDef)}
+            return type(name, (), {**methods, "_tree": node, "__doc__": ast.get_docstring(node)})
+    raise KeyError(f"{path} has no {name}")
+
+
+def _without_code(function: ast.FunctionDef) -> Any:
+    function.body = [ast.Expr(ast.Constant(ast.get_docstring(function) or ""))]
+    function.decorator_list = []
+    future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
+    module = ast.fix_missing_locations(ast.Module([future, function], []))
+    found = _Names()
+    exec(compile(module, str(PATH), "exec"), {}, found)
+    return found[function.name]
 
 
 # -- code to Markdown ----------------------------------------------------------------------------------------
@@ -85,16 +125,13 @@ def _callable(name: str, subject: Any) -> Iterator[str]:
 def _signature(name: str, subject: Any) -> str:
     found = inspect.signature(subject)
     parameters = [one for one in found.parameters.values() if one.name not in ("self", "cls")]
-    plain = found.replace(parameters=parameters)
-    if inspect.isclass(subject):
-        plain = plain.replace(return_annotation=inspect.Signature.empty)
-    line = f"{name}{plain}".replace("'", "").replace('"', "'")
-    line = re.sub(r"= <[^>]*>", "= ...", line)
-    if len(line) <= WIDTH:
-        return f"```text\n{line}\n```"
     shown = list(_parameters(parameters))
-    end = "" if plain.return_annotation is inspect.Signature.empty else f" -> {plain.return_annotation}"
-    return "```text\n" + f"{name}(\n" + "".join(f"    {one},\n" for one in shown) + f"){end}\n```"
+    result = found.return_annotation
+    end = "" if inspect.isclass(subject) or result is found.empty else f" -> {result}"
+    line = f"{name}({', '.join(shown)}){end}"
+    if len(line) > WIDTH:
+        line = f"{name}(\n" + "".join(f"    {one},\n" for one in shown) + f"){end}"
+    return f"```text\n{re.sub(r'= <[^>]*>', '= ...', line)}\n```"
 
 
 def _parameters(parameters: list[inspect.Parameter]) -> Iterator[str]:
@@ -116,7 +153,7 @@ def _parameters(parameters: list[inspect.Parameter]) -> Iterator[str]:
 
 def _attributes(subject: type) -> Iterator[tuple[str, str]]:
     """Yield the public attributes and properties that have a docstring, in the order of the source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(subject))).body[0]
+    tree = vars(subject).get("_tree") or ast.parse(textwrap.dedent(inspect.getsource(subject))).body[0]
     assert isinstance(tree, ast.ClassDef)
     bodies = [
         tree.body,

@@ -45,7 +45,7 @@ FLOORS = {
 # Imports that still point up or sideways. This list only shrinks.
 UPWARD = """
 adapters/accelerate/data_position.py imports train.data.Batches
-adapters/accelerate/live_state.py imports train.data.Batches
+adapters/accelerate/session.py imports train.data.Batches
 adapters/lightning/resume_point.py imports train.data.Batches
 adapters/transformers/data_feed.py imports train.data.Batches
 adapters/transformers/trainer.py imports train.data.Batches
@@ -64,6 +64,17 @@ def ranks(layers: str) -> dict[str, int]:
 ROOM_RANKS = ranks(ROOMS)
 FLOOR_RANKS = {room: ranks(floors) for room, floors in FLOORS.items()}
 
+# Rooms and files whose `__all__` only the package itself uses. All others are public.
+INTERNAL = {
+    "checkpoint.format.manifest",
+    "checkpoint.keeper",
+    "checkpoint.run",
+    "checkpoint.stage",
+    "checkpoint.state",
+    "watch.compiled",
+    "watch.preemption",
+    "watch.report",
+}
 # Each adapter has one of these, for its framework; `Checkpoint` is Nebula's own name.
 ADAPTER_ROLES = {"DataPosition", "Facts", "Folders", "PositionedLoader", "Session", "Settings", "Checkpoint"}
 GRAB_BAG = re.compile(r"(^|_)(utils?|helpers?|misc|common|managers?|base|core|tools?|stuff)$")
@@ -361,6 +372,42 @@ def test_the_reference_has_the_docstrings_of_today() -> None:
     command = [sys.executable, str(ROOT / "docs" / "reference.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_name_of_an_all_has_its_entry_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text()
+    entries = re.findall(r"^<!-- api ([\w.]+)", text, re.MULTILINE)
+    known = {origin(*f"holdfast.{entry}".rpartition(".")[::2]) for entry in entries}
+    known |= {origin("holdfast", name) for name in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)}
+    missing = [
+        f"{room}.{name}"
+        for path in FILES
+        for room in [".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")]
+        if room not in INTERNAL
+        for name in listed(path)
+        if origin(f"holdfast.{room}".removesuffix(".__init__"), name) not in known
+    ]
+    assert not missing
+
+
+def listed(path: Path) -> list[str]:
+    """Names in the `__all__` of a file; [] without one."""
+    for node in parsed(path).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
+
+
+def origin(module: str, name: str) -> str:
+    """Dotted name of the file that defines a name of a module, read without importing it."""
+    path = PACKAGE.parent / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not path.is_file():
+        return f"{module}.{name}"
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            return origin(str(node.module), name)
+    return f"{module}.{name}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -58,7 +58,7 @@ def map_weights_of_a_run(folder: Path) -> None:
     import torch
 
     import holdfast
-    from holdfast.checkpoint.exchange.mapped_weights import map_weights
+    from holdfast.checkpoint.exchange.exporter import map_weights
 
     home = folder / "home"
     if not home.exists():

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.system.linux.process_group import end_of, process_group
-from holdfast.system.linux.processes import read_stat
+from holdfast.system.linux.processes import end_of, process_group, read_stat
 from stage.training import wait_until
 
 # Prints the pid of a child that ignores every polite signal and outlives its parent.

@@ -707,8 +707,7 @@ def _kind_seeds() -> list[bytes]:
 
 
 def _run_kinds(data: bytes) -> None:
-    from holdfast.checkpoint.exchange.packed_value import unpack
-    from holdfast.checkpoint.exchange.partitions import checked_metadata
+    from holdfast.checkpoint.exchange.packed_value import checked_metadata, unpack
     from holdfast.system.documents import decode
 
     found = decode(data, "kinds")

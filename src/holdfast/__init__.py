@@ -10,10 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.exchange import export_checkpoint, export_in_background, import_checkpoint
     from holdfast.checkpoint.format.sections import Mark, Section
     from holdfast.checkpoint.keeper.save import Save
     from holdfast.checkpoint.keeper.watch import KeeperWatch
     from holdfast.checkpoint.policy import Every, EveryAuto, EverySteps, EveryTime
+    from holdfast.checkpoint.ranks import RankGroup
     from holdfast.checkpoint.restore.checkpoint import Checkpoint, open
     from holdfast.checkpoint.retention import Keep
     from holdfast.checkpoint.run import Checkpointer
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         Reads,
     )
     from holdfast.checkpoint.state import per_rank, replicated
+    from holdfast.checkpoint.store import open_store
     from holdfast.checkpoint.watch import Act, Vote, Watch
     from holdfast.errors import (
         Conflict,
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
         Unsupported,
         WatchWarning,
     )
+    from holdfast.jobs.writeback import mount
     from holdfast.system.process_exit import hard_exit
     from holdfast.train.batch import BatchFit, fit_batch
     from holdfast.train.sharding.inspection import describe
@@ -87,6 +91,7 @@ _PLACES = {
     "NotFound": "errors",
     "Preempted": "errors",
     "Preemption": "watch.preemption.trainer",
+    "RankGroup": "checkpoint.ranks",
     "Reads": "checkpoint.run.options",
     "Replicas": "watch.replicas.trainer",
     "ResumeWarning": "errors",
@@ -102,9 +107,14 @@ _PLACES = {
     "WatchWarning": "errors",
     "default_watches": "watch.defaults",
     "describe": "train.sharding.inspection",
+    "export_checkpoint": "checkpoint.exchange",
+    "export_in_background": "checkpoint.exchange",
     "fit_batch": "train.batch",
     "hard_exit": "system.process_exit",
+    "import_checkpoint": "checkpoint.exchange",
+    "mount": "jobs.writeback",
     "open": "checkpoint.restore.checkpoint",
+    "open_store": "checkpoint.store",
     "per_rank": "checkpoint.state",
     "replicated": "checkpoint.state",
     "shard": "train.sharding.shard",
@@ -142,6 +152,7 @@ __all__ = [
     "NotFound",
     "Preempted",
     "Preemption",
+    "RankGroup",
     "Reads",
     "Replicas",
     "ResumeWarning",
@@ -157,9 +168,14 @@ __all__ = [
     "WatchWarning",
     "default_watches",
     "describe",
+    "export_checkpoint",
+    "export_in_background",
     "fit_batch",
     "hard_exit",
+    "import_checkpoint",
+    "mount",
     "open",
+    "open_store",
     "per_rank",
     "replicated",
     "shard",

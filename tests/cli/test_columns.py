@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from cli.conftest import Command
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.store import open_store
-from holdfast.cli.columns import Table, cut, lay_out
-from holdfast.cli.tables import printable
+from holdfast.cli.tables import Table, cut, lay_out, printable
 from making import make_checkpoint
 
 LONG = "model.transformer.layers.{}.self_attention.query_key_value.lora_adapters.default.weight"

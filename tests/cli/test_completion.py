@@ -14,8 +14,7 @@ import pytest
 
 from cli.conftest import Command
 from holdfast.cli.commands import COMMANDS
-from holdfast.cli.completion import SCRIPTS
-from holdfast.cli.completion.candidates import VALUES, arguments_of, complete
+from holdfast.cli.completion import SCRIPTS, VALUES, arguments_of, complete
 
 PATHS = {"HOME", "PLACE", "DIR", "FILE", "DEST", "SOURCE", "SCRIPT", "TASK"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,9 @@ def test_a_home_is_trusted_listed_and_removed(
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """Clear the variables that name servers, and the list."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)  # also those of a server that an earlier test has started
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
-    for name in DECIDING:
-        monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.checkpoint.exchange.mapped_weights import map_weights
+from holdfast.checkpoint.exchange.exporter import map_weights
 from holdfast.errors import Corrupt, NotFound
 from stage.training import make_checkpointer
 
@@ -21,7 +21,7 @@ import json, re, sys
 from pathlib import Path
 import safetensors.torch
 import holdfast
-from holdfast.checkpoint.exchange.mapped_weights import map_weights
+from holdfast.checkpoint.exchange.exporter import map_weights
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

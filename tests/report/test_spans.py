@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.watch.report.spans import Spans, seconds_of
+from holdfast.watch.report.interruptions import Spans, seconds_of
 
 whole_spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.watch.report.saves import collect_saves
-from holdfast.watch.report.tier_levels import tier_levels, tiers_in
+from holdfast.watch.report.saves import collect_saves, tier_levels, tiers_in
 from report.made_up_run import START, MadeUpRun
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.store.credentials import SharedKeys, shared_credentials, shared_region
+from holdfast.checkpoint.store.endpoints import SharedKeys, shared_credentials, shared_region
 from holdfast.errors import InvalidInput, Unsupported
 
 VARIABLES = ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")

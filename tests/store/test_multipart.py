@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.store.multipart import MultipartBody
+from holdfast.checkpoint.store.bucket import MultipartBody
 from holdfast.errors import InvalidInput
 
 

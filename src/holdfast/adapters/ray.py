@@ -27,6 +27,8 @@ check_versions("ray", {"ray": (2, 50)})
 
 import ray.train  # noqa: E402 - the check is first
 
+__all__ = ["open", "report"]
+
 _reported: dict[str, int] = {}  # newest step that this process has reported, by home
 
 

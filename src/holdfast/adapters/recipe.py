@@ -25,6 +25,8 @@ from holdfast.system.environment import report_progress
 from holdfast.system.linux.files import NOT_A_FILE, open_regular
 from holdfast.system.log import get_logger
 
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
 logger = get_logger("adapters")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -51,9 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0 for success, 1 if damage or a difference was found, 2 for an error.
-
-    Raises:
-        SystemExit: the command line is invalid (2), or only asks for help (0).
     """
     words = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in words if not word.startswith("-")), "")

@@ -146,11 +146,6 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
     Args:
         pattern: glob of the names of tensors and values to compare.
         within: absolute difference up to which numbers of tensors count as equal.
-
-    Raises:
-        Corrupt: a checkpoint is damaged.
-        NotFound: a file is missing.
-        RetryLater: a store failed.
     """
     keys_a, keys_b = (
         [key for key in side.checkpoint if fnmatch.fnmatchcase(key, pattern)] for side in (a, b)

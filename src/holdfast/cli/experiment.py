@@ -23,7 +23,7 @@ from holdfast.cli.tables import print_table
 from holdfast.errors import InvalidInput
 from holdfast.system.environment import TRIAL, sandbox_environment
 from holdfast.system.linux.partial_files import temporary_folder
-from holdfast.system.linux.process_group import end_of, process_group
+from holdfast.system.linux.processes import end_of, process_group
 
 _MAX_ROWS = 20
 
@@ -51,12 +51,7 @@ class CheckpointComparison:
 
 
 def open_side(home: str, step: int, attempt: int | None = None) -> Side:
-    """Open a checkpoint for a comparison.
-
-    Raises:
-        NotFound: it does not exist.
-        RetryLater: the store failed.
-    """
+    """Open a checkpoint for a comparison."""
     store = open_store(home)
     return Side(store, open_checkpoint(store, step, attempt=attempt))
 
@@ -66,10 +61,6 @@ def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> CheckpointCompar
 
     Args:
         of_a, of_b: the run that each is of, as in "only in the resumed run".
-
-    Raises:
-        Corrupt: a checkpoint is damaged.
-        RetryLater: a store failed.
     """
     found = compare(a, b)
     return CheckpointComparison(
@@ -235,9 +226,6 @@ class Trials:
             plan: fields of `holdfast.checkpoint.run.trial.TrialPlan`, without the folder.
             is_killed: whether the plan kills the script.
 
-        Raises:
-            InvalidInput: the script failed, created no Checkpointer, or took too long.
-
         Blocks: until the trial has ended.
         """
         self._num_trials += 1
@@ -278,9 +266,6 @@ def script_words(script: str, args: Sequence[str]) -> list[str]:
 
     Args:
         script: a Python file, or any command.
-
-    Raises:
-        InvalidInput: it does not exist.
     """
     if script.endswith(".py"):
         if not Path(script).is_file():

@@ -112,11 +112,7 @@ def _rows(lines: list[Event], args: argparse.Namespace) -> list[Event]:
 
 
 def _check_events(asked: Iterable[str], found: set[str]) -> None:
-    """Check the names of events.
-
-    Raises:
-        InvalidInput: an event does not exist. The message lists the valid names.
-    """
+    """Check the names of events."""
     known = sorted({*EVENTS, *(event for watch in default_watches() for event in watch.events), *found})
     for name in asked:
         if name not in known:

@@ -16,14 +16,7 @@ from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 
 
 def open_home(place: str) -> tuple[Store, Listing]:
-    """Open a home that exists, and list it.
-
-    Raises:
-        NotFound: the home does not exist.
-        InvalidInput: `place` is not a valid path or URL.
-        Unsupported: the client library for this kind of store is not installed.
-        RetryLater: the store failed.
-    """
+    """Open a home that exists, and list it."""
     store = open_store(place)
     home = list_home(store)
     if not home.saved and not home.attempts and store.size(names.RUN) is None:
@@ -63,13 +56,7 @@ def read_run_id(store: Store) -> str | None:
 
 
 def open_tiers(place: str, local: str) -> tuple[Store, Listing, dict[str, Listing]]:
-    """Open a home and a local folder as one store. Return it with its listing and those of both places.
-
-    Raises:
-        NotFound: the home does not exist, or the folder is empty.
-        InvalidInput: the folder belongs to another run.
-        RetryLater: a store failed.
-    """
+    """Open a home and a local folder as one store. Return it with its listing and those of both places."""
     home, in_home = open_home(place)
     near, in_near = open_home(local)
     runs = read_run(home), read_run(near)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable
@@ -11,16 +13,18 @@ from typing import Any
 
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.cli.jobs import add_engine, job_row, print_line
-from holdfast.cli.launch_task import add_task, read_tasks
-from holdfast.cli.options import Commands, add_json, command
+from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json, print_table
-from holdfast.errors import InvalidInput, RetryLater
+from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.jobs.engine import Engine, Job, UnsupportedKey
 from holdfast.jobs.notifications.launching import with_subscription
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task, TaskFile
+from holdfast.jobs.task.problems import MAX_PRIORITY
+from holdfast.jobs.task.variables import is_variable_name
+from holdfast.system.documents import decode_text
 from holdfast.system.units import plural
 
 
@@ -65,11 +69,7 @@ def _print_plan(task: Task, engine: Engine) -> None:
 
 
 def write_rendered(file: TaskFile, engine: Engine, output: str) -> None:
-    """Write the submission to a file, and the rest of the plan to stderr.
-
-    Raises:
-        InvalidInput: the engine submits nothing to another system, or the file cannot be written.
-    """
+    """Write the submission to a file, and the rest of the plan to stderr."""
     task = file.tasks[0]  # an engine that submits to another system runs no pipelines
     lines = engine.render(task)[1:]  # without the command line
     if not lines:
@@ -246,3 +246,146 @@ def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
         reason = f": {ended.reason}" if ended.reason else ""
         print(f"holdfast: job {job.id} is {ended.status.value}{reason}", file=sys.stderr)
     return 0 if ended.status is JobStatus.SUCCEEDED else _FAILED
+
+
+def add_task(parser: argparse.ArgumentParser) -> None:
+    """Add TASK, and the options that override its keys, with the names that `sky launch` uses."""
+    parser.add_argument(
+        "task",
+        nargs="?",
+        metavar="TASK",
+        help="YAML file in SkyPilot's format",
+    )
+    parser.add_argument(
+        "args", nargs="*", metavar="COMMAND", help="after --, in place of a file: a command and its arguments"
+    )
+    parser.add_argument("--name", "-n", metavar="NAME", help="name of the job (default: from the file)")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="set a variable of envs; K alone copies it from this environment; can be repeated",
+    )
+    parser.add_argument(
+        "--env-file",
+        metavar="FILE",
+        help="set variables from a file with one K=V per line; --env overrides them",
+    )
+    parser.add_argument(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="set a variable of secrets, as --env does; its value is never shown",
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="NAME:N",
+        help="GPUs per node, such as A100:8, which replace all accelerators of the file; or none",
+    )
+    parser.add_argument("--num-nodes", type=count, metavar="N", help="number of nodes")
+    parser.add_argument(
+        "--priority",
+        type=_priority,
+        metavar="N",
+        help="priority: if several jobs wait for GPUs, CPUs or memory here, the greatest starts first: "
+        f"{-MAX_PRIORITY} to {MAX_PRIORITY} (default: 0)",
+    )
+    parser.add_argument(
+        "--workdir",
+        metavar="FOLDER",
+        help="folder to copy as the workdir (default for a command: the current one)",
+    )
+
+
+def read_tasks(args: argparse.Namespace) -> TaskFile:
+    """Return the task of a command line, or the tasks of a pipeline."""
+    from holdfast.jobs.task.parser import Overrides, command_task, load_tasks
+
+    overrides = Overrides(
+        args.name,
+        {**_file_variables(args.env_file), **_variables(args.env, "--env")},
+        _variables(args.secret, "--secret"),
+        _accelerators(args.gpus),
+        args.num_nodes,
+        _workdir(args.workdir),
+        args.priority,
+    )
+    words = args.command_line
+    if (args.task is None) == (not words) or args.args:
+        raise InvalidInput(
+            "Expected a task file, or -- and a command, as in `holdfast launch -- python train.py`. Nothing "
+            "was started."
+        )
+    if not words:
+        return load_tasks(args.task, overrides)
+    _check_folder(args.workdir)
+    # One word is text for the shell, such as 'a && b'. Several are a program and its arguments.
+    task = command_task(words[0] if len(words) == 1 else shlex.join(words), overrides)
+    return TaskFile(task.name, (task,), task.path)
+
+
+def _check_folder(workdir: str | None) -> None:
+    """Check that a command does not copy the user's whole home by mistake."""
+    here = Path.cwd()
+    if workdir is None and (here == Path.home() or here.parent == here):
+        raise InvalidInput(
+            f"A command runs in a copy of the current folder, which is {here}. Change to the folder of the "
+            "training, or give --workdir FOLDER. Nothing was started."
+        )
+
+
+def _file_variables(path: str | None) -> dict[str, str]:
+    if path is None:
+        return {}
+    from holdfast.jobs.task.env_file import parse_env_file
+
+    try:
+        text = decode_text(Path(path).expanduser().read_bytes(), f"--env-file: {path}")
+    except FileNotFoundError as error:
+        raise NotFound(f"--env-file: {path} does not exist. Nothing was started.") from error
+    except OSError as error:
+        raise InvalidInput(f"--env-file: cannot read {path}: {error}. Nothing was started.") from error
+    return parse_env_file(text, path, os.environ)
+
+
+def _variables(words: Iterable[str], option: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not is_variable_name(name):
+            raise InvalidInput(
+                f"{option} {word:.100}: expected NAME=VALUE with the name of a variable, found {name!r:.100}."
+            )
+        if not equals:
+            if name not in os.environ:
+                raise InvalidInput(f"{option} {name}: expected {name}=VALUE, or a variable that is set here.")
+            value = os.environ[name]
+        found[name] = value
+    return found
+
+
+def _accelerators(text: str | None) -> str | None:
+    from holdfast.jobs.task.accelerators import parse_accelerators
+
+    if text is not None and isinstance(read := parse_accelerators(text), str):
+        raise InvalidInput(f"--gpus {text}: {read}. Nothing was started.")
+    return text
+
+
+def _priority(text: str) -> int:
+    """Return the value of `--priority`."""
+    number = int(text)
+    if abs(number) > MAX_PRIORITY:
+        raise ValueError
+    return number
+
+
+def _workdir(folder: str | None) -> str | None:
+    if folder is not None and not Path(folder).expanduser().is_dir():
+        raise NotFound(
+            f"--workdir: the folder {folder} does not exist. For a git repository, use `workdir: {{url: ..., "
+            "ref: ...}` in a task file. Nothing was started."
+        )
+    return folder

@@ -83,11 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sorted_by_metric(rows: list[Row], metric: str, url: str, *, reverse: bool) -> list[Row]:
-    """Return rows by the value of a metric, those without a number last.
-
-    Raises:
-        NotFound: no checkpoint has the metric.
-    """
+    """Return rows by the value of a metric, those without a number last."""
     if rows and not any(metric in row.metrics for row in rows):
         known = ", ".join(sorted({name for row in rows for name in row.metrics})) or "none"
         raise NotFound(

@@ -104,9 +104,6 @@ def check_can_agree(args: argparse.Namespace, what_was_done: str) -> None:
     Args:
         args: with `yes` and `json`.
         what_was_done: the end of the message, such as "Nothing was deleted."
-
-    Raises:
-        InvalidInput: `--yes` is missing, and standard input is not a terminal or the output is JSON.
     """
     if not args.yes and (args.json or not sys.stdin.isatty()):
         why = "--json does not ask" if args.json else "standard input is not a terminal"

@@ -125,11 +125,6 @@ def find_span(store: Store, *, step: int | None = None, to_step: int | None = No
     Args:
         step: step of the first one; by default that before the other.
         to_step: step of the other one; by default that after the first, or the newest.
-
-    Raises:
-        InvalidInput: such checkpoints do not exist, or the number of ranks has changed between them.
-        NotFound: the home holds no checkpoint.
-        RetryLater: the store failed.
     """
     return from_listing(lambda: _find_listed(store, step, to_step))
 
@@ -174,11 +169,7 @@ def _choose(steps: list[int], step: int | None, to_step: int | None, url: str) -
 
 
 def recorded_metrics(store: Store, span: RecordedSpan) -> dict[int, dict[str, float]]:
-    """Return the metrics that the run recorded between the two checkpoints, by step and name.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return the metrics that the run recorded between the two checkpoints, by step and name."""
     lines, _ = read_lines(store)
     found: dict[int, dict[str, float]] = {}
     for curve in collect_curves(parse_events(lines)):

@@ -15,7 +15,7 @@ from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.system.units import format_bytes
-from holdfast.watch.report.headline import headline, headline_numbers, tear_check
+from holdfast.watch.report.page import headline, headline_numbers, tear_check
 from holdfast.watch.report.summary import RunSummary, read_summary
 
 _EXAMPLES = """
@@ -76,11 +76,7 @@ def _print_short(summary: RunSummary) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the page atomically.
-
-    Raises:
-        InvalidInput: the file cannot be written.
-    """
+    """Write the page atomically."""
     with _named(str(path)), atomic_file(path, overwrite=True) as partial:
         partial.write_text(text, encoding="utf-8")
 

@@ -101,11 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose(inventory: Inventory, args: argparse.Namespace, *, is_done: bool) -> list[Row]:
-    """Return the chosen checkpoints, oldest first.
-
-    Raises:
-        Conflict: the newest complete one is among them, and `--force` is not given.
-    """
+    """Return the chosen checkpoints, oldest first."""
     rows = [row for row in inventory.rows if args.attempt in (None, row.attempt) and _is_chosen(row, args)]
     if not args.force:
         newest = inventory.newest
@@ -187,9 +183,6 @@ def delete(store: Store, inventory: Inventory, row: Row, *, must_refuse: bool = 
     Args:
         must_refuse: leave a refusal. A rank of a running attempt that is still waiting for the commit would
             otherwise take the save for a checkpoint that was deleted.
-
-    Raises:
-        RetryLater: the store failed. The rest is an incomplete checkpoint, and can be deleted as such.
 
     Blocks: until the removal is durable.
     """

@@ -86,11 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify_chosen(args: argparse.Namespace) -> tuple[Store, list[_Line]]:
-    """Verify the chosen checkpoints, newest first, without those that a run deletes meanwhile.
-
-    Raises:
-        NotFound: there is none, or the only one was deleted.
-    """
+    """Verify the chosen checkpoints, newest first, without those that a run deletes meanwhile."""
     store, manifests = _choose(args)
     if args.step is None and not args.all:
         print(f"holdfast: verifying step {next(iter(manifests)).step}, the newest", file=sys.stderr)

@@ -87,11 +87,7 @@ def decode_object(
     max_depth: int = MAX_DEPTH,
     any_text: bool = False,
 ) -> Fields:
-    """Return the members of a JSON object.
-
-    Raises:
-        Corrupt: it is not a JSON object, or exceeds a limit.
-    """
+    """Return the members of a JSON object."""
     return Fields(decode(text, what, max_bytes=max_bytes, max_depth=max_depth, any_text=any_text), what)
 
 
@@ -195,11 +191,7 @@ def shown(value: Any) -> str:
 
 
 def refuse(what: str, name: str, expected: str, found: object) -> NoReturn:
-    """Raise the error for a member that is not as expected.
-
-    Raises:
-        Corrupt: always.
-    """
+    """Raise the error for a member that is not as expected."""
     raise Corrupt(f"{what}: {name} should be {expected}, found {shown(found)}.", key=what)
 
 
@@ -212,11 +204,7 @@ def _are_integers(items: list[Any], at_least: int, at_most: int) -> bool:
 def read_integers(
     value: Any, *, at_least: int = 0, at_most: int = MAX_COUNT, max_items: int | None = None
 ) -> tuple[int, ...]:
-    """Return the items of an array of integers.
-
-    Raises:
-        ValueError: it is something else, or exceeds a limit.
-    """
+    """Return the items of an array of integers."""
     if (
         type(value) is list
         and (max_items is None or len(value) <= max_items)
@@ -256,32 +244,20 @@ class Fields:
         return self.members.get(name) is not None
 
     def value(self, name: str) -> Any:
-        """Return a member of any type.
-
-        Raises:
-            Corrupt: there is none.
-        """
+        """Return a member of any type."""
         if name not in self.members:
             raise Corrupt(f"{self.what} lacks {name!r}.", key=self.what)
         return self.members[name]
 
     def integer(self, name: str, *, at_least: int = 0, at_most: int = MAX_COUNT) -> int:
-        """Return an integer.
-
-        Raises:
-            Corrupt: it is missing, something else or out of range.
-        """
+        """Return an integer."""
         value = self.value(name)
         if type(value) is not int or not at_least <= value <= at_most:
             refuse(self.what, name, f"an integer from {at_least} to {at_most}", value)
         return value
 
     def number(self, name: str, *, at_least: float = -math.inf) -> float:
-        """Return a finite number.
-
-        Raises:
-            Corrupt: it is missing, something else or too small.
-        """
+        """Return a finite number."""
         value = self.value(name)
         if type(value) not in (int, float) or not at_least <= value or abs(value) > MAX_NUMBER:
             least = "" if at_least == -math.inf else f" of at least {at_least:g}"
@@ -295,9 +271,6 @@ class Fields:
 
         Args:
             pattern: regular expression that all of it must match.
-
-        Raises:
-            Corrupt: it is missing, something else, too long or does not match.
         """
         value = self.value(name)
         if type(value) is not str or len(value) > max_chars:
@@ -307,33 +280,21 @@ class Fields:
         return value
 
     def choice(self, name: str, choices: Collection[str]) -> str:
-        """Return one of several texts.
-
-        Raises:
-            Corrupt: it is missing or something else.
-        """
+        """Return one of several texts."""
         value = self.value(name)
         if type(value) is not str or value not in choices:
             refuse(self.what, name, "one of " + ", ".join(sorted(choices)), value)
         return value
 
     def flag(self, name: str) -> bool:
-        """Return true or false.
-
-        Raises:
-            Corrupt: it is missing or something else.
-        """
+        """Return true or false."""
         value = self.value(name)
         if type(value) is not bool:
             refuse(self.what, name, "true or false", value)
         return value
 
     def array(self, name: str, *, max_items: int | None = None) -> list[Any]:
-        """Return an array of anything.
-
-        Raises:
-            Corrupt: it is missing, something else or too long.
-        """
+        """Return an array of anything."""
         value = self.value(name)
         if type(value) is not list or (max_items is not None and len(value) > max_items):
             most = "" if max_items is None else f" of at most {max_items} items"
@@ -343,11 +304,7 @@ class Fields:
     def integers(
         self, name: str, *, at_least: int = 0, at_most: int = MAX_COUNT, max_items: int | None = None
     ) -> tuple[int, ...]:
-        """Return the items of an array of integers.
-
-        Raises:
-            Corrupt: it is missing, something else, too long, or an item is out of range.
-        """
+        """Return the items of an array of integers."""
         try:
             return read_integers(self.value(name), at_least=at_least, at_most=at_most, max_items=max_items)
         except ValueError as error:
@@ -356,11 +313,7 @@ class Fields:
     def texts(
         self, name: str, *, max_items: int | None = None, max_chars: int = MAX_TEXT_CHARS
     ) -> tuple[str, ...]:
-        """Return the items of an array of texts.
-
-        Raises:
-            Corrupt: it is missing, something else or exceeds a limit.
-        """
+        """Return the items of an array of texts."""
         items = self.array(name, max_items=max_items)
         for item in items:
             if type(item) is not str or len(item) > max_chars:
@@ -368,11 +321,7 @@ class Fields:
         return tuple(items)
 
     def fields(self, name: str) -> Fields:
-        """Return the members of an object.
-
-        Raises:
-            Corrupt: it is missing or something else.
-        """
+        """Return the members of an object."""
         return Fields(self.value(name), f"{self.what}: {name}")
 
 
@@ -384,11 +333,7 @@ def decode_dataclass(
     max_bytes: int = MAX_BYTES,
     any_text: bool = False,
 ) -> _T:
-    """Return the dataclass that was written as a JSON object of its fields; see `decode` for the arguments.
-
-    Raises:
-        Corrupt: it is not JSON, or not of these fields and their types.
-    """
+    """Return the dataclass that was written as a JSON object of its fields; `decode` has the arguments."""
     return read_dataclass(cls, decode(text, what, max_bytes=max_bytes, any_text=any_text), what)
 
 
@@ -424,11 +369,7 @@ def _fields_of(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def read_as(hint: Any, value: Any, what: str) -> Any:
-    """Return a value of JSON as the type of an annotation, see `read_dataclass`.
-
-    Raises:
-        Corrupt: it is of another type.
-    """
+    """Return a value of JSON as the type of an annotation, see `read_dataclass`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object:
         return value
@@ -491,11 +432,7 @@ def _read_key(hint: Any, name: str, what: str) -> Any:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """Return the text of a user's file, without a byte order mark.
-
-    Raises:
-        InvalidInput: it is not UTF-8. The message has the line.
-    """
+    """Return the text of a user's file, without a byte order mark."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -34,11 +34,7 @@ MAX_PLACE = 200
 
 
 def read_integer(name: str, default: int, *, minimum: int = 0) -> int:
-    """Return an environment variable that a launcher sets to an integer; `default` if it is unset or empty.
-
-    Raises:
-        InvalidInput: the value is not an integer of at least `minimum`.
-    """
+    """Return the integer of an environment variable of a launcher; `default` if it is unset or empty."""
     value = os.environ.get(name, "").strip()
     if not value:
         return default

@@ -17,9 +17,6 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
 
     Returns:
         A writable one-dimensional view of `tensor.nbytes` unsigned bytes.
-
-    Raises:
-        ValueError: the tensor is on another device, or not contiguous.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"Only contiguous CPU tensors have such a view; got one on {tensor.device}.")
@@ -59,9 +56,6 @@ def copy_to(address: int, view: memoryview) -> None:
     Args:
         address: of at least `len(view)` writable bytes.
         view: contiguous, in format "B".
-
-    Raises:
-        BufferError: the view is not contiguous.
     """
     buffer = _Buffer()
     _get_buffer(view, ctypes.byref(buffer), 0)  # PyBUF_SIMPLE: contiguous bytes

@@ -22,11 +22,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.
 
 
 def parse_bytes(value: str | int, what: str) -> int:
-    """Return the bytes of `8GiB` (binary), `8GB` (decimal) or a plain number.
-
-    Raises:
-        InvalidInput: not a positive size; `what` names the argument.
-    """
+    """Return the bytes of `8GiB` (binary), `8GB` (decimal) or a plain number."""
     if isinstance(value, str) and (found := _SIZE.fullmatch(value)):
         factor = (1024 if found[3] else 1000) ** " kmgtp".index(found[2].lower() or " ")
         value = int(float(found[1]) * factor)
@@ -37,11 +33,7 @@ def parse_bytes(value: str | int, what: str) -> int:
 
 
 def parse_duration(value: Duration, what: str) -> float:
-    """Return the seconds of `10m`, `1.5h`, a timedelta or a plain number.
-
-    Raises:
-        InvalidInput: not a positive duration; `what` names the argument.
-    """
+    """Return the seconds of `10m`, `1.5h`, a timedelta or a plain number."""
     if isinstance(value, datetime.timedelta):
         value = value.total_seconds()
     elif isinstance(value, str) and (found := _TIME.fullmatch(value)):
@@ -52,11 +44,7 @@ def parse_duration(value: Duration, what: str) -> float:
 
 
 def parse_timeout(value: Duration | None, what: str) -> float | None:
-    """Return the seconds of a `timeout=` argument; 0 for no wait, None for no limit.
-
-    Raises:
-        InvalidInput: not a duration from 0; `what` names the argument.
-    """
+    """Return the seconds of a `timeout=` argument; 0 for no wait, None for no limit."""
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0):
         return None if value is None else 0.0
     return parse_duration(value, what)

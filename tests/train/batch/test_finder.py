@@ -13,7 +13,7 @@ import holdfast
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.train.batch import estimate_peak
 from holdfast.train.batch.benchmark import StepBenchmark
-from holdfast.train.batch.sample import batch_size_of, resize
+from holdfast.train.batch.estimate import batch_size_of, resize
 from holdfast.train.batch.training_state import collect_training_state
 from train.batch.training import PEAK_LIMIT, Training
 

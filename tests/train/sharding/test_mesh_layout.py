@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import InvalidInput
-from holdfast.train.sharding.mesh_layout import make_mesh_layout
+from holdfast.train.sharding.process_group import make_mesh_layout
 
 
 @given(ranks=st.integers(1, 512), shards=st.integers(-3, 600))

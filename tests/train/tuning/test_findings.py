@@ -8,7 +8,7 @@ import json
 import pytest
 
 from holdfast.system.documents import decode_dataclass
-from holdfast.train.tuning import batch_findings, findings
+from holdfast.train.tuning import findings
 from holdfast.train.tuning.findings import TrialResult
 from holdfast.train.tuning.measurements import (
     GraphBreak,
@@ -144,41 +144,41 @@ def test_for_a_model_that_does_not_compile_in_place_the_suggestion_differs() -> 
 
 
 def test_the_smallest_batch_at_full_speed_is_suggested() -> None:
-    (one,) = batch_findings.find_batch(STEPS, trial(4, 100), [trial(8, 192), trial(16, 196), trial(32, 197)])
+    (one,) = findings.find_batch(STEPS, trial(4, 100), [trial(8, 192), trial(16, 196), trial(32, 197)])
     assert "`batch_size=8`" in one.change
     assert "0.002" in one.change  # linear
     assert "0.00141" in one.change  # square root
 
 
 def test_a_batch_whose_gain_is_noise_is_not_a_finding() -> None:
-    assert batch_findings.find_batch(STEPS, trial(4, 100), [trial(8, 108)]) == []
-    assert batch_findings.find_batch(STEPS, trial(4, 100, noise=0.2), [trial(8, 110)]) == []
-    assert batch_findings.find_batch(STEPS, trial(4, 100), [trial(8, 0, failure="out of memory")]) == []
+    assert findings.find_batch(STEPS, trial(4, 100), [trial(8, 108)]) == []
+    assert findings.find_batch(STEPS, trial(4, 100, noise=0.2), [trial(8, 110)]) == []
+    assert findings.find_batch(STEPS, trial(4, 100), [trial(8, 0, failure="out of memory")]) == []
 
 
 def test_a_loop_with_accumulation_keeps_its_global_batch() -> None:
     steps = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.0, 16, 512),) * 5)
-    (one,) = batch_findings.find_batch(steps, trial(4, 100), [trial(8, 190)])
+    (one,) = findings.find_batch(steps, trial(4, 100), [trial(8, 190)])
     assert "Accumulate 2 batches per step instead of 4" in one.change
 
 
 def test_a_batch_that_exceeds_memory_is_not_tried() -> None:
     tried = [trial(4, 1, peak_bytes=100), trial(8, 1, peak_bytes=140)]
-    assert batch_findings.fits_next(tried, 16, 220)
-    assert not batch_findings.fits_next(tried, 16, 219)
-    assert batch_findings.fits_next([trial(4, 1)], 8, 1)  # without measurements
+    assert findings.fits_next(tried, 16, 220)
+    assert not findings.fits_next(tried, 16, 219)
+    assert findings.fits_next([trial(4, 1)], 8, 1)  # without measurements
 
 
 def test_static_padding_is_a_finding_and_tight_padding_is_not() -> None:
     rows = tuple(tuple(10 + (i * 7 + j * 13) % 50 for j in range(8)) for i in range(12))
     wide = dataclasses.replace(STEPS, lengths=RowLengths(rows, (512,) * 12))
-    (one,) = batch_findings.find_padding(wide, batch_findings.compare(wide.lengths))
+    (one,) = findings.find_padding(wide, findings.compare_lengths(wide.lengths))
     assert one.place == LOADER.sample_code
     assert "93% of the model's positions are padding" in one.seen
     even = dataclasses.replace(STEPS, lengths=RowLengths(((50,) * 8,) * 12, (52,) * 12))
-    assert batch_findings.find_padding(even, batch_findings.compare(even.lengths)) == []
+    assert findings.find_padding(even, findings.compare_lengths(even.lengths)) == []
 
 
 def test_rows_of_one_length_have_no_padding() -> None:
-    assert batch_findings.compare(RowLengths(((64,) * 8,) * 12, (64,) * 12)) is None
-    assert batch_findings.compare(None) is None
+    assert findings.compare_lengths(RowLengths(((64,) * 8,) * 12, (64,) * 12)) is None
+    assert findings.compare_lengths(None) is None

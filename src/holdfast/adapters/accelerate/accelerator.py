@@ -121,9 +121,6 @@ class HoldfastAccelerator(Accelerator):
         Args:
             folder: folder beside which the home is, if it is not known.
 
-        Raises:
-            InvalidInput: the home is not known, and no folder is named.
-
         Ranks: collective.
         """
         if self.holdfast_session is None or not self.holdfast_session.is_open:

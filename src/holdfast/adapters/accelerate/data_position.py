@@ -345,9 +345,6 @@ def prepare_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_dev
         accelerator: the Accelerator.
         loader: loader of the user.
         on_device: move the batches to the device; None as the Accelerator is configured.
-
-    Raises:
-        InvalidInput: they are made for other ranks, or for another number of batches per step.
     """
     own: Any = accelerator
     batches = batches_of(loader)

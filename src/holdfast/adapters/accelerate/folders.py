@@ -284,10 +284,6 @@ class LoadCandidates:
         Args:
             path: folder that `save_state` was called with.
             home: path or URL of the run's home.
-
-        Raises:
-            InvalidInput: the folder does not exist, its state is not complete, or its home would send your
-                keys to an unknown server.
         """
         if not path.is_dir():
             raise InvalidInput(f"Tried to find {path} but folder does not exist. Nothing was loaded.")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from holdfast.adapters.dcp.save_claim import SaveClaim
+from holdfast.adapters.dcp.target import SaveClaim
 from holdfast.checkpoint.format import part, values
 from holdfast.checkpoint.format.agreement import agree
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
@@ -122,11 +122,7 @@ def index_values(plans: Sequence[SavePlan]) -> ValueIndex:
 
 
 def make_catalog(plans: Sequence[SavePlan]) -> bytes:
-    """Return the catalog that the parts of all ranks share.
-
-    Raises:
-        InvalidInput: a name is reserved, or the ranks' regions do not cover a tensor exactly once.
-    """
+    """Return the catalog that the parts of all ranks share."""
     found: dict[str, tuple[Shard, list[tuple[int, Region]]]] = {}
     for rank, plan in enumerate(plans):
         for _, shard in planned_shards(plan):
@@ -176,11 +172,7 @@ def items_to_write(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[Writ
 
 
 def planned_shards(plan: SavePlan) -> list[tuple[WriteItem, Shard]]:
-    """Return the tensors that a rank is to write. Empty shards of tensors with elements are left out.
-
-    Raises:
-        InvalidInput: a name is reserved.
-    """
+    """Return the tensors that a rank is to write. Empty shards of tensors with elements are left out."""
     found: list[tuple[WriteItem, Shard]] = []
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
@@ -207,11 +199,7 @@ def _shard(item: WriteItem) -> Shard:
 
 
 def encode_values(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
-    """Return the values that a rank writes, as tagged JSON.
-
-    Raises:
-        InvalidInput: a value cannot be saved.
-    """
+    """Return the values that a rank writes, as tagged JSON."""
     encoded: dict[str, Any] = {}
     for item in plan.items:
         if item.type != WriteItemType.BYTE_IO:

@@ -129,9 +129,6 @@ def make_sinks(
     Args:
         target: tensor that receives the region, of the same shape.
         max_gap_bytes: maximum gap that is read rather than skipped.
-
-    Raises:
-        InvalidInput: the target has another shape.
     """
     if tuple(target.shape) != sizes:
         raise InvalidInput(
@@ -191,9 +188,6 @@ class HoldfastReader(StorageReader):
         home: folder or URL with the run's checkpoints.
         step: step to load; by default the newest complete checkpoint.
         num_threads: threads of each rank that read, hash and copy.
-
-    Raises:
-        InvalidInput: an argument is invalid.
     """
 
     def __init__(
@@ -258,11 +252,6 @@ class HoldfastReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read and verify what this rank needs.
-
-        Raises:
-            Corrupt: a file is damaged. The error names the file and the tensor.
-            NotFound: a file is missing.
-            RetryLater: the store failed.
 
         Blocks: until everything is read.
         """

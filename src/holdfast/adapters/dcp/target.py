@@ -1,14 +1,25 @@
-"""Target of a save or load: a home and a step, from arguments or from DCP's checkpoint id."""
+"""Target of a save or load by DCP, from arguments or its checkpoint id; and the claim of a save."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
+import threading
 from dataclasses import dataclass
 
-from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.home.attempts import check_not_fenced, read_claim
+from holdfast.checkpoint.home.claim import claim_attempt, claim_run
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.home.listing import Listing, candidates, list_home
+from holdfast.checkpoint.retention import line_of
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
-from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, SaveWarning, Unsupported
+from holdfast.system.callsite import warn
 
 _ID = re.compile(r"(?:(.*)/)?step-([0-9]+)/*", re.DOTALL)
 
@@ -22,11 +33,7 @@ class Target:
 
     @classmethod
     def of(cls, home: str | os.PathLike[str], step: int | None) -> Target:
-        """Return the target of a user's arguments.
-
-        Raises:
-            InvalidInput: the step is invalid.
-        """
+        """Return the target of a user's arguments."""
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
             raise InvalidInput(f"step must be the number of completed steps, 0 or more, not {step!r}.")
         return cls(absolute_place(home), step)
@@ -53,3 +60,126 @@ class Target:
         except HoldfastError:
             return False
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class SaveClaim:
+    """Identity of a save, which all its ranks share. The coordinator creates it."""
+
+    run: str
+    step: int
+    attempt: int
+    world_size: int
+    ancestors: Ancestors
+
+
+_claimed: dict[str, SaveClaim] = {}
+"""Newest claim of this process by URL of the home."""
+_lock = threading.Lock()  # two threads may save at the same time
+
+
+def claim_save(
+    store: Store, step: int | None, *, world_size: int, trainer: int, overwrite: bool = True
+) -> SaveClaim:
+    """Claim an attempt for a save of `step`; by default the step after the newest save.
+
+    DCP does not pass on which checkpoint the run was loaded from. The save is assumed to continue the
+    newest checkpoint below `step`, so a run that saves an earlier step again supersedes the checkpoints
+    after it.
+
+    Args:
+        trainer: process id of the trainer, which may be another process than this one.
+        overwrite: allow a save of a step that has a checkpoint.
+    """
+    with _lock:
+        home = list_home(store)
+        _check_existing(store, home, step, overwrite=overwrite)
+        run = claim_run(store)
+        newest = max(home.attempts, default=0)
+        if step is None:
+            step = _step_after(home, newest)
+        is_own = _is_own(store, newest, world_size, trainer)
+        if not is_own and store.url in _claimed:
+            check_not_fenced(store, _claimed[store.url].attempt)
+        saved = [found.step for found in home.saved.values() if found.attempt == newest]
+        continues = is_own and step > max(saved, default=-1)
+        ancestors = _ancestors_of(store, home, run, newest) if continues and saved else None
+        if ancestors is None:
+            ancestors = _ancestors_before(store, home, run, step)
+        attempt = newest
+        if not continues:
+            attempt = claim_attempt(store, run, world_size=world_size, trainer=trainer).number
+        _claimed[store.url] = SaveClaim(run, step, attempt, world_size, ancestors)
+        return _claimed[store.url]
+
+
+def _check_existing(store: Store, home: Listing, step: int | None, *, overwrite: bool) -> None:
+    """Refuse a save of a checkpoint that exists, or warn that it is superseded.
+
+    DCP names a checkpoint by its path, so without a step any checkpoint of the home counts.
+    """
+    existing = next((one.step for one in candidates(home) if step in (None, one.step)), None)
+    if existing is None:
+        return
+    if not overwrite:
+        raise Conflict(
+            f"Checkpoint already exists: {store.url} has step {existing}, and overwrite=False. Nothing was "
+            "written. Save another step or to another home, or pass overwrite=True to HoldfastWriter.",
+            step=existing,
+        )
+    if step is not None:
+        warn(
+            f"{store.url} already has a checkpoint of step {step}. This save supersedes it and all later "
+            "ones. To refuse such saves, pass overwrite=False to HoldfastWriter.",
+            SaveWarning,
+        )
+
+
+def _step_after(home: Listing, attempt: int) -> int:
+    """Return the step after the newest checkpoint and all saves of an attempt; 1 in an empty home."""
+    complete = candidates(home)[:1]
+    unfinished = [found.step for found in home.saved.values() if found.attempt == attempt]
+    return max((*unfinished, *(one.step for one in complete)), default=0) + 1
+
+
+def _ancestors_of(store: Store, home: Listing, run: str, attempt: int) -> Ancestors | None:
+    """Return the ancestors in earlier saves of an attempt, or None if unreadable."""
+    newest_claim = _claimed.get(store.url)
+    if newest_claim is not None and (newest_claim.run, newest_claim.attempt) == (run, attempt):
+        return newest_claim.ancestors
+    own = (found for found in candidates(home) if found.attempt == attempt)
+    read = (_read_ancestors(store, found, run) for found in own)
+    return next((ancestors for ancestors in read if ancestors is not None), None)
+
+
+def _ancestors_before(store: Store, home: Listing, run: str, step: int) -> Ancestors:
+    """Return the ancestors of a new attempt that saves `step`: the newest checkpoint's, up to that step."""
+    complete = candidates(home)
+    for newest in complete:
+        ancestors = _read_ancestors(store, newest, run)
+        if ancestors is None:
+            continue
+        for base in line_of(complete, newest, ancestors).current:
+            own = _read_ancestors(store, base, run) if base.step < step else None
+            if own is not None:
+                return (*own, base)
+        break
+    return ()
+
+
+def _read_ancestors(store: Store, found: CheckpointId, run: str) -> Ancestors | None:
+    """Return the ancestors of a checkpoint, or None if its manifest is unreadable."""
+    with contextlib.suppress(Corrupt, NotFound, Unsupported):
+        return read_manifest(store, found, run).ancestors
+    return None
+
+
+def _is_own(store: Store, number: int, world_size: int, trainer: int) -> bool:
+    try:
+        found = read_claim(store, number)
+    except (NotFound, Corrupt):
+        return False
+    return (found.host, found.pid, found.world_size) == (socket.gethostname(), trainer, world_size)
+
+
+os.register_at_fork(after_in_child=_claimed.clear)

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast.adapters.dcp import documents
-from holdfast.adapters.dcp.save_claim import SaveClaim, claim_save
-from holdfast.adapters.dcp.target import Target
+from holdfast.adapters.dcp.target import SaveClaim, Target, claim_save
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.layout import FileLayout, Shard, lay_out
 from holdfast.checkpoint.format.manifest import Manifest
@@ -45,9 +44,6 @@ def stage(planner: SavePlanner, items: Sequence[tuple[WriteItem, Shard]], layout
 
     Args:
         items: tensors to copy, in the order of the layout's starts.
-
-    Raises:
-        InvalidInput: a tensor differs from the plan.
 
     Blocks: until the tensors are copied, also from devices.
     """
@@ -113,9 +109,6 @@ class HoldfastWriter(StorageWriter):
         keep: number of newest checkpoints to keep, a `Keep` policy, or None to keep all.
         overwrite: False refuses a save of a step that has a checkpoint, and without a step a save to a home
             that has one. True supersedes it with a warning; its files do not change.
-
-    Raises:
-        InvalidInput: an argument is invalid.
     """
 
     def __init__(
@@ -195,10 +188,6 @@ class HoldfastWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data file and part.
-
-        Raises:
-            InvalidInput, Unsupported: a value or tensor cannot be saved.
-            RetryLater: the store failed.
 
         Blocks: until both files are durable. Memory: a copy of what this rank writes.
         """

@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 import holdfast
 from holdfast.adapters.kit.run import TrainerRun, open_loaded
-from holdfast.checkpoint.exchange.packed_value import Packed, pack, unpack
-from holdfast.checkpoint.exchange.partitions import (
+from holdfast.checkpoint.exchange.packed_value import (
+    Packed,
     describe_partitions,
+    pack,
     packed_of,
     partition_key,
     read_partition,
+    unpack,
 )
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import Save
@@ -64,11 +66,7 @@ class Facts:
 
 
 def pack_file(value: Any, name: str) -> Packed:
-    """Return the content of a file, ready to be saved. Its tensors are not copied.
-
-    Raises:
-        InvalidInput, Unsupported: a value cannot be saved. The message has its key path.
-    """
+    """Return the content of a file, ready to be saved. Its tensors are not copied."""
     packed = pack(value, name)
     packed.check(name)
     return packed
@@ -163,11 +161,7 @@ class RunHome:
 
     @classmethod
     def of(cls, home: Home, options: Mapping[str, Any]) -> RunHome:
-        """Return the home, which is opened once per process.
-
-        Raises:
-            InvalidInput: it is open with other options.
-        """
+        """Return the home, which is opened once per process."""
         key = (str(home.url), id(dist.group.WORLD) if dist.is_initialized() else 0)
         if key not in _homes:
             _homes[key] = cls(home, options)
@@ -208,9 +202,6 @@ class RunHome:
             files: content of this rank's files.
             private: memory that is copied beside the next forward and backward passes.
 
-        Raises:
-            InvalidInput: the home holds checkpoints, and none was loaded.
-
         Blocks: for a copy of the tensors that are not in `private`.
         """
         self._check_may_save()
@@ -250,11 +241,7 @@ class RunHome:
         self._checkpointer.wait()
 
     def stop(self) -> NoReturn:
-        """End a preempted run, once everything is durable.
-
-        Raises:
-            Preempted: always. It is a SystemExit with status 75.
-        """
+        """End a preempted run, once everything is durable."""
         self._checkpointer.stop(self._last)
 
     # -- loads -----------------------------------------------------------------------------------------------

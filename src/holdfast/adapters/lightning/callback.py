@@ -16,8 +16,8 @@ from weakref import proxy
 
 import torch
 
-from holdfast.adapters.kit.notices import Notices
 from holdfast.adapters.kit.private_memory import PrivateMemory, private_memory
+from holdfast.adapters.kit.run import Notices
 from holdfast.adapters.lightning.packages import ModelCheckpoint, SIGTERMException, TorchCheckpointIO
 from holdfast.adapters.lightning.places import absolute, home_beside, is_local
 from holdfast.adapters.lightning.plugin import HoldfastCheckpointIO

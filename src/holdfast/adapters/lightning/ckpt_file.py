@@ -96,12 +96,6 @@ class HomeContent:
         """Open a checkpoint of a home, by default the newest.
 
         With its attempt, it may lack its manifest: its keeper was killed before it was written.
-
-        Raises:
-            NotFound: it does not exist.
-            Corrupt: it is damaged, or its facts are not of the expected types.
-            Unsupported: it was not saved through Lightning.
-            RetryLater: the store failed.
         """
         return cls(open_checkpoint(home) if step is None else open_loaded(home, step, attempt))
 

@@ -57,12 +57,7 @@ def _mark(tensor: torch.Tensor) -> object:
 
 
 def pickle_content(content: Mapping[str, Any]) -> Pickled:
-    """Pickle a checkpoint dictionary as torch.save does, without the bytes of its tensors.
-
-    Raises:
-        pickle.PicklingError, AttributeError, TypeError: as torch.save, if an object cannot be pickled.
-        RuntimeError: two tensors view the same memory as different dtypes, which torch.save refuses too.
-    """
+    """Pickle a checkpoint dictionary as torch.save does, without the bytes of its tensors."""
     found = _Storages()
     out = io.BytesIO()
     _Pickler(out, found).dump(content)

@@ -135,11 +135,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Wait until all files are written, at the end of a trainer's work.
-
-        Raises:
-            HoldfastError: a save failed, or a file could not be written.
-        """
+        """Wait until all files are written, at the end of a trainer's work."""
         super().teardown()
         if self._saver is not None:
             self._saver.close()
@@ -177,9 +173,6 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
         Returns:
             The checkpoint that it was written from; None if there is no file, or another program wrote it.
-
-        Raises:
-            Corrupt: it is damaged, and the home does not hold its checkpoint.
         """
         damage: Corrupt | None = None
         if Path(path).is_file():

@@ -82,11 +82,7 @@ class PositionedLoader(CombinedLoader):
         self._num_reached = num_batches
 
     def load_batches(self, states: list[dict[str, Any]]) -> None:
-        """Continue at the positions of a checkpoint.
-
-        Raises:
-            InvalidInput: it has none, or those of other data.
-        """
+        """Continue at the positions of a checkpoint."""
         if len(states) != len(self.batches):
             raise InvalidInput(
                 f"The checkpoint has the positions of {len(states)} GlobalBatches, and the training data has "

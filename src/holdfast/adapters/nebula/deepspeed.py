@@ -42,9 +42,6 @@ def use_for_deepspeed() -> None:
     Call it before `deepspeed.initialize`. Versions of DeepSpeed that support the block import a package
     `torch_nebula` and have an engine for it. This function installs Holdfast's interface under that name
     and replaces the engine. Later versions refuse the block; this function adds it again.
-
-    Raises:
-        Unsupported: DeepSpeed is not installed.
     """
     if _CheckpointEngine is object:
         raise Unsupported("DeepSpeed is not installed: pip install deepspeed.")
@@ -124,12 +121,7 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
         self._checkpoint = Checkpoint(str(getattr(info, "tag", info)), EXPLICIT)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Save the state for `path`. Files without a tag, such as a 16-bit model, are saved with torch.
-
-        Raises:
-            InvalidInput, Unsupported: an object cannot be saved. The message has its key path.
-            HoldfastError: this save failed, or an earlier one.
-        """
+        """Save the state for `path`. Files without a tag, such as a 16-bit model, are saved with torch."""
         file, checkpoint = Path(path), self._checkpoint
         if checkpoint is None or file.parent.name != checkpoint.tag:
             torch.save(state_dict, path)
@@ -143,13 +135,7 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
         return checkpoint is not None and checkpoint.commit()
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Load the state for `path`: from its tag, the newest checkpoint, or a file of torch.
-
-        Raises:
-            NotFound: the checkpoint does not exist.
-            Corrupt: the checkpoint is damaged.
-            Unsupported: loading the file of torch could run code.
-        """
+        """Load the state for `path`: from its tag, the newest checkpoint, or a file of torch."""
         file = Path(path)
         tag = file.parent.name
         is_first = self._first_tag in (None, tag)

@@ -72,11 +72,7 @@ def init(
 
 
 def session() -> Session:
-    """Return the current session, or begin one from the environment.
-
-    Raises:
-        InvalidInput: neither `init` nor the environment has set a home.
-    """
+    """Return the current session, or begin one from the environment."""
     if _current is None or not _current.is_usable:
         init()
     assert _current is not None
@@ -89,11 +85,7 @@ def has_session() -> bool:
 
 
 def session_for(persist_path: Any) -> Session:
-    """Return the current session, or begin one with `persist_path` as its home.
-
-    Raises:
-        InvalidInput: the home is missing.
-    """
+    """Return the current session, or begin one with `persist_path` as its home."""
     if persist_path is not None and not has_session():
         init(persist_path)
     return session()
@@ -124,9 +116,6 @@ class Checkpoint:
         tag: tag; "" if a search did not find a checkpoint.
         num_of_files: number of partitions that all ranks together save; -2 if `commit` completes the
             checkpoint.
-
-    Raises:
-        InvalidInput: the tag is empty, or the number is invalid.
 
     Attributes:
         tag: the tag; "" where a search found none.
@@ -174,9 +163,6 @@ class Checkpoint:
             True if the checkpoint is copied and submitted to the keeper, which finishes it even if this
             process dies. The next call raises its errors.
 
-        Raises:
-            HoldfastError: this save failed, or an earlier one.
-
         Ranks: each rank that saves to the tag must call it.
         Blocks: like `save`.
         """
@@ -221,9 +207,6 @@ def get_checkpoint(tag: str | None = None, persist_path: Any = None) -> Checkpoi
         tag: tag of the checkpoint.
         persist_path: home to search; by default all tiers of the session. If it is the session's own home,
             the nearer tiers are searched too, because they have the same bytes.
-
-    Raises:
-        RetryLater: a store failed.
     """
     current = session_for(persist_path)
     tagged = current.find(tag, persist_path) if tag else current.newest(persist_path)
@@ -303,9 +286,6 @@ def list_checkpoints(persist_path: Any = None) -> dict[str, dict[str, Any]]:
 
     Args:
         persist_path: home to list; by default all tiers of the session.
-
-    Raises:
-        RetryLater: a store failed.
     """
     found: dict[str, dict[str, Any]] = {}
     for tagged in session_for(persist_path).index(persist_path).checkpoints():

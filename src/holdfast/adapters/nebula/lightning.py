@@ -35,10 +35,6 @@ class NebulaCheckpointIO(TorchCheckpointIO):
             storage_options: `is_best`: wait until the checkpoint is in home. `persist_path`: also write it
                 to this file or folder with `torch.save`.
 
-        Raises:
-            InvalidInput, Unsupported: an object cannot be saved. The message has its key path.
-            HoldfastError: this save failed, or an earlier one.
-
         Blocks: for the copy; with `is_best` until the checkpoint is in home.
         """
         options = _options(storage_options)
@@ -54,12 +50,7 @@ class NebulaCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, file / target.name if file.is_dir() else file)
 
     def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """Load the checkpoint of a path, verified, or an ordinary file.
-
-        Raises:
-            NotFound: the checkpoint or file does not exist.
-            Corrupt: the checkpoint is damaged.
-        """
+        """Load the checkpoint of a path, verified, or an ordinary file."""
         marker = PartitionMarker.read(path)
         if marker is None:
             return super().load_checkpoint(path, *args, **kwargs)

@@ -23,11 +23,7 @@ class PartitionMarker:
     partition: str
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the marker to a path, replacing any file.
-
-        Raises:
-            InvalidInput: the path is a folder, or its folder does not exist.
-        """
+        """Write the marker to a path, replacing any file."""
         with atomic_file(Path(path), overwrite=True) as partial:
             partial.write_text(_FIRST_LINE + json.dumps(asdict(self)) + "\n")
 

@@ -116,9 +116,6 @@ class Session:
         Returns:
             True if the partition is being saved, or False if it was skipped with a warning.
 
-        Raises:
-            InvalidInput, Unsupported: the partition cannot be saved. Nothing was saved.
-
         Blocks: for a copy of the partition.
         """
         packed = pack(value, name)

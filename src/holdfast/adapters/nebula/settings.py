@@ -35,11 +35,7 @@ class Settings:
 def make_settings(
     path: Any, interval: Any, retention: Any, local: Any, environ: Mapping[str, str]
 ) -> Settings:
-    """Return the settings from arguments and the environment.
-
-    Raises:
-        InvalidInput: the home is missing, or a value is invalid.
-    """
+    """Return the settings from arguments and the environment."""
     home = parse_location(environ.get(PATH) if path is None else path)
     seconds = _interval(environ.get(INTERVAL) if interval is None else interval)
     if isinstance(retention, bool) or not isinstance(retention, int) or retention < 1:
@@ -98,11 +94,7 @@ class MemoryBudget:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], available_bytes: int) -> MemoryBudget:
-        """Return the budget from the environment.
-
-        Raises:
-            InvalidInput: a variable has an invalid value.
-        """
+        """Return the budget from the environment."""
         processes = environ.get("LOCAL_WORLD_SIZE", "1")
         if not processes.isdecimal() or int(processes) < 1:
             raise InvalidInput(f"LOCAL_WORLD_SIZE must be a number of processes, not {processes!r}.")

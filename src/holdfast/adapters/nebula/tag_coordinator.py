@@ -224,11 +224,7 @@ def is_grouped() -> bool:
 
 
 def world() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks.
-
-    Raises:
-        InvalidInput: a launcher has started several processes, but they have no process group.
-    """
+    """Return this process's rank and the number of ranks."""
     if is_grouped():
         return dist.get_rank(), dist.get_world_size()
     if (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:

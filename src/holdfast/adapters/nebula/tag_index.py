@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from holdfast.checkpoint.exchange.packed_value import Packed, rebuild, unpack
-from holdfast.checkpoint.exchange.partitions import (
+from holdfast.checkpoint.exchange.packed_value import (
+    Packed,
     checked_metadata,
     describe_partitions,
     partition_key,
     read_partition,
+    rebuild,
+    unpack,
 )
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import check_files, read_manifest, read_run
@@ -90,11 +92,7 @@ def goes_back(tag: str, last: int | None, loaded: int | None) -> bool:
 
 
 def key_of(name: Any) -> str:
-    """Return the key of a partition: its name, with characters escaped that keys cannot have.
-
-    Raises:
-        InvalidInput: the name is not a string, or is empty.
-    """
+    """Return the key of a partition: its name, with characters escaped that keys cannot have."""
     return partition_key(name, _RESERVED)
 
 
@@ -109,9 +107,6 @@ def place(tensor: torch.Tensor, location: str, map_location: MapLocation) -> tor
         tensor: tensor on the CPU.
         location: device that it was saved from.
         map_location: as in `torch.load`; None selects that device.
-
-    Raises:
-        InvalidInput: `map_location` is None, and the device does not exist here.
     """
     if map_location is None:
         return _to_device(tensor, location)

@@ -9,8 +9,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
-from holdfast.adapters.trackers.tracker import Tracker
+from holdfast.adapters.trackers.tracker import RowPlace, TrackedRun, Tracker
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.errors import Unsupported
 
@@ -22,9 +21,6 @@ def attach_tensorboard(ckpt: Checkpointer, log_dir: str | os.PathLike[str], **wr
         ckpt: Checkpointer of the training.
         log_dir: folder of the event files, the same at every start.
         writer: other arguments of torch's `SummaryWriter`, but for `purge_step`.
-
-    Raises:
-        Unsupported: tensorboard is not installed.
     """
     try:
         module = importlib.import_module("torch.utils.tensorboard")

@@ -9,9 +9,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
-from holdfast.adapters.trackers.newest_steps import NONE, NewestSteps
-from holdfast.adapters.trackers.tracker import Tracker
+from holdfast.adapters.trackers.tracker import NONE, NewestSteps, RowPlace, TrackedRun, Tracker
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.errors import Unsupported
 
@@ -35,9 +33,6 @@ def attach_mlflow(
         tracking_uri: place or server of MLflow; by default that of its environment.
         run_name: name of a new run.
         params: parameters of a new run.
-
-    Raises:
-        Unsupported: mlflow is not installed.
     """
     try:
         mlflow = importlib.import_module("mlflow")

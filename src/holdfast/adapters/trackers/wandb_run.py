@@ -10,9 +10,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from holdfast.adapters.trackers.contract import RowPlace, TrackedRun
-from holdfast.adapters.trackers.newest_steps import NONE
-from holdfast.adapters.trackers.tracker import Tracker
+from holdfast.adapters.trackers.tracker import NONE, RowPlace, TrackedRun, Tracker
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.errors import Corrupt, Unsupported
 
@@ -65,9 +63,6 @@ def attach_wandb(
         folder: W&B's files and the record of the newest step, the same at every start.
         project: project of the run; by default that of W&B's environment.
         init: other arguments of `wandb.init`, but for `id`, `resume`, `dir` and `reinit`.
-
-    Raises:
-        Unsupported: wandb is not installed.
     """
     try:
         wandb = importlib.import_module("wandb")

@@ -15,7 +15,7 @@ from holdfast.adapters.kit.run import TrainerRun
 from holdfast.adapters.kit.saved_files import folder_fault, read_json
 from holdfast.adapters.transformers.live_state import MODEL
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
-from holdfast.checkpoint.exchange.mapped_weights import map_weights
+from holdfast.checkpoint.exchange.exporter import map_weights
 from holdfast.checkpoint.exchange.trainer_export import write_training_files
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store.endpoints import check_endpoint
@@ -238,9 +238,6 @@ class Chooser:
 
     def choose(self, asked: str | bool) -> Choice | None:
         """Return the checkpoint that `resume_from_checkpoint` asks for; None for "auto" without any.
-
-        Raises:
-            InvalidInput: there is none, or it is not complete.
 
         Ranks: collective.
         """

@@ -192,9 +192,6 @@ class ResumeSource:
 
         Args:
             may_lack: continue with new ones if the checkpoint consists of the model alone.
-
-        Raises:
-            InvalidInput: it does, and `may_lack` is False.
         """
         if self.progress.has_training:
             self._load([key for key in TRAINING if key in self._state])

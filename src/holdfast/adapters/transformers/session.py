@@ -100,9 +100,6 @@ class Session:
         Args:
             asked: argument `resume_from_checkpoint` of `train`.
 
-        Raises:
-            InvalidInput: there is none, or a new training would begin in a home that holds one.
-
         Ranks: collective.
         """
         chooser = Chooser(self._run, self._folders, with_training=not self._args.save_only_model)
@@ -299,12 +296,7 @@ class Session:
             self._folders.remove(step)
 
     def finish_save(self, step: int) -> None:
-        """Check that a save has reached this session. After a preemption notice, end the process.
-
-        Raises:
-            InvalidInput: a method of the user's Trainer has saved by itself.
-            Preempted: after a notice, once the save is durable.
-        """
+        """Check that a save has reached this session. After a preemption notice, end the process."""
         if self._last is None or self._last.step != step:
             raise InvalidInput(
                 f"Step {step} was not saved: _save_checkpoint of {type(self._trainer).__name__} does not "

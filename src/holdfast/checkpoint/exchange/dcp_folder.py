@@ -9,11 +9,10 @@ from typing import Any, final
 from typing_extensions import override
 
 from holdfast.checkpoint.exchange import safe_unpickler
-from holdfast.checkpoint.exchange.prefixes import select
 from holdfast.checkpoint.exchange.source import FileReader, RegionReader, Source, SourceTensor, read_range
 from holdfast.checkpoint.exchange.torch_archive import locate_tensor
 from holdfast.checkpoint.exchange.torch_files import MemoryReader, load_bytes, open_tree
-from holdfast.checkpoint.exchange.trees import is_named_tensor, is_state_dict, nest
+from holdfast.checkpoint.exchange.trees import is_named_tensor, is_state_dict, nest, select
 from holdfast.checkpoint.format.agreement import covers_once
 from holdfast.checkpoint.format.catalog import check_size
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
@@ -33,12 +32,6 @@ def open_folder(folder: Path, *, only: Iterable[str] | None = None) -> Source:
     Args:
         folder: checkpoint id that was passed to `dcp.save`.
         only: prefixes of the keys to open; None for all.
-
-    Raises:
-        Unsupported: the metadata or a value needs a class that is not allowed, or the checkpoint is
-            compressed.
-        Corrupt: the checkpoint is damaged, or a file is missing.
-        NotFound: the checkpoint has no key with a prefix of `only`.
     """
     path = folder / METADATA
     data = bytes(read_range(path, 0, path.stat().st_size))

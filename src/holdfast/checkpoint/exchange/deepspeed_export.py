@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
-from holdfast.checkpoint.exchange.packed_value import KNOWN, Packed, unpack
-from holdfast.checkpoint.exchange.partitions import read_partition
+from holdfast.checkpoint.exchange.packed_value import KNOWN, Packed, read_partition, unpack
 from holdfast.checkpoint.format.layout import Shard
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
@@ -28,13 +27,6 @@ def write_folder(selection: ExportSelection, folder: Path, *, overwrite: bool) -
         selection: a whole checkpoint that an engine of DeepSpeed has saved.
         folder: folder of checkpoints, as for `engine.load_checkpoint`. Created if it does not exist.
         overwrite: replace files of an older export.
-
-    Raises:
-        InvalidInput: an engine did not save the checkpoint, or only a part is selected.
-        Unsupported: a file has objects of DeepSpeed, which is not installed.
-        Conflict: the folder already contains such files.
-        Corrupt: the checkpoint is damaged.
-        RetryLater: the folder could not be written.
 
     Memory: for one file.
     """

@@ -15,11 +15,7 @@ _STEP = re.compile(r"(?:.*[-_.])?(?:checkpoint|step)[-_]?(\d+)(?:\.\w+)?", re.IG
 
 
 def choose_kind(path: Path, kind: str | None) -> str:
-    """Return the kind of an export; by default the one that the suffix of its name stands for.
-
-    Raises:
-        InvalidInput: the kind is unknown, or the suffix stands for none or for another one.
-    """
+    """Return the kind of an export; by default the one that the suffix of its name stands for."""
     by_suffix = _KIND_BY_SUFFIX.get(path.suffix.lower())
     if kind is None and by_suffix is None:
         raise InvalidInput(
@@ -47,11 +43,7 @@ def check_kind(kind: str) -> None:
 
 
 def check_step(path: Path, step: int) -> None:
-    """Check that the name of an export does not have the number of another step.
-
-    Raises:
-        InvalidInput: it has, as `checkpoint-20` for step 35.
-    """
+    """Check that the name of an export does not have the number of another step."""
     named = _STEP.fullmatch(path.name)
     if named is not None and int(named[1]) != step:
         raise InvalidInput(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.exchange.prefixes import select
+from holdfast.checkpoint.exchange.trees import select
 from holdfast.checkpoint.format.layout import Shard
 from holdfast.checkpoint.format.nesting import is_optimizer, is_under
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
@@ -48,13 +48,7 @@ class ExportSelection:
         rename: Mapping[str, str] | None,
         num_threads: int,
     ) -> ExportSelection:
-        """Select the tensors and values with any of the prefixes.
-
-        Raises:
-            NotFound: no name has a prefix of `only`, or a part is missing.
-            InvalidInput: the rank does not exist.
-            Corrupt: a part is damaged.
-        """
+        """Select the tensors and values with any of the prefixes."""
         prefixes = None if only is None else tuple(only)
         one = cls(checkpoint, rank, prefixes, dict(rename or {}), num_threads)
         shapes, others = checkpoint.facts(rank), [of for of in range(checkpoint.world_size) if of != rank]
@@ -154,13 +148,7 @@ class TensorStream:
         self._at = 0
 
     def read(self, num_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of the next tensor, which has `num_bytes`. A view is valid until the next one.
-
-        Raises:
-            Corrupt: the checkpoint is damaged.
-            NotFound: a file is missing.
-            RetryLater: the store failed.
-        """
+        """Yield the bytes of the next tensor, which has `num_bytes`. A view is valid until the next one."""
         tensor = self._tensors[self._at]
         assert tensor.num_bytes == num_bytes, (tensor, num_bytes)
         self._at += 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoint.exchange import (
-    dcp_export,
     deepspeed_export,
     safetensors_export,
     torch_export,
@@ -18,7 +19,11 @@ from holdfast.checkpoint.exchange import (
 from holdfast.checkpoint.exchange.export_names import check_step, choose_kind
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.system.linux.partial_files import remove_partial_files
 from holdfast.system.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def export_checkpoint(
             selection, target, max_shard_bytes=limit, overwrite=overwrite
         ),
         "torch": lambda: torch_export.write_file(selection, target, overwrite=overwrite),
-        "dcp": lambda: dcp_export.write_folder(selection, target, overwrite=overwrite),
+        "dcp": lambda: torch_export.write_folder(selection, target, overwrite=overwrite),
         "trainer": lambda: trainer_export.write_folder(
             selection, target, max_shard_bytes=limit, overwrite=overwrite
         ),
@@ -122,3 +127,28 @@ def _sizes(selection: ExportSelection, kind: str) -> list[int]:
         for name, tensor in selection.tensors.items()
         if not shared or selection.original(name) == name
     ]
+
+
+def map_weights(checkpoint: Checkpoint, key: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the state dict of a saved module: whole tensors, verified, in a mapped file.
+
+    The system drops their pages when memory is short, and reads them again. Tied tensors are the same object.
+
+    Args:
+        checkpoint: from `holdfast.open`.
+        key: key of the module in the saved state.
+        folder: where the file is written. It has no name any more when this returns, and its space is free
+            when the tensors are.
+    """
+    from safetensors.torch import load_file
+
+    remove_partial_files(folder)  # also of a killed process
+    path = folder / f".holdfast-weights.{secrets.token_hex(8)}.partial"
+    try:
+        export_checkpoint(checkpoint, path, kind="safetensors", only=[key], rename={key: ""})
+        found = load_file(path)
+    finally:
+        path.unlink(missing_ok=True)
+    prefix = f"{key}."
+    roots = {name: checkpoint.info(prefix + name).tied_to or prefix + name for name in found}
+    return {name: found.get(root.removeprefix(prefix), found[name]) for name, root in roots.items()}

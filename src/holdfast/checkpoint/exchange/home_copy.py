@@ -23,11 +23,6 @@ def copy_checkpoint(
         manifest: of a checkpoint in `source`.
         on_bytes: called with the bytes of each file that is complete.
 
-    Raises:
-        Corrupt: a file is damaged.
-        NotFound: a file is missing.
-        RetryLater: a store failed.
-
     Blocks: until all is written; in memory there is one block at a time.
     """
     step, attempt = manifest.step, manifest.attempt

@@ -176,12 +176,7 @@ def make_documents(
 
 
 def refuse_existing_home(store: Store) -> None:
-    """Raise if a home contains more than leftovers of killed imports.
-
-    Raises:
-        Conflict: the home has a run, or files of one.
-        RetryLater: the store failed.
-    """
+    """Raise if a home contains more than leftovers of killed imports."""
     home = list_home(store)
     is_left_over = all(
         not one.is_committed and one.attempt in home.attempts and {*one.parts, *one.data, *one.frozen} <= {0}

@@ -1,22 +1,25 @@
-"""Packed partition: a tree of plain values and tensors, and the kinds of objects in it."""
+"""Partition: a tree of plain values and tensors, with a record of the objects in it."""
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import enum
 import importlib
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from holdfast.checkpoint.format.values import encode
+from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.state.containers import kind_of
 from holdfast.checkpoint.state.tensors import is_savable, unsavable
-from holdfast.checkpoint.state.tree import extract_tensors
-from holdfast.errors import InvalidInput, Unsupported
+from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
+from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 Path = tuple[Any, ...]
 """Keys and indices of a node in a tree."""
@@ -31,7 +34,7 @@ KNOWN = frozenset(
 """Classes of other libraries that are restored as such. Only their attributes are saved, never code."""
 _NAMESPACES: dict[str, type] = {"namespace": argparse.Namespace, "simple-namespace": types.SimpleNamespace}
 _STATE_DICT, _VERSIONS = "state-dict", "versions"
-_SEQUENCES = (list, tuple)
+_SEQUENCES = (list, tuple, collections.deque)
 
 
 class StateDict(collections.OrderedDict[Any, Any]):
@@ -45,11 +48,7 @@ class StateDict(collections.OrderedDict[Any, Any]):
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error, because a checkpoint does not contain code.
-
-        Raises:
-            Unsupported: always.
-        """
+        """Raise an error, because a checkpoint does not contain code."""
         raise Unsupported(
             "This is the state dict of an object, not the object itself: a checkpoint holds no code. "
             "Create the object again and call its load_state_dict() with this."
@@ -75,12 +74,7 @@ class Packed:
         return _tensors(self.tree)
 
     def check(self, name: str) -> None:
-        """Check that the partition can be saved.
-
-        Raises:
-            InvalidInput: a value cannot be saved. The message has its key path.
-            Unsupported: a tensor that cannot be saved.
-        """
+        """Check that the partition can be saved."""
 
         def emit(path: str, tensor: torch.Tensor) -> None:
             if not is_savable(tensor):
@@ -107,9 +101,6 @@ def pack(value: Any, name: str) -> Packed:
     Modules, optimizers and other objects with state_dict() and load_state_dict() become their state dicts,
     at any depth. Dicts of other types become plain ones; enum members that are numbers or strings become
     plain numbers and strings.
-
-    Raises:
-        InvalidInput: the value contains itself.
     """
     packed = Packed(None)
     try:
@@ -127,11 +118,8 @@ def _pack(value: Any, path: Path, into: Packed) -> Any:
         return value
     if _is_mapping(value):
         return _pack_dict(value, path, into)
-    if kind in _SEQUENCES:
-        return kind(_pack(item, (*path, i), into) for i, item in enumerate(value))
-    if kind is collections.deque:
-        items = (_pack(item, (*path, i), into) for i, item in enumerate(value))
-        return collections.deque(items, maxlen=value.maxlen)
+    if kind in _SEQUENCES and (container := kind_of(value)) is not None:
+        return container.rebuild(value, [_pack(item, (*path, i), into) for i, item in enumerate(value)])
     if isinstance(value, enum.Enum):
         return value.value if isinstance(value, (int, str)) else value
     label = _label(value)
@@ -223,24 +211,86 @@ def rebuild(
     """Rebuild a tree. `leaf` replaces each tensor, `revive` each node, inner ones first."""
     if isinstance(tree, torch.Tensor):
         return revive(path, leaf(path, tree))
-    if type(tree) in (dict, collections.OrderedDict):
-        items = ((key, rebuild(item, leaf, revive, (*path, key))) for key, item in tree.items())
-        return revive(path, type(tree)(items))
-    if type(tree) in _SEQUENCES or type(tree) is collections.deque:
-        parts = [rebuild(item, leaf, revive, (*path, i)) for i, item in enumerate(tree)]
-        again = (
-            collections.deque(parts, tree.maxlen) if type(tree) is collections.deque else type(tree)(parts)
-        )
-        return revive(path, again)
-    return revive(path, tree)
+    container = kind_of(tree)
+    if container is None:
+        return revive(path, tree)
+    items = [rebuild(item, leaf, revive, (*path, step)) for step, item in container.items(tree)]
+    return revive(path, container.rebuild(tree, items))
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif isinstance(tree, dict):
-        for item in tree.values():
+    elif (container := kind_of(tree)) is not None:
+        for _, item in container.items(tree):
             yield from _tensors(item)
-    elif isinstance(tree, (*_SEQUENCES, collections.deque)):
-        for item in tree:
-            yield from _tensors(item)
+
+
+@contextlib.contextmanager
+def checked_metadata(name: str) -> Iterator[None]:
+    """Raise Corrupt for errors of the block, which are caused by a partition's metadata."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt(
+            f"The metadata of the partition {name!r} is damaged, or a trainer's adapter did not write it: "
+            f"{error!r}.",
+            key=name,
+        ) from error
+
+
+def partition_key(name: Any, reserved: Collection[str]) -> str:
+    """Return the key of a partition: its name, with characters escaped that keys cannot have.
+
+    Args:
+        name: name of the partition.
+        reserved: keys that the partition must not get.
+    """
+    if not isinstance(name, str) or not name:
+        raise InvalidInput(f"A partition's name must be a non-empty string, not {name!r}.")
+    key = name.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
+    return f"%{ord(key[0]):02X}{key[1:]}" if key in reserved else key
+
+
+def describe_partitions(partitions: Mapping[str, tuple[str, Packed]]) -> dict[str, Any]:
+    """Return the metadata of partitions, by name.
+
+    Args:
+        partitions: key in the checkpoint and packed value of each partition, by name.
+    """
+    return {
+        name: {
+            "key": key,
+            "kinds": [[list(path), kind, detail] for path, kind, detail in packed.kinds],
+            "devices": [[list(path), device] for path, device in packed.devices.items()],
+        }
+        for name, (key, packed) in partitions.items()
+    }
+
+
+def packed_of(name: str, metadata: Any, tree: Any) -> Packed:
+    """Return a partition from its metadata and its tree."""
+    with checked_metadata(name):
+        kinds = [(tuple(path), kind, detail) for path, kind, detail in metadata["kinds"]]
+        devices = {tuple(path): str(device) for path, device in metadata["devices"]}
+    return Packed(tree, kinds, devices)
+
+
+def read_partition(checkpoint: Checkpoint, rank: int, meta_key: str, name: str) -> Packed:
+    """Return a partition that a rank has saved, on the CPU and verified.
+
+    Args:
+        checkpoint: opened checkpoint.
+        rank: rank that has saved it.
+        meta_key: top-level key with the metadata of all partitions.
+        name: name of the partition.
+    """
+    values = checkpoint.values(rank)
+    with checked_metadata(name):
+        metadata = values[meta_key]["partitions"][name]
+        tree = values[metadata["key"]]
+    packed = packed_of(name, metadata, tree)
+    names = list(references(tree))
+    found = checkpoint.tensors(rank, keys=names) if names else {}
+    packed.tree = insert_tensors(tree, found.__getitem__)
+    return packed

@@ -129,11 +129,7 @@ class _Machine:
             self._apply(opcode, argument)
 
     def check(self) -> None:
-        """Check the objects that were built.
-
-        Raises:
-            ValueError: the objects are too large.
-        """
+        """Check the objects that were built."""
         most = _FREE_ITEMS + _MAX_COPIES * self._num_opcodes
         _check_size([*self._all, *(one for one in self._stack if one is not _MARK)], most)
 
@@ -194,11 +190,7 @@ class _Machine:
             self._stack.append(made if is_container else argument)
 
     def _storage(self, items: list[Any]) -> _Storage:
-        """Return the storage that a persistent id refers to.
-
-        Raises:
-            ValueError: the id refers to something else, or the storage has two sizes.
-        """
+        """Return the storage that a persistent id refers to."""
         fields = items[0] if items and type(items[0]) is _Tuple else []
         kind, cls, key, _, num_items, view, *more = [*fields, *[None] * (6 - len(fields))]
         is_valid = (kind, type(cls), type(key), type(num_items)) == ("storage", _Global, str, int)
@@ -236,9 +228,6 @@ def _check_call(call: _FunctionCall, *, has_storages: bool) -> None:
 
     Args:
         has_storages: whether storages are checked, so that tensors can be compared with them.
-
-    Raises:
-        ValueError: the call creates such an object.
     """
     called = call[0] if call and type(call[0]) is _Global else ""
     module, _, name = called.partition(" ")
@@ -277,11 +266,7 @@ def _holds_integer(node: Any) -> bool:
 
 
 def _check_tensor(name: str, arguments: list[Any]) -> None:
-    """Check that a tensor is inside its storage. Otherwise torch enlarges the storage.
-
-    Raises:
-        ValueError: the tensor is outside, or its position is not given as plain numbers.
-    """
+    """Check that a tensor is inside its storage. Otherwise torch enlarges the storage."""
     storage, first, size, stride, *rest = [*arguments, *[None] * (4 - len(arguments))]
     size, stride = _numbers(size), _numbers(stride)
     if type(storage) is not _Storage or not _are_counts([first, *size, *stride]) or len(size) != len(stride):
@@ -311,11 +296,7 @@ def _numbers(node: Any) -> list[Any]:
 
 
 def _check_size(root: list[Any], most: int) -> None:
-    """Check the number of items in a tree, counting objects once per reference.
-
-    Raises:
-        ValueError: the tree has more than `most` items or too many levels, or an object contains itself.
-    """
+    """Check the number of items in a tree, counting objects once per reference."""
     sizes: dict[int, tuple[int, int]] = {}  # items and levels, by id of a container
     open_ids: set[int] = set()
     left: list[tuple[list[Any], bool]] = [(root, False)]

@@ -125,9 +125,6 @@ def _enum_member(kind: Any, name: Any) -> StandIn:
     """Return the stand-in for a member of an enum that is not loaded.
 
     Python 3.11.0 to 3.11.4 pickle a member as a call of `getattr` with the enum and the member's name.
-
-    Raises:
-        Unsupported: `kind` is not a stand-in for an enum.
     """
     if kind is not _Other or not isinstance(name, str):
         raise Unsupported(

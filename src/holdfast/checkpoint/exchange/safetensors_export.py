@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
-from holdfast.checkpoint.exchange.prefixes import rename
+from holdfast.checkpoint.exchange.trees import rename
 from holdfast.checkpoint.format.layout import Shard
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.checkpoint.restore.slices import write_safetensors
@@ -18,13 +18,7 @@ PATTERNS = ("model-*-of-*.safetensors", "model.safetensors", INDEX)
 
 
 def write_file(selection: ExportSelection, path: Path, *, overwrite: bool) -> None:
-    """Write all selected tensors into one safetensors file. Tied tensors are written once per name.
-
-    Raises:
-        Conflict: the file exists.
-        Corrupt: the checkpoint is damaged. The file was not written.
-        RetryLater: the file could not be written.
-    """
+    """Write all selected tensors into one safetensors file. Tied tensors are written once per name."""
     renamed = rename(selection.tensors, selection.rename)
     with atomic_file(path, overwrite=overwrite) as partial:
         _write(selection, renamed, partial)
@@ -36,11 +30,6 @@ def write_folder(selection: ExportSelection, folder: Path, *, max_shard_bytes: i
     Args:
         folder: created if it does not exist. Other files in it are kept.
         max_shard_bytes: maximum bytes of tensors in a shard. A larger tensor gets a shard of its own.
-
-    Raises:
-        Conflict: the folder already contains weights.
-        Corrupt: the checkpoint is damaged. Nothing was written.
-        RetryLater: the folder could not be written.
     """
     shards = _shards(rename(selection.tensors, selection.rename), selection.tensors, max_shard_bytes)
     with atomic_folder(folder, PATTERNS, overwrite=overwrite) as partial:

@@ -23,12 +23,7 @@ _MAX_FILE_NAME_BYTES = 255  # the limit of Linux
 
 
 def open_file(path: Path) -> Source:
-    """Open a safetensors file.
-
-    Raises:
-        Corrupt: the file is damaged or truncated.
-        Unsupported: the file has a dtype that a checkpoint cannot hold.
-    """
+    """Open a safetensors file."""
     return _open_files([path])
 
 
@@ -37,11 +32,6 @@ def open_folder(folder: Path) -> Source:
 
     Regions of one tensor in several files are joined, if the files' metadata describe them. DCP's Hugging
     Face writer and Holdfast write such metadata.
-
-    Raises:
-        Corrupt: a file is damaged or truncated, or a shard is missing.
-        NotFound: a file in the index is missing.
-        Unsupported: a dtype that no checkpoint can hold.
     """
     index = find_index(folder, INDEX_SUFFIX)
     if index is None:
@@ -50,23 +40,13 @@ def open_folder(folder: Path) -> Source:
 
 
 def open_index(index: Path) -> Source:
-    """Open the files in an index.
-
-    Raises:
-        Corrupt: a file is damaged or truncated.
-        NotFound: a file is missing.
-        Unsupported: a dtype that no checkpoint can hold.
-    """
+    """Open the files in an index."""
     weight_map = read_index(index)
     return _open_files([index.parent / name for name in dict.fromkeys(weight_map.values())], weight_map)
 
 
 def find_index(folder: Path, suffix: str) -> Path | None:
-    """Return the only index in a folder with a suffix, or None.
-
-    Raises:
-        InvalidInput: the folder has several.
-    """
+    """Return the only index in a folder with a suffix, or None."""
     found = sorted(path for path in folder.iterdir() if path.name.endswith(suffix))
     if len(found) > 1:
         shown = ", ".join(path.name for path in found)
@@ -79,11 +59,7 @@ def find_index(folder: Path, suffix: str) -> Path | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor in a Hugging Face index.
-
-    Raises:
-        Corrupt: the file is not an index, or names files outside its folder.
-    """
+    """Return the file name of each tensor in a Hugging Face index."""
     try:
         size = path.stat().st_size
         text = bytes(read_range(path, 0, min(size, MAX_HEADER_BYTES + 1)))
@@ -167,11 +143,7 @@ def _readers(path: Path) -> list[tuple[str, str, FileReader]]:
 
 
 def _check_overlap(entries: dict[str, Any]) -> int:
-    """Check that tensors do not overlap; return the end of the last one.
-
-    Raises:
-        ValueError: tensors share bytes, which the format does not allow.
-    """
+    """Check that tensors do not overlap; return the end of the last one."""
     end = 0
     for start, stop in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
         if start < end and start < stop:

@@ -53,13 +53,7 @@ class FileReader(RegionReader):
 
 
 def read_range(path: Path, start: int, num_bytes: int) -> memoryview:
-    """Read a range of a file.
-
-    Raises:
-        NotFound: the file does not exist.
-        Corrupt: the file ends before the range does.
-        RetryLater: the file could not be read.
-    """
+    """Read a range of a file."""
     view, done = memoryview(b""), 0
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -111,12 +105,7 @@ class SourceTensor:
         return Shard.whole(self.name, self.dtype, self.shape)
 
     def read_into(self, region: Region, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of a region of the tensor.
-
-        Raises:
-            Corrupt: a part of the region is missing in the source.
-            RetryLater: the source could not be read.
-        """
+        """Fill `buffer` with the bytes of a region of the tensor."""
         covered = 0
         for reader in self.readers:
             common = region.overlap(reader.region)

@@ -17,9 +17,8 @@ from typing_extensions import override
 
 from holdfast.checkpoint.exchange.pickle_check import StorageCheck, check_pickle
 from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, read_range
-from holdfast.checkpoint.exchange.torch_archive import DAMAGED
+from holdfast.checkpoint.exchange.torch_archive import DAMAGED, check_layout
 from holdfast.checkpoint.exchange.trees import FlatTree, flatten
-from holdfast.checkpoint.exchange.zip_layout import check_layout
 from holdfast.checkpoint.format.partitioning import Region
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 
@@ -79,12 +78,6 @@ def load(path: Path, **options: Any) -> Any:
 
     Args:
         options: options of `torch.load`, such as `map_location`.
-
-    Raises:
-        Unsupported: loading the file would run code.
-        Corrupt: the file is damaged or truncated.
-        NotFound: the file does not exist.
-        RetryLater: the file could not be read.
     """
     is_archive = _is_archive(path)
     try:
@@ -102,12 +95,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def load_bytes(data: bytes, what: str) -> Any:
-    """Load an object that torch.save wrote into bytes.
-
-    Raises:
-        Unsupported: loading it would run code.
-        Corrupt: the bytes are damaged or truncated.
-    """
+    """Load an object that torch.save wrote into bytes."""
     if data.startswith(_ARCHIVE):
         check_archive(io.BytesIO(data), what)
     else:
@@ -116,12 +104,7 @@ def load_bytes(data: bytes, what: str) -> Any:
 
 
 def check_archive(file: IO[bytes], what: str) -> None:
-    """Check that an archive is not compressed, and that its pickles are safe to load.
-
-    Raises:
-        Corrupt: a member is compressed, a pickle takes too much, or the archive is damaged.
-        RetryLater: the file could not be read.
-    """
+    """Check that an archive is not compressed, and that its pickles are safe to load."""
     try:
         with zipfile.ZipFile(file) as archive:
             check = _check_of_records(archive, f"{check_layout(archive)}data/")
@@ -148,11 +131,7 @@ def _check_of_records(archive: zipfile.ZipFile, root: str) -> StorageCheck:
 
 
 def _check_legacy(file: io.BytesIO | mmap.mmap, num_bytes: int, what: str) -> None:
-    """Check the pickles of a file of torch before 1.6.
-
-    Raises:
-        Corrupt: a pickle takes too much, or is truncated.
-    """
+    """Check the pickles of a file of torch before 1.6."""
     left = num_bytes
 
     def check(key: str, num_bytes: int) -> None:
@@ -204,12 +183,7 @@ def _is_archive(path: Path) -> bool:
 
 
 def open_tree(tree: dict[str, Any]) -> Source:
-    """Return a tree of tensors and plain values as a source.
-
-    Raises:
-        Unsupported: a checkpoint cannot hold one of the tensors.
-        InvalidInput: two tensors have the same name.
-    """
+    """Return a tree of tensors and plain values as a source."""
     flat: FlatTree = flatten(tree)
     pages = Pages()
     tensors = tuple(_source_tensor(name, tensor, pages) for name, tensor in flat.tensors.items())

@@ -9,8 +9,7 @@ from typing import Any
 
 from holdfast.checkpoint.exchange import safetensors_export
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
-from holdfast.checkpoint.exchange.torch_archive import write_archive
-from holdfast.checkpoint.exchange.torch_export import build_tree
+from holdfast.checkpoint.exchange.torch_export import build_tree, write_tree
 from holdfast.checkpoint.format.composites import shown_type
 from holdfast.checkpoint.format.nesting import composites
 from holdfast.checkpoint.restore.atomic_output import atomic_file
@@ -32,12 +31,6 @@ def write_folder(selection: ExportSelection, folder: Path, *, max_shard_bytes: i
         folder: created if it does not exist. Other files in it are kept.
         max_shard_bytes: maximum bytes of tensors in a shard of the weights.
         overwrite: replace files of an older export.
-
-    Raises:
-        InvalidInput: an attached Trainer did not save the checkpoint, or only a part is selected.
-        Conflict: the folder already contains such files.
-        Corrupt: the checkpoint is damaged.
-        RetryLater: the folder could not be written.
     """
     write_training_files(selection, folder, overwrite=overwrite)
     weights = _part(selection, "model", rename={"model": ""})
@@ -104,9 +97,7 @@ def _write_value(selection: ExportSelection, key: str, path: Path, *, overwrite:
     part = _part(selection, key)
     stored, tree = build_tree(part)
     content = number_parameters(tree[key]) if key == "optimizer" else tree[key]
-    stream = part.stream(list(stored))
-    with atomic_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
-        write_archive(file, content, stored.values(), lambda one: stream.read(one.num_bytes))
+    write_tree(path, part, stored, content, overwrite=overwrite)
     selection.num_bytes += part.num_bytes
 
 

@@ -1,18 +1,56 @@
-"""Conversion between nested trees with tensors, and tensors by name with values by top-level key."""
+"""Conversion between nested trees and tensors by name, and selection and replacement of names."""
 
 from __future__ import annotations
 
 import collections
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.format.values import TensorRef
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 
 if TYPE_CHECKING:
     import torch
+
+
+def select(names: Iterable[str], only: Iterable[str] | None, what: str) -> list[str]:
+    """Return the names with any of the prefixes, in their order; all names if `only` is None."""
+    every = list(names)
+    if only is None:
+        return every
+    prefixes = list(only)
+    for prefix in prefixes:
+        if not any(is_under(name, prefix) for name in every):
+            tops = ", ".join(list(dict.fromkeys(name.partition(".")[0] for name in every))[:10]) or "nothing"
+            raise NotFound(f"{what} has no names under {prefix!r}. Its names begin with {tops}.", key=prefix)
+    return [name for name in every if any(is_under(name, prefix) for prefix in prefixes)]
+
+
+def rename(names: Iterable[str], prefixes: Mapping[str, str] | None) -> dict[str, str]:
+    """Return new names with their old ones, after the longest matching prefix is replaced.
+
+    "" removes a prefix and its dot.
+    """
+    prefixes = prefixes or {}
+    by_length = sorted(prefixes, key=len, reverse=True)
+    found: dict[str, str] = {}
+    for name in names:
+        prefix = next((old for old in by_length if is_under(name, old)), None)
+        renamed = name if prefix is None else _replace(name, prefix, prefixes[prefix])
+        is_emptied = not renamed and renamed != name
+        if is_emptied or renamed in found:
+            clash = "a name cannot be empty" if is_emptied else f"{found[renamed]!r} gets that name too"
+            raise InvalidInput(f"{name!r} would be renamed to {renamed!r}, but {clash}.", key=name)
+        found[renamed] = name
+    return found
+
+
+def _replace(name: str, old: str, new: str) -> str:
+    rest = name[len(old) :].removeprefix(".") if old else name
+    return f"{new}.{rest}" if new and rest else new or rest
 
 
 @dataclass(slots=True)
@@ -25,12 +63,7 @@ class FlatTree:
 
 
 def flatten(tree: Mapping[str, Any]) -> FlatTree:
-    """Flatten a tree. The name of a tensor is its path, joined by dots.
-
-    Raises:
-        InvalidInput: two tensors have the same name, or an object is neither a tensor nor a plain value.
-        Unsupported: a checkpoint cannot hold one of the tensors.
-    """
+    """Flatten a tree. The name of a tensor is its path, joined by dots."""
     from holdfast.checkpoint.state.tensors import is_savable, unsavable
     from holdfast.checkpoint.state.tree import extract_tensors
 
@@ -82,11 +115,7 @@ def is_state_dict(key: str, tree: Any) -> bool:
 
 
 def nest(flat: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """Rebuild the tree that DCP flattened, from its leaves by path.
-
-    Raises:
-        Corrupt: a path is empty, or is inside of another leaf.
-    """
+    """Rebuild the tree that DCP flattened, from its leaves by path."""
     root: dict[Any, Any] = {}
     try:
         for (*parents, last), value in flat.items():
@@ -115,12 +144,7 @@ _MAX_INT_BITS = 2000  # torch reads integers of up to 255 bytes
 
 
 def rename_top_level(tree: dict[str, Any], prefixes: Mapping[str, str] | None) -> dict[str, Any]:
-    """Rename top-level keys of a tree. "" moves a key's items to the top level.
-
-    Raises:
-        NotFound: a top-level key does not exist.
-        InvalidInput: two keys become equal, or a value to move to the top level is not a dict.
-    """
+    """Rename top-level keys of a tree. "" moves a key's items to the top level."""
     renamed: dict[str, Any] = {}
     for key in prefixes or {}:
         if key not in tree:

@@ -86,9 +86,6 @@ class AppendLogs:
     def flush(self, prefix: str = "", *, limit_s: float | None = None) -> None:
         """Write the changed logs whose names begin with `prefix`.
 
-        Raises:
-            RetryLater: the store failed; the data is kept.
-
         Blocks: until they are written.
         """
         for name in self._dirty(prefix):

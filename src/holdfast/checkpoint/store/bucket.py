@@ -12,7 +12,6 @@ from typing_extensions import override
 from holdfast.checkpoint.format.names import check_size
 from holdfast.checkpoint.store.address import AZURE, S3, Address, parse_address
 from holdfast.checkpoint.store.append_log import shared_logs
-from holdfast.checkpoint.store.client_errors import classify
 from holdfast.checkpoint.store.clients import Clients, check_process, load_library
 from holdfast.checkpoint.store.contract import (
     Buffer,
@@ -24,10 +23,10 @@ from holdfast.checkpoint.store.contract import (
     check_name,
     check_prefix,
     ends_early,
+    length_error,
 )
 from holdfast.checkpoint.store.error_codes import ErrorKind
-from holdfast.checkpoint.store.multipart import MultipartBody
-from holdfast.checkpoint.store.retries import Retries, StoreRequest, TryAgain, not_found
+from holdfast.checkpoint.store.retries import Retries, StoreRequest, TryAgain, classify, not_found
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.system.failpoint import failpoint
 
@@ -61,10 +60,6 @@ class ObjectStore(Store):
 
     Args:
         address: URL or parsed address.
-
-    Raises:
-        InvalidInput: not a URL of an object store, or with invalid options.
-        Unsupported: the client library is not installed.
     """
 
     def __init__(self, address: Address | str) -> None:
@@ -200,12 +195,7 @@ class ObjectStore(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List objects.
-
-        Raises:
-            NotFound: the bucket does not exist.
-            RetryLater: the store failed.
-        """
+        """List objects."""
         self._logs.flush(check_prefix(prefix))
         folder = self._address.key(prefix).rpartition("/")[0] if prefix else self._address.prefix
         found = self._retries.call(StoreRequest("list", prefix), lambda client: self._listed(client, folder))
@@ -223,11 +213,7 @@ class ObjectStore(Store):
 
     @override
     def delete(self, name: str) -> None:
-        """Remove an object.
-
-        Raises:
-            RetryLater: the store failed; the object may still exist.
-        """
+        """Remove an object."""
         check_name(name)
         self._logs.forget(name)
         key = self._address.key(name)
@@ -419,3 +405,50 @@ class ObjectStore(Store):
 
     def _place(self, name: str) -> str:
         return f"{self._address.place}/{name}"
+
+
+class MultipartBody:
+    """Iterable over an upload's segments, for one iteration.
+
+    Each segment has memory of its own, because several are sent while the next is filled. An exception of the
+    buffers' producer is raised and also kept in `error`, in case the consumer wraps it.
+
+    Args:
+        parts: its bytes in order, split in any way.
+        segment_bytes: size of each segment except the last.
+    """
+
+    def __init__(self, name: str, parts: Iterable[Buffer], num_bytes: int, segment_bytes: int) -> None:
+        self._name = name
+        self._parts = parts
+        self._num_bytes = num_bytes
+        self._segment_bytes = segment_bytes
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[bytearray]:
+        try:
+            yield from self._cut()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _cut(self) -> Iterator[bytearray]:
+        segment, done = bytearray(), 0
+        for part in self._parts:
+            rest = as_bytes(part)
+            done += len(rest)
+            if done > self._num_bytes:
+                break
+            while rest:
+                room = self._segment_bytes - len(segment)
+                segment += rest[:room]
+                rest = rest[room:]
+                if len(segment) == self._segment_bytes:
+                    yield segment
+                    segment = bytearray()
+        if done != self._num_bytes:
+            raise length_error(self._name, self._num_bytes, done)
+        if segment:
+            yield segment

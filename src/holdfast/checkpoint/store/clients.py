@@ -13,8 +13,13 @@ from typing import Any
 
 from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address
 from holdfast.checkpoint.store.command_limit import command_limit
-from holdfast.checkpoint.store.credentials import shared_credentials, shared_region
-from holdfast.checkpoint.store.endpoints import NAMED_BY, first_set, parse_connection_string
+from holdfast.checkpoint.store.endpoints import (
+    NAMED_BY,
+    first_set,
+    parse_connection_string,
+    shared_credentials,
+    shared_region,
+)
 from holdfast.errors import InvalidInput, Unsupported
 
 _CONNECT_TIMEOUT_S = 10
@@ -25,11 +30,7 @@ _used_by: int | None = None  # process that has used the client library; a fork 
 
 
 def load_library() -> Any:
-    """Return the module `obstore`.
-
-    Raises:
-        Unsupported: it is not installed.
-    """
+    """Return the module `obstore`."""
     try:
         return importlib.import_module("obstore")
     except ImportError:
@@ -40,11 +41,7 @@ def load_library() -> Any:
 
 
 def check_process(place: str) -> None:
-    """Raise in a process that was forked after its parent used an object store.
-
-    Raises:
-        Unsupported: this is such a process. The client would wait for threads that the fork did not copy.
-    """
+    """Raise in a process that was forked after its parent used an object store."""
     if _used_by not in (None, os.getpid()):
         raise Unsupported(
             f"{place} cannot be used in this process: it was forked after its parent used an object store. "

@@ -208,11 +208,6 @@ class Store(ABC):
 
         For readers that need the bytes once. The memory belongs to the view alone and is freed with it. Use
         it where `properties.zero_copy_views` is True; this default reads into new memory.
-
-        Raises:
-            NotFound: the object does not exist.
-            Corrupt: the object is shorter.
-            RetryLater: the store failed.
         """
         room = memoryview(bytearray(num_bytes))
         self.read_into(name, offset, room)
@@ -224,9 +219,6 @@ class Store(ABC):
 
         Not atomic: after a crash the tail may be missing or torn, so readers ignore a torn last line.
         Not durable at return, and possibly not visible to others before `flush`.
-
-        Raises:
-            RetryLater: the store failed.
         """
 
     @abstractmethod
@@ -257,9 +249,6 @@ class Store(ABC):
         Args:
             folder: the part of names before their last slash. Nothing happens if it does not exist.
 
-        Raises:
-            RetryLater: the store failed; names in the folder may not survive a power cut.
-
         Blocks: until the names survive a power cut.
         """
         return
@@ -285,11 +274,7 @@ class Store(ABC):
         return
 
     def close(self) -> None:
-        """Flush, and release connections. The store can be used again afterwards.
-
-        Raises:
-            RetryLater: as `flush`.
-        """
+        """Flush, and release connections. The store can be used again afterwards."""
         self.flush()
 
 

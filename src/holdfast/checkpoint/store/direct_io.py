@@ -46,9 +46,6 @@ def write(fd: int, data: memoryview) -> None:
     Direct where file system and address allow it, except for the last partial block, which uses the page
     cache. If direct I/O is refused (EINVAL) at any point, the rest uses the page cache too.
 
-    Raises:
-        OSError: the file system failed; an unknown part of the data is in the file.
-
     Blocks: for the time of the disk if direct, else until the page cache has the data.
     """
     done = 0
@@ -82,9 +79,6 @@ def read(fd: int, offset: int, buffer: memoryview) -> int:
 
     Returns:
         `len(buffer)`, or less if the file ends before.
-
-    Raises:
-        OSError: the file system failed.
     """
     done, aligned = 0, _align_down(len(buffer))
     is_aligned = aligned and offset % ALIGN_BYTES == 0 and _address(buffer) % ALIGN_BYTES == 0
@@ -103,9 +97,6 @@ def read_whole(fd: int, num_bytes: int) -> bytes:
     """Return the first `num_bytes` of a file, or less if it ends before.
 
     It reads through the page cache, straight into `bytes`: a small file needs no copy.
-
-    Raises:
-        OSError: the file system failed.
     """
     slices: list[bytes] = []
     done = 0

@@ -51,11 +51,7 @@ def open_store(place: str | os.PathLike[str]) -> Store:
 
 
 def absolute_place(place: str | os.PathLike[str]) -> str:
-    """Return the absolute form of a path. URLs and "" are returned unchanged.
-
-    Raises:
-        InvalidInput: the path has a loop of links, or its `~` names an unknown user.
-    """
+    """Return the absolute form of a path. URLs and "" are returned unchanged."""
     text = os.fspath(place)
     if "://" in text or not text:
         return text

@@ -77,10 +77,6 @@ class LocalStore(Store):
         root: directory; relative paths are resolved at this call.
         survives_host: True if the disk outlives the machine. A path does not show it, so the default is
             False.
-
-    Raises:
-        InvalidInput: `root` is a file.
-        RetryLater: the file system does not answer.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, survives_host: bool = False) -> None:
@@ -99,11 +95,7 @@ class LocalStore(Store):
             pass
 
     def path(self, name: str) -> Path:
-        """Return the file of the object `name`, which need not exist.
-
-        Raises:
-            InvalidInput: objects cannot have this name.
-        """
+        """Return the file of the object `name`, which need not exist."""
         return self.root / check_name(name)
 
     @override
@@ -218,11 +210,7 @@ class LocalStore(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List objects. Symbolic links and special files are listed, and refused when read.
-
-        Raises:
-            RetryLater: the store failed; raised while iterating.
-        """
+        """List objects. Symbolic links and special files are listed, and refused when read."""
         return self._list(check_prefix(prefix))
 
     @override
@@ -236,11 +224,7 @@ class LocalStore(Store):
 
     @override
     def delete(self, name: str) -> None:
-        """Remove an object, and directories that are empty afterwards.
-
-        Raises:
-            RetryLater: the store failed; the object may still exist.
-        """
+        """Remove an object, and directories that are empty afterwards."""
         check_name(name)
         folder, last = folder_of(name), name.rpartition("/")[2]
         with translating(self.root, "delete", name), self._rooted() as root:
@@ -269,11 +253,7 @@ class LocalStore(Store):
 
     @override
     def sweep(self, prefix: str = "") -> None:
-        """Remove remains of unfinished puts, and directories that are empty afterwards.
-
-        Raises:
-            RetryLater: the store failed.
-        """
+        """Remove remains of unfinished puts, and directories that are empty afterwards."""
         with translating(self.root, "sweep", check_prefix(prefix)), self._rooted() as root:
             if root is None:
                 return
@@ -294,12 +274,7 @@ class LocalStore(Store):
 
     @contextmanager
     def _rooted(self) -> Iterator[int | None]:
-        """Open the root for the block; yield None if it never existed.
-
-        Raises:
-            RetryLater: it existed before.
-            InvalidInput: it is not a directory.
-        """
+        """Open the root for the block; yield None if it never existed."""
         fd = self._open_root()
         try:
             yield fd

@@ -75,9 +75,6 @@ def opened_folder(folder_fd: int, path: str, *, readable: bool = False) -> Itera
 
     Args:
         readable: open it for listing and fsync as well.
-
-    Raises:
-        OSError: as `open_below`; ENOTDIR if it is a file.
     """
     fd = open_below(folder_fd, path, os.O_DIRECTORY | (os.O_RDONLY if readable else O_PATH))
     try:
@@ -109,11 +106,7 @@ def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> in
 
 
 def make_folders(folder_fd: int, path: str) -> None:
-    """Create a folder below an open one, with its parents.
-
-    Raises:
-        OSError: as `open_below`; ENOTDIR if a part of the path is a file.
-    """
+    """Create a folder below an open one, with its parents."""
     above = os.dup(folder_fd)
     try:
         for part in filter(None, path.split("/")):

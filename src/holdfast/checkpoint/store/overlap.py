@@ -18,11 +18,7 @@ Identity: TypeAlias = "tuple[object, tuple[str, ...]]"
 
 
 def check_disjoint(home: Store, local: Store) -> None:
-    """Raise if the local tier and home overlap: each would delete objects of the other.
-
-    Raises:
-        InvalidInput: they are the same place, or one is inside the other.
-    """
+    """Raise if the local tier and home overlap: each would delete objects of the other."""
     if not _overlap(home, local):
         return
     raise InvalidInput(

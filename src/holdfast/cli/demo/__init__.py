@@ -89,11 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Check the options, and return the size of a checkpoint in bytes.
-
-    Raises:
-        InvalidInput: an option is too small.
-    """
+    """Check the options, and return the size of a checkpoint in bytes."""
     num_bytes = parse_bytes(args.size, "--size")
     if args.steps < MIN_STEPS:
         raise InvalidInput(f"--steps must be {MIN_STEPS} or more, which all failures need; got {args.steps}.")
@@ -105,11 +101,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _make_folder(parent: str | None) -> Path:
-    """Create a new folder for all files of the demo.
-
-    Raises:
-        InvalidInput: the folder cannot be created.
-    """
+    """Create a new folder for all files of the demo."""
     try:
         if parent is not None:
             Path(parent).mkdir(parents=True, exist_ok=True)

@@ -44,11 +44,7 @@ class Figures:
 
 
 def compute_figures(outcome: DemoOutcome) -> Figures:
-    """Compute the figures of a demo.
-
-    Raises:
-        ValueError: the history has no save.
-    """
+    """Compute the figures of a demo."""
     persisted = [event for event in outcome.events if event["event"] == "persisted"]
     blocked = [event["seconds"] for event in outcome.events if event["event"] == "saved"]
     raw = outcome.raw_writes

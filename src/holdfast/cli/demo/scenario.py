@@ -102,11 +102,7 @@ class Child:
                 on_line(line.rstrip())
 
     def wait_for(self, condition: Callable[[], object], name: str) -> None:
-        """Wait until `condition()` is true.
-
-        Raises:
-            RetryLater: the training ended before, or it takes too long.
-        """
+        """Wait until `condition()` is true."""
         deadline = time.monotonic() + _LIMIT_S
         while not condition():
             status = self._process.poll()
@@ -131,9 +127,6 @@ class Child:
 
         Returns:
             Exit status; -N if signal N ended it.
-
-        Raises:
-            RetryLater: it takes too long.
         """
         try:
             status = self._process.wait(_LIMIT_S)
@@ -295,11 +288,7 @@ class Scenario:
         self.raw_writes: list[RawWrite] = []
 
     def run(self) -> DemoOutcome:
-        """Run the scenario.
-
-        Raises:
-            RetryLater: a training ended or hung unexpectedly.
-        """
+        """Run the scenario."""
         try:
             reference = self._start("reference")
             damage = self._run_failures()
@@ -410,11 +399,7 @@ class Scenario:
         return damage
 
     def wait_for_keepers(self) -> None:
-        """Wait until all keepers of the survivor have ended.
-
-        Raises:
-            RetryLater: one is still running after a minute.
-        """
+        """Wait until all keepers of the survivor have ended."""
         deadline = time.monotonic() + _KEEPERS_LIMIT_S
         while any(self.is_far or not info.is_done for _, info in running_keepers(self.home)):
             if time.monotonic() > deadline:

@@ -13,9 +13,8 @@ from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import NotFound, redact
 from holdfast.watch.report.figures.curves import curves
-from holdfast.watch.report.headline import headline
 from holdfast.watch.report.kept_readings import KeptReadings
-from holdfast.watch.report.page import make_page
+from holdfast.watch.report.page import headline, make_page
 from holdfast.watch.report.summary import RunSummary, read_summary
 
 _MIN_AGE_S = 4.0

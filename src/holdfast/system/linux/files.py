@@ -23,11 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. A FIFO in its place does not block.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
+    """Open a regular file for reading. A FIFO in its place does not block."""
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - returned
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -60,9 +56,6 @@ def write_atomic(path: Path, data: str | bytes, *, is_durable: bool = True) -> N
 
 def reserve_space(fd: int, offset: int, num_bytes: int) -> None:
     """Reserve disk space for a part of a file, also beyond its end. Its size stays.
-
-    Raises:
-        OSError: the disk is full, or the file system cannot do that.
 
     Source: fallocate(2), FALLOC_FL_KEEP_SIZE.
     """

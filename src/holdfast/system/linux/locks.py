@@ -20,11 +20,7 @@ INHERITED_FD = 3
 
 
 def try_flock(fd: int, *, is_shared: bool = False) -> bool:
-    """Lock an open file, and return True. Return False if another process holds its lock.
-
-    Raises:
-        OSError: the file system does not support locks.
-    """
+    """Lock an open file, and return True. Return False if another process holds its lock."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

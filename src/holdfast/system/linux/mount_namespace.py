@@ -1,4 +1,4 @@
-"""Mount namespace: a directory that has other entries for one process and its children, without root."""
+"""Namespaces without root: other entries for one process and its children, and those of a process joined."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.system.linux.partial_files import temporary_folder
@@ -28,9 +29,6 @@ def enter() -> None:
     than root also enter a user namespace, in which they keep their ids and all others are `nobody`: programs
     that change their user, such as sudo, fail.
 
-    Raises:
-        OSError: the kernel, or a policy of it, forbids that.
-
     Source: mount_namespaces(7), user_namespaces(7).
     """
     if os.geteuid() != 0 or _libc().unshare(_NEW_MOUNTS) != 0:
@@ -51,9 +49,6 @@ def add_links(directory: Path, links: Mapping[str, str], staging: Path) -> None:
     Args:
         links: targets of the links, by path relative to the directory. They replace entries of that name.
         staging: empty directory.
-
-    Raises:
-        OSError: the directory cannot be listed or covered.
     """
     with os.scandir(directory) as found:
         entries = [entry for entry in found if entry.name not in links]
@@ -136,3 +131,57 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+_USER, _MOUNTS = 0x10000000, 0x20000  # flags of setns(2)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedNamespaces:
+    """Descriptors of namespaces, which keep them alive."""
+
+    user: int | None  # None: that of this process
+    mounts: int
+
+    def close(self) -> None:
+        """Release the namespaces."""
+        for fd in (self.user, self.mounts):
+            if fd is not None:
+                os.close(fd)
+
+    def join(self) -> None:
+        """Move this process, of one thread, to the namespaces, as their root.
+
+        Its current directory becomes their root directory.
+
+        Source: setns(2), user_namespaces(7).
+        """
+        if self.user is not None:
+            _setns(self.user, _USER)
+        _setns(self.mounts, _MOUNTS)
+        # Further groups are kept: files outside that are shared with a group stay accessible.
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+
+
+def open_namespaces(pid: int) -> JoinedNamespaces:
+    """Open the namespaces of a process.
+
+    Raises:
+        OSError: it has exited, or belongs to another user.
+    """
+    of_process = Path(f"/proc/{pid}/ns")
+    is_own = (of_process / "user").stat().st_ino == Path("/proc/self/ns/user").stat().st_ino
+    user = None if is_own else os.open(of_process / "user", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return JoinedNamespaces(user, os.open(of_process / "mnt", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        if user is not None:
+            os.close(user)
+        raise
+
+
+def _setns(fd: int, kind: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(fd, kind) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), "setns")

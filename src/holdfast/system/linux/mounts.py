@@ -29,9 +29,6 @@ class MountPoint:
 def mount_points() -> Iterator[MountPoint]:
     """Yield all mounts of this process's namespace, in the order of mounting.
 
-    Raises:
-        OSError: the list cannot be read.
-
     Source: proc_pid_mountinfo(5).
     """
     for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():

@@ -29,9 +29,6 @@ def partial_file(path: Path, *, mode: int = 0o600, is_folder: bool = False) -> I
     Args:
         mode: permissions, as for `os.open`.
         is_folder: make a folder.
-
-    Raises:
-        OSError: it cannot be made.
     """
     partial, fd = _make(path, mode, is_folder=is_folder)
     try:
@@ -60,11 +57,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove all partial files and folders that killed processes have left in a folder.
-
-    Raises:
-        OSError: a file could not be removed.
-    """
+    """Remove all partial files and folders that killed processes have left in a folder."""
     for path in folder.glob(".*.partial"):
         _remove_if_abandoned(path)
 

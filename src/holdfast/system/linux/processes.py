@@ -1,4 +1,4 @@
-"""Processes as the kernel lists them, and their relation to parents and orphans."""
+"""Processes as the kernel lists them: parents, orphans, and members of a process group."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,3 +120,36 @@ def allow_tracing(pid: int) -> None:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+_TAIL_LINES = 15
+
+
+@contextlib.contextmanager
+def process_group(
+    command: Sequence[str], env: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command for the block, and kill its process group at the end. Its output is written to `log`.
+
+    A process that it has started stays only if that has moved to a group of its own, as keepers do.
+    """
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def end_of(log: Path) -> str:
+    """Return the last lines of a command's output."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])

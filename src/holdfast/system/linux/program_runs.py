@@ -59,10 +59,6 @@ def run_program(
         on_output: called with each piece of its output and its errors.
         on_look: called while the program runs, every 0.2 s. If it raises, the program is ended.
 
-    Raises:
-        OSError: it could not be started.
-        subprocess.TimeoutExpired: it did not end in time, and was ended.
-
     Blocks: until it has ended, or for `timeout_s`, and then at most 10 s.
     """
     with given_input(given) as stdin:
@@ -102,9 +98,6 @@ def output_of(
     """Yield what a process writes to its pipes, until it ends.
 
     Its pipes may stay open: a daemon that it has started, as those of git and SkyPilot, has inherited them.
-
-    Raises:
-        subprocess.TimeoutExpired: it has not ended in time.
     """
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     end = os.pidfd_open(process.pid)

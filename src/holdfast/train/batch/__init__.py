@@ -1,7 +1,7 @@
 """The batch size that fits in memory and reaches full throughput, found by measuring."""
 
 from holdfast.train.batch.estimate import estimate_peak
-from holdfast.train.batch.finder import fit_batch
+from holdfast.train.batch.finder import Search, fit_batch
 from holdfast.train.batch.learning_rates import (
     Accumulation,
     ScaledRate,
@@ -10,7 +10,6 @@ from holdfast.train.batch.learning_rates import (
     scale_rates,
 )
 from holdfast.train.batch.result import BatchFit, Probe, choose_size
-from holdfast.train.batch.search import Search
 
 __all__ = [
     "Accumulation",

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from holdfast.errors import Unsupported
 from holdfast.system.units import format_bytes
-from holdfast.train.batch.sample import tensors_of
+from holdfast.train.batch.estimate import tensors_of
 from holdfast.train.batch.training_state import TrainingState, count_bytes
 
 STEPS_PER_PROBE = 2  # the first creates the optimizer's state, the second includes it
@@ -64,9 +64,6 @@ class StepBenchmark:
         """Return the peak bytes of a step on `size` samples. None if memory ran out.
 
         On a GPU these are bytes that the allocator reserved, on a host bytes of tensors.
-
-        Raises:
-            Unsupported: memory ran out in a step that communicates with other ranks.
 
         Ranks: collective if the step is.
         """

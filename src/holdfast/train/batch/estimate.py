@@ -5,17 +5,54 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils import _pytree
 
-from holdfast.errors import Unsupported
-from holdfast.train.batch.sample import tensors_of
+from holdfast.errors import InvalidInput, Unsupported
 from holdfast.train.batch.training_state import TrainingState, count_bytes
+
+
+def batch_size_of(sample: Any) -> int:
+    """Return the number of samples in a batch: the first dimension of its tensors."""
+    sizes = {leaf.shape[0] for leaf in tensors_of(sample) if leaf.dim() > 0}
+    if len(sizes) != 1 or 0 in sizes:
+        raise InvalidInput(
+            f"The sample batch's tensors have first dimensions of {sorted(sizes) or 'no length'}, so it "
+            "cannot be cut or repeated to other sizes. Pass make_batch=, a function from a size to a batch."
+        )
+    return sizes.pop()
+
+
+def resize(sample: Any, size: int) -> Any:
+    """Return the batch with `size` samples: its first ones, or all of them repeated.
+
+    Scalars and other objects are unchanged.
+    """
+    tensors = [leaf for leaf in tensors_of(sample) if leaf.dim() > 0]
+    index = torch.arange(size, device=tensors[0].device) % tensors[0].shape[0]
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        return leaf.detach()[index.to(leaf.device)]
+
+    return _pytree.tree_map(one, _plain(sample))
+
+
+def tensors_of(sample: Any) -> list[torch.Tensor]:
+    """Return all tensors of a batch."""
+    return [leaf for leaf in _pytree.tree_leaves(_plain(sample)) if isinstance(leaf, torch.Tensor)]
+
+
+def _plain(sample: Any) -> Any:
+    """Return a batch as a type that pytree supports. Tokenizers return mappings that it does not."""
+    return dict(sample) if isinstance(sample, Mapping) and type(sample) is not dict else sample
 
 
 def estimate_peak(
@@ -25,10 +62,6 @@ def estimate_peak(
 
     Two steps run on fake tensors, which replace the modules' tensors and the optimizers' parameters for that
     time. Other effects of the step, such as scheduler steps and counters, are real.
-
-    Raises:
-        Unsupported: the step cannot run on fake tensors: it reads a value (`loss.item()`), communicates with
-            other ranks, or uses operators without shape rules. The message gives the reason.
 
     Source: torch.distributed._tools.MemTracker; equal to the profiler's real peak on CPU for GPT-2, BERT, T5.
     """

@@ -58,9 +58,6 @@ def scale_rates(
         batch_size: the new global batch size.
         optimizer: class name of the optimizer. The rule for this optimizer comes first.
 
-    Raises:
-        InvalidInput: a number is not above 0.
-
     Source: Goyal et al. 2017 (linear, with warm-up, for SGD); Krizhevsky 2014 and Malladi et al. 2022 (square
         root, the latter for Adam and RMSprop).
     """

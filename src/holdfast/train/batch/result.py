@@ -98,11 +98,7 @@ class BatchFit:
 
 
 def choose_size(probes: Sequence[Probe]) -> int:
-    """Return the smallest size whose throughput is within 3 % of the best.
-
-    Raises:
-        InvalidInput: no size was timed.
-    """
+    """Return the smallest size whose throughput is within 3 % of the best."""
     timed: Sequence[Probe] = sorted(
         (one for one in probes if one.fits and one.step_s), key=lambda one: one.size
     )

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 import sys
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, get_worker_info
+from typing_extensions import override
 
 from holdfast.checkpoint.state.loader_watch import num_returned
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.rawbytes import view_bytes
-from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch
+from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch, Ranges, add_range
 from holdfast.train.data.progress import BatchProgress, Pass
-from holdfast.train.data.ranges import Ranges, add_range
-from holdfast.train.data.worker_seed import SeededUnits, separate_from_training
 
 Unit = TypeVar("Unit")
 
@@ -165,9 +167,6 @@ class Batches(ABC, Generic[Unit]):
         A loader that is being read continues after them. Samples that it has read already are still
         delivered, once.
 
-        Raises:
-            InvalidInput: the range is empty, or there are too many.
-
         Ranks: not collective; every rank calls it with the same range.
         """
         self._progress.skip(start, stop)
@@ -309,3 +308,44 @@ def fingerprint(lengths: Sequence[int]) -> str:
     """Return a short digest of the lengths, to detect other data."""
     data = torch.as_tensor(lengths, dtype=torch.int64)
     return f"{len(lengths)} of {int(data.sum())} tokens, {zlib.crc32(view_bytes(data.contiguous())):08x}"
+
+
+class SeededUnits(list[Unit]):
+    """Units of a batch, which seed the generators of the worker process that receives them.
+
+    A loader sends them to whichever worker is free. So what a data set draws for a batch depends on the
+    batch, not on the number of workers, on what they have read before, or on where a run has resumed.
+
+    Args:
+        units: of the batch.
+        place: text that differs for each batch of a run.
+    """
+
+    def __init__(self, units: Iterable[Unit], place: str) -> None:
+        super().__init__(units)
+        self._place = place
+
+    @override
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _receive, (list(self), self._place)
+
+
+def _receive(units: list[Unit], place: str) -> list[Unit]:
+    """Return the units of a batch. In a worker, first seed torch, numpy and random for it."""
+    if get_worker_info() is not None:
+        seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little") >> 1
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    return units
+
+
+def separate_from_training(loader: object, seed: int) -> None:
+    """Give a loader without a generator one of its own.
+
+    It draws a number whenever it starts, which a resumed run does once more: from the process-wide generator
+    this would change all later random numbers of the model.
+    """
+    if type(loader) is DataLoader and loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(seed)

@@ -8,8 +8,7 @@ from collections import deque
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.units import plural
-from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch
-from holdfast.train.data.ranges import Ranges, add_range
+from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch, Ranges, add_range
 
 _MAX_WAITING = 10_000
 """Batches that may be drawn before their steps are complete. No loader reads so far ahead."""
@@ -68,11 +67,7 @@ class BatchProgress:
     # -- drawing ---------------------------------------------------------------------------------------------
 
     def draw(self, drawer: Pass) -> GlobalBatch | None:
-        """Return the next batch of a pass; None at the end of its epoch.
-
-        Raises:
-            InvalidInput: a newer pass has drawn batches, or another position was loaded.
-        """
+        """Return the next batch of a pass; None at the end of its epoch."""
         if drawer.cursor is None:
             drawer.cursor = self._begin(drawer)
             drawer.epoch = drawer.cursor.epoch
@@ -191,11 +186,7 @@ class BatchProgress:
         self._is_set = True
 
     def skip(self, start: int, stop: int) -> None:
-        """Leave units out for ever. A position among them moves to their end.
-
-        Raises:
-            InvalidInput: the range is empty or negative, or there are too many.
-        """
+        """Leave units out for ever. A position among them moves to their end."""
         if not 0 <= start < stop:
             raise InvalidInput(f"skip({start}, {stop}): a range begins at 0 or later, and ends after that.")
         self._add_skipped(start, stop)

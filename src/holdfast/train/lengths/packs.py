@@ -10,7 +10,7 @@ import torch
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
 from holdfast.train.data.batches import Batches, fingerprint
-from holdfast.train.lengths.arranged import ArrangedEpochs
+from holdfast.train.lengths.buckets import ArrangedEpochs
 
 
 @final

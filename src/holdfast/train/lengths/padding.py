@@ -56,9 +56,6 @@ def compare_paddings(
     Returns:
         In this order: padding to `max_length`; to the longest of the batch; that, rounded up; buckets;
         buckets, rounded up; packed by first fit.
-
-    Raises:
-        InvalidInput: `lengths` is empty, or a length or size is below 1.
     """
     if not lengths or min(lengths) < 1 or min(batch_size, multiple, pool, max_length or 1) < 1:
         raise InvalidInput(

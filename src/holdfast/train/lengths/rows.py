@@ -25,9 +25,6 @@ def join_sequences(
     Returns:
         int64 tensors of shape (row_length,): `input_ids`; `labels`, with -100 where nothing is predicted;
         `position_ids`, from 0 in each sequence; `sequence_ids`, 0, 1, ..., and -1 for padding.
-
-    Raises:
-        InvalidInput: the sequences together are longer than the row, or one is empty.
     """
     parts = [torch.as_tensor(one, dtype=torch.int64) for one in sequences]
     used = sum(len(part) for part in parts)

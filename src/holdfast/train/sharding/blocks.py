@@ -49,9 +49,6 @@ def find_blocks(model: nn.Module, wrap: WrapPolicy | None = None) -> Blocks:
         model: any module. Its parameters may be on meta.
         wrap: the caller's choice: a minimum number of parameters, classes or their names, module names or
             patterns (`"encoder.block.*"`), modules, or an empty list for no blocks.
-
-    Raises:
-        InvalidInput: `wrap` names something that the model lacks, or a module that is never called.
     """
     if wrap is None:
         candidates, found = _search(model)

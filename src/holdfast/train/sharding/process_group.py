@@ -1,10 +1,11 @@
-"""Process group to shard over: ranks, device and backend. A single process gets a group of one."""
+"""Process group to shard over: ranks, device, backend and mesh. A single process gets a group of one."""
 
 from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.environment import read_integer
+from holdfast.system.units import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,6 @@ def ensure_process_group(device: str | None) -> ProcessGroupInfo:
 
     Args:
         device: the requested device type. Default: the accelerator, if one exists.
-
-    Raises:
-        InvalidInput: there are several ranks but no group, or its backend does not support the device.
-        Unsupported: the installed torch does not support sharded models on that device.
 
     Ranks: not collective.
     """
@@ -73,9 +71,6 @@ def choose_device(requested: str | None, accelerator: str | None, backends: Mapp
         requested: the device type that the caller asked for, if any.
         accelerator: the type of the machine's accelerator, if any.
         backends: backends of the process group, by device type.
-
-    Raises:
-        InvalidInput: the machine lacks the device, or the group does not support it.
     """
     if requested not in (None, "cpu", accelerator):
         raise InvalidInput(
@@ -130,3 +125,62 @@ def _make_group_of_one(device: str | None) -> None:
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class MeshLayout:
+    """Groups of `shards` neighbouring ranks that share one copy of the parameters.
+
+    Args:
+        num_ranks: ranks in the process group.
+        shards: ranks that share one copy. Divides `num_ranks`.
+    """
+
+    num_ranks: int
+    shards: int
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the parameters over all ranks."""
+        return self.num_ranks // self.shards
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Shape of the device mesh: (copies, shards), or one dimension for a single copy."""
+        return (self.num_ranks,) if self.copies == 1 else (self.copies, self.shards)
+
+    @property
+    def mesh_names(self) -> tuple[str, ...]:
+        """Names of the mesh's dimensions."""
+        return ("shard",) if self.copies == 1 else ("replicate", "shard")
+
+    def describe(self, *, reshard_after_forward: bool) -> str:
+        """Return a description with the common names, such as ZeRO-3.
+
+        Args:
+            reshard_after_forward: gathered parameters are freed after the forward pass.
+        """
+        if self.num_ranks == 1:
+            return "on 1 rank, not sharded"
+        if self.shards == 1:
+            return f"replicated on {plural(self.num_ranks, 'rank')} (DDP)"
+        stage = "ZeRO-3" if reshard_after_forward else "ZeRO-2"
+        if self.copies == 1:
+            return f"sharded over {plural(self.num_ranks, 'rank')} ({stage})"
+        copies = f"{self.copies} copies, each sharded over {self.shards}"
+        return f"on {plural(self.num_ranks, 'rank')}: {copies} (hybrid {stage})"
+
+
+def make_mesh_layout(shards: int | Literal["all"], num_ranks: int) -> MeshLayout:
+    """Return the layout for `shards` on a number of ranks."""
+    if shards == "all":
+        return MeshLayout(num_ranks, num_ranks)
+    if isinstance(shards, bool) or not isinstance(shards, int):
+        raise InvalidInput(f"shards must be a number of ranks or 'all', got {shards!r}.")
+    if shards < 1 or num_ranks % shards:
+        fitting = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
+        raise InvalidInput(
+            f"shards={shards} does not divide {plural(num_ranks, 'rank')} evenly. With this number of ranks, "
+            f"shards may be {fitting}, or 'all'."
+        )
+    return MeshLayout(num_ranks, shards)

@@ -14,8 +14,7 @@ from holdfast.errors import Internal, InvalidInput, Unsupported
 from holdfast.system.log import get_logger
 from holdfast.train.sharding.blocks import Blocks, WrapPolicy, find_blocks
 from holdfast.train.sharding.inspection import describe
-from holdfast.train.sharding.mesh_layout import MeshLayout, make_mesh_layout
-from holdfast.train.sharding.process_group import ensure_process_group
+from holdfast.train.sharding.process_group import MeshLayout, ensure_process_group, make_mesh_layout
 from holdfast.train.sharding.units import UnitOptions, make_units
 from holdfast.train.sharding.weights import (
     WeightsLike,

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from holdfast.train.sharding.mesh_layout import MeshLayout
+from holdfast.train.sharding.process_group import MeshLayout
 
 _WRAPPED = "_checkpoint_wrapped_module."
 

@@ -84,10 +84,6 @@ def choose_source(
     Args:
         weights: the caller's argument. Only rank 0's counts.
 
-    Raises:
-        InvalidInput: the models differ, the model is on meta without weights, or the weights do not fit.
-        NotFound: the checkpoint does not exist.
-
     Ranks: collective.
     """
     first = digests[0]
@@ -141,9 +137,6 @@ def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank:
 
     Args:
         device: device type that the process group supports.
-
-    Raises:
-        HoldfastError: rank 0 could not read a tensor. Every rank raises.
 
     Ranks: collective.
     Blocks: until everything is sent.

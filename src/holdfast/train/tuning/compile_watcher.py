@@ -12,9 +12,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from holdfast.train.tuning import modules
-from holdfast.train.tuning.clock import DeviceClock
 from holdfast.train.tuning.measurements import CompileMeasurements
 from holdfast.train.tuning.modules import Call, OutermostModule
+from holdfast.train.tuning.timing_watcher import DeviceClock
 from holdfast.train.tuning.tracker import StepWatcher, TrainingInfo
 
 _MAX_COMPILING = 4  # steps with compilation per measured step, before the comparison continues without

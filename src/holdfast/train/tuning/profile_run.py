@@ -18,7 +18,7 @@ from holdfast.system.documents import decode_dataclass, read_dataclass
 from holdfast.system.entry import command
 from holdfast.system.environment import sandbox_environment
 from holdfast.system.linux.files import write_atomic
-from holdfast.system.linux.process_group import end_of, process_group
+from holdfast.system.linux.processes import end_of, process_group
 
 T = TypeVar("T")
 _POLL_S = 0.2
@@ -74,9 +74,6 @@ class ProfileRuns:
 
     def run(self, spec: RunSpec, kind: type[T]) -> T:
         """Return the measurements of a run.
-
-        Raises:
-            RunFailed: the script failed, made no optimizer step, or took too long.
 
         Blocks: until the run has ended, at most the limit plus some seconds.
         """
@@ -151,11 +148,7 @@ def read_result(own: Path) -> dict[str, Any] | None:
 
 
 def check_script(script: str) -> None:
-    """Check that the script exists.
-
-    Raises:
-        InvalidInput: it does not exist.
-    """
+    """Check that the script exists."""
     if not Path(script).is_file():
         raise InvalidInput(
             f"The script {script!r} does not exist. Pass the Python file that trains, then its arguments."

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from holdfast.train.tuning.batch_findings import PaddingComparison
-from holdfast.train.tuning.findings import Finding, TrialResult, format_verdict
+from holdfast.train.tuning.findings import Finding, PaddingComparison, TrialResult, format_verdict
 from holdfast.train.tuning.measurements import StepMeasurements
 from holdfast.train.tuning.source_lines import format_line
 from holdfast.train.tuning.verdict import CompileVerdict, Throughput

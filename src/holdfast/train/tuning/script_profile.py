@@ -14,7 +14,7 @@ from holdfast.errors import InvalidInput
 from holdfast.system import host_memory
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.units import plural
-from holdfast.train.tuning import batch_findings, findings
+from holdfast.train.tuning import findings
 from holdfast.train.tuning.findings import Finding, TrialResult
 from holdfast.train.tuning.measurements import (
     CompileMeasurements,
@@ -64,9 +64,6 @@ def profile_script(
         debug: keep all logs, including torch's own.
         on_progress: receives the name of each stage.
 
-    Raises:
-        InvalidInput: the script does not exist, or does not train.
-
     Blocks: for the duration of all runs.
     """
     check_script(script)
@@ -106,8 +103,8 @@ class _ScriptProfile:
                 f"{plural(self._spec.num_steps + 3, 'step')}, or a smaller --steps."
             )
         now = measure_throughput(steps.steps, steps.device)
-        paddings = batch_findings.compare(steps.lengths) if "shapes" in self._questions else None
-        self._findings += batch_findings.find_padding(steps, paddings)
+        paddings = findings.compare_lengths(steps.lengths) if "shapes" in self._questions else None
+        self._findings += findings.find_padding(steps, paddings)
         self._find_in_code(steps, now)
         verdicts = self._verdicts(steps) if "compile" in self._questions else ()
         self._findings += findings.find_compile(steps, verdicts)
@@ -209,7 +206,7 @@ class _ScriptProfile:
         ]
         for doubling in range(1, _DOUBLINGS + 1):
             value = size * 2**doubling
-            if not batch_findings.fits_next(found, value, limit_bytes):
+            if not findings.fits_next(found, value, limit_bytes):
                 found.append(dataclasses.replace(found[0], value=value, failure="would not fit into memory"))
                 break
             spec = dataclasses.replace(self._spec, loader=loader.index, batch_size=value)
@@ -217,7 +214,7 @@ class _ScriptProfile:
             found.append(trial)
             if trial.failure or trial.items_per_s < found[-2].items_per_s * (1 + MIN_GAIN):
                 break
-        if batch_findings.find_batch(steps, found[0], found[1:]):
+        if findings.find_batch(steps, found[0], found[1:]):
             self._findings += self._confirmed(steps, found)
         return found
 
@@ -229,7 +226,7 @@ class _ScriptProfile:
         """
         loader = steps.loader
         assert loader is not None
-        chosen = batch_findings.choose(found)
+        chosen = findings.choose_batch(found)
         again = []
         for one in (found[0], chosen):
             spec = dataclasses.replace(self._spec, loader=loader.index, batch_size=one.value)
@@ -239,7 +236,7 @@ class _ScriptProfile:
             return []
         best_now = max(found[0], again[0], key=lambda one: one.items_per_s)
         worst = min(chosen, again[1], key=lambda one: one.items_per_s)
-        return batch_findings.find_batch(steps, best_now, [worst])
+        return findings.find_batch(steps, best_now, [worst])
 
     def _try(
         self, what: str, spec: RunSpec, value: int, device: str, *, per_work: bool = False

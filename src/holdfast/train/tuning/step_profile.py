@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.train.batch.snapshot import Snapshot
-from holdfast.train.batch.training_state import collect_training_state
-from holdfast.train.tuning import batch_findings, findings
+from holdfast.train.batch.training_state import Snapshot, collect_training_state
+from holdfast.train.tuning import findings
 from holdfast.train.tuning.compile_watcher import CompileWatcher
 from holdfast.train.tuning.graph_watcher import GraphWatcher
 from holdfast.train.tuning.loaders import LoaderMonitor
@@ -74,7 +73,7 @@ def tune(
             TimingWatcher(num_steps, loaders, compiled_at=compiled_at), loaders, StepMeasurements
         )
         now = measure_throughput(steps.steps, steps.device)
-        found = batch_findings.find_padding(steps, paddings := batch_findings.compare(steps.lengths))
+        found = findings.find_padding(steps, paddings := findings.compare_lengths(steps.lengths))
         syncs = findings.find_syncs(
             driver.measure(SyncWatcher(num_steps), LoaderMonitor(), SyncMeasurements), now.step_s
         )

@@ -21,19 +21,20 @@ from holdfast.watch.hang import text as hang_text
 from holdfast.watch.hang.incidents import HangIncident, list_hangs
 from holdfast.watch.pace.slow_periods import SlowAttempt, list_slow_periods
 from holdfast.watch.pace.windows import PaceReading, list_paces
-from holdfast.watch.report.attempts import AttemptSpan, attempt_spans
 from holdfast.watch.report.curves import Curve, collect_curves
 from holdfast.watch.report.events import MEMORY, HistoryEvent, parse_events
 from holdfast.watch.report.interruptions import (
+    AttemptSpan,
     Interruption,
     Losses,
+    Span,
+    attempt_spans,
     find_losses,
     save_intervals_s,
+    seconds_of,
     seconds_per_step,
 )
-from holdfast.watch.report.saves import SaveRecord, collect_saves
-from holdfast.watch.report.spans import Span, seconds_of
-from holdfast.watch.report.tier_levels import TierLevel, tier_levels
+from holdfast.watch.report.saves import SaveRecord, TierLevel, collect_saves, tier_levels
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Mean times between failures for the best interval, besides the run's own."""
@@ -170,11 +171,7 @@ class RunSummary:
 
 
 def read_summary(store: Store) -> RunSummary:
-    """Return the summary of the run in a home.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return the summary of the run in a home."""
     lines, num_torn = read_lines(store)
     home = list_home(store)
     claims: dict[int, run.AttemptClaim] = {}

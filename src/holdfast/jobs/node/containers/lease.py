@@ -16,7 +16,7 @@ from holdfast.jobs.node.lease import Lease
 from holdfast.jobs.node.spawn import spawn
 from holdfast.jobs.node_spec import read_environment
 from holdfast.system.linux import locks
-from holdfast.system.linux.joined_namespaces import JoinedNamespaces, open_namespaces
+from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces
 
 
 class ContainerLease(Lease):

@@ -22,7 +22,7 @@ from holdfast.jobs.task.image import qualified
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
 from holdfast.system.documents import Fields, decode
 from holdfast.system.linux.files import write_atomic
-from holdfast.system.linux.joined_namespaces import JoinedNamespaces, open_namespaces
+from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces
 
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MAX_INSPECT_BYTES = 16 << 20

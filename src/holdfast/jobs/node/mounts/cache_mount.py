@@ -18,7 +18,7 @@ def mount_write_back(
     """Mount a write-back directory, or join its uploader.
 
     Raises:
-        HoldfastError: see `holdfast.jobs.writeback.mount`.
+        HoldfastError: see `holdfast.mount`.
 
     Blocks: until it is mounted or no longer wanted.
     """

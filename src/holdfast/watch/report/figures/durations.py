@@ -6,10 +6,9 @@ import math
 
 from holdfast.system.units import plural
 from holdfast.watch.report import style
-from holdfast.watch.report.saves import SaveRecord
+from holdfast.watch.report.saves import SaveRecord, tiers_in
 from holdfast.watch.report.style import Cell, Figure, Spec
 from holdfast.watch.report.summary import RunSummary
-from holdfast.watch.report.tier_levels import tiers_in
 
 _COLOURS = {"memory": "var(--memory)", "local": style.ON_THE_WAY, "home": style.KEPT}
 _DASHES: dict[str, list[int]] = {"memory": [2, 3], "local": [8, 4], "home": [1, 0]}

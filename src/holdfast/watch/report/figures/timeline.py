@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from holdfast.watch.report import style
-from holdfast.watch.report.attempts import AttemptSpan
 from holdfast.watch.report.events import HOME
+from holdfast.watch.report.interruptions import AttemptSpan, Span
 from holdfast.watch.report.saves import SaveRecord
-from holdfast.watch.report.spans import Span
 from holdfast.watch.report.style import Cell, Figure, Spec
 from holdfast.watch.report.summary import RunSummary, kept_spans
 

@@ -61,6 +61,13 @@ def unit_path(name: str) -> Path:
     return Path(configuration).expanduser().absolute() / "systemd" / "user" / f"{name}.service"
 
 
+def other_way(command: BootCommand) -> str:
+    """Return how to run a command after each start of the machine without systemd."""
+    line = command.cron_line()
+    by_cron = f"add this line with `crontab -e`: {line}" if line else "use another program"
+    return f"Or have `{command.shell_text()}` run as this user after each start of the machine: {by_cron}"
+
+
 def has_manager() -> bool:
     """Return True if a systemd manager of this user is running."""
     return has_program("systemctl") and run_program("systemctl", "--user", "show-environment").status == 0
@@ -92,7 +99,7 @@ def install_unit(command: BootCommand) -> None:
             remove_unit(command.name)
             raise Unsupported(
                 f"`systemctl --user {' '.join(words)}` failed for {path}: {done.message}. Nothing was "
-                "installed. To use cron, add --with cron."
+                f"installed. {other_way(command)}"
             )
 
 

@@ -39,7 +39,8 @@ FLOORS = {
         conda environment folder job_clock job_numbers journal outcome output state_folder status writeback
         | failure_cause node_spec task | state_machine | history timers | record_files
         | records | engine node | machines notifications registry unsupported_keys
-        | controller description recorded | interface k8s local node_checks sky slurm | dash service
+        | controller description recorded | interface k8s local node_checks sky slurm
+        | __main__ dash service
     """,
 }
 # Imports that still point up or sideways. This list only shrinks.

@@ -731,7 +731,7 @@ def _run_committed(data: bytes) -> None:
 
 
 def _run_unsent(data: bytes) -> None:
-    from holdfast.jobs.node.mounts.unsent_files import read_unsent
+    from holdfast.jobs.node.mounts.lease import read_unsent
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)

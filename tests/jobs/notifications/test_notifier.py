@@ -149,6 +149,18 @@ def test_a_webhook_that_does_not_answer_does_not_delay_the_job(
     assert not harness.files(job).path.exists()
 
 
+def test_the_end_of_the_commands_does_not_end_a_request(harness: JobHarness, receiver: Receiver) -> None:
+    """The controller kills what is left of an attempt, and its own notifier is not."""
+    receiver.gate.clear()
+    job = launch(harness, WAITS, receiver.url, on=["running", "ended"])
+    harness.wait_for(job, lambda: receiver.bodies, "the request")
+    release(harness, job)
+    harness.wait(job)
+    receiver.gate.set()
+    wait_for_end(harness, job)
+    assert receiver.statuses == ["RUNNING", "SUCCEEDED"]
+
+
 def test_failures_are_in_the_log_and_the_description(
     harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

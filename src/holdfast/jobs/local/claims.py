@@ -13,14 +13,13 @@ from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.job_numbers import job_numbers
 from holdfast.jobs.local.allocation import Allocation, Capacity, Demand, ResourceClaim, allocate
-from holdfast.jobs.node.spawn import start_controller
+from holdfast.jobs.node.roles import rouse_controller
 from holdfast.jobs.node_spec import NodeSpec
 from holdfast.jobs.record_files import JobSpec
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
 from holdfast.system.host_memory import total_bytes
 from holdfast.system.linux import locks
-from holdfast.system.linux.wakeup_pipe import wake
 
 _LOCK = "claims.lock"
 """File whose lock is held while a job takes its claim. Its contents mean nothing."""
@@ -119,9 +118,8 @@ def lead_on(records: Records, state: Path, *, besides: int | None = None) -> Non
         besides: job whose controller calls this.
     """
     for number in read_claims(records, state).leading:
-        folder = job_folder(state, number)
-        if number != besides and not start_controller(folder):
-            wake(folder.wakeup)
+        if number != besides:
+            rouse_controller(job_folder(state, number))
 
 
 def _claim(record: JobRecord) -> ResourceClaim:

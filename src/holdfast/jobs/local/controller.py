@@ -24,10 +24,10 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
 from holdfast.jobs.node.machine_name import machine_name
+from holdfast.jobs.node.mounts.lease import Teardown
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links, visible_links
-from holdfast.jobs.node.mounts.teardown import Teardown
-from holdfast.jobs.node.spawn import start_controller
+from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import (
@@ -47,7 +47,7 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
 from holdfast.system.linux import locks
 from holdfast.system.linux.processes import adopt_orphans
-from holdfast.system.linux.wakeup_pipe import WakeupPipe, wake
+from holdfast.system.linux.wakeup_pipe import WakeupPipe
 from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
@@ -144,7 +144,7 @@ def _remove_copies(folder: JobFolder) -> None:
     """Remove the write-back directories of an ended job, if it has any."""
     if caches(folder):
         # Here, because it takes as long to import as all else, and most jobs do not need it.
-        from holdfast.jobs.node.mounts.unsent_files import remove_copies
+        from holdfast.jobs.node.mounts.uploads import remove_copies
 
         remove_copies(folder)
 
@@ -169,8 +169,8 @@ def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:
     """Wake the controllers of the jobs after this one, or start them."""
     for record in records.successors(number):
         successor = job_folder(folder.path.parents[1], record.id)
-        if not record.job_state.status.is_final and not start_controller(successor):
-            wake(successor.wakeup)
+        if not record.job_state.status.is_final:
+            rouse_controller(successor)
 
 
 class LocalController(Controller):

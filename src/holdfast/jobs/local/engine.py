@@ -31,7 +31,7 @@ from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.private_links import private_mounts, private_note
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
-from holdfast.jobs.node.spawn import start_controller
+from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node.workdir import check_workdir, create_workdir
 from holdfast.jobs.node.workdir_link import workdir_links
 from holdfast.jobs.notifications.outbox import write_plan
@@ -51,7 +51,6 @@ from holdfast.jobs.unsupported_keys import (
     find_unsupported_keys,
 )
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
-from holdfast.system.linux.wakeup_pipe import wake
 from holdfast.system.units import plural
 
 _HAS_NODES = frozenset({JobStatus.STARTING, JobStatus.RUNNING})
@@ -205,9 +204,7 @@ class LocalEngine(RecordedEngine):
         is_behind = claims.shortage(record.id) and record.id not in claims.leading
         if is_behind or self._is_far_from_start(record):
             return
-        folder = job_folder(self._state, record.id)
-        if not start_controller(folder):
-            wake(folder.wakeup)
+        rouse_controller(job_folder(self._state, record.id))
 
     def _is_far_from_start(self, record: JobRecord) -> bool:
         """Return True if the job before this one in its pipeline has not started either."""
@@ -270,9 +267,7 @@ class LocalEngine(RecordedEngine):
         record = records.get(number)
         check_active(self._job(record, Claims()))
         records.ask(number, kind, lead_s)
-        folder = job_folder(self._state, number)
-        if not start_controller(folder):
-            wake(folder.wakeup)
+        rouse_controller(job_folder(self._state, number))
         return self._job(record, self._claims([record]))
 
 

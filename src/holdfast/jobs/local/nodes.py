@@ -13,9 +13,8 @@ from pathlib import Path
 from holdfast.jobs.environment import tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.lease import STOPPED
-from holdfast.jobs.node.processes import Process
-from holdfast.jobs.node.spawn import spawn
+from holdfast.jobs.node.processes import AGENT, Process
+from holdfast.jobs.node.roles import STOPPED, Role
 from holdfast.jobs.node_spec import NodeSpec, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.system.linux import locks
@@ -172,7 +171,7 @@ def _start(folder: NodeFolder, plan: NodeSpec) -> int:
     assert lock is not None, "no other process has this folder"
     making.rename(folder.path)  # from here on the node exists, with its lock held
     try:
-        return spawn("agent", folder.path, log=Path(plan.log), lock=lock)
+        return Role(AGENT, folder.path, folder.lock).spawn(Path(plan.log), lock)
     finally:
         os.close(lock)
 

@@ -21,7 +21,7 @@ from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.private_links import enter_private_links
 from holdfast.jobs.node.parent_python import find_parent
 from holdfast.jobs.node.processes import Process
-from holdfast.jobs.node.spawn import start_controller
+from holdfast.jobs.node.roles import start_controller
 from holdfast.jobs.node.virtual_environment import DEFAULT, NONE, VENV, activate, make_virtual_environment
 from holdfast.jobs.node_spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted

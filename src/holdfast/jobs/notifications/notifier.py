@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import Corrupt
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.spawn import spawn_once
+from holdfast.jobs.node.roles import Role
 from holdfast.jobs.notifications import targets
 from holdfast.jobs.notifications.outbox import (
     Delivery,
@@ -53,14 +54,7 @@ def announce(folder: JobFolder, job_state: JobState, *, log: Path) -> None:
         step = max(read_progress(folder.progress).values(), default=None)
         add_notification(folder, job_state, step=step, failed_saves=count_failed_saves(folder.progress))
         if outstanding(folder):
-            spawn_once(
-                "notifier",
-                folder.path,
-                log=log,
-                lock=folder.notifier_lock,
-                entry="holdfast.jobs.notifications",
-                environment=os.environ,
-            )
+            Role("notifier", folder.path, folder.notifier_lock).start(log)
     except FileNotFoundError:
         return  # the job is being removed
     except Corrupt as error:
@@ -94,11 +88,27 @@ def outstanding(folder: JobFolder) -> list[Notification]:
     ]
 
 
-def serve(folder: JobFolder) -> None:
-    """Send all that is outstanding. After the end of the job, remove its targets.
+def serve(path: Path) -> None:
+    """Run the notifier of the job in a folder, with the notifier's inherited lock.
 
     Blocks: while a target does not answer, at most some minutes for each notification.
     """
+    folder, lock = JobFolder(path), locks.INHERITED_FD
+    with suppress(FileNotFoundError):  # the job was removed
+        if (plan := read_plan(folder)) is not None:
+            os.environ.update(plan.environment)  # such as the proxies of the user
+        while True:
+            _send_all(folder)
+            os.close(lock)
+            # A status that was recorded just before did not start another notifier.
+            again = locks.acquire(folder.notifier_lock) if outstanding(folder) else None
+            if again is None:
+                return
+            lock = again
+
+
+def _send_all(folder: JobFolder) -> None:
+    """Send all that is outstanding. After the end of the job, remove its targets."""
     plan = read_plan(folder)
     while plan is not None and (todo := outstanding(folder)):
         for one in todo:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from holdfast.errors import Conflict
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.node.mounts.lease import read_unsent
 from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
 from holdfast.jobs.node.mounts.scratch import SCRATCH
-from holdfast.jobs.node.mounts.unsent_files import read_unsent
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import NodeUploads
 

@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +16,10 @@ from holdfast.errors import HoldfastError
 from holdfast.jobs.environment import Node, run_environment, setup_environment, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.mounts.lease import write_unsent
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
-from holdfast.jobs.node.mounts.unsent_files import write_unsent
+from holdfast.jobs.node.roles import spawn
 from holdfast.jobs.node.scripts import choose_venv, node_variables
 from holdfast.jobs.node.virtual_environment import install_here
 from holdfast.jobs.node_spec import NodeSpec, read_outcome, reserve_outcome, write_outcome
@@ -27,7 +27,6 @@ from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
 from holdfast.jobs.slurm.messages import Inbox, Message, write
-from holdfast.system.entry import command
 from holdfast.system.environment import read_integer
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import adopt_orphans, die_with_parent
@@ -254,18 +253,7 @@ class _Runner:
     def _start(self) -> None:
         self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._plan.write(self._node.plan)
-        self._agent = os.posix_spawn(
-            sys.executable,
-            command("holdfast.jobs.slurm", "agent", str(self._node.path)),
-            dict(os.environ),
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, self._plan.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
-            ],
-            setsigmask=[],
-            setsigdef=list(_HEARD),
-        )
+        self._agent = spawn(("holdfast.jobs.slurm", "agent", str(self._node.path)), Path(self._plan.log))
 
     def _has_ended(self) -> bool:
         """Return True once the agent has exited. Reaps adopted children."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from holdfast.jobs.node.containers.container_state import ContainerState, write_
 from holdfast.jobs.node.containers.image_spec import ImageSpec, read_image_spec
 from holdfast.jobs.node.containers.node_container import NodeContainer, explain
 from holdfast.jobs.node.containers.runtime import RuntimeCalls
+from holdfast.jobs.node.roles import log_line
 from holdfast.system.linux.processes import adopt_orphans
 
 _CHECK_S = 0.25
@@ -40,12 +40,6 @@ def serve(folder: Path) -> None:
     spec = own or read_image_spec(job.image)
     if spec is not None:
         Warden(job, ContainerFolder(folder), spec).serve()
-
-
-def log_line(text: str) -> None:
-    """Write a line to the log of the node that started this process."""
-    sys.stdout.write(f"holdfast: {time.strftime('%F %T')} {text}\n")
-    sys.stdout.flush()
 
 
 class Warden:

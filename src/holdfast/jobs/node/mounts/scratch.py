@@ -20,7 +20,7 @@ from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
-from holdfast.jobs.node.mounts.unsent_files import remove_copies
+from holdfast.jobs.node.mounts.uploads import remove_copies
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.privacy import is_private
 

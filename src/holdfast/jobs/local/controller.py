@@ -23,11 +23,11 @@ from holdfast.jobs.local.specs import make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
-from holdfast.jobs.node.machine_name import machine_name
 from holdfast.jobs.node.mounts.lease import Teardown
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links, visible_links
 from holdfast.jobs.node.roles import rouse_controller, start_controller
+from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import (

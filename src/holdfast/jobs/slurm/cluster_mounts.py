@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from holdfast.errors import Conflict
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.mounts.lease import read_unsent
+from holdfast.jobs.journal import read_document
+from holdfast.jobs.node.mounts.lease import UnsentFiles
 from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
 from holdfast.jobs.node.mounts.scratch import SCRATCH
 from holdfast.jobs.slurm import messages
@@ -61,8 +62,7 @@ class ClusterMounts:
     def read_ends(self, job: JobFolder, attempt: int) -> None:
         """Read the ends of uploads that no controller has received, as it was killed."""
         for node, one in list(self.uploads.items()):
-            unsent = read_unsent(job.node(attempt, node).unsent) if one.missing is None else None
-            if unsent is not None:
+            if one.missing is None and (unsent := read_document(job.node(attempt, node).unsent, UnsentFiles)):
                 self.note(messages.UploadsEnded(node, unsent.summary, unsent.is_settled))
 
     def may_open(self) -> bool:

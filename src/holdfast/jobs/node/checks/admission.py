@@ -19,10 +19,9 @@ from holdfast.jobs.node.checks.result import (
     read_mode,
     write_checks,
 )
-from holdfast.jobs.node.machine_name import machine_name
 from holdfast.jobs.node.mounts.mount_spec import outside_path, read_links
 from holdfast.jobs.node.virtual_environment import activate
-from holdfast.jobs.node_spec import NodeSpec
+from holdfast.jobs.node_spec import NodeSpec, machine_name
 from holdfast.system.environment import read_progress
 
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))

@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import ContainerFolder, JobFolder
+from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.container_state import read_container_state
+from holdfast.jobs.node.containers.image_spec import ContainerState
 from holdfast.jobs.node.roles import Lease, Role
 from holdfast.jobs.node_spec import read_environment
 from holdfast.system.linux.joined_namespaces import JoinedNamespaces, open_namespaces
@@ -42,7 +43,7 @@ class ContainerLease(Lease):
     @override
     def _result(self) -> str | None:
         """Open the namespaces of the container, once it runs."""
-        state = read_container_state(self._folder)
+        state = read_document(self._folder.state, ContainerState)
         if state is None or state.error:
             return state.error if state else None
         if not self._role.is_alive:

@@ -9,9 +9,9 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.environment import tag
 from holdfast.jobs.folder import ContainerFolder, JobFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.container_state import ContainerState, write_container_state
-from holdfast.jobs.node.containers.image_spec import ImageSpec, read_image_spec
+from holdfast.jobs.node.containers.image_spec import ContainerState, ImageSpec, read_image_spec
 from holdfast.jobs.node.containers.node_container import NodeContainer, explain
 from holdfast.jobs.node.containers.runtime import RuntimeCalls
 from holdfast.jobs.node.roles import log_line
@@ -84,7 +84,7 @@ class Warden:
         except HoldfastError as error:
             state = ContainerState(error=explain(error, self._spec))
         if not self._is_unneeded:
-            write_container_state(self._folder, state)
+            write_document(self._folder.state, state)
         return state
 
     def _remove(self) -> None:

@@ -5,12 +5,11 @@ Both start the mounter: the nodes to hold the mounts, the controller to upload w
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import override
@@ -18,12 +17,11 @@ from typing_extensions import override
 from holdfast.errors import Conflict
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import read_document
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
 from holdfast.jobs.node.roles import Lease, Role
 from holdfast.jobs.node_spec import read_environment
-from holdfast.system.documents import decode_dataclass, decode_object
-from holdfast.system.linux.files import write_atomic
 
 HOLDERS, READY, UPLOADS = "holders", "ready", "uploads"
 """Files of the mounter: a FIFO whose writers keep it alive, its result for waiting nodes, and a file that
@@ -51,17 +49,11 @@ class UnsentFiles:
     summary: str
 
 
-def write_unsent(path: Path, unsent: UnsentFiles) -> None:
-    """Write the status of uploads."""
-    write_atomic(path, json.dumps(asdict(unsent)))
+@dataclass(frozen=True, slots=True)
+class MountResult:
+    """Result of a mounter for the nodes that wait: why the mounts failed; empty if they are ready."""
 
-
-def read_unsent(path: Path) -> UnsentFiles | None:
-    """Return the newest status of uploads, or None."""
-    try:
-        return decode_dataclass(UnsentFiles, path.read_bytes(), str(path), any_text=True)
-    except FileNotFoundError:
-        return None
+    error: str = ""
 
 
 def mounter_of(attempt: Path) -> Role:
@@ -96,11 +88,8 @@ class MountLease(Lease):
 
     @override
     def _result(self) -> str | None:
-        try:
-            document = decode_object((self._role.folder / READY).read_bytes(), READY, any_text=True)
-        except FileNotFoundError:
-            return None
-        return document.text("error") if "error" in document.members else ""
+        found = read_document(self._role.folder / READY, MountResult)
+        return None if found is None else found.error
 
     @override
     def _start(self) -> bool:
@@ -164,7 +153,7 @@ class Teardown:
 
     def unsent(self) -> UnsentFiles | None:
         """Return the newest status of uploads, or None if it has not been checked."""
-        return read_unsent(self._path / UNSENT) if self._caches else None
+        return read_document(self._path / UNSENT, UnsentFiles) if self._caches else None
 
     def missing(self) -> str:
         """Return which files are not uploaded. Empty for none, or if that has not been checked."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -12,8 +11,9 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node.mounts.download import download
-from holdfast.jobs.node.mounts.lease import HOLDERS, READY, UNSENT, UPLOADS, UnsentFiles, write_unsent
+from holdfast.jobs.node.mounts.lease import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, caches_of, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
@@ -29,7 +29,6 @@ from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.writeback import Mount
 from holdfast.jobs.writeback.status import has_uploader
 from holdfast.system.linux import locks
-from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.wakeup_pipe import wake
 from holdfast.system.units import format_duration
 
@@ -76,7 +75,7 @@ def _hold(job: JobFolder, folder: Path, owner: str, *, is_scratch: bool) -> None
         mounter.keep()
     except HoldfastError as error:
         log_line(str(error))
-        write_atomic(folder / READY, json.dumps({"error": str(error)}))
+        write_document(folder / READY, MountResult(str(error)))
     finally:
         mounter.close()
         wake(job.wakeup)
@@ -94,7 +93,7 @@ def _upload(job: JobFolder, attempt: Path, owner: str, *, is_scratch: bool) -> N
 
     def notify(unsent: UnsentFiles) -> None:
         status_log.log(unsent)
-        write_unsent(attempt / UNSENT, unsent)
+        write_document(attempt / UNSENT, unsent)
         wake(job.wakeup)
 
     uploads = Uploads(job, owner, number, notify)
@@ -166,7 +165,7 @@ class Mounter:
                 log_line(
                     f"mounted {spec.place} at {spec.key} in {format_duration(time.monotonic() - began_s)}"
                 )
-        write_atomic(self._folder / READY, "{}")
+        write_document(self._folder / READY, MountResult())
 
     def keep(self) -> None:
         """Replace mounts that disappear until the last node has released them.

@@ -6,22 +6,21 @@ It has the same files as the folder of a job on a single machine, as far as moun
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
 from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import encode, read_document
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
 from holdfast.jobs.node.mounts.uploads import remove_copies
-from holdfast.system.documents import decode_dataclass
 from holdfast.system.privacy import is_private
 
 SCRATCH = "HOLDFAST_SCRATCH"
@@ -108,11 +107,7 @@ def open_scratch(scratch: JobFolder, owner: ScratchOwner) -> None:
 
 def read_scratch_owner(scratch: JobFolder) -> ScratchOwner | None:
     """Return the owner of a scratch folder, or None for another folder."""
-    path = scratch.path / _OWNER
-    try:
-        return decode_dataclass(ScratchOwner, path.read_bytes(), str(path), any_text=True)
-    except FileNotFoundError:
-        return None
+    return read_document(scratch.path / _OWNER, ScratchOwner)
 
 
 def remove_scratch(scratch: JobFolder) -> bool:
@@ -159,7 +154,7 @@ def _claim(scratch: JobFolder, owner: ScratchOwner) -> ScratchOwner:
     """Record the owner of a new folder, unless another machine has just done so. Return the owner."""
     own = scratch.path / f".{_OWNER}.{owner.machine}.{os.getpid()}"
     try:
-        own.write_text(json.dumps(asdict(owner)))
+        own.write_text(encode(owner))
         with suppress(FileExistsError):
             (scratch.path / _OWNER).hardlink_to(own)  # whole or not at all, and only for the first one
     finally:

@@ -16,7 +16,6 @@ from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import InvalidInput, RetryLater
 from holdfast.jobs.engine import Engine, Job, UnsupportedKey
-from holdfast.jobs.notifications.launching import with_subscription
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
@@ -184,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     """Submit the job, or show its plan."""
     engine = get_engine(args.on)
     statuses = None if args.notify_on is None else [args.notify_on]
-    file = with_subscription(read_tasks(args), engine, args.notify, statuses)
+    file = engine.subscribed(read_tasks(args), args.notify, statuses)
     if args.output is not None and not args.dry_run:
         raise InvalidInput("-o is for --dry-run: it writes what would be submitted. Nothing was started.")
     if args.dry_run:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from holdfast.cli.options import count
 from holdfast.errors import InvalidInput, NotFound
+from holdfast.jobs.task.edits import is_variable_name
 from holdfast.jobs.task.model import TaskFile
 from holdfast.jobs.task.problems import MAX_PRIORITY
-from holdfast.jobs.task.variables import is_variable_name
 from holdfast.system.documents import decode_text
 
 
@@ -144,7 +144,7 @@ def _variables(words: Iterable[str], option: str) -> dict[str, str]:
 
 
 def _accelerators(text: str | None) -> str | None:
-    from holdfast.jobs.task.accelerators import parse_accelerators
+    from holdfast.jobs.task.amounts import parse_accelerators
 
     if text is not None and isinstance(read := parse_accelerators(text), str):
         raise InvalidInput(f"--gpus {text}: {read}. Nothing was started.")

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from holdfast.cli.jobs import job_row
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_fields, print_json
+from holdfast.jobs.folder import state_dir
 from holdfast.jobs.records import Records
 from holdfast.jobs.service.installation import Service, install, start, status, uninstall
-from holdfast.jobs.state_folder import state_dir
 from holdfast.system.units import plural
 
 _EXAMPLES = """

@@ -11,9 +11,8 @@ from pathlib import Path
 from holdfast.errors import Conflict, Corrupt
 from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.job_clock import ClockReading
 from holdfast.jobs.state_machine import JobState, RestartPolicy
-from holdfast.jobs.timers import Timers
+from holdfast.jobs.timers import ClockReading, Timers
 from holdfast.system.documents import MAX_BYTES, decode_dataclass, refuse
 from holdfast.system.linux.files import open_regular, write_atomic
 
@@ -32,7 +31,6 @@ class JobSpec:
     num_gpus: int
     has_setup: bool
     user: str
-    gpus: list[list[str]]  # GPUs given to each node at the launch, by earlier versions; or empty lists
     after: int | None = None  # job that must succeed before this one starts, in a pipeline
     devices: tuple[str, ...] = ()  # GPUs of which each node is given `num_gpus`; none: they are not divided
     cpus: float = 0.0  # per node; 0: not asked for

@@ -15,11 +15,8 @@ from typing_extensions import override
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.controller import LEAD_S, Controller, event_of
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.job_clock import JobClock
-from holdfast.jobs.local.claims import demand, lead_on, locked, read_claims
-from holdfast.jobs.local.nodes import Nodes
-from holdfast.jobs.local.ports import choose_port
-from holdfast.jobs.local.specs import make_specs
+from holdfast.jobs.local.claims import choose_port, demand, lead_on, locked, read_claims
+from holdfast.jobs.local.nodes import Nodes, make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
@@ -44,7 +41,7 @@ from holdfast.jobs.state_machine import (
     Uploading,
 )
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.timers import Timers
+from holdfast.jobs.timers import JobClock, Timers
 from holdfast.system.linux import locks
 from holdfast.system.linux.processes import adopt_orphans
 from holdfast.system.linux.wakeup_pipe import WakeupPipe
@@ -134,35 +131,17 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
 def _clean_up(records: Records, folder: JobFolder, number: int) -> None:
     """Remove what a running job needs, and let the next job of its pipeline proceed."""
     remove_links(folder)
-    _release_containers(folder)
-    _remove_secrets(folder)
+    for clean in (release_containers, remove_secrets):
+        try:
+            clean(folder)
+        except OSError as error:  # the next command tries again
+            _log.error("cannot complete the end of the job in %s: %s", folder.path, error)
     _wake_successors(records, folder, number)
-    _remove_copies(folder)
-
-
-def _remove_copies(folder: JobFolder) -> None:
-    """Remove the write-back directories of an ended job, if it has any."""
     if caches(folder):
         # Here, because it takes as long to import as all else, and most jobs do not need it.
         from holdfast.jobs.node.mounts.uploads import remove_copies
 
         remove_copies(folder)
-
-
-def _release_containers(folder: JobFolder) -> None:
-    """Have the containers of an ended job removed. After an error, the next command tries again."""
-    try:
-        release_containers(folder)
-    except OSError as error:
-        _log.error("cannot start the removal of the job's containers: %s", error)
-
-
-def _remove_secrets(folder: JobFolder) -> None:
-    """Remove the secrets of an ended job. After an error, the next command tries again."""
-    try:
-        remove_secrets(folder)
-    except OSError as error:
-        _log.error("cannot remove the secrets of the job from %s: %s", folder.path, error)
 
 
 def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:

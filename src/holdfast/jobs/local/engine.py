@@ -19,11 +19,9 @@ from holdfast.jobs.engine import Job, UnsupportedKey, each
 from holdfast.jobs.environment import JobPipeline, create_task_id
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.job_clock import is_of_earlier_boot
 from holdfast.jobs.journal import write_document
-from holdfast.jobs.local.claims import Claims, lead_on, may_need_claim, read_claims
+from holdfast.jobs.local.claims import Claims, fixed_ports, lead_on, may_need_claim, needs_port, read_claims
 from holdfast.jobs.local.controller import cancel_without_controller
-from holdfast.jobs.local.ports import fixed_ports, needs_port
 from holdfast.jobs.node.containers.image_spec import make_image_spec, write_image_spec
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.containers.runtime import find_runtime
@@ -41,6 +39,7 @@ from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task, TaskFile
+from holdfast.jobs.timers import is_of_earlier_boot
 from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.units import plural
@@ -290,7 +289,6 @@ def _spec(task: Task, after: int | None) -> JobSpec:
         num_gpus=task.accelerators.num_per_node,
         has_setup=bool(task.setup),
         user=getpass.getuser(),
-        gpus=[],
         after=after,
         devices=tuple(visible_gpus()),
         cpus=task.cpus,

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.jobs.environment import TAG
-from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.folder import STATE, JobFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.parent_python import own_python
 from holdfast.jobs.node.processes import ROLES
-from holdfast.jobs.state_folder import STATE
 from holdfast.system import backoff
 from holdfast.system.entry import command
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
@@ -41,7 +40,7 @@ _MAX_STARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class ProcessRole:
     """Process of a job that runs at most once.
 
     Attributes:
@@ -141,7 +140,7 @@ def log_line(text: str) -> None:
 def start_controller(folder: JobFolder) -> bool:
     """Start a controller, unless one is running. Return True if it was started."""
     environment = {**os.environ, STATE: str(folder.path.parents[1])}
-    controller = Role("controller", folder.path, folder.lock)
+    controller = ProcessRole("controller", folder.path, folder.lock)
     return controller.start(folder.controller_log, environment=environment)
 
 
@@ -160,7 +159,7 @@ class Lease(ABC):
         ready: "its mounts were ready", for messages.
     """
 
-    def __init__(self, attempt: Path, role: Role, ready: str) -> None:
+    def __init__(self, attempt: Path, role: ProcessRole, ready: str) -> None:
         self._attempt, self._role, self._ready_text = attempt, role, ready
         self._again_s, self._num_starts = 0.0, 0
 

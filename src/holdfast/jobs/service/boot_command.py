@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import InvalidInput, RetryLater
-from holdfast.jobs.state_folder import STATE
+from holdfast.jobs.folder import STATE
 from holdfast.system.entry import command
 from holdfast.system.linux import program_runs
 

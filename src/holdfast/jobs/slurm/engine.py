@@ -20,7 +20,7 @@ from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node.mounts.private_links import is_private_target
-from holdfast.jobs.node.mounts.relocation import fixed_links, shared_links
+from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, link_user, remove_links
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.parent_python import own_python
@@ -142,9 +142,7 @@ class SlurmEngine(RecordedEngine):
         commands.require()
         validate_sources(task, self._state)
         now_s = time.time()
-        spec = JobSpec(
-            task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser(), []
-        )
+        spec = JobSpec(task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser())
         policy = _policy(task)
         records = self._records()
         number = records.reserve()
@@ -408,21 +406,17 @@ def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     return find_on_machines(task, _UNSUPPORTED_KEYS, further, bucket="a folder beside those of the jobs")
 
 
-def _line(task: Task, key: str) -> int:
-    return task.lines.get(key, 1)
-
-
 def _sizes(task: Task) -> Iterator[UnsupportedKey]:
     memory = value_at(task.document, "resources.memory")
     if memory is not None and memory_mib(memory) is None:
         yield UnsupportedKey(
-            "resources.memory", _line(task, "resources.memory"), "not passed on: not a fixed amount"
+            "resources.memory", task.line_of("resources.memory"), "not passed on: not a fixed amount"
         )
     for key in ("resources.cpus", "resources.memory"):
         value = str(value_at(task.document, key) or "")
         if value.endswith("+"):
             yield UnsupportedKey(
-                key, _line(task, key), f"as {value[:-1]}: Slurm allocates exactly what is requested"
+                key, task.line_of(key), f"as {value[:-1]}: Slurm allocates exactly what is requested"
             )
 
 
@@ -431,10 +425,10 @@ def _choices(task: Task) -> Iterator[UnsupportedKey]:
     key = "resources.accelerators"
     if len(choices) > 1:
         what = f"only the first, {choices[0][0]}: sbatch does not support alternatives of GPUs"
-        yield UnsupportedKey(key, _line(task, key), what)
+        yield UnsupportedKey(key, task.line_of(key), what)
     elif choices:
         what = f"as --gres=gpu:{choices[0][0].lower()}:{int(choices[0][1])}; if the cluster calls its GPUs "
-        yield UnsupportedKey(key, _line(task, key), what + f"otherwise, give gres in {FURTHER}")
+        yield UnsupportedKey(key, task.line_of(key), what + f"otherwise, give gres in {FURTHER}")
 
 
 def _infra(task: Task) -> Iterator[UnsupportedKey]:
@@ -443,7 +437,7 @@ def _infra(task: Task) -> Iterator[UnsupportedKey]:
         parts = str(infra).split("/")
         is_slurm = parts[0].lower() == "slurm"
         what = f"the partition {parts[2]!r} of it" if is_slurm and len(parts) == 3 else _CHOICE
-        yield UnsupportedKey("resources.infra", _line(task, "resources.infra"), what)
+        yield UnsupportedKey("resources.infra", task.line_of("resources.infra"), what)
 
 
 def _config(task: Task) -> Iterator[UnsupportedKey]:
@@ -451,4 +445,4 @@ def _config(task: Task) -> Iterator[UnsupportedKey]:
     for name in config if isinstance(config, Mapping) else ():
         if name != "slurm":
             what = "settings of clouds and clusters; kept for other engines"
-            yield UnsupportedKey(f"config.{name}", _line(task, f"config.{name}"), what)
+            yield UnsupportedKey(f"config.{name}", task.line_of(f"config.{name}"), what)

@@ -13,15 +13,16 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.lease import Teardown, UnsentFiles, mounter_of
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
-from holdfast.jobs.node.mounts.relocation import moved_links, write_scratch_mounts
 from holdfast.jobs.node.mounts.scratch import (
     ScratchOwner,
     is_scratch_path,
+    moved_links,
     open_scratch,
     read_scratch_owner,
     remove_scratch,
     scratch_folder,
     scratch_parent,
+    write_scratch_mounts,
 )
 from holdfast.jobs.node.mounts.symlinks import create_links
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader

@@ -13,7 +13,7 @@ from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.image_spec import ContainerState
-from holdfast.jobs.node.roles import Lease, Role
+from holdfast.jobs.node.roles import Lease, ProcessRole
 from holdfast.jobs.node_spec import read_environment
 from holdfast.system.linux.joined_namespaces import JoinedNamespaces, open_namespaces
 
@@ -66,9 +66,9 @@ class ContainerLease(Lease):
         return start_warden(self._job, self._folder, self._log)
 
 
-def warden_of(folder: ContainerFolder) -> Role:
+def warden_of(folder: ContainerFolder) -> ProcessRole:
     """Return the role of a container's warden."""
-    return Role("warden", folder.path, folder.lock)
+    return ProcessRole("warden", folder.path, folder.lock)
 
 
 def start_warden(job: JobFolder, folder: ContainerFolder, log: Path) -> bool:

@@ -20,7 +20,7 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
-from holdfast.jobs.node.roles import Lease, Role
+from holdfast.jobs.node.roles import Lease, ProcessRole
 from holdfast.jobs.node_spec import read_environment
 
 HOLDERS, READY, UPLOADS = "holders", "ready", "uploads"
@@ -56,9 +56,9 @@ class MountResult:
     error: str = ""
 
 
-def mounter_of(attempt: Path) -> Role:
+def mounter_of(attempt: Path) -> ProcessRole:
     """Return the role of an attempt's mounter."""
-    return Role("mounter", attempt / "mounter", attempt / "mounter" / "lock")
+    return ProcessRole("mounter", attempt / "mounter", attempt / "mounter" / "lock")
 
 
 def job_environment(job: JobFolder) -> dict[str, str]:

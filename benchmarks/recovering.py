@@ -26,10 +26,9 @@ sys.path.insert(0, str(HERE.parent / "src"))
 
 from holdfast.jobs.engine import Job  # noqa: E402
 from holdfast.jobs.environment import tag  # noqa: E402
-from holdfast.jobs.folder import job_folder  # noqa: E402
+from holdfast.jobs.folder import job_folder, state_dir  # noqa: E402
 from holdfast.jobs.local.engine import LocalEngine  # noqa: E402
 from holdfast.jobs.node import processes  # noqa: E402
-from holdfast.jobs.state_folder import state_dir  # noqa: E402
 from holdfast.jobs.task.parser import Overrides, parse_task  # noqa: E402
 
 EVERY = 20  # steps from save to save

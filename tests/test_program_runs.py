@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.notifications import targets
+from holdfast.jobs.notifications import notifier
 from holdfast.jobs.service import boot_command
 from holdfast.system.linux import program_runs
 from holdfast.system.linux.processes import read_stat
@@ -40,9 +40,9 @@ def test_a_hook_whose_daemon_keeps_the_input_ends_at_its_limit(
     pid_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had been killed, and the rest of its input was still to be sent."""
-    monkeypatch.setattr(targets, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(notifier, "_LIMIT_S", 0.5)
     command = f"setsid sleep 600 <&0 & echo $! > {pid_file}; sleep 600"
-    failure = targets.run_hook(command, bytes(1 << 20), environment=os.environ, directory="/")
+    failure = notifier.run_hook(command, bytes(1 << 20), environment=os.environ, directory="/")
     assert failure.endswith("and was killed")
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from holdfast.errors import HoldfastError
 from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import tag
-from holdfast.jobs.folder import job_folder
+from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.processes import Process
-from holdfast.jobs.state_folder import state_dir
 
 from .schedule import Trouble
 

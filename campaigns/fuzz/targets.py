@@ -728,12 +728,13 @@ def _run_committed(data: bytes) -> None:
 
 
 def _run_unsent(data: bytes) -> None:
-    from holdfast.jobs.node.mounts.unsent_files import read_unsent
+    from holdfast.jobs.journal import read_document
+    from holdfast.jobs.node.mounts.lease import UnsentFiles
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
         out.flush()
-        read_unsent(Path(out.name))
+        read_document(Path(out.name), UnsentFiles)
 
 
 def _run_slurm(data: bytes) -> None:

@@ -10,7 +10,7 @@ from wsgiref.validate import validator
 
 from holdfast.jobs.dash.access import AccessKeys
 from holdfast.jobs.dash.application import Application
-from holdfast.jobs.dash.request import COOKIE
+from holdfast.jobs.dash.messages import COOKIE
 
 PORT = 8321
 

@@ -10,7 +10,7 @@ import pytest
 
 from dash.client import PORT, Client
 from holdfast.jobs.dash.access import AccessKeys
-from holdfast.jobs.dash.request import COOKIE
+from holdfast.jobs.dash.messages import COOKIE
 
 REFUSED = "It ends with a token, which is missing here."
 

@@ -12,8 +12,7 @@ import pytest
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.jobs.engine import Job
-from holdfast.jobs.folder import bucket_folder
-from holdfast.jobs.state_folder import state_dir
+from holdfast.jobs.folder import bucket_folder, state_dir
 from holdfast.jobs.status import JobStatus
 from holdfast.watch.report import read_summary
 from holdfast.watch.report.curves import Curve

@@ -14,14 +14,13 @@ import pytest
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import tag
-from holdfast.jobs.folder import JobFolder, job_folder
+from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.private_links import why_unavailable
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.output.tail import FolderWatch
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from holdfast.jobs.controller import Controller
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.job_clock import ClockReading, JobClock, read_machine_clock
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
@@ -27,7 +26,7 @@ from holdfast.jobs.state_machine import (
     RestartPolicy,
 )
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.timers import Timers
+from holdfast.jobs.timers import ClockReading, JobClock, Timers, read_machine_clock
 
 START = ClockReading(unix_s=1_000_000.0, boot_s=500.0, boot_id="first")
 YEAR_S = 365 * 86400.0

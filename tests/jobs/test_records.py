@@ -22,7 +22,7 @@ from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
 
-SPEC = JobSpec(num_nodes=1, num_gpus=0, has_setup=False, user="me", gpus=[])
+SPEC = JobSpec(num_nodes=1, num_gpus=0, has_setup=False, user="me")
 
 
 def submit(records: Records, *, engine: str = "local", name: str = "n") -> int:

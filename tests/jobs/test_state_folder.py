@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.state_folder import state_dir
+from holdfast.jobs.folder import state_dir
 
 
 @pytest.mark.parametrize("kind", ["a file", "below a file", "a long name"])

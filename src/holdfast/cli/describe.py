@@ -10,10 +10,9 @@ from dataclasses import asdict
 from holdfast.cli.jobs import add_which, format_span, job_row
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import format_time, print_fields, print_json, print_table, printable, terminal_width
-from holdfast.jobs.description import JobDescription
+from holdfast.jobs.description import JobDescription, describe_checks
 from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
-from holdfast.jobs.node.checks.summary import describe_checks
 from holdfast.system.units import plural
 
 _WIDTH = 110

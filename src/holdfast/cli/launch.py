@@ -17,13 +17,12 @@ from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json, print_table
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.jobs.engine import Engine, Job, UnsupportedKey
-from holdfast.jobs.notifications.launching import with_subscription
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.edits import is_variable_name
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.jobs.task.problems import MAX_PRIORITY
-from holdfast.jobs.task.variables import is_variable_name
 from holdfast.system.documents import decode_text
 from holdfast.system.units import plural
 
@@ -184,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     """Submit the job, or show its plan."""
     engine = get_engine(args.on)
     statuses = None if args.notify_on is None else [args.notify_on]
-    file = with_subscription(read_tasks(args), engine, args.notify, statuses)
+    file = engine.subscribed(read_tasks(args), args.notify, statuses)
     if args.output is not None and not args.dry_run:
         raise InvalidInput("-o is for --dry-run: it writes what would be submitted. Nothing was started.")
     if args.dry_run:
@@ -367,7 +366,7 @@ def _variables(words: Iterable[str], option: str) -> dict[str, str]:
 
 
 def _accelerators(text: str | None) -> str | None:
-    from holdfast.jobs.task.accelerators import parse_accelerators
+    from holdfast.jobs.task.amounts import parse_accelerators
 
     if text is not None and isinstance(read := parse_accelerators(text), str):
         raise InvalidInput(f"--gpus {text}: {read}. Nothing was started.")

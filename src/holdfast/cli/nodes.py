@@ -9,7 +9,7 @@ from holdfast.cli.jobs import print_errors
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import format_time, print_json, print_table
 from holdfast.jobs.engine import each
-from holdfast.jobs.machines.interface import clear_node, nodes
+from holdfast.jobs.interface import clear_node, nodes
 from holdfast.jobs.machines.judgement import NodeStanding
 
 _EXAMPLES = """

@@ -10,9 +10,9 @@ from holdfast.cli.options import Commands, add_json, command, step_number
 from holdfast.cli.tables import print_json, print_table
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job
+from holdfast.jobs.folder import state_dir
 from holdfast.jobs.interface import queue
 from holdfast.jobs.records import Records
-from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import plural
 

@@ -9,15 +9,13 @@ from dataclasses import asdict
 from holdfast.cli.jobs import job_row
 from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_fields, print_json
-from holdfast.errors import InvalidInput
+from holdfast.jobs.folder import state_dir
 from holdfast.jobs.records import Records
-from holdfast.jobs.service.installation import WAYS, Service, install, start, status, uninstall
-from holdfast.jobs.state_folder import state_dir
+from holdfast.jobs.service.installation import Service, install, start, status, uninstall
 from holdfast.system.units import plural
 
 _EXAMPLES = """
 holdfast service install
-holdfast service install --with cron
 holdfast service status --json
 HOLDFAST_STATE=/data/jobs holdfast service uninstall
 """
@@ -30,37 +28,29 @@ def add_parser(commands: Commands) -> None:
     details = (
         "Each state folder (HOLDFAST_STATE) has a service of its own.\n\n"
         "actions:\n"
-        "  install    continue the jobs on this machine when it starts: by a systemd user unit, or\n"
-        "             by a line of cron if this user has no systemd manager\n"
-        "  uninstall  remove the unit or line; jobs continue\n"
-        "  status     show what is installed; exit status 1 if nothing is\n"
+        "  install    continue the jobs on this machine when it starts, by a systemd user unit\n"
+        "  uninstall  remove the unit; jobs continue\n"
+        "  status     show what is installed, and the line for cron where systemd is not running;\n"
+        "             exit status 1 if nothing is installed\n"
         "  start      start the controllers of all jobs that have not ended, as the service does"
     )
     parser = command(commands, "service", run, details=details, examples=_EXAMPLES)
     parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
-    parser.add_argument(
-        "--with",
-        dest="way",
-        choices=WAYS,
-        help="with install: the program that starts it (default: systemd if it can, else cron)",
-    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run an action."""
-    if args.way is not None and args.action != "install":
-        raise InvalidInput(f"--with is for install, not for {args.action}. Nothing was changed.")
     return _ACTIONS[args.action](args)
 
 
 def _install(args: argparse.Namespace) -> int:
-    found = install(args.way)
+    found = install()
     if args.json:
         print_json(asdict(found))
         return 0
-    print(f"installed: {found.way} continues the jobs in {found.state} when this machine starts")
-    print(f"to see it: holdfast service status ({found.place})")
+    print(f"installed: systemd continues the jobs in {found.state} when this machine starts")
+    print(f"to see it: holdfast service status ({found.unit})")
     _warn(found)
     return 0
 
@@ -81,7 +71,7 @@ def _status(args: argparse.Namespace) -> int:
     else:
         print_fields(_fields(found), width=12)
         _warn(found)
-    return 0 if found.way else _NOT_INSTALLED
+    return 0 if found.unit else _NOT_INSTALLED
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -104,13 +94,14 @@ _ACTIONS = {"install": _install, "uninstall": _uninstall, "status": _status, "st
 def _fields(found: Service) -> list[tuple[str, str]]:
     numbers = f": {', '.join(map(str, found.starts))}" if found.starts else ""
     jobs = f"{plural(len(found.starts), 'job')} now{numbers}"
-    place = f"by {found.way} ({found.place})" if found.way else "no; see `holdfast service install`"
+    place = f"by systemd ({found.unit})" if found.unit else "no; see `holdfast service install`"
     return [
         ("service", found.name),
         ("installed", place),
         ("jobs in", found.state),
         ("continues", jobs),
         ("runs", found.command),
+        ("for cron", found.cron_line or "too long for cron"),
     ]
 
 

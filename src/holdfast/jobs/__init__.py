@@ -11,17 +11,18 @@ if TYPE_CHECKING:
     from holdfast.jobs.history import Durations, JobAttempt
     from holdfast.jobs.interface import (
         cancel,
+        clear_node,
         describe,
         find,
         forget,
         job,
         launch,
         logs,
+        nodes,
         preempt,
         queue,
         wait,
     )
-    from holdfast.jobs.machines.interface import clear_node, nodes
     from holdfast.jobs.machines.judgement import NodeStanding
     from holdfast.jobs.node.checks.result import Check, NodeChecks
     from holdfast.jobs.notifications.outbox import Delivery
@@ -39,14 +40,14 @@ _PLACES = {
     "NodeChecks": "node.checks.result",
     "NodeStanding": "machines.judgement",
     "cancel": "interface",
-    "clear_node": "machines.interface",
+    "clear_node": "interface",
     "describe": "interface",
     "find": "interface",
     "forget": "interface",
     "job": "interface",
     "launch": "interface",
     "logs": "interface",
-    "nodes": "machines.interface",
+    "nodes": "interface",
     "preempt": "interface",
     "queue": "interface",
     "wait": "interface",

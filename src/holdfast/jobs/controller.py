@@ -12,7 +12,6 @@ from pathlib import Path
 from holdfast.jobs.failure_cause import FailureCause, find_cause
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.history import add_change
-from holdfast.jobs.job_clock import JobClock
 from holdfast.jobs.machines.record import add_events, attempt_events
 from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.notifications.notifier import announce
@@ -31,7 +30,7 @@ from holdfast.jobs.state_machine import (
     advance,
 )
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.timers import Timers
+from holdfast.jobs.timers import JobClock, Timers
 from holdfast.system.environment import read_progress
 from holdfast.system.failpoint import failpoint
 from holdfast.system.log import get_logger

@@ -14,6 +14,11 @@ from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task, TaskFile
+from holdfast.jobs.task.subscription import subscribe
+from holdfast.system.environment import NOTIFY
+from holdfast.system.log import get_logger
+
+_log = get_logger("jobs")
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -171,6 +176,29 @@ class Engine(ABC):
         """Submit the tasks of a file; see `submit`. Each starts once the one before has succeeded."""
         self.check_file(file)
         return [self.submit(task) for task in file.tasks]
+
+    def subscribed(
+        self, file: TaskFile, targets: Sequence[str] | None, statuses: Sequence[str] | None
+    ) -> TaskFile:
+        """Return the tasks with the subscription of their launch; see `subscribe`.
+
+        Raises:
+            InvalidInput: a target or status is invalid.
+            Unsupported: the engine does not send notifications.
+        """
+        subscription = subscribe(targets, statuses)
+        if not subscription.targets:
+            return file
+        if not self.can_notify and targets is None:
+            _log.warning("jobs on %s do not send notifications: %s is ignored", self.name, NOTIFY)
+            return file
+        if not self.can_notify:
+            raise Unsupported(
+                f"--notify: jobs on {self.name} do not send notifications, as no controller of Holdfast runs "
+                "there. Use --on local or slurm, or have the task itself send a message. Nothing was started."
+            )
+        tasks = tuple(dataclasses.replace(task, subscription=subscription) for task in file.tasks)
+        return dataclasses.replace(file, tasks=tasks)
 
     @abstractmethod
     def jobs(self) -> list[Job]:

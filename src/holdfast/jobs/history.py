@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from holdfast.errors import Corrupt
 from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
-from holdfast.system.documents import decode_dataclass
 
 _RUNS = frozenset({JobStatus.RUNNING, JobStatus.WINDING_DOWN, JobStatus.CANCELLING})
 
@@ -97,19 +94,12 @@ def add_change(
         step=step,
         saved_unix_s=saved_unix_s,
     )
-    with journal.locked(folder.history) as fd:
-        journal.append(fd, json.dumps(asdict(change)), is_durable=False)
+    journal.append_value(folder.history, change, is_durable=False)
 
 
 def read_changes(folder: JobFolder) -> list[Change]:
     """Return the changes of a job, oldest first. Damaged ones are left out."""
-    found: list[Change] = []
-    for line in journal.lines(folder.history):
-        try:
-            found.append(decode_dataclass(Change, line, str(folder.history), any_text=True))
-        except Corrupt:
-            continue
-    return found
+    return journal.read_values(folder.history, Change)
 
 
 def list_attempts(changes: Sequence[Change]) -> list[JobAttempt]:

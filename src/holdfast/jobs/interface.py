@@ -6,14 +6,15 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from holdfast.errors import HoldfastError, InvalidInput, NotFound, TimedOut
+from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, TimedOut
 from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job, Line, all_of, each, sorted_out
-from holdfast.jobs.folder import job_folder
+from holdfast.jobs.folder import job_folder, state_dir
+from holdfast.jobs.machines.judgement import NodeStanding, judge
+from holdfast.jobs.machines.record import MachineEvent, add_events, read_events
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.output.tail import FolderWatch
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
-from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import Duration, parse_duration, parse_timeout, plural
 
@@ -49,13 +50,12 @@ def launch(
 
     Blocks: while the workdir is copied.
     """
-    from holdfast.jobs.notifications.launching import with_subscription
     from holdfast.jobs.task.model import TaskFile
     from holdfast.jobs.task.parser import Overrides, load_task
 
     overrides = Overrides(name, dict(envs or {}), dict(secrets or {}), priority=priority)
     engine, one = get_engine(on), load_task(str(task), overrides)
-    file = with_subscription(TaskFile(one.name, (one,), one.path), engine, notify, notify_on)
+    file = engine.subscribed(TaskFile(one.name, (one,), one.path), notify, notify_on)
     return engine.submit(file.tasks[0])
 
 
@@ -259,3 +259,26 @@ def _status(value: JobStatus | str) -> JobStatus:
     except ValueError:
         names = ", ".join(one.value for one in JobStatus)
         raise InvalidInput(f"Unknown status {value!r}. Expected one of: {names}.") from None
+
+
+def nodes() -> list[NodeStanding]:
+    """Return the machines of the jobs of the last 30 days, the most conspicuous first."""
+    return judge(read_events(state_dir()))
+
+
+def clear_node(name: str) -> None:
+    """Forget the lost attempts and failed checks of a machine.
+
+    Raises:
+        NotFound: nothing is remembered about it.
+        RetryLater: the record cannot be written.
+    """
+    state = state_dir()
+    if name not in {one.machine for one in read_events(state)}:
+        raise NotFound(f"Nothing is remembered about a node named {name!r}. See `holdfast nodes`.")
+    try:
+        add_events(state, [MachineEvent(time.time(), name)])
+    except OSError as error:
+        raise RetryLater(
+            f"Cannot write the record of nodes in {state}: {error}. Nothing was changed."
+        ) from error

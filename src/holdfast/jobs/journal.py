@@ -1,20 +1,64 @@
-"""Append-only files of JSON lines. A torn, damaged or missing line costs only itself."""
+"""Documents of JSON, and append-only files of JSON lines. A torn or damaged line costs only itself."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.system.linux.files import open_regular, reserve_space
+from holdfast.errors import Corrupt
+from holdfast.system.documents import MAX_BYTES, decode_dataclass
+from holdfast.system.linux.files import open_regular, reserve_space, write_atomic
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_T = TypeVar("_T")
 
 _TAIL_BYTES = 4 << 20
 """Part of a journal that is searched for its last valid lines."""
 _RESERVED_BYTES = 16 << 10
 """Space behind the last line that is kept for further ones, so that an end can be recorded on a full disk."""
+
+
+def encode(value: DataclassInstance) -> str:
+    """Return a dataclass as one line of JSON."""
+    return json.dumps(asdict(value), default=sorted)  # a set becomes a list
+
+
+def write_document(path: Path, value: DataclassInstance) -> None:
+    """Write a dataclass as a document, which only its owner can read."""
+    write_atomic(path, encode(value))
+
+
+def read_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T | None:
+    """Return a dataclass from its document, or None if there is none."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return decode_dataclass(kind, text, str(path), max_bytes=max_bytes, any_text=True)
+
+
+def read_values(path: Path, kind: type[_T], *, tail_bytes: int | None = None) -> list[_T]:
+    """Return the dataclasses in a file, oldest first; see `lines`. Damaged ones are left out."""
+    found: list[_T] = []
+    for line in lines(path, tail_bytes=tail_bytes):
+        with contextlib.suppress(Corrupt):  # torn by a kill
+            found.append(decode_dataclass(kind, line, str(path), any_text=True))
+    return found
+
+
+def append_value(path: Path, value: DataclassInstance, *, is_durable: bool = True) -> None:
+    """Append a dataclass to a file; see `append`."""
+    with locked(path) as fd:
+        append(fd, encode(value), is_durable=is_durable)
 
 
 @contextlib.contextmanager

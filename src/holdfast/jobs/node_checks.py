@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from holdfast.checkpoint.store import Store
 from holdfast.errors import HoldfastError
 from holdfast.jobs.description import recorded_checks, recorded_homes
-from holdfast.jobs.folder import job_folder
+from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.history import JobAttempt, list_attempts, read_changes
 from holdfast.jobs.node.checks.result import NodeChecks, describe_failures
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.jobs.state_folder import state_dir
 
 
 @dataclass(frozen=True, slots=True)

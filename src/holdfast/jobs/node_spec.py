@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.environment import JobPipeline
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.outcome import Outcome
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.linux.files import write_atomic
@@ -45,7 +47,7 @@ class NodeSpec:
 
     def write(self, path: Path) -> None:
         """Write the specification, readable only by its owner, as it contains secrets."""
-        write_atomic(path, json.dumps(asdict(self)))
+        write_document(path, self)
 
     @classmethod
     def read(cls, path: Path) -> NodeSpec:
@@ -97,3 +99,8 @@ def read_outcome(path: Path) -> Outcome | None:
         return decode_dataclass(Outcome, text, str(path))
     except Corrupt as error:
         raise Internal(f"{path} is not a valid outcome of a node: {error}") from error
+
+
+def machine_name() -> str:
+    """Return the name of this machine, in a job of Slurm that of the node."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt
 from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.job_clock import ClockReading
 from holdfast.jobs.state_machine import JobState, RestartPolicy
-from holdfast.jobs.timers import Timers
+from holdfast.jobs.timers import ClockReading, Timers
 from holdfast.system.documents import MAX_BYTES, decode_dataclass, refuse
 from holdfast.system.linux.files import open_regular, write_atomic
 
@@ -32,7 +31,6 @@ class JobSpec:
     num_gpus: int
     has_setup: bool
     user: str
-    gpus: list[list[str]]  # GPUs given to each node at the launch, by earlier versions; or empty lists
     after: int | None = None  # job that must succeed before this one starts, in a pipeline
     devices: tuple[str, ...] = ()  # GPUs of which each node is given `num_gpus`; none: they are not divided
     cpus: float = 0.0  # per node; 0: not asked for
@@ -87,17 +85,12 @@ def first_state(spec: JobSpec) -> JobState:
     return JobState(reason=f"waits for job {spec.after}" if spec.after is not None else "")
 
 
-def encode(value: JobRequest | Submission | StoredState) -> str:
-    """Return a document as one line of JSON."""
-    return json.dumps(asdict(value), default=sorted)  # a set becomes a list
-
-
 # -- the submission --------------------------------------------------------------------------------------
 
 
 def write_submission(folder: JobFolder, submission: Submission) -> None:
     """Write what was submitted, twice. Files that are intact are left as they are."""
-    text = encode(submission)
+    text = journal.encode(submission)
     for path in folder.submissions:
         if not path.exists() or path.read_bytes() != text.encode():
             write_atomic(path, text)
@@ -162,8 +155,7 @@ def _check_submission(path: Path, submission: Submission) -> Submission:
 
 def append_state(folder: JobFolder, state: StoredState) -> None:
     """Append a state to the journal durably."""
-    with journal.locked(folder.states) as fd:
-        journal.append(fd, encode(state))
+    journal.append_value(folder.states, state)
 
 
 def newest_state(folder: JobFolder) -> StoredState | None:
@@ -184,16 +176,9 @@ def _decoded(folder: JobFolder, lines: Iterator[bytes]) -> Iterator[StoredState]
 
 def add_request(folder: JobFolder, kind: str, lead_s: float | None) -> None:
     """Append a request durably."""
-    with journal.locked(folder.requests) as fd:
-        journal.append(fd, encode(JobRequest(uuid.uuid4().hex, kind, lead_s)))
+    journal.append_value(folder.requests, JobRequest(uuid.uuid4().hex, kind, lead_s))
 
 
 def read_requests(folder: JobFolder) -> list[JobRequest]:
     """Return all requests so far, oldest first. Damaged ones are skipped."""
-    found: list[JobRequest] = []
-    for line in journal.lines(folder.requests):
-        try:
-            found.append(decode_dataclass(JobRequest, line, str(folder.requests)))
-        except Corrupt:
-            continue
-    return found
+    return journal.read_values(folder.requests, JobRequest)

@@ -12,14 +12,13 @@ from typing_extensions import override
 
 from holdfast.errors import Conflict, NotFound
 from holdfast.jobs.engine import Engine, Job
-from holdfast.jobs.folder import job_folder
+from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.node.removal import remove
 from holdfast.jobs.notifications.notifier import announce
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
 from holdfast.jobs.output.log_reader import LogReader, interleaved
 from holdfast.jobs.output.tail import FolderWatch
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.state_machine import JobState
 from holdfast.system.environment import read_progress
 from holdfast.system.units import plural

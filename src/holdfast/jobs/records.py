@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from holdfast.errors import Conflict, Corrupt, Internal, NotFound, RetryLater
 from holdfast.jobs import job_numbers
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
-from holdfast.jobs.job_clock import ClockReading
 from holdfast.jobs.node_spec import NodeSpec, read_outcome
 from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.record_files import (
@@ -33,7 +33,7 @@ from holdfast.jobs.record_files import (
 )
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import FINAL, JobStatus
-from holdfast.jobs.timers import Timers
+from holdfast.jobs.timers import ClockReading, Timers
 
 _NO_RECORD = frozenset(
     {errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EPERM}
@@ -252,53 +252,23 @@ class Records:
 
 
 def _submission(record: JobRecord) -> Submission:
-    return Submission(
-        number=record.id,
-        name=record.name,
-        task_id=record.task_id,
-        engine=record.engine,
-        spec=record.spec,
-        policy=record.policy,
-        submitted_unix_s=record.submitted_unix_s,
-    )
+    return Submission(number=record.id, **_shared(record, Submission))
 
 
 def _stored(record: JobRecord, unix_s: float) -> StoredState:
-    return StoredState(
-        unix_s=unix_s,
-        job_state=record.job_state,
-        due=record.due,
-        step_before=record.step_before,
-        started_unix_s=record.started_unix_s,
-        ended_unix_s=record.ended_unix_s,
-        engine_job_id=record.engine_job_id,
-        answered=record.answered,
-        gpus=record.gpus,
-        port=record.port,
-        clock=record.clock,
-    )
+    return StoredState(unix_s=unix_s, **_shared(record, StoredState))
 
 
 def _record(submission: Submission, state: StoredState) -> JobRecord:
-    return JobRecord(
-        id=submission.number,
-        name=submission.name,
-        task_id=submission.task_id,
-        spec=submission.spec,
-        policy=submission.policy,
-        job_state=state.job_state,
-        due=state.due,
-        step_before=state.step_before,
-        submitted_unix_s=submission.submitted_unix_s,
-        started_unix_s=state.started_unix_s,
-        ended_unix_s=state.ended_unix_s,
-        engine=submission.engine,
-        engine_job_id=state.engine_job_id,
-        answered=state.answered,
-        gpus=state.gpus or tuple(tuple(one) for one in submission.spec.gpus),
-        port=state.port,
-        clock=state.clock,
-    )
+    return JobRecord(id=submission.number, **_shared(submission, JobRecord), **_shared(state, JobRecord))
+
+
+def _shared(source: JobRecord | Submission | StoredState, kind: type) -> dict[str, Any]:
+    """Return the fields of a value that another kind has too."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {
+        field.name: getattr(source, field.name) for field in dataclasses.fields(source) if field.name in names
+    }
 
 
 def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:

@@ -6,9 +6,9 @@ from importlib import import_module
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.engine import Engine, Job
+from holdfast.jobs.folder import state_dir
 from holdfast.jobs.record_files import ENGINE_NAMES
 from holdfast.jobs.records import Records
-from holdfast.jobs.state_folder import state_dir
 
 _CLASSES = (
     "holdfast.jobs.local.engine:LocalEngine",

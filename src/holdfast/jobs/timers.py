@@ -1,12 +1,79 @@
-"""Timers of a job: due actions with deadlines, which survive a restart of the controller."""
+"""Clock of a job, which does not follow jumps of the machine's clock, and its due actions with deadlines.
+
+Both survive a restart of the controller.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast.jobs.state_machine import Action, Backoff, KillAttempt, SendNotice, StartAttempt
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """Reading of a job's clock. Another controller continues from it.
+
+    Source: clock_gettime(2), CLOCK_BOOTTIME; random(4), boot_id.
+    """
+
+    unix_s: float
+    boot_s: float  # seconds since the machine has started, with those of sleep
+    boot_id: str  # of this start of the machine
+
+
+def read_machine_clock() -> ClockReading:
+    """Return the time of the machine's own clock."""
+    boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return ClockReading(time.time(), boot_s, _BOOT_ID.read_text().strip())
+
+
+def is_of_earlier_boot(reading: ClockReading | None) -> bool:
+    """Return True if the machine was restarted after a reading of a job's clock."""
+    return reading is not None and reading.boot_id != read_machine_clock().boot_id
+
+
+class JobClock:
+    """Clock that begins with Unix time, and then counts seconds.
+
+    Args:
+        last: newest reading in the job's record. In the same boot, the clock continues from it. After a
+            restart, it follows the machine's clock, but never goes back.
+        read: source of the machine's clock.
+    """
+
+    def __init__(
+        self, last: ClockReading | None = None, read: Callable[[], ClockReading] = read_machine_clock
+    ) -> None:
+        self._read = read
+        now = read()
+        if last is None:
+            begin_s = now.unix_s
+        elif last.boot_id == now.boot_id:
+            begin_s = last.unix_s + max(0.0, now.boot_s - last.boot_s)
+        else:
+            begin_s = max(last.unix_s, now.unix_s)
+        self._begin_s = begin_s - now.boot_s
+
+    def read(self) -> ClockReading:
+        """Return a reading of this clock, for the record."""
+        now = self._read()
+        return ClockReading(self._begin_s + now.boot_s, now.boot_s, now.boot_id)
+
+    def unix_s(self) -> float:
+        """Return the time of this clock."""
+        return self._begin_s + self._read().boot_s
+
+    def machine_unix_s(self, unix_s: float) -> float:
+        """Return the time on the machine's own clock for one of this clock."""
+        now = self._read()
+        return unix_s - (self._begin_s + now.boot_s) + now.unix_s
 
 
 @dataclass(frozen=True, slots=True)

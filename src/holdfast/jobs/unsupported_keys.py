@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.engine import UnsupportedKey
+from holdfast.jobs.node.mounts.private_links import private_mounts, private_note
 from holdfast.jobs.task.model import Task
 
 _NO_VOLUMES = "no volumes are created; kept for other engines"
@@ -40,6 +41,7 @@ CHOICE_KEYS = tuple(
     )
 )
 """Keys that choose a machine."""
+IMAGE = "resources.image_id"
 
 
 _BASHRC = re.compile(r">\s*[\"']?(?:~|\$HOME|\$\{HOME\})/\.(?:bashrc|bash_profile|profile)\b")
@@ -59,7 +61,30 @@ def find_unsupported_keys(task: Task, table: Mapping[str, str]) -> list[Unsuppor
     ]
 
 
-def find_mounts_in_place(task: Task) -> list[UnsupportedKey]:
+def find_on_machines(
+    task: Task, table: Mapping[str, str], further: Iterable[UnsupportedKey] = (), *, bucket: str
+) -> list[UnsupportedKey]:
+    """Return the keys that an engine which runs the commands itself ignores or changes, in file order.
+
+    Args:
+        table: see `find_unsupported_keys`.
+        further: keys of this engine only.
+        bucket: what replaces a bucket without a URL.
+    """
+    found = [one for one in find_unsupported_keys(task, table) if task.image is None or one.key != IMAGE]
+    found += [*further, *_mounts_in_place(task), *_cache_settings(task), *_shell_differences(task)]
+    found += [
+        UnsupportedKey(f"file_mounts.{one.target}", one.line, f"{bucket} replaces the bucket {one.bucket!r}")
+        for one in task.file_mounts
+        if one.source is None and one.bucket
+    ]
+    found += [
+        UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
+    ]
+    return sorted(found, key=lambda found_key: found_key.line)
+
+
+def _mounts_in_place(task: Task) -> list[UnsupportedKey]:
     """Return the mounts whose files are at their path already. They are neither copied nor linked."""
     what = "this file itself: it is there already, so that changes of the job remain"
     return [
@@ -69,7 +94,7 @@ def find_mounts_in_place(task: Task) -> list[UnsupportedKey]:
     ]
 
 
-def find_cache_settings(task: Task) -> list[UnsupportedKey]:
+def _cache_settings(task: Task) -> list[UnsupportedKey]:
     """Return the settings of rclone's cache. Only the limit is used."""
     keys = {mount.target: f"file_mounts.{mount.target}.config.mount_cached" for mount in task.file_mounts}
     what = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
@@ -80,7 +105,7 @@ def find_cache_settings(task: Task) -> list[UnsupportedKey]:
     ]
 
 
-def find_shell_differences(task: Task) -> list[UnsupportedKey]:
+def _shell_differences(task: Task) -> list[UnsupportedKey]:
     """Return the differences of the shell that commands of `setup` and `run` depend on."""
     return [
         UnsupportedKey(key, task.lines.get(key, 1), what)

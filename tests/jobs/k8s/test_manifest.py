@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.k8s.engine import K8sEngine, KubeflowEngine, ManifestEngine
-from holdfast.jobs.k8s.manifest_text import escape, to_manifest
+from holdfast.jobs.k8s.refusal import escape, to_manifest
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.parser import Overrides, load_task, parse_task
 from jobs.k8s.published import (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.jobs.local.allocation import Capacity, Demand, ResourceClaim, allocate
+from holdfast.jobs.local.claims import Capacity, Demand, ResourceClaim, allocate
 
 CAPACITY = Capacity(8.0, 64 << 10)
 GPUS = ("0", "1", "2", "3", "4", "5", "GPU-x", "GPU-y")

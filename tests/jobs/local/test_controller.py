@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.errors import PREEMPTED_STATUS, Conflict, InvalidInput, NotFound
 from holdfast.jobs.history import read_changes
-from holdfast.jobs.local.specs import addresses
+from holdfast.jobs.local.nodes import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from holdfast.system.linux import locks

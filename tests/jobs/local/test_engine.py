@@ -19,7 +19,7 @@ from holdfast.jobs.environment import (
     tag,
 )
 from holdfast.jobs.local.engine import visible_gpus
-from holdfast.jobs.local.specs import addresses
+from holdfast.jobs.local.nodes import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.output.tail import FolderWatch
 from holdfast.jobs.state_machine import Backoff, KillAttempt, SendNotice, StartAttempt

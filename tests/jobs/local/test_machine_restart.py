@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs import job_clock
+from holdfast.jobs import timers
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
@@ -25,7 +25,7 @@ def test_a_job_is_not_running_after_a_restart_of_the_machine_and_is_continued(
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("another-boot\n")
     with monkeypatch.context() as patch:
-        patch.setattr(job_clock, "_BOOT_ID", boot_id)
+        patch.setattr(timers, "_BOOT_ID", boot_id)
         (shown,) = harness.engine.jobs()  # also starts the controller
         assert shown.status is JobStatus.RECOVERING
         assert shown.reason, "why"

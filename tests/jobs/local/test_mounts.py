@@ -365,7 +365,7 @@ def test_a_directory_with_files_that_are_not_uploaded_stays(
 ) -> None:
     job = harness.wait(harness.submit(f"echo 1 > out/corpus; {left}; exit 1", head=cached(place)))
     assert job.status is JobStatus.FAILED
-    harness.wait_for(job, lambda: not harness.roles(job, "upload_watcher"), "the end of the watcher")
+    harness.wait_for(job, lambda: not harness.roles(job, "mounter"), "the end of the uploads")
     harness.wait_for(job, lambda: not harness.roles(job, "controller"), "the end of the controller")
     (spec,) = caches(harness.files(job))
     assert len({"link", "unfinished.tmp"} & {path.name for path in Path(spec.path).iterdir()}) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.local.ports import choose_port, fixed_ports, needs_port
+from holdfast.jobs.local.claims import choose_port, fixed_ports, needs_port
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 

@@ -16,7 +16,7 @@ from holdfast import jobs
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
-from holdfast.jobs.notifications import notifier, targets
+from holdfast.jobs.notifications import notifier
 from holdfast.jobs.status import JobStatus
 from holdfast.system.linux import locks
 from jobs.harness import JobHarness
@@ -149,6 +149,18 @@ def test_a_webhook_that_does_not_answer_does_not_delay_the_job(
     assert not harness.files(job).path.exists()
 
 
+def test_the_end_of_the_commands_does_not_end_a_request(harness: JobHarness, receiver: Receiver) -> None:
+    """The controller kills what is left of an attempt, and its own notifier is not."""
+    receiver.gate.clear()
+    job = launch(harness, WAITS, receiver.url, on=["running", "ended"])
+    harness.wait_for(job, lambda: receiver.bodies, "the request")
+    release(harness, job)
+    harness.wait(job)
+    receiver.gate.set()
+    wait_for_end(harness, job)
+    assert receiver.statuses == ["RUNNING", "SUCCEEDED"]
+
+
 def test_failures_are_in_the_log_and_the_description(
     harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +193,7 @@ def test_a_server_that_fails_is_asked_again(receiver: Receiver, monkeypatch: pyt
 def test_messages_of_failures_have_neither_url_nor_host(receiver: Receiver) -> None:
     url = receiver.url.replace("http://", "https://")
     for bad in (url, f"http://{SECRET}.invalid/", "http://127.0.0.1:1/"):
-        error, may_pass = targets.post(bad, b"{}")
+        error, may_pass = notifier.post(bad, b"{}")
         assert error
         assert may_pass
         assert SECRET not in error
@@ -212,7 +224,7 @@ def test_https_and_the_proxy_of_the_users_environment_are_used(
     certificate.write_text(certificate.read_text() + (tmp_path / "key.pem").read_text())
     secure = Receiver(certificate)
     with secure.running(), monkeypatch.context() as patch:
-        error, _ = targets.post(secure.url, b"{}")
+        error, _ = notifier.post(secure.url, b"{}")
         assert error == "TLS failed (SSLCertVerificationError)", "its certificate is not trusted yet"
         patch.setenv("SSL_CERT_FILE", str(certificate))
         patch.setenv("no_proxy", "localhost")
@@ -228,9 +240,9 @@ def test_https_and_the_proxy_of_the_users_environment_are_used(
 def test_a_server_that_never_ends_its_answer_is_given_up(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "_TOTAL_S", 0.3)
+    monkeypatch.setattr(notifier, "_TOTAL_S", 0.3)
     receiver.gate.clear()
-    assert targets.post(receiver.url, b'{"status": "x"}') == ("the server did not answer in time", True)
+    assert notifier.post(receiver.url, b'{"status": "x"}') == ("the server did not answer in time", True)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.output import log_limit
+from holdfast.jobs.output import log_times
 from holdfast.jobs.output.block import last_texts, with_prefix
-from holdfast.jobs.output.log_limit import LogSampler
 from holdfast.jobs.output.log_reader import LogReader, interleaved
-from holdfast.jobs.output.log_times import LogTimes, add_sample, times_path
+from holdfast.jobs.output.log_times import LogSampler, LogTimes, add_sample, times_path
 from holdfast.jobs.output.tail import last_lines
 
 BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n"
@@ -182,7 +181,7 @@ def test_a_part_that_was_removed_within_a_block_is_not_read(tmp_path: Path) -> N
     hole, line = (64 << 10, 128 << 10), b"x" * 63 + b"\n"
     path.write_bytes(line * (256 << 4))
     with path.open("r+b") as file:
-        log_limit.punch(file.fileno(), hole[0], hole[1] - hole[0])
+        log_times.punch(file.fileno(), hole[0], hole[1] - hole[0])
     found = read(path)
     assert b"\0" not in found
     assert found.count(line) == (256 << 4) - (hole[1] - hole[0]) // len(line)
@@ -199,7 +198,7 @@ def test_a_log_within_its_limit_is_left_alone(tmp_path: Path) -> None:
     assert read(path)[: 3 << 20] == b"x" * (3 << 20)
     assert b"HOLDFAST_LOG_LIMIT must be a size" in read(path)
     with pytest.raises(InvalidInput, match="at least 1MiB"):
-        log_limit.limit_bytes("1kB")
+        log_times.limit_bytes("1kB")
 
 
 def test_times_are_thinned_out_when_they_become_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

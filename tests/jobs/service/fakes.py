@@ -1,4 +1,4 @@
-"""Programs in place of crontab, systemctl and loginctl: they record their arguments, and keep files."""
+"""Programs in place of systemctl and loginctl: they record their arguments, and keep files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ from pathlib import Path
 
 import pytest
 
-_CRONTAB = """
-case "$1" in
--l) if [ -e "$0.refuses" ]; then echo "You ($USER) are not allowed to use this program" >&2; exit 1; fi
-    cat "$0.table" 2>/dev/null || { echo "no crontab for me" >&2; exit 1; } ;;
--r) rm "$0.table" ;;
--) cat > "$0.table" ;;
-esac
-"""
 _SYSTEMCTL = """
 units="$XDG_CONFIG_HOME/systemd/user"
 [ -e "$0.manager" ] || { echo "Failed to connect to bus" >&2; exit 1; }
@@ -47,10 +39,6 @@ class FakePrograms:
         patch.setenv("XDG_CONFIG_HOME", str(folder.parent / "config"))
         patch.delenv("XDG_RUNTIME_DIR", raising=False)
 
-    def add_cron(self) -> None:
-        """Install crontab."""
-        self._write("crontab", _CRONTAB)
-
     def add_systemd(self, *, allows_linger: bool = True) -> None:
         """Install systemctl and loginctl, with a running manager."""
         self._write("systemctl", _SYSTEMCTL)
@@ -62,16 +50,6 @@ class FakePrograms:
     def set(self, name: str) -> None:
         """Change how a program behaves."""
         (self.folder / name).touch()
-
-    @property
-    def table(self) -> bytes | None:
-        """The crontab, or None."""
-        path = self.folder / "crontab.table"
-        return path.read_bytes() if path.exists() else None
-
-    @table.setter
-    def table(self, value: bytes) -> None:
-        (self.folder / "crontab.table").write_bytes(value)
 
     def calls(self, name: str) -> list[str]:
         """Return the argument lists of a program so far."""

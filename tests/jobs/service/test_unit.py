@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs.service.boot_command import make_boot_command
-from holdfast.jobs.service.systemd import unit_text
+from holdfast.jobs.service.installation import unit_text
 
 NAMES = ["plain", "a b", "50% %h", "$x \"q\" 'q'", "back\\slash\\", "ümläut"]
 needs_systemd = pytest.mark.skipif(

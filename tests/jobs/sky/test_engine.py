@@ -11,11 +11,10 @@ import pytest
 import yaml
 
 from holdfast.errors import Conflict, NotFound, RetryLater, Unsupported
-from holdfast.jobs.folder import job_folder
+from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import find_engine
 from holdfast.jobs.sky.engine import SkyEngine
-from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import tag
-from holdfast.jobs.folder import job_folder
+from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.slurm.engine import SlurmEngine
 from holdfast.jobs.slurm.job_files import JobFiles
-from holdfast.jobs.state_folder import state_dir
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 from jobs.harness import with_word

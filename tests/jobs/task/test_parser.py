@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.task.accelerators import Accelerators, parse_accelerators
+from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.model import MountMode, Task
 from holdfast.jobs.task.parser import Overrides, command_task, load_task, parse_task, parse_tasks

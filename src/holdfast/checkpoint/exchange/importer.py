@@ -262,7 +262,7 @@ def _nest_under(source: Source, under: str | None) -> Source:
 
 
 def _nest_references(value: object, under: str) -> object:
-    from holdfast.checkpoint.state.containers import kind_of
+    from holdfast.checkpoint.format.containers import kind_of
 
     if isinstance(value, TensorRef):
         return TensorRef(f"{under}.{value.name}")

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
-from holdfast.checkpoint.state.containers import kind_of
 from holdfast.checkpoint.state.tensors import is_savable, unsavable
 from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput, Unsupported

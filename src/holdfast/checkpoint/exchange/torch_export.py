@@ -71,7 +71,7 @@ def _flatten(tree: dict[str, Any], flatten: Any) -> tuple[dict[str, Any], dict[s
     """Flatten a tree with DCP's keys. DCP recognizes tensors by class, so meta tensors are inserted."""
     import torch
 
-    from holdfast.checkpoint.state.containers import kind_of
+    from holdfast.checkpoint.format.containers import kind_of
 
     by_id: dict[int, ArchivedTensor] = {}
     tensors: list[torch.Tensor] = []

@@ -7,8 +7,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 
-from holdfast.jobs.dash.request import COOKIE, PageRequest
-from holdfast.jobs.dash.response import PageResponse, text_response
+from holdfast.jobs.dash.messages import COOKIE, PageRequest, PageResponse, text_response
 
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 _OWN_PAGE = ("", "none", "same-origin")

@@ -11,15 +11,16 @@ from typing import Any
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
 from holdfast.jobs.dash.access import AccessKeys, check_access
 from holdfast.jobs.dash.job_board import JobBoard, job_page
-from holdfast.jobs.dash.output_feed import output_page
-from holdfast.jobs.dash.request import PageRequest, parse_request
-from holdfast.jobs.dash.response import (
+from holdfast.jobs.dash.messages import (
     REPORT_POLICY,
+    PageRequest,
     PageResponse,
     error_response,
     json_response,
+    parse_request,
     text_response,
 )
+from holdfast.jobs.dash.output_feed import output_page
 from holdfast.jobs.dash.run_view import RunPlace, RunView, find_place
 from holdfast.jobs.description import checkpoints_of
 from holdfast.jobs.engine import Job

@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError, NotFound, RetryLater
-from holdfast.jobs.description import JobDescription, describe_job
+from holdfast.jobs.description import JobDescription, describe_checks, describe_job
 from holdfast.jobs.engine import Job
-from holdfast.jobs.folder import job_folder
+from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.history import Change, JobAttempt, measure, read_changes
 from holdfast.jobs.interface import queue
-from holdfast.jobs.node.checks.summary import describe_checks
 from holdfast.jobs.records import Records
-from holdfast.jobs.state_folder import state_dir
 from holdfast.watch.report.kept_readings import KeptReadings
 
 _T = TypeVar("_T")

@@ -12,10 +12,9 @@ from typing import Any
 
 from holdfast.errors import InvalidInput, NotFound, printable
 from holdfast.jobs.engine import Job
-from holdfast.jobs.folder import job_folder
+from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.output.block import OutputBlock, texts
 from holdfast.jobs.output.log_reader import LogReader, interleaved
-from holdfast.jobs.state_folder import state_dir
 from holdfast.system.units import plural
 
 MAX_BYTES = 256 << 10

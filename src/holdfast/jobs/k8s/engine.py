@@ -11,9 +11,8 @@ from typing_extensions import override
 from holdfast.errors import Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.k8s.manifest import Object, job, job_set, pytorch_job, secret_name
-from holdfast.jobs.k8s.manifest_text import to_manifest
-from holdfast.jobs.k8s.pod_resources import gpu_choice
-from holdfast.jobs.k8s.refusal import POD_CONFIG, line_of, object_name
+from holdfast.jobs.k8s.pod_config import gpu_choice
+from holdfast.jobs.k8s.refusal import POD_CONFIG, line_of, object_name, to_manifest
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus

@@ -14,13 +14,26 @@ import yaml
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.conda import conda_start
 from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file
-from holdfast.jobs.k8s.manifest_text import escape, reference
-from holdfast.jobs.k8s.pod_config import grace_s, merge_pod_config, pod_config
-from holdfast.jobs.k8s.pod_resources import affinity, gpu_choice, requirements
-from holdfast.jobs.k8s.refusal import invalid, is_subdomain, labels, object_name, unsupported
+from holdfast.jobs.k8s.pod_config import (
+    affinity,
+    gpu_choice,
+    grace_s,
+    merge_pod_config,
+    pod_config,
+    requirements,
+)
+from holdfast.jobs.k8s.refusal import (
+    escape,
+    invalid,
+    is_subdomain,
+    labels,
+    object_name,
+    reference,
+    unsupported,
+)
+from holdfast.jobs.task.edits import fill_in
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
-from holdfast.jobs.task.variables import fill_in
 from holdfast.jobs.unsupported_keys import value_at
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 

@@ -1,8 +1,13 @@
-"""Names that Kubernetes accepts, and errors about a key of a task file; pure."""
+"""Names and texts that Kubernetes accepts, and errors about a key of a task file; pure."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+from typing_extensions import override
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.task.model import Task
@@ -36,8 +41,7 @@ def unsupported(task: Task, key: str, what: str) -> Unsupported:
 def line_of(task: Task, key: str) -> int:
     """Return the line of a key, or of the nearest key around it."""
     parts = key.split(".")
-    around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next((task.lines[found] for found in around if found in task.lines), 1)
+    return task.line_of(*(".".join(parts[:count]) for count in range(len(parts), 0, -1)))
 
 
 def _place(task: Task, key: str) -> str:
@@ -74,3 +78,45 @@ def labels(task: Task) -> dict[str, str]:
 def is_subdomain(name: str) -> bool:
     """Return True if an object of Kubernetes may have this name."""
     return _SUBDOMAIN.fullmatch(name) is not None
+
+
+# Readers differ about words such as y, on and 1e3. So only words that cannot be anything else are not quoted.
+_PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.A)
+_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"))
+_OTHER_BREAKS = re.compile("[\r\x85\u2028\u2029]")  # line breaks in YAML 1.1 only
+_NEVER_FOLDED = 10**9
+_REPLACED = re.compile(r"\$(?=[$(])")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Dumper without anchors that quotes text unless it cannot be anything else."""
+
+    @override
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> Any:
+    is_plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
+    is_block = "\n" in text and not _OTHER_BREAKS.search(text)
+    style = "|" if is_block else None if is_plain else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_manifest(document: Mapping[str, Any], comments: Iterable[str]) -> str:
+    """Return a manifest that begins with comments."""
+    body = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_NEVER_FOLDED)
+    return "".join(f"# {line}\n" for line in comments) + body
+
+
+def escape(text: str) -> str:
+    """Return text that Kubernetes turns back into `text`: it replaces `$(NAME)`, and `$$` by `$`."""
+    return _REPLACED.sub("$$", text)
+
+
+def reference(name: str) -> str:
+    """Return text that Kubernetes replaces by the value of an environment variable."""
+    return f"$({name})"

@@ -1,10 +1,14 @@
-"""Claims of jobs to parts of this machine, found in the records of all jobs."""
+"""Claims of jobs to parts of this machine, found in the records of all jobs; their allocation, and ports."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Iterator, Mapping
+import re
+import socket
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,15 +16,175 @@ from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.job_numbers import job_numbers
-from holdfast.jobs.local.allocation import Allocation, Capacity, Demand, ResourceClaim, allocate
-from holdfast.jobs.node.spawn import start_controller
+from holdfast.jobs.node.roles import rouse_controller
 from holdfast.jobs.node_spec import NodeSpec
 from holdfast.jobs.record_files import JobSpec
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
 from holdfast.system.host_memory import total_bytes
 from holdfast.system.linux import locks
-from holdfast.system.linux.wakeup_pipe import wake
+from holdfast.system.units import plural
+
+Devices = tuple[tuple[str, ...], ...]
+"""GPUs of each node of a job, by rank."""
+
+_GIB_MIB = 1024
+_ROUNDING = 1e-6
+"""Tolerance of sums of parts of CPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """CPUs and memory of a machine."""
+
+    cpus: float
+    memory_mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceClaim:
+    """Resources of a job that has started and not ended."""
+
+    job: int
+    gpus: tuple[str, ...] = ()
+    cpus: float = 0.0
+    memory_mib: int = 0
+    ports: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Resources that a job needs for its start."""
+
+    job: int
+    priority: int = 0  # jobs with a greater one come first
+    num_nodes: int = 1
+    gpus_per_node: int = 0
+    devices: tuple[str, ...] = ()  # GPUs that the job may have
+    cpus: float = 0.0  # of all its nodes
+    memory_mib: int = 0  # of all its nodes
+    ports: tuple[int, ...] = ()  # that its commands name
+    needs_port: bool = False  # any other port too
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the job needs nothing that is divided among jobs."""
+        return not (self.num_gpus or self.cpus or self.memory_mib or self.ports or self.needs_port)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Jobs that may start now, and why the others wait."""
+
+    given: Mapping[int, Devices] = field(default_factory=dict)  # GPUs of the jobs that may start, by job
+    shortages: Mapping[int, str] = field(default_factory=dict)  # why a job waits, by job, first come first
+
+
+def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Iterable[Demand]) -> Allocation:
+    """Return which jobs may start beside those that have started.
+
+    Jobs are served by priority, then by number. One that does not fit keeps what is free of its needs, so
+    that later ones start only with what it does not need. Needs beyond the machine count as all of it, except
+    for GPUs.
+    """
+    machine = _Machine(capacity, claims)
+    given: dict[int, Devices] = {}
+    shortages: dict[int, str] = {}
+    for demand in sorted(demands, key=lambda one: (-one.priority, one.job)):
+        shortage = machine.shortage(demand)
+        gpus = machine.take(demand, is_waiting=bool(shortage))
+        if shortage:
+            shortages[demand.job] = shortage
+        else:
+            given[demand.job] = _by_node(gpus, demand)
+    return Allocation(given, shortages)
+
+
+def _by_node(gpus: Sequence[str], demand: Demand) -> Devices:
+    each = demand.gpus_per_node
+    return tuple(tuple(gpus[rank * each : (rank + 1) * each]) for rank in range(demand.num_nodes))
+
+
+class _Machine:
+    """Resources of a machine while they are divided."""
+
+    def __init__(self, capacity: Capacity, claims: Iterable[ResourceClaim]) -> None:
+        self._capacity = capacity
+        self._taken = list(claims)
+        self._waiting: set[int] = set()  # jobs that wait, and keep what they have taken
+
+    def shortage(self, demand: Demand) -> str:
+        """Return why a job must wait, for people. Empty if it fits."""
+        needs: list[str] = []
+        users: set[int] = set()
+        free_gpus = self._free_gpus(demand)
+        if len(free_gpus) < demand.num_gpus:
+            needs.append(f"{plural(demand.num_gpus, 'GPU')} ({len(free_gpus)} free)")
+            users |= {one.job for one in self._taken if set(one.gpus) & set(demand.devices)}
+        cpus, memory_mib = self._needs(demand)
+        if cpus > self._free_cpus() + _ROUNDING:
+            needs.append(f"{_cpus(cpus)} ({self._free_cpus():g} free)")
+            users |= {one.job for one in self._taken if one.cpus}
+        if memory_mib > self._free_memory_mib():
+            needs.append(f"{_amount(memory_mib)} of memory ({_amount(self._free_memory_mib())} free)")
+            users |= {one.job for one in self._taken if one.memory_mib}
+        needs += [
+            f"port {port} of job {one.job}"
+            for port in demand.ports
+            for one in self._taken
+            if port in one.ports
+        ]
+        return f"waits for {' and '.join(needs)}{self._who(users)}" if needs else ""
+
+    def take(self, demand: Demand, *, is_waiting: bool) -> list[str]:
+        """Take what a job needs, or of that what is free, and return its GPUs."""
+        gpus = self._free_gpus(demand)[: demand.num_gpus]
+        cpus, memory_mib = self._needs(demand)
+        cpus, memory_mib = min(cpus, self._free_cpus()), min(memory_mib, self._free_memory_mib())
+        self._taken.append(ResourceClaim(demand.job, tuple(gpus), cpus, memory_mib, demand.ports))
+        if is_waiting:
+            self._waiting.add(demand.job)
+        return gpus
+
+    def _needs(self, demand: Demand) -> tuple[float, int]:
+        return min(demand.cpus, self._capacity.cpus), min(demand.memory_mib, self._capacity.memory_mib)
+
+    def _free_gpus(self, demand: Demand) -> list[str]:
+        taken = {gpu for one in self._taken for gpu in one.gpus}
+        return [gpu for gpu in dict.fromkeys(demand.devices) if gpu not in taken]
+
+    def _free_cpus(self) -> float:
+        return max(0.0, self._capacity.cpus - sum(one.cpus for one in self._taken))
+
+    def _free_memory_mib(self) -> int:
+        return max(0, self._capacity.memory_mib - sum(one.memory_mib for one in self._taken))
+
+    def _who(self, users: set[int]) -> str:
+        """Return which jobs have, or get first, what another one needs."""
+        running, first = sorted(users - self._waiting), sorted(users & self._waiting)
+        parts = [f"{_jobs(running)} {'has' if len(running) == 1 else 'have'} the rest"] if running else []
+        if first:
+            parts.append(f"{_jobs(first)} {'comes' if len(first) == 1 else 'come'} first")
+        return f"; {', and '.join(parts)}" if parts else ""
+
+
+def _jobs(numbers: Sequence[int]) -> str:
+    return f"{'job' if len(numbers) == 1 else 'jobs'} {', '.join(map(str, numbers))}"
+
+
+def _cpus(number: float) -> str:
+    return f"{number:g} CPU{'' if number == 1 else 's'}"
+
+
+def _amount(mib: int) -> str:
+    """Return an amount of memory, rounded down to a tenth of a GiB."""
+    return f"{mib} MiB" if mib < _GIB_MIB else f"{mib * 10 // _GIB_MIB / 10:g} GiB"
+
 
 _LOCK = "claims.lock"
 """File whose lock is held while a job takes its claim. Its contents mean nothing."""
@@ -119,9 +283,8 @@ def lead_on(records: Records, state: Path, *, besides: int | None = None) -> Non
         besides: job whose controller calls this.
     """
     for number in read_claims(records, state).leading:
-        folder = job_folder(state, number)
-        if number != besides and not start_controller(folder):
-            wake(folder.wakeup)
+        if number != besides:
+            rouse_controller(job_folder(state, number))
 
 
 def _claim(record: JobRecord) -> ResourceClaim:
@@ -161,3 +324,60 @@ def _claims_of_nodes(number: int, folder: JobFolder) -> Iterator[ResourceClaim]:
 def read_capacity() -> Capacity:
     """Return the CPUs of this process, and the memory of its control groups."""
     return Capacity(float(len(os.sched_getaffinity(0))), total_bytes() // _MIB)
+
+
+_FIRST = 20_000
+_NUM_PORTS = 10_000
+"""Range of chosen ports. It is below those that Linux gives to outgoing connections."""
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_OPTION = re.compile(r"--(?:master|main[-_]process)[-_]port[ =]+[\"']?(\d{2,5})\b")
+_ENDPOINT = re.compile(r"--rdzv[-_]endpoint[ =][^\n]*?:(\d{2,5})\b")
+_ASSIGNED = re.compile(r"\bMASTER_PORT=[\"']?(\d{2,5})\b")
+_MASTER_PORT = "MASTER_PORT"
+
+
+def fixed_ports(commands: str, variables: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the rendezvous ports that commands or their variables name; pure."""
+    text = _VARIABLE.sub(lambda found: variables.get(found[1] or found[2], found[0]), commands)
+    named = [found[1] for pattern in (_OPTION, _ENDPOINT, _ASSIGNED) for found in pattern.finditer(text)]
+    given = variables.get(_MASTER_PORT, "")
+    named += [given] if given.isascii() and given.isdecimal() else []
+    return tuple(sorted({int(port) for port in named}))
+
+
+def needs_port(commands: str, num_nodes: int) -> bool:
+    """Return True if a job is given a port: if it has several nodes or names the variable; pure."""
+    return num_nodes > 1 or _MASTER_PORT in commands
+
+
+def choose_port(folder: Path, taken: Collection[int]) -> int:
+    """Return a port that no other job has, and that no program listens on.
+
+    Args:
+        folder: folder of the job. The search begins at its hash: jobs of other users, whose ports are not in
+            `taken`, may not listen yet.
+        taken: ports of other jobs in the same state folder.
+    """
+    start = zlib.crc32(os.fsencode(folder))
+    for offset in range(_NUM_PORTS):
+        port = _FIRST + (start + offset) % _NUM_PORTS
+        if port not in taken and _is_free(port):
+            return port
+    raise RetryLater(f"All ports from {_FIRST} to {_FIRST + _NUM_PORTS - 1} are in use on this machine.")
+
+
+def _is_free(port: int) -> bool:
+    """Return True if a process could listen on a port of all addresses."""
+    family, address = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind((address, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+    return True

@@ -15,19 +15,16 @@ from typing_extensions import override
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.controller import LEAD_S, Controller, event_of
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.job_clock import JobClock
-from holdfast.jobs.local.claims import demand, lead_on, locked, read_claims
-from holdfast.jobs.local.nodes import Nodes
-from holdfast.jobs.local.ports import choose_port
-from holdfast.jobs.local.specs import make_specs
+from holdfast.jobs.local.claims import choose_port, demand, lead_on, locked, read_claims
+from holdfast.jobs.local.nodes import Nodes, make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
-from holdfast.jobs.node.machine_name import machine_name
+from holdfast.jobs.node.mounts.lease import Teardown
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links, visible_links
-from holdfast.jobs.node.mounts.teardown import Teardown
-from holdfast.jobs.node.spawn import start_controller
+from holdfast.jobs.node.roles import rouse_controller, start_controller
+from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import (
@@ -44,10 +41,10 @@ from holdfast.jobs.state_machine import (
     Uploading,
 )
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.timers import Timers
+from holdfast.jobs.timers import JobClock, Timers
 from holdfast.system.linux import locks
 from holdfast.system.linux.processes import adopt_orphans
-from holdfast.system.linux.wakeup_pipe import WakeupPipe, wake
+from holdfast.system.linux.wakeup_pipe import WakeupPipe
 from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
@@ -134,43 +131,25 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
 def _clean_up(records: Records, folder: JobFolder, number: int) -> None:
     """Remove what a running job needs, and let the next job of its pipeline proceed."""
     remove_links(folder)
-    _release_containers(folder)
-    _remove_secrets(folder)
+    for clean in (release_containers, remove_secrets):
+        try:
+            clean(folder)
+        except OSError as error:  # the next command tries again
+            _log.error("cannot complete the end of the job in %s: %s", folder.path, error)
     _wake_successors(records, folder, number)
-    _remove_copies(folder)
-
-
-def _remove_copies(folder: JobFolder) -> None:
-    """Remove the write-back directories of an ended job, if it has any."""
     if caches(folder):
         # Here, because it takes as long to import as all else, and most jobs do not need it.
-        from holdfast.jobs.node.mounts.unsent_files import remove_copies
+        from holdfast.jobs.node.mounts.uploads import remove_copies
 
         remove_copies(folder)
-
-
-def _release_containers(folder: JobFolder) -> None:
-    """Have the containers of an ended job removed. After an error, the next command tries again."""
-    try:
-        release_containers(folder)
-    except OSError as error:
-        _log.error("cannot start the removal of the job's containers: %s", error)
-
-
-def _remove_secrets(folder: JobFolder) -> None:
-    """Remove the secrets of an ended job. After an error, the next command tries again."""
-    try:
-        remove_secrets(folder)
-    except OSError as error:
-        _log.error("cannot remove the secrets of the job from %s: %s", folder.path, error)
 
 
 def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:
     """Wake the controllers of the jobs after this one, or start them."""
     for record in records.successors(number):
         successor = job_folder(folder.path.parents[1], record.id)
-        if not record.job_state.status.is_final and not start_controller(successor):
-            wake(successor.wakeup)
+        if not record.job_state.status.is_final:
+            rouse_controller(successor)
 
 
 class LocalController(Controller):

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from typing_extensions import override
@@ -19,21 +19,18 @@ from holdfast.jobs.engine import Job, UnsupportedKey, each
 from holdfast.jobs.environment import JobPipeline, create_task_id
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.job_clock import is_of_earlier_boot
-from holdfast.jobs.local.claims import Claims, lead_on, may_need_claim, read_claims
+from holdfast.jobs.journal import write_document
+from holdfast.jobs.local.claims import Claims, fixed_ports, lead_on, may_need_claim, needs_port, read_claims
 from holdfast.jobs.local.controller import cancel_without_controller
-from holdfast.jobs.local.ports import fixed_ports, needs_port
-from holdfast.jobs.local.specs import write_commands
 from holdfast.jobs.node.containers.image_spec import make_image_spec, write_image_spec
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.containers.runtime import find_runtime
 from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
-from holdfast.jobs.node.mounts.mount_plan import place
-from holdfast.jobs.node.mounts.private_links import private_mounts, private_note
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
-from holdfast.jobs.node.spawn import start_controller
-from holdfast.jobs.node.workdir import check_workdir, create_workdir
-from holdfast.jobs.node.workdir_link import workdir_links
+from holdfast.jobs.node.preparation import prepare
+from holdfast.jobs.node.roles import rouse_controller, start_controller
+from holdfast.jobs.node.workdir import check_workdir
+from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications.outbox import write_plan
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
@@ -42,16 +39,9 @@ from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task, TaskFile
-from holdfast.jobs.unsupported_keys import (
-    CHOICE_KEYS,
-    UNUSED_KEYS,
-    find_cache_settings,
-    find_mounts_in_place,
-    find_shell_differences,
-    find_unsupported_keys,
-)
+from holdfast.jobs.timers import is_of_earlier_boot
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
-from holdfast.system.linux.wakeup_pipe import wake
 from holdfast.system.units import plural
 
 _HAS_NODES = frozenset({JobStatus.STARTING, JobStatus.RUNNING})
@@ -61,7 +51,6 @@ _CHOICE = "ignored: there is no choice of machines; kept for other engines"
 _ALTERNATIVES = (
     "no choice of machines; SKYPILOT_NUM_GPUS_PER_NODE is the greatest number of GPUs in any of them"
 )
-_IMAGE = "resources.image_id"
 _KEPT_FREE = "not given to other jobs, and not limited"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
     **UNUSED_KEYS,
@@ -76,7 +65,7 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
     "resources.job_recovery.strategy": "ignored: there is only one machine",
     "resources.network_tier": "nodes communicate over the loopback interface",
     "resources.labels": "no machine is labelled",
-    _IMAGE: "commands run on this machine as it is; images (docker:NAME) need podman or docker",
+    IMAGE: "commands run on this machine as it is; images (docker:NAME) need podman or docker",
     "resources.autostop": "this machine is not stopped",
     "resources.priority_class": "ignored: use priority",
 }
@@ -160,10 +149,9 @@ class LocalEngine(RecordedEngine):
             HoldfastError: a file cannot be written, or would be wrong.
         """
         try:
-            write_commands(task, folder, _base_environment(), pipeline)
-            create_workdir(task, folder)
-            links = workdir_links(task, folder, records) if task.image is None else []
-            place(task, folder, self._state, links)
+            prepare(task, folder, records, self._state)
+            variables = {**task.envs, **task.secrets}
+            write_document(folder.environment, Environment(_base_environment(), variables, pipeline))
         except HoldfastError:
             raise  # some of them are an OSError too
         except (OSError, shutil.Error) as error:
@@ -205,9 +193,7 @@ class LocalEngine(RecordedEngine):
         is_behind = claims.shortage(record.id) and record.id not in claims.leading
         if is_behind or self._is_far_from_start(record):
             return
-        folder = job_folder(self._state, record.id)
-        if not start_controller(folder):
-            wake(folder.wakeup)
+        rouse_controller(job_folder(self._state, record.id))
 
     def _is_far_from_start(self, record: JobRecord) -> bool:
         """Return True if the job before this one in its pipeline has not started either."""
@@ -270,9 +256,7 @@ class LocalEngine(RecordedEngine):
         record = records.get(number)
         check_active(self._job(record, Claims()))
         records.ask(number, kind, lead_s)
-        folder = job_folder(self._state, number)
-        if not start_controller(folder):
-            wake(folder.wakeup)
+        rouse_controller(job_folder(self._state, number))
         return self._job(record, self._claims([record]))
 
 
@@ -305,7 +289,6 @@ def _spec(task: Task, after: int | None) -> JobSpec:
         num_gpus=task.accelerators.num_per_node,
         has_setup=bool(task.setup),
         user=getpass.getuser(),
-        gpus=[],
         after=after,
         devices=tuple(visible_gpus()),
         cpus=task.cpus,
@@ -357,18 +340,4 @@ def visible_gpus(devices: Path = _DEVICES) -> list[str]:
 
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
-    found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_buckets(task)]
-    found += [*find_mounts_in_place(task), *find_cache_settings(task), *find_shell_differences(task)]
-    if task.image is not None:
-        found = [one for one in found if one.key != _IMAGE]
-    found += [
-        UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
-    ]
-    return sorted(found, key=lambda found_key: found_key.line)
-
-
-def _buckets(task: Task) -> Iterator[UnsupportedKey]:
-    for mount in task.file_mounts:
-        if mount.source is None and mount.bucket:
-            what = f"a folder of this machine replaces the bucket {mount.bucket!r}"
-            yield UnsupportedKey(f"file_mounts.{mount.target}", mount.line, what)
+    return find_on_machines(task, _UNSUPPORTED_KEYS, bucket="a folder of this machine")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import Corrupt
 from holdfast.jobs import journal
 from holdfast.jobs.node.checks.result import NodeChecks, describe_failures
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.system.documents import decode_dataclass
 from holdfast.system.linux.files import write_atomic
 
 MAX_BYTES = 2 << 20
@@ -58,7 +55,7 @@ class MachineEvent:
 
 def add_events(state: Path, events: Iterable[MachineEvent]) -> None:
     """Append events to the record of a state folder."""
-    lines = [json.dumps(asdict(_shortened(one))) for one in events]
+    lines = [journal.encode(_shortened(one)) for one in events]
     if not lines:
         return
     path = state / _FILE
@@ -68,7 +65,7 @@ def add_events(state: Path, events: Iterable[MachineEvent]) -> None:
             is_large = os.fstat(fd).st_size > MAX_BYTES
         if is_large:
             kept = read_events(state)[-KEPT_EVENTS:]
-            write_atomic(path, "".join(f"{json.dumps(asdict(one))}\n" for one in kept))
+            write_atomic(path, "".join(f"{journal.encode(one)}\n" for one in kept))
 
 
 def read_events(state: Path, *, now_unix_s: float | None = None) -> list[MachineEvent]:
@@ -76,18 +73,16 @@ def read_events(state: Path, *, now_unix_s: float | None = None) -> list[Machine
     now_s = time.time() if now_unix_s is None else now_unix_s
     path = state / _FILE
     try:
-        lines = journal.lines(path, tail_bytes=2 * MAX_BYTES)
+        found = journal.read_values(path, MachineEvent, tail_bytes=2 * MAX_BYTES)
     except OSError:
         return []
-    found: list[MachineEvent] = []
-    for line in lines:
-        try:
-            event = decode_dataclass(MachineEvent, line, str(path), any_text=True)
-        except Corrupt:
-            continue
-        if 0 < len(event.machine) <= MAX_NAME and event.unix_s >= now_s - REMEMBERED_S:
-            found.append(event)
-    return since_cleared(found)
+    return since_cleared(
+        [
+            event
+            for event in found
+            if 0 < len(event.machine) <= MAX_NAME and event.unix_s >= now_s - REMEMBERED_S
+        ]
+    )
 
 
 def since_cleared(events: list[MachineEvent]) -> list[MachineEvent]:

@@ -14,19 +14,19 @@ from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import ContainerFolder, JobFolder, NodeFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.checks.admission import Admission
+from holdfast.jobs.node.checks.gate import Admission
 from holdfast.jobs.node.containers.lease import ContainerLease
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.private_links import enter_private_links
 from holdfast.jobs.node.parent_python import find_parent
 from holdfast.jobs.node.processes import Process
-from holdfast.jobs.node.spawn import start_controller
+from holdfast.jobs.node.roles import start_controller
 from holdfast.jobs.node.virtual_environment import DEFAULT, NONE, VENV, activate, make_virtual_environment
 from holdfast.jobs.node_spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
-from holdfast.jobs.output import log_limit
-from holdfast.jobs.output.log_limit import LogSampler
+from holdfast.jobs.output import log_times
+from holdfast.jobs.output.log_times import LogSampler
 from holdfast.system.environment import PROGRESS, ended_preempted, find_divergence, find_hang, was_preempted
 from holdfast.system.linux import locks
 from holdfast.system.linux.files import write_atomic
@@ -72,7 +72,7 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
             )
         if (container := _container_folder(job, folder)) is not None:
             watch.container = ContainerLease(folder.path.parent, container, Path(plan.log))
-        limit = dict(plan.environment).get(log_limit.LIMIT, log_limit.DEFAULT)
+        limit = dict(plan.environment).get(log_times.LIMIT, log_times.DEFAULT)
         watch.sampler = LogSampler(Path(plan.log), log.fileno(), limit)
         os.write(log.fileno(), f"{plan.headline}\n".encode())
         admission = Admission(plan, job, folder, log.fileno(), is_contained=watch.container is not None)

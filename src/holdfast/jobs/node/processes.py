@@ -15,12 +15,8 @@ from holdfast.jobs.environment import TAG
 from holdfast.system.linux.processes import handles_signal, read_stat
 
 _PROC = Path("/proc")
-_SERVANTS = (
-    {b"holdfast.jobs.local", b"controller"},
-    {b"holdfast.jobs.node", b"mounter"},
-    {b"holdfast.jobs.node", b"warden"},
-    {b"holdfast.jobs.node", b"upload_watcher"},
-)
+ROLES, AGENT = "holdfast.jobs", "agent"
+"""Module of the processes of all roles, and the only role that belongs to a node."""
 CONTAINER_PREFIX = b"holdfast-"
 """Beginning of the names of containers of jobs."""
 _ROUND_S = 5.0
@@ -48,13 +44,13 @@ class Process:
 
     @property
     def is_servant(self) -> bool:
-        """True for a controller, mounter or warden, which does not belong to a node.
+        """True for a process of a role that does not belong to a node, such as a controller or a mounter.
 
         A controller below a node belongs to another job, launched from within this one, or has replaced this
         job's controller.
         """
-        words = set(self._words)
-        return any(servant <= words for servant in _SERVANTS) or self._is_conmon
+        words = self._words
+        return (ROLES.encode() in words and AGENT.encode() not in words) or self._is_conmon
 
     @property
     def _is_conmon(self) -> bool:
@@ -133,15 +129,9 @@ def _has(pid: int, prefix: bytes) -> bool:
     return data.startswith(prefix) or b"\0" + prefix in data
 
 
-def controllers(folder: Path) -> list[Process]:
-    """Return the running controllers of the job in a folder."""
-    wanted = {b"holdfast.jobs.local", b"controller", os.fsencode(folder)}
-    return [process for process in snapshot().values() if wanted <= set(process._words)]
-
-
-def servants(role: str, folder: Path) -> list[Process]:
-    """Return the running processes of `holdfast.jobs.node` with this role and folder."""
-    wanted = {b"holdfast.jobs.node", role.encode(), os.fsencode(folder)}
+def of_role(name: str, folder: Path) -> list[Process]:
+    """Return the running processes of a role in a folder."""
+    wanted = {ROLES.encode(), name.encode(), os.fsencode(folder)}
     return [process for process in snapshot().values() if wanted <= set(process._words)]
 
 

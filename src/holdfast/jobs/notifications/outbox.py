@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.errors import Corrupt, printable, redact
+from holdfast.errors import printable, redact
 from holdfast.jobs import journal
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder
@@ -19,9 +17,7 @@ from holdfast.jobs.record_files import Submission
 from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.subscription import Subscription
-from holdfast.system.documents import decode_dataclass
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
-from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import plural
 
 _T = TypeVar("_T")
@@ -96,18 +92,12 @@ def write_plan(folder: JobFolder, subscription: Subscription, submission: Submis
         environment={name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON},
         directory=str(Path.cwd()),
     )
-    write_atomic(folder.notify_plan, json.dumps(asdict(plan), default=sorted))
+    journal.write_document(folder.notify_plan, plan)
 
 
 def read_plan(folder: JobFolder) -> NotificationPlan | None:
     """Return the targets of a job, or None if they were removed or never chosen."""
-    try:
-        text = folder.notify_plan.read_bytes()
-    except FileNotFoundError:
-        return None
-    return decode_dataclass(
-        NotificationPlan, text, "the targets of notifications", max_bytes=_MAX_BYTES, any_text=True
-    )
+    return journal.read_document(folder.notify_plan, NotificationPlan, max_bytes=_MAX_BYTES)
 
 
 def add_notification(
@@ -145,31 +135,22 @@ def add_notification(
             is_wanted=is_wanted,
             failed_saves=failed_saves,
         )
-        journal.append(fd, json.dumps(asdict(one)))
+        journal.append(fd, journal.encode(one))
 
 
 def read_notifications(folder: JobFolder) -> list[Notification]:
     """Return all notifications so far, oldest first."""
-    return _read_all(folder.notifications, Notification)
+    return journal.read_values(folder.notifications, Notification)
 
 
 def add_delivery(folder: JobFolder, delivery: Delivery) -> None:
     """Record a result durably."""
-    with journal.locked(folder.deliveries) as fd:
-        journal.append(fd, json.dumps(asdict(delivery)))
+    journal.append_value(folder.deliveries, delivery)
 
 
 def read_deliveries(folder: JobFolder) -> list[Delivery]:
     """Return all results so far, oldest first."""
-    return _read_all(folder.deliveries, Delivery)
-
-
-def _read_all(path: Path, kind: type[_T]) -> list[_T]:
-    found: list[_T] = []
-    for line in journal.lines(path):
-        with suppress(Corrupt):  # torn by a kill, and recorded again
-            found.append(decode_dataclass(kind, line, str(path), any_text=True))
-    return found
+    return journal.read_values(folder.deliveries, Delivery)
 
 
 def facts_of(plan: NotificationPlan, one: Notification) -> dict[str, str | int | float | None]:

@@ -1,1 +1,1 @@
-"""Service of a state folder: a systemd user unit or a line of cron continues its jobs after a restart."""
+"""Service of a state folder: a systemd user unit continues its jobs after a restart of the machine."""

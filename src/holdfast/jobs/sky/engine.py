@@ -65,9 +65,7 @@ class SkyEngine(RecordedEngine):
         self.check(task)
         _log.info("submitting the job to %s; this may take minutes", commands.version())
         now_s = time.time()
-        spec = JobSpec(
-            task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser(), []
-        )
+        spec = JobSpec(task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser())
         policy = RestartPolicy(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)
         records = self._records()
         number = records.reserve()
@@ -200,11 +198,11 @@ def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return keys with a surprising meaning, and keys that Holdfast adds."""
     found = [
         UnsupportedKey(
-            "resources.job_recovery", _line(task, "resources.job_recovery", "resources"), _RECOVERY
+            "resources.job_recovery", task.line_of("resources.job_recovery", "resources"), _RECOVERY
         ),
-        UnsupportedKey("config.hooks", _line(task, "config.hooks", "config"), _HOOK),
+        UnsupportedKey("config.hooks", task.line_of("config.hooks", "config"), _HOOK),
         UnsupportedKey(
-            "run", _line(task, "run"), "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
+            "run", task.line_of("run"), "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
         ),
     ]
     found += [
@@ -219,7 +217,3 @@ def _cached(mount: FileMount) -> str:
     chosen = value_at(mount.spec, "config.mount_cached.transfers")
     order = "" if chosen is not None else "one file is uploaded after the other (transfers: 1); "
     return order + _NOT_DURABLE
-
-
-def _line(task: Task, *keys: str) -> int:
-    return next((task.lines[key] for key in keys if key in task.lines), 1)

@@ -10,11 +10,10 @@ from holdfast.jobs.environment import container_base
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.image_spec import ContainerOwner, make_image_spec, write_image_spec
-from holdfast.jobs.node.containers.lease import start_warden
+from holdfast.jobs.node.containers.lease import start_warden, warden_of
 from holdfast.jobs.node.containers.runtime import find_runtime
-from holdfast.jobs.node.lease import STOPPED
+from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.slurm.job_files import SubmittedJob
-from holdfast.system.linux import locks
 
 _OF_STEP = ("SLURM", "PMI")
 """Beginnings of the names of Slurm's variables, which describe the allocation and the step."""
@@ -78,7 +77,7 @@ class AttemptContainer:
     @property
     def is_gone(self) -> bool:
         """True if the container is removed, or its warden has given up."""
-        return self._files.removed.exists() or not locks.is_held(self._files.lock)
+        return self._files.removed.exists() or not warden_of(self._files).is_alive
 
 
 def step_variables(base: Mapping[str, str]) -> dict[str, str]:

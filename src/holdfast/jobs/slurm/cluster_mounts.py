@@ -1,17 +1,22 @@
-"""Mounts of a Slurm job on all its nodes, as their runners report them."""
+"""Mounts of a Slurm job on all its nodes, as their runners report them, and the terms of their uploads."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Mapping
 
 from holdfast.errors import Conflict
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import read_document
+from holdfast.jobs.node.mounts.lease import UnsentFiles
 from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
 from holdfast.jobs.node.mounts.scratch import SCRATCH
-from holdfast.jobs.node.mounts.unsent_files import read_unsent
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import NodeUploads
+from holdfast.jobs.slurm.messages import EndUploads
+from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.jobs.status import JobStatus
 
 
 class ClusterMounts:
@@ -61,8 +66,7 @@ class ClusterMounts:
     def read_ends(self, job: JobFolder, attempt: int) -> None:
         """Read the ends of uploads that no controller has received, as it was killed."""
         for node, one in list(self.uploads.items()):
-            unsent = read_unsent(job.node(attempt, node).unsent) if one.missing is None else None
-            if unsent is not None:
+            if one.missing is None and (unsent := read_document(job.node(attempt, node).unsent, UnsentFiles)):
                 self.note(messages.UploadsEnded(node, unsent.summary, unsent.is_settled))
 
     def may_open(self) -> bool:
@@ -123,3 +127,63 @@ def _missing(uploads: NodeUploads) -> str:
             f"{uploads.machine}"
         )
     return uploads.missing
+
+
+_REPORT_S = 5.0
+"""Time between the end of uploads and that of the machine, to report and record what is missing."""
+_LIMIT_S = 3600.0
+"""Time limit for an attempt that has failed and has no other deadline. Until then, it keeps its machines."""
+
+
+class UploadTerms:
+    """Terms for the nodes of one attempt.
+
+    Args:
+        policy: policy of the job.
+    """
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._num_nodes = policy.num_nodes
+        self._limit_unix_s: float | None = None
+        self._ended_unix_s: float | None = None
+        self.sent: EndUploads | None = None
+        """The last terms that were sent."""
+
+    def forget_step(self) -> None:
+        """Forget what was sent, as other runners take the places of those that received it."""
+        self.sent = None
+
+    def limit(self, until_unix_s: float) -> None:
+        """Limit the uploads: Slurm is about to take the machines."""
+        if self._limit_unix_s is None:
+            self._limit_unix_s = until_unix_s
+
+    @property
+    def is_limited(self) -> bool:
+        """True if Slurm takes the machines after the end of all commands."""
+        return self._limit_unix_s is not None
+
+    def take(self, state: JobState, notice_unix_s: float | None, *, leaves: bool) -> EndUploads | None:
+        """Return the terms after the end of all commands, or None if they were sent.
+
+        Args:
+            notice_unix_s: deadline of the notice that the attempt has received, if any.
+            leaves: True if the job does not continue on these machines.
+        """
+        terms = EndUploads(self._until_unix_s(state, notice_unix_s, leaves=leaves), leaves)
+        if terms == self.sent:
+            return None
+        self.sent = terms
+        return terms
+
+    def _until_unix_s(self, state: JobState, notice_unix_s: float | None, *, leaves: bool) -> float | None:
+        deadlines = [one - _REPORT_S for one in (self._limit_unix_s, notice_unix_s) if one is not None]
+        if deadlines:
+            return min(deadlines)
+        is_complete = all(one.is_success for one in state.outcomes.values())
+        if is_complete and state.status is not JobStatus.CANCELLING:
+            return None
+        if not leaves:
+            return 0.0  # the next attempt begins with the uploads
+        self._ended_unix_s = self._ended_unix_s or time.time()
+        return self._ended_unix_s + _LIMIT_S

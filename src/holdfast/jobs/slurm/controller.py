@@ -19,19 +19,17 @@ from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets
-from holdfast.jobs.node.mounts.relocation import moved_links, remove_shared_links, shared_links
-from holdfast.jobs.node.mounts.scratch import is_scratch_path
+from holdfast.jobs.node.mounts.scratch import is_scratch_path, moved_links, remove_shared_links, shared_links
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used
 from holdfast.jobs.notifications.notifier import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
-from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
+from holdfast.jobs.slurm.cluster_mounts import ClusterMounts, UploadTerms
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.left_out import choose_left_out, joined
 from holdfast.jobs.slurm.step import Step
-from holdfast.jobs.slurm.upload_terms import UploadTerms
 from holdfast.jobs.state_machine import (
     AttemptExited,
     BackoffElapsed,

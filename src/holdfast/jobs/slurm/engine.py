@@ -19,15 +19,13 @@ from holdfast.jobs.engine import Job, UnsupportedKey, each
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.node.mounts.mount_plan import place
-from holdfast.jobs.node.mounts.private_links import is_private_target, private_mounts, private_note
-from holdfast.jobs.node.mounts.relocation import fixed_links, shared_links
+from holdfast.jobs.node.mounts.private_links import is_private_target
+from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
 from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, link_user, remove_links
 from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.parent_python import own_python
-from holdfast.jobs.node.scripts import write_scripts
-from holdfast.jobs.node.workdir import check_workdir, create_workdir
-from holdfast.jobs.node.workdir_link import workdir_links
+from holdfast.jobs.node.preparation import prepare
+from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.notifications.outbox import write_plan
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
@@ -51,15 +49,7 @@ from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import Timers
-from holdfast.jobs.unsupported_keys import (
-    CHOICE_KEYS,
-    UNUSED_KEYS,
-    find_cache_settings,
-    find_mounts_in_place,
-    find_shell_differences,
-    find_unsupported_keys,
-    value_at,
-)
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines, value_at
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
 
@@ -94,7 +84,7 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
     "resources.job_recovery.strategy": "Slurm's queue chooses the nodes",
     "resources.network_tier": "the cluster's network as it is",
     "resources.labels": "no machine is labelled",
-    "resources.image_id": "commands run on the nodes as they are; images (docker:NAME) need podman or docker "
+    IMAGE: "commands run on the nodes as they are; images (docker:NAME) need podman or docker "
     f"on the nodes, others an option of your cluster in {FURTHER}",
     "resources.autostop": "no machine is stopped",
     "resources.priority": f"not passed on; use sbatch's own option, see {FURTHER}",
@@ -152,9 +142,7 @@ class SlurmEngine(RecordedEngine):
         commands.require()
         validate_sources(task, self._state)
         now_s = time.time()
-        spec = JobSpec(
-            task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser(), []
-        )
+        spec = JobSpec(task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser())
         policy = _policy(task)
         records = self._records()
         number = records.reserve()
@@ -191,9 +179,8 @@ class SlurmEngine(RecordedEngine):
         """Write all files that the job needs on its nodes."""
         files = self._files(number)
         folder = files.job
-        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.logs.mkdir(exist_ok=True)
-        write_scripts(task, folder, prefix=_DEAF_TO_USR1)
+        records = self._records()
+        prepare(task, folder, records, self._state, prefix=_DEAF_TO_USR1)
         files.write_job(
             SubmittedJob(
                 number=number,
@@ -210,10 +197,6 @@ class SlurmEngine(RecordedEngine):
                 is_pinned=is_pinned(wanted_options(task)),
             )
         )
-        create_workdir(task, folder)
-        records = self._records()
-        links = workdir_links(task, folder, records) if task.image is None else []
-        place(task, folder, self._state, links)
         for link in shared_links(folder):  # created when the nodes have their folders, but refused now
             if (user := link_user(records, folder, link.target)) is not None:
                 raise Conflict(
@@ -419,32 +402,21 @@ def _quoted(value: str) -> str:
 
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
-    found = [*find_unsupported_keys(task, _UNSUPPORTED_KEYS), *_sizes(task), *_choices(task), *_infra(task)]
-    if task.image is not None:
-        found = [one for one in found if one.key != "resources.image_id"]
-    found += [*_config(task), *_buckets(task), *find_mounts_in_place(task), *find_cache_settings(task)]
-    found += find_shell_differences(task)
-    found += [
-        UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
-    ]
-    return sorted(found, key=lambda found_key: found_key.line)
-
-
-def _line(task: Task, key: str) -> int:
-    return task.lines.get(key, 1)
+    further = [*_sizes(task), *_choices(task), *_infra(task), *_config(task)]
+    return find_on_machines(task, _UNSUPPORTED_KEYS, further, bucket="a folder beside those of the jobs")
 
 
 def _sizes(task: Task) -> Iterator[UnsupportedKey]:
     memory = value_at(task.document, "resources.memory")
     if memory is not None and memory_mib(memory) is None:
         yield UnsupportedKey(
-            "resources.memory", _line(task, "resources.memory"), "not passed on: not a fixed amount"
+            "resources.memory", task.line_of("resources.memory"), "not passed on: not a fixed amount"
         )
     for key in ("resources.cpus", "resources.memory"):
         value = str(value_at(task.document, key) or "")
         if value.endswith("+"):
             yield UnsupportedKey(
-                key, _line(task, key), f"as {value[:-1]}: Slurm allocates exactly what is requested"
+                key, task.line_of(key), f"as {value[:-1]}: Slurm allocates exactly what is requested"
             )
 
 
@@ -453,10 +425,10 @@ def _choices(task: Task) -> Iterator[UnsupportedKey]:
     key = "resources.accelerators"
     if len(choices) > 1:
         what = f"only the first, {choices[0][0]}: sbatch does not support alternatives of GPUs"
-        yield UnsupportedKey(key, _line(task, key), what)
+        yield UnsupportedKey(key, task.line_of(key), what)
     elif choices:
         what = f"as --gres=gpu:{choices[0][0].lower()}:{int(choices[0][1])}; if the cluster calls its GPUs "
-        yield UnsupportedKey(key, _line(task, key), what + f"otherwise, give gres in {FURTHER}")
+        yield UnsupportedKey(key, task.line_of(key), what + f"otherwise, give gres in {FURTHER}")
 
 
 def _infra(task: Task) -> Iterator[UnsupportedKey]:
@@ -465,7 +437,7 @@ def _infra(task: Task) -> Iterator[UnsupportedKey]:
         parts = str(infra).split("/")
         is_slurm = parts[0].lower() == "slurm"
         what = f"the partition {parts[2]!r} of it" if is_slurm and len(parts) == 3 else _CHOICE
-        yield UnsupportedKey("resources.infra", _line(task, "resources.infra"), what)
+        yield UnsupportedKey("resources.infra", task.line_of("resources.infra"), what)
 
 
 def _config(task: Task) -> Iterator[UnsupportedKey]:
@@ -473,11 +445,4 @@ def _config(task: Task) -> Iterator[UnsupportedKey]:
     for name in config if isinstance(config, Mapping) else ():
         if name != "slurm":
             what = "settings of clouds and clusters; kept for other engines"
-            yield UnsupportedKey(f"config.{name}", _line(task, f"config.{name}"), what)
-
-
-def _buckets(task: Task) -> Iterator[UnsupportedKey]:
-    for mount in task.file_mounts:
-        if mount.source is None and mount.bucket:
-            what = f"a folder beside those of the jobs replaces the bucket {mount.bucket!r}"
-            yield UnsupportedKey(f"file_mounts.{mount.target}", mount.line, what)
+            yield UnsupportedKey(f"config.{name}", task.line_of(f"config.{name}"), what)

@@ -6,16 +6,16 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node.job_secrets import has_secrets, remove_secrets
 from holdfast.jobs.node_spec import MAX_OWN_BYTES
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.system.documents import decode_dataclass, decode_object
-from holdfast.system.linux.files import write_atomic
 from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
@@ -111,11 +111,11 @@ class JobFiles:
             self._write_facts(dataclasses.replace(job, task_environment={}))
 
     def _write_facts(self, job: SubmittedJob) -> None:
-        write_atomic(self._facts, json.dumps(asdict(job), default=sorted))  # sets become lists
+        write_document(self._facts, job)
 
     def write_state(self, state: SlurmJobState) -> None:
         """Write the state of the job."""
-        write_atomic(self._story, json.dumps(asdict(state)))
+        write_document(self._story, state)
 
     def read_state(self) -> SlurmJobState:
         """Return the state of the job."""

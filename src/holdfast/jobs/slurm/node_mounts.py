@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,32 +10,28 @@ from pathlib import Path
 from holdfast.errors import Conflict, HoldfastError, Internal, NotFound
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.lease import STOPPED
+from holdfast.jobs.node.mounts.lease import Teardown, UnsentFiles, mounter_of
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
-from holdfast.jobs.node.mounts.relocation import moved_links, write_scratch_mounts
 from holdfast.jobs.node.mounts.scratch import (
     ScratchOwner,
     is_scratch_path,
+    moved_links,
     open_scratch,
     read_scratch_owner,
     remove_scratch,
     scratch_folder,
     scratch_parent,
+    write_scratch_mounts,
 )
 from holdfast.jobs.node.mounts.symlinks import create_links
-from holdfast.jobs.node.mounts.teardown import Teardown
-from holdfast.jobs.node.mounts.unsent_files import UNSENT, UnsentFiles, read_unsent
-from holdfast.jobs.node.mounts.upload_watcher import upload_status
+from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
+from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.writeback import status_of
-from holdfast.jobs.writeback.status import has_uploader
 from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 
-_EXIT_S = 5.0
-"""Time limit for an uploader to exit that has nothing left to do."""
-_POLL_S = 0.05
 _RANK = "rank"
 
 
@@ -143,11 +138,11 @@ class NodeMounts:
                 return True
         except Conflict:  # nothing more can be uploaded: `end` returns what is missing
             return True
-        unsent = read_unsent(self.scratch.attempt(self._attempt) / UNSENT)
+        unsent = self._teardown.unsent()
         return unsent is not None and unsent.is_hopeless
 
     def missing(self) -> str:
-        """Return which files are not uploaded yet, as the upload watcher has recorded."""
+        """Return which files are not uploaded yet, as the mounter has recorded."""
         assert self._teardown is not None
         return self._teardown.missing()
 
@@ -156,10 +151,7 @@ class NodeMounts:
 
         Blocks: for a scan of all files, and some seconds for uploaders.
         """
-        path = self.scratch.attempt(self._attempt)
-        processes.kill(
-            [*processes.servants("upload_watcher", path), *processes.servants("mounter", self._mounter)]
-        )
+        mounter_of(self.scratch.attempt(self._attempt)).kill()
         for spec in caches(self.scratch):
             _end_uploader(Path(spec.path))
         unsent = upload_status(self.scratch)
@@ -188,15 +180,14 @@ class NodeMounts:
 
     @property
     def _mounter(self) -> Path:
-        return self.scratch.attempt(self._attempt) / "mounter"
+        return mounter_of(self.scratch.attempt(self._attempt)).folder
 
 
 def _end_uploader(path: Path) -> None:
     """Wait until an uploader without work has exited, and kill one that has some."""
     with suppress(NotFound):
         status = status_of(path)
-        give_up_s = time.monotonic() + (_EXIT_S if status.is_settled else 0.0)
-        while has_uploader(path) and time.monotonic() < give_up_s:
-            time.sleep(_POLL_S)
+        if status.is_settled:
+            wait_without_uploader(path)
         if (pid := status_of(path).pid) is not None and (process := processes.find(pid)) is not None:
             processes.kill([process])

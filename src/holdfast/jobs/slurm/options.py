@@ -111,8 +111,7 @@ def _check(task: Task, option: str, value: Any) -> None:
 
 
 def _where(task: Task, *keys: str) -> str:
-    line = next((task.lines[key] for key in keys if key in task.lines), 1)
-    return f"{task.path}:{line}: {keys[-1]}"
+    return f"{task.path}:{task.line_of(*keys)}: {keys[-1]}"
 
 
 def _from_resources(task: Task) -> Iterator[tuple[str, str]]:

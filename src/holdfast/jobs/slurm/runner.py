@@ -7,27 +7,24 @@ import dataclasses
 import os
 import select
 import signal
-import socket
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError
-from holdfast.jobs.environment import Node, run_environment, setup_environment, tag
+from holdfast.jobs.environment import Node, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
-from holdfast.jobs.node.mounts.unsent_files import write_unsent
-from holdfast.jobs.node.scripts import choose_venv, node_variables
-from holdfast.jobs.node.virtual_environment import install_here
-from holdfast.jobs.node_spec import NodeSpec, read_outcome, reserve_outcome, write_outcome
+from holdfast.jobs.node.preparation import make_node_spec
+from holdfast.jobs.node.roles import spawn
+from holdfast.jobs.node_spec import NodeSpec, machine_name, read_outcome, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
 from holdfast.jobs.slurm.messages import Inbox, Message, write
-from holdfast.system.entry import command
 from holdfast.system.environment import read_integer
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import adopt_orphans, die_with_parent
@@ -97,7 +94,7 @@ class _Runner:
         self._wakeup_fifo = self._room.__enter__() / "wakeup"
         self._wakeup = WakeupPipe(self._wakeup_fifo)
         self._plan = _plan(
-            self._facts, folder, attempt, self._rank, addresses, self._num_gpus, str(self._wakeup_fifo)
+            self._facts, folder, attempt, self._rank, addresses, self._num_gpus, self._wakeup_fifo
         )
         self._mounts = self._find_mounts()
         self._container = self._find_container()
@@ -163,7 +160,7 @@ class _Runner:
 
         return NodeMounts(
             self._folder,
-            ScratchOwner(self._facts.task_id, str(self._folder.path), _machine()),
+            ScratchOwner(self._facts.task_id, str(self._folder.path), machine_name()),
             self._attempt,
             self._rank,
             log=self._folder.log(self._rank),
@@ -188,7 +185,7 @@ class _Runner:
     def _use_scratch(self, scratch: JobFolder) -> None:
         self._has_scratch = True
         self._plan = dataclasses.replace(self._plan, scratch=str(scratch.path))
-        self._send(messages.ScratchOpened(self._rank, _machine(), str(scratch.path)))
+        self._send(messages.ScratchOpened(self._rank, machine_name(), str(scratch.path)))
 
     def _refuse(self, why: str) -> None:
         """End the node without starting its commands."""
@@ -211,7 +208,7 @@ class _Runner:
         while self._terms is None:  # all nodes end their commands before one gives its machine back
             self._turn()
         unsent = self._mounts.end()
-        write_unsent(self._node.unsent, unsent)  # a controller that takes over reads it
+        write_document(self._node.unsent, unsent)  # a controller that takes over reads it
         if self._terms.removes:
             self._mounts.remove()
         self._send(messages.UploadsEnded(self._rank, unsent.summary, unsent.is_settled))
@@ -229,7 +226,7 @@ class _Runner:
             return None
         from holdfast.jobs.slurm.attempt_container import AttemptContainer
 
-        return AttemptContainer(self._folder, self._facts, self._attempt, self._rank, _machine())
+        return AttemptContainer(self._folder, self._facts, self._attempt, self._rank, machine_name())
 
     def _open_container(self) -> str:
         """Specify the container. Return why that is not possible, or an empty string."""
@@ -254,18 +251,7 @@ class _Runner:
     def _start(self) -> None:
         self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._plan.write(self._node.plan)
-        self._agent = os.posix_spawn(
-            sys.executable,
-            command("holdfast.jobs.slurm", "agent", str(self._node.path)),
-            dict(os.environ),
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, self._plan.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
-            ],
-            setsigmask=[],
-            setsigdef=list(_HEARD),
-        )
+        self._agent = spawn(("holdfast.jobs.slurm", "agent", str(self._node.path)), Path(self._plan.log))
 
     def _has_ended(self) -> bool:
         """Return True once the agent has exited. Reaps adopted children."""
@@ -373,10 +359,6 @@ class _Runner:
             os.write(1, write(message))
 
 
-def _machine() -> str:
-    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
-
-
 def _plan(
     facts: SubmittedJob,
     folder: JobFolder,
@@ -384,9 +366,8 @@ def _plan(
     rank: int,
     addresses: list[str],
     num_gpus: int,
-    wakeup: str,
+    wakeup: Path,
 ) -> NodeSpec:
-    notice = folder.attempt(attempt) / str(rank) / "notice"
     node = Node(
         task_id=facts.task_id,
         job=facts.number,
@@ -396,7 +377,7 @@ def _plan(
         addresses=tuple(addresses),
         num_gpus=num_gpus,
         user=facts.user,
-        notice=str(notice),
+        notice=str(folder.node(attempt, rank).notice),
         progress=str(folder.progress),
         grace_s=facts.terms.grace_s,
         cloud="slurm",
@@ -404,30 +385,22 @@ def _plan(
     # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
     base = {"HOLDFAST_KEEP_IN_MEMORY": "0", **os.environ}
     # `setup` is per machine, and another attempt may use others.
-    machine = _machine()
+    machine = machine_name()
     set_up = folder.workdir(rank).parent / f"set-up.{machine}"
     where = f" on node {rank} ({machine})" if facts.num_nodes > 1 else f" on {machine}"
-    variables = node_variables(facts.task_environment, folder, rank)
-    venv = None if facts.image else choose_venv({**base, **variables}, folder, rank, machine)
     if facts.image:
         from holdfast.jobs.slurm.attempt_container import step_variables
 
         base = step_variables(base)
         set_up = folder.attempt(attempt) / str(rank) / "set-up"  # a new container has nothing installed
-    elif venv is not None:
-        base = install_here(base)
-    begins = f"attempt {attempt} of job {facts.number} starts{where}"
-    return NodeSpec(
-        headline=f"holdfast: {time.strftime('%F %T')} {begins}",
-        setup=str(folder.script("setup", rank)) if facts.has_setup and not set_up.exists() else None,
-        run=str(folder.script("run", rank)),
-        set_up=str(set_up),
-        workdir=str(folder.workdir(rank)),
-        log=str(folder.log(rank)),
+    return make_node_spec(
+        folder,
+        node,
+        base,
+        facts.task_environment,
+        begins=f"attempt {attempt} of job {facts.number} starts{where}",
         wakeup=wakeup,
-        notice=str(notice),
-        environment=run_environment(node, base, variables),
-        setup_environment=setup_environment(node, base, variables),
-        grace_s=facts.terms.grace_s,
-        venv=None if venv is None else str(venv),
+        set_up=set_up if facts.has_setup else None,
+        has_venv=not facts.image,
+        machine=machine,
     )

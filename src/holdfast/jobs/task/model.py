@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from holdfast.jobs.task.accelerators import Accelerators
+from holdfast.jobs.task.amounts import Accelerators
 from holdfast.jobs.task.subscription import Subscription
 
 
@@ -88,6 +88,10 @@ class Task:
     path: str = ""  # path of the file
     image: str | None = None  # container image in which the engine runs the commands
     subscription: Subscription = field(default_factory=Subscription)  # from the launch, never from a file
+
+    def line_of(self, *keys: str) -> int:
+        """Return the line of the first of some keys that the file has, or 1."""
+        return next((self.lines[key] for key in keys if key in self.lines), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.task.accelerators import Accelerators, parse_accelerators
-from holdfast.jobs.task.amounts import memory_mib, parse_cpus
+from holdfast.jobs.task.amounts import Accelerators, memory_mib, parse_accelerators, parse_cpus
 from holdfast.jobs.task.document import Value, parse_documents
 from holdfast.jobs.task.edits import (
     alternatives,
+    fill_in,
+    parse_variables,
     places,
     replace_aliases,
     set_accelerators,
@@ -27,7 +28,6 @@ from holdfast.jobs.task.edits import (
 from holdfast.jobs.task.model import FileMount, JobRecovery, MountMode, Repository, Task, TaskFile
 from holdfast.jobs.task.problems import find_problems, format_problems
 from holdfast.jobs.task.sky_workdir import path_in_workdir
-from holdfast.jobs.task.variables import fill_in, parse_variables
 from holdfast.system.documents import decode_text
 
 _HEADERS = ({"name"}, {"name", "execution"})

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from holdfast.jobs.task.accelerators import parse_accelerators
-from holdfast.jobs.task.amounts import is_multiple, memory_mib, parse_cpus
+from holdfast.jobs.task.amounts import is_multiple, memory_mib, parse_accelerators, parse_cpus
 from holdfast.jobs.task.document import Value
-from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts
+from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts, parse_variables, variable_problems
 from holdfast.jobs.task.shape import (
     COUNT,
     FLAG,
@@ -29,7 +28,6 @@ from holdfast.jobs.task.shape import (
     optional,
 )
 from holdfast.jobs.task.sky_workdir import path_in_workdir
-from holdfast.jobs.task.variables import parse_variables, variable_problems
 
 MAX_PRIORITY = 1000
 """Greatest priority, and the least one without its sign. Source: skypilot, sky/skylet/constants.py."""

@@ -1,4 +1,4 @@
-"""Download of a bucket's objects into the directory, at a mount."""
+"""Download of a bucket's objects into a directory: files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,11 +36,23 @@ class Downloaded:
 
 
 class Download:
-    """Download of objects into a directory. Each file appears whole or not at all."""
+    """Download of objects into a directory. Each file appears whole or not at all.
 
-    def __init__(self, store: Store, directory: Path) -> None:
-        self._store, self._directory = store, directory
-        self._folder = directory / FOLDER / "fetching"
+    Args:
+        folder: folder for unfinished files, on the same disk. Default: in that of the uploader.
+        on_block: called with the size of each block, in any thread. An error of it ends the download.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        directory: Path,
+        *,
+        folder: Path | None = None,
+        on_block: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._store, self._directory, self._on_block = store, directory, on_block
+        self._folder = folder or directory / FOLDER / "fetching"
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a kill
         self._folder.mkdir()
 
@@ -65,8 +77,8 @@ class Download:
         if wanted > free:
             raise RetryLater(
                 f"{self._store.url} holds {format_bytes(wanted)} that are not in {self._directory}, but only "
-                f"{format_bytes(free)} are free on its disk. Nothing was downloaded. Free some space, mount "
-                "a smaller prefix, or mount without fetching."
+                f"{format_bytes(free)} are free on its disk. Nothing was downloaded. Free some space, use "
+                "a smaller prefix, or mount without downloading everything."
             )
 
     def is_same(self, entry: ObjectInfo, sent: Sent) -> bool:
@@ -151,6 +163,9 @@ class Download:
                 self._store.read_into(entry.name, start, block)
                 hashed.update(block)
                 file.write(block)
+                self._on_block(len(block))
+            file.flush()
+            os.fsync(file.fileno())  # a file with its final name must be complete, even after a power loss
         # A time far enough in the past that any later write changes it.
         past_ns = time.time_ns() - 1_000_000_000
         os.utime(temp, ns=(past_ns, past_ns))

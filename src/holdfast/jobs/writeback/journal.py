@@ -1,11 +1,12 @@
-"""Journal of a directory in SQLite: queued and completed uploads, which survive a kill."""
+"""Journal of a directory in SQLite: the upload queue and completed uploads, which survive a kill."""
 
 from __future__ import annotations
 
 import dataclasses
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from holdfast.jobs.writeback.upload_queue import (
     UploadProblem,
     UploadQueue,
     Version,
+    Writes,
 )
 from holdfast.system.documents import decode, read_dataclass, refuse, shown
+from holdfast.system.log import get_logger
 
 FOLDER = ".holdfast-writeback"
 """Folder in the directory for journal, kept versions and locks. On the same disk, for hard links."""
@@ -195,3 +198,64 @@ def _entry(row: tuple[Any, ...]) -> Upload:
     if form is None:
         return Upload(number, name, None, source)
     return Upload(number, name, Version(form, Fingerprint(num_bytes, changed_ns, inode), digest), source)
+
+
+_log = get_logger("jobs.writeback")
+
+_PAUSE_S = 1.0
+
+
+class JournaledQueue:
+    """Upload queue of one directory, shared by the uploader's threads and stored in its journal.
+
+    Args:
+        journal: journal of the directory, from which the queue is loaded.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.order: UploadQueue = journal.load()
+        self.changed = threading.Condition(threading.RLock())
+        self._trouble = journal.get("trouble")
+
+    def do(self, transition: Callable[[UploadQueue], Writes]) -> None:
+        """Change the queue, and record the change in the journal.
+
+        Blocks: while the journal cannot be written. Until then, a kill loses the change.
+        """
+        with self.changed:
+            writes = transition(self.order)
+            while writes:
+                try:
+                    self.journal.write(writes)
+                    break
+                except RetryLater as error:
+                    _log.warning("%s Trying again.", error)
+                    time.sleep(_PAUSE_S)
+            self.changed.notify_all()
+
+    def start_next(self, timeout_s: float) -> Upload | None:
+        """Return the upload to do next, marked as started, or None.
+
+        Blocks: until an upload is queued, at most `timeout_s`.
+        """
+        with self.changed:
+            if not self.order.entries:
+                self.changed.wait(timeout_s)
+            entry = self.order.first()
+            if entry is not None:
+                self.order.begin(entry)
+            return entry
+
+    def set_problem(self, trouble: str) -> None:
+        """Record why the first upload fails, for readers of the status. An empty string clears it."""
+        if trouble == self._trouble:
+            return
+        if trouble:
+            _log.warning(trouble)
+        try:
+            self.journal.set(trouble=trouble, trouble_unix_s=str(time.time()))
+        except RetryLater as error:
+            _log.error(error)
+            return
+        self._trouble = trouble

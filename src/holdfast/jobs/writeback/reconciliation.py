@@ -11,8 +11,7 @@ from holdfast.checkpoint.store import ObjectInfo, Store
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.download import Download
 from holdfast.jobs.writeback.files import Fingerprint, ScannedFile, scan
-from holdfast.jobs.writeback.journal import FOLDER
-from holdfast.jobs.writeback.journaled_queue import JournaledQueue
+from holdfast.jobs.writeback.journal import FOLDER, JournaledQueue
 from holdfast.jobs.writeback.ownership import check_newest_attempt, newest_attempt
 from holdfast.jobs.writeback.upload_queue import JournalWrite, UploadQueue, Writes
 from holdfast.jobs.writeback.versions import KeptVersions

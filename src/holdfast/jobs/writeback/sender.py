@@ -17,7 +17,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.files import Fingerprint, is_being_written, is_settled, open_file
-from holdfast.jobs.writeback.journaled_queue import JournaledQueue
+from holdfast.jobs.writeback.journal import JournaledQueue
 from holdfast.jobs.writeback.ownership import check_newest_attempt
 from holdfast.jobs.writeback.upload_queue import COPY, INCOMPLETE, PATH, REJECTED, SKIPPED, Sent, Upload
 from holdfast.jobs.writeback.versions import KeptVersions

@@ -34,8 +34,7 @@ from holdfast.jobs.writeback.inotify import (
     FileEvent,
     TreeWatch,
 )
-from holdfast.jobs.writeback.journal import FOLDER, Journal
-from holdfast.jobs.writeback.journaled_queue import JournaledQueue
+from holdfast.jobs.writeback.journal import FOLDER, Journal, JournaledQueue
 from holdfast.jobs.writeback.ownership import record_attempt
 from holdfast.jobs.writeback.reconciliation import reconcile
 from holdfast.jobs.writeback.sender import Sender
@@ -448,7 +447,7 @@ class Uploader:
                 return
             if sizes[entry.number] and entry.number != begun:
                 total -= sizes[entry.number]
-                self._versions.drop(entry.number)  # the sender is_excluded the missing version
+                self._versions.drop(entry.number)  # the sender notices that the version is missing
 
 
 def _earlier_name(name: str, renamed: tuple[str, str] | None) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import Corrupt
+from holdfast.jobs.journal import encode
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.linux.files import open_regular, write_atomic
 
@@ -82,7 +82,7 @@ def describe_failures(checks: Iterable[Check]) -> str:
 
 def write_checks(path: Path, found: NodeChecks) -> None:
     """Write the results of a node."""
-    write_atomic(path, json.dumps(asdict(found)), is_durable=False)
+    write_atomic(path, encode(found), is_durable=False)
 
 
 def read_checks(path: Path) -> NodeChecks | None:
@@ -97,7 +97,7 @@ def read_checks(path: Path) -> NodeChecks | None:
 
 def write_result(check: Check) -> bytes:
     """Return a result as a line."""
-    return json.dumps(asdict(check)).encode() + b"\n"
+    return encode(check).encode() + b"\n"
 
 
 def read_results(data: bytes) -> list[Check]:

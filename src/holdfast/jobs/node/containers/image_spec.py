@@ -1,16 +1,15 @@
-"""Specification of a job's containers, a document in the job's folder."""
+"""Specification and state of a job's containers: documents in the job's folder."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import read_document, write_document
 from holdfast.jobs.node.containers.runtime import ContainerRuntime
 from holdfast.jobs.node.mounts.mount_spec import MountKind, read_links, read_mount_specs
-from holdfast.system.documents import decode_dataclass
-from holdfast.system.linux.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +65,22 @@ def make_image_spec(
 
 def write_image_spec(path: Path, spec: ImageSpec) -> None:
     """Write a specification."""
-    write_atomic(path, json.dumps(asdict(spec)))
+    write_document(path, spec)
 
 
 def read_image_spec(path: Path) -> ImageSpec | None:
     """Return a specification, or None if the job has no image."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    return decode_dataclass(ImageSpec, data, str(path), any_text=True)
+    return read_document(path, ImageSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerState:
+    """Process that holds the namespaces of a container, or the reason why it cannot run.
+
+    Its warden writes it, and the node's agent reads it.
+    """
+
+    pid: int = 0
+    start: int = 0  # clock ticks since boot, to distinguish it from another process with this pid
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the image
+    error: str = ""

@@ -10,12 +10,11 @@ from typing_extensions import override
 
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import ContainerFolder, JobFolder
+from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.container_state import read_container_state
-from holdfast.jobs.node.lease import Lease
-from holdfast.jobs.node.spawn import spawn
+from holdfast.jobs.node.containers.image_spec import ContainerState
+from holdfast.jobs.node.roles import Lease, ProcessRole
 from holdfast.jobs.node_spec import read_environment
-from holdfast.system.linux import locks
 from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces
 
 
@@ -29,7 +28,7 @@ class ContainerLease(Lease):
     """
 
     def __init__(self, attempt: Path, folder: ContainerFolder, log: Path) -> None:
-        super().__init__(attempt, "warden of the container", "its container was running")
+        super().__init__(attempt, warden_of(folder), "its container was running")
         self._folder, self._log = folder, log
         self._job = JobFolder(attempt.parents[1])
         self._namespaces: JoinedNamespaces | None = None
@@ -44,10 +43,10 @@ class ContainerLease(Lease):
     @override
     def _result(self) -> str | None:
         """Open the namespaces of the container, once it runs."""
-        state = read_container_state(self._folder)
+        state = read_document(self._folder.state, ContainerState)
         if state is None or state.error:
             return state.error if state else None
-        if not locks.is_held(self._folder.lock):
+        if not self._role.is_alive:
             return None
         try:
             namespaces = open_namespaces(state.pid)
@@ -67,18 +66,19 @@ class ContainerLease(Lease):
         return start_warden(self._job, self._folder, self._log)
 
 
+def warden_of(folder: ContainerFolder) -> ProcessRole:
+    """Return the role of a container's warden."""
+    return ProcessRole("warden", folder.path, folder.lock)
+
+
 def start_warden(job: JobFolder, folder: ContainerFolder, log: Path) -> bool:
     """Start the warden of a container, unless one is running. Return True if it was started."""
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = locks.acquire(folder.lock)
-    if lock is None:
-        return False
-    try:
+
+    def forget_dead() -> None:
         folder.state.unlink(missing_ok=True)  # of a warden that is dead, perhaps of another boot
-        spawn("warden", folder.path, log=log, lock=lock, environment=_environment(job))
-    finally:
-        os.close(lock)
-    return True
+
+    return warden_of(folder).start(log, environment=_environment(job), before=forget_dead)
 
 
 def containers(job: JobFolder) -> list[tuple[int, ContainerFolder]]:

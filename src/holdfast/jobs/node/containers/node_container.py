@@ -13,8 +13,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.container_state import ContainerState
-from holdfast.jobs.node.containers.image_spec import ContainerOwner, ImageSpec
+from holdfast.jobs.node.containers.image_spec import ContainerOwner, ContainerState, ImageSpec
 from holdfast.jobs.node.containers.runtime import ContainerRuntime, RuntimeCalls
 from holdfast.jobs.node.mounts.mount_spec import Link, read_links, write_links
 from holdfast.jobs.node.processes import CONTAINER_PREFIX

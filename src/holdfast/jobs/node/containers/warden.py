@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.environment import tag
 from holdfast.jobs.folder import ContainerFolder, JobFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.container_state import ContainerState, write_container_state
-from holdfast.jobs.node.containers.image_spec import ImageSpec, read_image_spec
+from holdfast.jobs.node.containers.image_spec import ContainerState, ImageSpec, read_image_spec
 from holdfast.jobs.node.containers.node_container import NodeContainer, explain
 from holdfast.jobs.node.containers.runtime import RuntimeCalls
+from holdfast.jobs.node.roles import log_line
 from holdfast.system.linux.processes import adopt_orphans
 
 _CHECK_S = 0.25
@@ -40,12 +40,6 @@ def serve(folder: Path) -> None:
     spec = own or read_image_spec(job.image)
     if spec is not None:
         Warden(job, ContainerFolder(folder), spec).serve()
-
-
-def log_line(text: str) -> None:
-    """Write a line to the log of the node that started this process."""
-    sys.stdout.write(f"holdfast: {time.strftime('%F %T')} {text}\n")
-    sys.stdout.flush()
 
 
 class Warden:
@@ -90,7 +84,7 @@ class Warden:
         except HoldfastError as error:
             state = ContainerState(error=explain(error, self._spec))
         if not self._is_unneeded:
-            write_container_state(self._folder, state)
+            write_document(self._folder.state, state)
         return state
 
     def _remove(self) -> None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from holdfast.checkpoint.store import ObjectInfo, Store, open_store
 from holdfast.checkpoint.store.address import parse_address
-from holdfast.errors import InvalidInput, NotFound, RetryLater
+from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater
 from holdfast.jobs.writeback.ownership import FOLDER
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import format_bytes, plural
 
-_AT_ONCE = 8  # files
-_BLOCK_BYTES = 16 << 20
 _REPORT_S = 5.0
 _TIMEOUT_S = "10"
 
@@ -64,126 +60,88 @@ def download(
     done = to.with_name(f"{to.name}.done")
     if done.exists():
         return
-    BucketCopy(url, to, log, is_wanted).run()
-    write_atomic(done, json.dumps({"url": url, "unix_s": time.time()}))
+    began_s = time.monotonic()
+    store, entries, is_one = _listed(url)
+    folder = to.with_name(f"{to.name}.objects") if is_one else to
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _download_missing(url, store, entries, folder, log, is_wanted)
+        if is_one:
+            (folder / entries[0].name).replace(to)
+            shutil.rmtree(folder)
+        write_atomic(done, json.dumps({"url": url, "unix_s": time.time()}))
+    except OSError as error:
+        if isinstance(error, HoldfastError):
+            raise
+        raise RetryLater(f"Cannot copy {url} to {to}: {error}.") from error
+    total = format_bytes(sum(entry.num_bytes for entry in entries))
+    seconds = time.monotonic() - began_s
+    log(f"copied {url} to {to}: {plural(len(entries), 'file')}, {total}, {seconds:.1f} s")
 
 
-class BucketCopy:
-    """Download in progress; see `download`."""
+def _listed(url: str) -> tuple[Store, list[ObjectInfo], bool]:
+    """Return the store, its objects, and whether the URL names exactly one object."""
+    store = open_store(url)
+    entries = [entry for entry in store.list() if not entry.name.startswith(f"{FOLDER}/")]
+    if entries:
+        _check_names([entry.name for entry in entries], url)
+        return store, entries, False
+    parent, name = _split(url)
+    num_bytes = parent.size(name) if parent is not None else None
+    if parent is None or num_bytes is None:
+        raise NotFound(f"Nothing exists at {store.url}.")
+    return parent, [ObjectInfo(name, num_bytes)], True
 
-    def __init__(self, url: str, to: Path, log: Callable[[str], None], is_wanted: Callable[[], bool]) -> None:
-        self._url, self._to, self._log, self._is_wanted = url, to, log, is_wanted
-        self._beside = to.with_name(f"{to.name}.part")
-        self._num_bytes = 0
-        self._logged_s = time.monotonic()
-        self._counting = threading.Lock()
 
-    def run(self) -> None:
-        """Run the download."""
-        began_s = time.monotonic()
-        store, entries, is_one = self._listed()
-        total = sum(entry.num_bytes for entry in entries)
-        targets = {entry.name: self._to if is_one else self._to / entry.name for entry in entries}
-        shutil.rmtree(self._beside, ignore_errors=True)  # left by a kill
-        try:
-            self._beside.mkdir(parents=True)
-            (self._to.parent if is_one else self._to).mkdir(exist_ok=True)
-            missing = [entry for entry in entries if _size(targets[entry.name]) != entry.num_bytes]
-            self._check_room(sum(entry.num_bytes for entry in missing))
-            self._download_all(store, missing, targets, total)
-            self._check(entries, targets)
-        except OSError as error:
-            if isinstance(error, NotFound):
-                raise
-            raise RetryLater(f"Cannot copy {self._url} to {self._to}: {error}.") from error
-        finally:
-            shutil.rmtree(self._beside, ignore_errors=True)
-        seconds = time.monotonic() - began_s
-        self._log(
-            f"copied {self._url} to {self._to}: {plural(len(entries), 'file')}, "
-            f"{format_bytes(total)}, {seconds:.1f} s"
-        )
+def _download_missing(
+    url: str,
+    store: Store,
+    entries: list[ObjectInfo],
+    folder: Path,
+    log: Callable[[str], None],
+    is_wanted: Callable[[], bool],
+) -> None:
+    """Download the objects that are not in a folder yet, and check the sizes of all."""
+    # Here, because it takes as long to import as all else, and a launch needs only `exists`.
+    from holdfast.jobs.writeback.download import Download
+    from holdfast.jobs.writeback.files import Fingerprint
 
-    def _listed(self) -> tuple[Store, list[ObjectInfo], bool]:
-        """Return the store, its objects, and whether the URL names exactly one object."""
-        store = open_store(self._url)
-        entries = [entry for entry in store.list() if not entry.name.startswith(f"{FOLDER}/")]
-        if entries:
-            _check_names([entry.name for entry in entries], self._url)
-            return store, entries, False
-        parent, name = _split(self._url)
-        num_bytes = parent.size(name) if parent is not None else None
-        if parent is None or num_bytes is None:
-            raise NotFound(f"Nothing exists at {store.url}.")
-        return parent, [ObjectInfo(name, num_bytes)], True
+    present = {entry.name: _size(folder / entry.name) for entry in entries}
+    missing = [entry for entry in entries if present[entry.name] != entry.num_bytes]
+    total, left = (sum(entry.num_bytes for entry in found) for found in (entries, missing))
+    counting, num_bytes, logged_s = threading.Lock(), total - left, time.monotonic()
+    num_done = len(entries) - len(missing)
 
-    def _check_room(self, num_bytes: int) -> None:
-        free = shutil.disk_usage(self._beside).free
-        if num_bytes > free:
+    def on_block(size: int) -> None:
+        nonlocal num_bytes, logged_s
+        if not is_wanted():
+            raise RetryLater(f"The copy of {url} was stopped: no process waits for it any more.")
+        with counting:
+            num_bytes += size
+            if time.monotonic() - logged_s >= _REPORT_S:
+                logged_s = time.monotonic()
+                files = f"{num_done} of {plural(len(entries), 'file')}"
+                log(f"copying {url}: {files}, {format_bytes(num_bytes)} of {format_bytes(total)}")
+
+    beside = folder.with_name(f"{folder.name}.part")
+    copy = Download(store, folder, folder=beside, on_block=on_block)
+    try:
+        copy.check_size(missing, None)
+        replaced = {
+            entry.name: Fingerprint.of((folder / entry.name).stat())
+            for entry in missing
+            if present[entry.name] is not None
+        }
+        for _ in copy.fetch(missing, replaced):
+            num_done += 1
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    for entry in entries:
+        if (found := _size(folder / entry.name)) != entry.num_bytes:
             raise RetryLater(
-                f"{self._url} holds {format_bytes(num_bytes)} that are not in {self._to} yet, but only "
-                f"{format_bytes(free)} are free on its disk. Nothing was copied. Free space, or use a mount."
+                f"{folder / entry.name} has {found} bytes after the copy, but {entry.name} of {url} has "
+                f"{entry.num_bytes}: one of them changed in the meantime."
             )
-
-    def _download_all(
-        self, store: Store, entries: list[ObjectInfo], targets: dict[str, Path], total: int
-    ) -> None:
-        self._num_bytes = total - sum(entry.num_bytes for entry in entries)
-        with ThreadPoolExecutor(_AT_ONCE, "holdfast-copy") as pool:
-            jobs = [
-                pool.submit(self._download_one, store, entry, self._beside / str(number), targets[entry.name])
-                for number, entry in enumerate(entries)
-            ]
-            try:
-                while (left := wait(jobs, timeout=0.2).not_done) and not _failed(jobs):
-                    self._check_wanted()
-                    self._log_progress(len(entries), len(left), total)
-                for job in jobs:
-                    if job.done():
-                        job.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-
-    def _check_wanted(self) -> None:
-        if not self._is_wanted():
-            raise RetryLater(f"The copy of {self._url} was stopped: no process waits for it any more.")
-
-    def _log_progress(self, num_files: int, num_left: int, total: int) -> None:
-        if time.monotonic() - self._logged_s >= _REPORT_S:
-            self._logged_s = time.monotonic()
-            self._log(
-                f"copying {self._url}: {num_files - num_left} of {plural(num_files, 'file')}, "
-                f"{format_bytes(self._num_bytes)} of {format_bytes(total)}"
-            )
-
-    def _download_one(self, store: Store, entry: ObjectInfo, beside: Path, target: Path) -> None:
-        room = memoryview(bytearray(min(_BLOCK_BYTES, entry.num_bytes)))
-        with beside.open("wb") as file:
-            for start in range(0, entry.num_bytes, _BLOCK_BYTES):
-                self._check_wanted()
-                block = room[: min(_BLOCK_BYTES, entry.num_bytes - start)]
-                store.read_into(entry.name, start, block)
-                file.write(block)
-                with self._counting:
-                    self._num_bytes += len(block)
-            file.flush()
-            os.fsync(file.fileno())  # a file with its final name must be complete, even after a power loss
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside.replace(target)
-
-    def _check(self, entries: list[ObjectInfo], targets: dict[str, Path]) -> None:
-        for entry in entries:
-            found = _size(targets[entry.name])
-            if found != entry.num_bytes:
-                raise RetryLater(
-                    f"{targets[entry.name]} has {found} bytes after the copy, but {entry.name} of "
-                    f"{self._url} has {entry.num_bytes}: one of them changed in the meantime."
-                )
-
-
-def _failed(jobs: list) -> bool:
-    return any(job.done() and job.exception() is not None for job in jobs)
 
 
 def _check_names(names: list[str], url: str) -> None:

@@ -1,24 +1,70 @@
-"""Lease of an attempt on its mounts, which the mounter keeps in place."""
+"""Lease of an attempt on its mounts: held by its nodes, and torn down by the controller after their exit.
+
+Both start the mounter: the nodes to hold the mounts, the controller to upload what is left.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import override
 
+from holdfast.errors import Conflict
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.lease import Lease
-from holdfast.jobs.node.spawn import spawn_once
+from holdfast.jobs.journal import read_document
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
+from holdfast.jobs.node.roles import Lease, ProcessRole
 from holdfast.jobs.node_spec import read_environment
-from holdfast.system.documents import decode_object
-from holdfast.system.linux import locks
 
-HOLDERS, LOCK, READY = "holders", "lock", "ready"
-"""Files of the mounter: a FIFO whose writers keep it alive, its lock, and its result for waiting nodes."""
+HOLDERS, READY, UPLOADS = "holders", "ready", "uploads"
+"""Files of the mounter: a FIFO whose writers keep it alive, its result for waiting nodes, and a file that
+exists if it is to upload what is left."""
+UNSENT = "unsent.json"
+"""File in the folder of the attempt, with the newest status of the uploads."""
+_RELEASE_LIMIT_S = 15.0
+"""Time limit for a released mounter to unmount."""
+_KEEPERS_LIMIT_S = 60.0
+"""Time limit for keepers to write the staged saves of a completed job."""
+_PAUSE_S = 1.0
+"""Pause between two starts of a mounter that uploads."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnsentFiles:
+    """Files of a job's write-back directories that are not uploaded.
+
+    `is_settled` is True if nothing more can be uploaded. `is_hopeless` is True if no uploader will continue.
+    `summary` has a sentence for each directory with missing files.
+    """
+
+    is_settled: bool
+    is_hopeless: bool
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class MountResult:
+    """Result of a mounter for the nodes that wait: why the mounts failed; empty if they are ready."""
+
+    error: str = ""
+
+
+def mounter_of(attempt: Path) -> ProcessRole:
+    """Return the role of an attempt's mounter."""
+    return ProcessRole("mounter", attempt / "mounter", attempt / "mounter" / "lock")
+
+
+def job_environment(job: JobFolder) -> dict[str, str]:
+    """Return the environment for a job's mounts, which contains the job's credentials."""
+    document = read_environment(job)
+    return {name: value for name, value in {**document.base, **document.task}.items() if name != TAG}
 
 
 class MountLease(Lease):
@@ -32,40 +78,138 @@ class MountLease(Lease):
     """
 
     def __init__(self, attempt: Path, log: Path, environment: Callable[[], Mapping[str, str]]) -> None:
-        super().__init__(attempt, "mounter", "its mounts were ready")
-        self._environment = environment
-        self._folder = attempt / "mounter"
-        self._log = log
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        super().__init__(attempt, mounter_of(attempt), "its mounts were ready")
+        self._environment, self._log = environment, log
+        folder = self._role.folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            os.mkfifo(self._folder / HOLDERS, 0o600)
-        self._fd = os.open(self._folder / HOLDERS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def close(self) -> None:
-        """Release the mounts."""
-        os.close(self._fd)
+            os.mkfifo(folder / HOLDERS, 0o600)
+        self._fd = os.open(folder / HOLDERS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     @override
     def _result(self) -> str | None:
-        try:
-            document = decode_object((self._folder / READY).read_bytes(), READY, any_text=True)
-        except FileNotFoundError:
-            return None
-        return document.text("error") if "error" in document.members else ""
+        found = read_document(self._role.folder / READY, MountResult)
+        return None if found is None else found.error
 
     @override
     def _start(self) -> bool:
-        lock = self._folder / LOCK
-        if locks.is_held(lock):
+        if self._role.is_alive:
             return False
         try:
             environment = self._environment()
         except FileNotFoundError:
             return False  # the job has ended, and this node is being killed
-        return spawn_once("mounter", self._folder, log=self._log, lock=lock, environment=environment)
+        return self._role.start(self._log, environment=environment)
 
 
-def job_environment(job: JobFolder) -> dict[str, str]:
-    """Return the environment for a job's mounts, which contains the job's credentials."""
-    document = read_environment(job)
-    return {name: value for name, value in {**document.base, **document.task}.items() if name != TAG}
+class Teardown:
+    """Unmounts an attempt's mounts, and waits for uploads of write-back directories.
+
+    Args:
+        folder: folder of the job, or its scratch folder on this machine.
+        log: file for the output of the mounter. Default: that of the first node.
+        environment: returns the environment of the mounter. Default: that of the job.
+    """
+
+    def __init__(
+        self,
+        folder: JobFolder,
+        attempt: int,
+        *,
+        log: Path | None = None,
+        environment: Callable[[], Mapping[str, str]] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._log = log or folder.log(0)
+        self._environment = environment or (lambda: job_environment(folder))
+        self._path = folder.attempt(attempt)
+        self._mounter = mounter_of(self._path)
+        self._specs = read_mount_specs(folder)
+        self._caches = caches(folder)
+        self._give_up_s: float | None = None
+        self._keepers_s: float | None = None
+        self._again_s = 0.0
+
+    def is_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
+        """Make progress, and return True if the teardown is complete.
+
+        Args:
+            until_unix_s: deadline for waiting for uploads. None: wait as long as it takes.
+            has_keepers: returns True if keepers of the attempt may still write.
+
+        Raises:
+            Conflict: files can never be uploaded, or a file system cannot be unmounted.
+        """
+        if not self._specs:
+            return True
+        if not self._is_released():
+            return False
+        fuse.unmount_below(self._folder.path)
+        if not self._caches:
+            return True
+        if until_unix_s is None and time.monotonic() < self._keepers_until_s() and has_keepers():
+            return False
+        return self._is_sent(until_unix_s)
+
+    def unsent(self) -> UnsentFiles | None:
+        """Return the newest status of uploads, or None if it has not been checked."""
+        return read_document(self._path / UNSENT, UnsentFiles) if self._caches else None
+
+    def missing(self) -> str:
+        """Return which files are not uploaded. Empty for none, or if that has not been checked."""
+        unsent = self.unsent()
+        return unsent.summary if unsent is not None else ""
+
+    def last_missing(self) -> str:
+        """Return which files of an ended job are missing, and upload them in the background.
+
+        Blocks: for a scan of all files.
+        """
+        if not self._caches:
+            return ""
+        # Here, because it takes as long to import as all else, and most jobs do not need it.
+        from holdfast.jobs.node.mounts.uploads import upload_status
+
+        unsent = upload_status(self._folder)
+        if not unsent.is_settled:
+            self._upload()
+        return unsent.summary
+
+    def _keepers_until_s(self) -> float:
+        if self._keepers_s is None:
+            self._keepers_s = time.monotonic() + _KEEPERS_LIMIT_S
+        return self._keepers_s
+
+    def _is_released(self) -> bool:
+        """Return True if no mounter holds the mounts any more. Kills one that hangs."""
+        if not self._mounter.is_alive or (self._mounter.folder / UPLOADS).exists():
+            return True
+        if self._give_up_s is None:
+            self._give_up_s = time.monotonic() + _RELEASE_LIMIT_S
+        if time.monotonic() > self._give_up_s:
+            self._mounter.kill()
+        return False
+
+    def _is_sent(self, until_unix_s: float | None) -> bool:
+        unsent = self.unsent()
+        if unsent is not None and unsent.is_settled:
+            return True
+        if until_unix_s is not None and time.time() >= until_unix_s:
+            return True
+        if unsent is not None and unsent.is_hopeless and until_unix_s is None:
+            raise Conflict(
+                f"The job has completed its work, but some of its files cannot be uploaded: {unsent.summary}"
+            )
+        self._upload()
+        return False
+
+    def _upload(self) -> None:
+        """Have a mounter upload what is left, unless one is running."""
+        if time.monotonic() < self._again_s:
+            return
+        self._again_s = time.monotonic() + _PAUSE_S
+        folder = self._mounter.folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._mounter.start(
+            self._log, environment=self._environment(), before=lambda: (folder / UPLOADS).touch()
+        )

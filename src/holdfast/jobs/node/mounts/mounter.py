@@ -1,8 +1,7 @@
-"""Mounter of an attempt: mounts what the job needs, keeps it mounted, and unmounts it at the end."""
+"""Mounter of an attempt: mounts what its nodes need until they end, or uploads what they have left."""
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -12,17 +11,24 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.mounts.cache_mount import mount_write_back
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node.mounts.download import download
-from holdfast.jobs.node.mounts.lease import HOLDERS, READY
-from holdfast.jobs.node.mounts.leftovers import aside_folder, log_line, send_leftovers
+from holdfast.jobs.node.mounts.lease import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, caches_of, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
-from holdfast.jobs.records import Records
+from holdfast.jobs.node.mounts.uploads import (
+    Uploads,
+    aside_folder,
+    mount_write_back,
+    remove_copies,
+    send_leftovers,
+)
+from holdfast.jobs.node.roles import log_line, start_controller
+from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.writeback import Mount
 from holdfast.jobs.writeback.status import has_uploader
-from holdfast.system.linux.files import write_atomic
+from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import wake
 from holdfast.system.units import format_duration
 
@@ -32,6 +38,9 @@ _CHECK_S = 1.0  # between two checks of the mounts
 _PATIENCE_S = 300.0  # time limit for retrying a failing store, in addition to the store's own retries
 _PAUSE_S = 2.0
 _OPEN_S = 0.1
+_LOG_PAUSE_S = 5.0
+_ALONE_LIMIT_S = 3600.0
+"""Time limit for the uploads of a job that has ended. After it, a person must act."""
 SENT, OPEN = "sent", "open"
 """Files of a mounter with a scratch folder: leftovers are uploaded; those of all machines are."""
 
@@ -42,26 +51,58 @@ def serve(folder: Path) -> None:
     Args:
         folder: folder of the mounter, in that of the attempt.
 
-    Blocks: as long as a node holds its mounts.
+    Blocks: as long as a node holds its mounts, or until everything is uploaded.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     job = JobFolder(folder.parents[2])
     scratch = read_scratch_owner(job)
-    owner = scratch.task_id if scratch else Records(job.path.parents[1]).get(int(job.path.name)).task_id
+    owner = scratch.task_id if scratch else _record(job).task_id
+    if (folder / UPLOADS).exists():
+        _upload(job, folder.parent, owner, is_scratch=scratch is not None)
+    else:
+        _hold(job, folder, owner, is_scratch=scratch is not None)
+
+
+def _hold(job: JobFolder, folder: Path, owner: str, *, is_scratch: bool) -> None:
+    """Mount everything, and keep it mounted while a node needs it."""
     mounter = Mounter(folder, read_mount_specs(job), int(folder.parent.name), owner)
     try:
-        if scratch:
+        if is_scratch:
             mounter.send_leftovers()
             mounter.wait_for_others()
         mounter.mount_all()
         mounter.keep()
     except HoldfastError as error:
         log_line(str(error))
-        write_atomic(folder / READY, json.dumps({"error": str(error)}))
+        write_document(folder / READY, MountResult(str(error)))
     finally:
         mounter.close()
         wake(job.wakeup)
+
+
+def _upload(job: JobFolder, attempt: Path, owner: str, *, is_scratch: bool) -> None:
+    """Upload what a job has written until the end of an attempt.
+
+    Runs beside the controller, and restarts it if it dies. For a job that has ended, continues for an hour.
+    With a scratch folder, it runs as long as the process that started it.
+    """
+    number = int(attempt.name)
+    need = _RunnerNeed() if is_scratch else _UploadNeed(job, number)
+    status_log = _StatusLog()
+
+    def notify(unsent: UnsentFiles) -> None:
+        status_log.log(unsent)
+        write_document(attempt / UNSENT, unsent)
+        wake(job.wakeup)
+
+    uploads = Uploads(job, owner, number, notify)
+    try:
+        uploads.run(need.is_needed)
+    finally:
+        uploads.close()
+    if not is_scratch and _record(job).job_state.status.is_final:
+        remove_copies(job)
 
 
 class Mounter:
@@ -124,7 +165,7 @@ class Mounter:
                 log_line(
                     f"mounted {spec.place} at {spec.key} in {format_duration(time.monotonic() - began_s)}"
                 )
-        write_atomic(self._folder / READY, "{}")
+        write_document(self._folder / READY, MountResult())
 
     def keep(self) -> None:
         """Replace mounts that disappear until the last node has released them.
@@ -195,3 +236,53 @@ class Mounter:
         if spec.kind is MountKind.CACHE:
             return spec in self._caches and has_uploader(Path(spec.path))
         return spec.kind is MountKind.COPY or (spec in self._buckets and self._buckets[spec].lives)
+
+
+def _record(folder: JobFolder) -> JobRecord:
+    return Records(folder.path.parents[1]).get(int(folder.path.name))
+
+
+class _StatusLog:
+    """Reporter in the job's log: every few seconds while files are missing, and when all are uploaded."""
+
+    def __init__(self) -> None:
+        self._again_s = 0.0
+        self._was_missing = False
+
+    def log(self, unsent: UnsentFiles) -> None:
+        if unsent.is_settled and self._was_missing:
+            log_line(unsent.summary or "all files of the job are in its bucket")
+        elif not unsent.is_settled and time.monotonic() >= self._again_s:
+            self._was_missing, self._again_s = True, time.monotonic() + _LOG_PAUSE_S
+            log_line(unsent.summary)
+
+
+class _UploadNeed:
+    """Check whether an attempt's uploads are still needed."""
+
+    def __init__(self, folder: JobFolder, attempt: int) -> None:
+        self._folder, self._attempt = folder, attempt
+        self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
+
+    def is_needed(self, after_s: float) -> bool:
+        time.sleep(after_s)
+        if self._folder.attempt(self._attempt + 1).exists():
+            return False  # the next attempt's mounter takes over
+        if locks.is_held(self._folder.lock):
+            self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
+            return True
+        if _record(self._folder).job_state.status.is_final:
+            return time.monotonic() < self._give_up_s
+        start_controller(self._folder)
+        return True
+
+
+class _RunnerNeed:
+    """Check whether the process that started this one is still running."""
+
+    def __init__(self) -> None:
+        self._runner = os.getppid()
+
+    def is_needed(self, after_s: float) -> bool:
+        time.sleep(after_s)
+        return os.getppid() == self._runner

@@ -5,23 +5,33 @@ It has the same files as the folder of a job on a single machine, as far as moun
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
-import json
 import os
 import shutil
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
 from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import encode, read_document
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
-from holdfast.jobs.node.mounts.unsent_files import remove_copies
-from holdfast.system.documents import decode_dataclass
+from holdfast.jobs.node.mounts.mount_spec import (
+    Link,
+    MountKind,
+    MountSpec,
+    read_links,
+    read_mount_specs,
+    write_links,
+    write_mount_specs,
+)
+from holdfast.jobs.node.mounts.symlinks import visible_links
+from holdfast.jobs.node.mounts.uploads import remove_copies
 from holdfast.system.privacy import is_private
 
 SCRATCH = "HOLDFAST_SCRATCH"
@@ -108,11 +118,7 @@ def open_scratch(scratch: JobFolder, owner: ScratchOwner) -> None:
 
 def read_scratch_owner(scratch: JobFolder) -> ScratchOwner | None:
     """Return the owner of a scratch folder, or None for another folder."""
-    path = scratch.path / _OWNER
-    try:
-        return decode_dataclass(ScratchOwner, path.read_bytes(), str(path), any_text=True)
-    except FileNotFoundError:
-        return None
+    return read_document(scratch.path / _OWNER, ScratchOwner)
 
 
 def remove_scratch(scratch: JobFolder) -> bool:
@@ -159,7 +165,7 @@ def _claim(scratch: JobFolder, owner: ScratchOwner) -> ScratchOwner:
     """Record the owner of a new folder, unless another machine has just done so. Return the owner."""
     own = scratch.path / f".{_OWNER}.{owner.machine}.{os.getpid()}"
     try:
-        own.write_text(json.dumps(asdict(owner)))
+        own.write_text(encode(owner))
         with suppress(FileExistsError):
             (scratch.path / _OWNER).hardlink_to(own)  # whole or not at all, and only for the first one
     finally:
@@ -167,3 +173,62 @@ def _claim(scratch: JobFolder, owner: ScratchOwner) -> ScratchOwner:
     found = read_scratch_owner(scratch)
     assert found is not None
     return found
+
+
+def write_scratch_mounts(job: JobFolder, scratch: JobFolder, *, is_shared: bool) -> None:
+    """Write a job's mounts and links into its scratch folder, for mounter and shells.
+
+    Args:
+        is_shared: True if other machines mount the same places.
+    """
+    specs = [
+        dataclasses.replace(spec, path=str(_moved(spec, scratch)), is_shared=is_shared)
+        for spec in read_mount_specs(job)
+    ]
+    moved = {link.target: link for link in moved_links(job, scratch)}
+    write_mount_specs(scratch, specs)
+    write_links(scratch, [moved.get(link.target, link) for link in read_links(job)])
+
+
+def moved_links(job: JobFolder, scratch: JobFolder) -> list[Link]:
+    """Return the links of a job to files in its scratch folder."""
+    sources = {spec.path: str(_moved(spec, scratch)) for spec in read_mount_specs(job)}
+    return [
+        dataclasses.replace(link, source=sources[link.source])
+        for link in read_links(job)
+        if link.source in sources
+    ]
+
+
+def fixed_links(job: JobFolder) -> list[Link]:
+    """Return the visible links of a job to files outside of scratch folders."""
+    sources = {spec.path for spec in read_mount_specs(job)}
+    return [link for link in visible_links(job) if link.source not in sources]
+
+
+def shared_links(job: JobFolder) -> list[Link]:
+    """Return the visible links of a job to scratch folders, except those in workdirs.
+
+    All nodes see them.
+    """
+    sources = {spec.path for spec in read_mount_specs(job)}
+    nodes = job.path / "nodes"
+    return [
+        link
+        for link in visible_links(job)
+        if link.source in sources and not Path(link.target).is_relative_to(nodes)
+    ]
+
+
+def remove_shared_links(job: JobFolder, task_id: str) -> None:
+    """Remove the links of `shared_links`, if they lead to a scratch folder of this job."""
+    own = scratch_folder(Path("/"), job, task_id).path.name
+    for link in shared_links(job):
+        target = Path(link.target)
+        with contextlib.suppress(OSError):
+            if own in target.readlink().parts:
+                target.unlink()
+
+
+def _moved(spec: MountSpec, scratch: JobFolder) -> Path:
+    return scratch.copies / Path(spec.path).name

@@ -1,4 +1,4 @@
-"""The line of a service in a crontab: quoted for cron and the shell, and the only line that changes."""
+"""The command of a service: its line for cron, quoted for cron and the shell, and its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.service.boot_command import BootCommand, make_boot_command
-from holdfast.jobs.service.crontab import cron_line, find_line, with_line, without_line
 
 NAMES = [
     "plain",
@@ -18,12 +17,6 @@ NAMES = [
     'it\'s "quoted" $HOME `id` ;&|<>',
     "back\\slash \\\\ two \\% and \\' end\\",
     "# a comment, ümläut",
-]
-OTHERS = [
-    b"",
-    b"# mine\n5 4 * * * echo 'a%b'\n",
-    b"MAILTO=me\n@reboot /home/me/start\n\n",
-    b"\xff\xfe bytes\n  * * * * * x\t\n#@reboot old # holdfast service s\n",
 ]
 
 
@@ -50,34 +43,16 @@ def test_any_path_arrives_whole(tmp_path: Path, name: str, keeps_backslash: bool
     state = tmp_path / name
     state.mkdir()
     words = ("/bin/sh", "-c", 'printf "%s\\n" "$STATE" "$1" "$PWD"', "sh", name)
-    line = cron_line(BootCommand("s", state, {"STATE": str(state)}, words))
-    text = as_cron_runs(line, keeps_backslash=keeps_backslash)
+    line = BootCommand("s", state, {"STATE": str(state)}, words).cron_line()
+    assert line is not None
+    text = as_cron_runs(line.encode(), keeps_backslash=keeps_backslash)
     subprocess.run(["/bin/sh", "-c", text], env={}, cwd="/", check=True)
     assert (state / "service.log").read_text() == f"{state}\n{name}\n/\n"
 
 
-@pytest.mark.parametrize("table", OTHERS)
-def test_other_lines_stay_byte_by_byte(table: bytes) -> None:
-    first = with_line(table, b"@reboot one # holdfast service s", "s")
-    assert first == table + b"@reboot one # holdfast service s\n"
-    assert with_line(first, b"@reboot one # holdfast service s", "s") == first
-    second = with_line(first, b"@reboot two # holdfast service t", "t")
-    changed = with_line(second, b"@reboot new # holdfast service s", "s")
-    assert changed == second.replace(b"@reboot one", b"@reboot new")
-    assert find_line(changed, "s") == b"@reboot new # holdfast service s"
-    assert without_line(without_line(changed, "s"), "t") == table
-
-
-def test_a_table_without_a_final_line_break_and_with_copies_of_the_line() -> None:
-    own = b"@reboot x # holdfast service s"
-    assert with_line(b"a", own, "s") == b"a\n" + own + b"\n"
-    assert with_line(own + b"\na\n" + own + b"\n", own, "s") == own + b"\na\n"
-
-
-def test_a_command_that_cron_would_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_command_that_cron_would_cut_off_has_no_line(tmp_path: Path) -> None:
     command = BootCommand("s", tmp_path, {"STATE": "x" * 990}, ("true",))
-    with pytest.raises(InvalidInput, match="999"):
-        cron_line(command)
+    assert command.cron_line() is None
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\x1bb", "a\udcffb"])

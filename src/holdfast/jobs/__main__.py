@@ -1,4 +1,7 @@
-"""Internal entry point of local controllers: `python -m holdfast.jobs.local ROLE FOLDER`."""
+"""Internal entry point of the processes of jobs: `python -m holdfast.jobs ROLE FOLDER`.
+
+Each imports only what its own role needs, and inherits its lock.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 from holdfast.system.backoff import doubled
 from holdfast.system.linux import locks
-from holdfast.system.log import get_logger
+from holdfast.system.log import get_logger, write_times
 
 _log = get_logger("jobs")
 
@@ -19,13 +22,14 @@ _LONGEST_S = 60.0
 """Longest pause between two controllers, and the time after which one counts as healthy."""
 
 
-def main() -> None:
-    """Run the controller of a job, which inherits the job's lock."""
-    folder = Path(sys.argv[2])
-    os.chdir("/")  # do not keep any directory busy
-    locks.keep_inherited()
-    from holdfast.system.log import write_times
+def _agent(folder: Path) -> None:
+    from holdfast.jobs.folder import NodeFolder
+    from holdfast.jobs.node.agent import serve
 
+    serve(NodeFolder(folder), replaces_controller=True)
+
+
+def _controller(folder: Path) -> None:
     write_times()
     fork_guarded()  # before the imports that the guardian does not need
     from holdfast.jobs.local.controller import resume_if_due, supervise
@@ -35,6 +39,25 @@ def main() -> None:
         # A request that found this controller leaving did not start another one.
         locks.release_inherited()
         resume_if_due(state, number)
+
+
+def _mounter(folder: Path) -> None:
+    from holdfast.jobs.node.mounts.mounter import serve
+
+    serve(folder)
+
+
+def _notifier(folder: Path) -> None:
+    write_times()
+    from holdfast.jobs.notifications.notifier import serve
+
+    serve(folder)
+
+
+def _warden(folder: Path) -> None:
+    from holdfast.jobs.node.containers.warden import serve
+
+    serve(folder)
 
 
 def fork_guarded() -> None:
@@ -69,5 +92,15 @@ def _wait(pid: int) -> int:
     return status
 
 
+_ROLES = {
+    "agent": _agent,
+    "controller": _controller,
+    "mounter": _mounter,
+    "notifier": _notifier,
+    "warden": _warden,
+}
+
 if __name__ == "__main__":
-    main()
+    os.chdir("/")  # do not keep any directory busy
+    locks.keep_inherited()
+    _ROLES[sys.argv[1]](Path(sys.argv[2]))

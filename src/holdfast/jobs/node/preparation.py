@@ -1,0 +1,211 @@
+"""Preparation of a job: files of its nodes at the launch, and each node's specification before an attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from holdfast.errors import Conflict, InvalidInput, Unsupported
+from holdfast.jobs.conda import activates_conda, conda_start
+from holdfast.jobs.environment import Node, run_environment, setup_environment
+from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.node.mounts.mount_plan import place
+from holdfast.jobs.node.mounts.mount_spec import Link
+from holdfast.jobs.node.mounts.symlinks import link_user
+from holdfast.jobs.node.virtual_environment import install_here, is_wanted
+from holdfast.jobs.node.workdir import create_workdir
+from holdfast.jobs.node_spec import NodeSpec
+from holdfast.jobs.records import Records
+from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.sky_workdir import SKY_WORKDIR, is_plain, replace_sky_workdir
+from holdfast.system.linux.files import write_atomic
+
+_MAX_BYTES = 1 << 20
+_YAML = frozenset({".yaml", ".yml"})
+_SUFFIXES = _YAML | {"", ".py", ".sh", ".bash", ".ipynb", ".json", ".toml", ".cfg", ".ini"}
+"""Suffixes of programs and settings, which may name the folder."""
+_TASK_FILE = re.compile(rb"^(?:run|setup):", re.M)
+
+
+def prepare(task: Task, folder: JobFolder, records: Records, state: Path, *, prefix: str = "") -> None:
+    """Write the scripts, workdirs and mounts of a job.
+
+    Args:
+        state: folder of all jobs.
+        prefix: commands for the beginning of each script's first line. Line numbers in messages stay those of
+            the task.
+
+    Raises:
+        HoldfastError: a file would be wrong, or something is in the way.
+        OSError: a file cannot be written.
+
+    Blocks: while files are copied.
+    """
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.logs.mkdir(exist_ok=True)
+    _write_scripts(task, folder, prefix)
+    create_workdir(task, folder)
+    links = _workdir_links(task, folder, records) if task.image is None else []
+    place(task, folder, state, links)
+
+
+def make_node_spec(
+    folder: JobFolder,
+    node: Node,
+    base: Mapping[str, str],
+    variables: Mapping[str, str],
+    *,
+    begins: str,
+    wakeup: Path,
+    set_up: Path | None,
+    has_venv: bool = True,
+    machine: str = "",
+    gpus: tuple[tuple[str, ...], ...] = (),
+) -> NodeSpec:
+    """Return the specification of a node's work in one attempt.
+
+    Args:
+        base: variables of the shell that launched the job.
+        variables: those of its task.
+        begins: beginning of the attempt, for the first line in the log.
+        set_up: file that exists once `setup` has succeeded. None: there is no `setup`.
+        has_venv: the node may have a virtual environment of its own.
+        machine: see `JobFolder.venv`.
+        gpus: GPUs given to each node.
+    """
+    rank = node.rank
+    own = _node_variables(variables, folder, rank)
+    venv = _choose_venv({**base, **own}, folder, rank, machine) if has_venv else None
+    base = base if venv is None else install_here(base)
+    given = gpus[rank] if gpus else ()
+    needs_setup = set_up is not None and not set_up.exists()
+    return NodeSpec(
+        headline=f"holdfast: {time.strftime('%F %T')} {begins}",
+        setup=str(folder.script("setup", rank)) if needs_setup else None,
+        run=str(folder.script("run", rank)),
+        set_up=str(set_up or folder.set_up(rank)),
+        workdir=str(folder.workdir(rank)),
+        log=str(folder.log(rank)),
+        wakeup=str(wakeup),
+        notice=node.notice,
+        environment=run_environment(node, base, own, gpus=given),
+        setup_environment=setup_environment(node, base, own, gpus=given),
+        grace_s=node.grace_s,
+        gpus=gpus,
+        port=node.port,
+        venv=None if venv is None else str(venv),
+    )
+
+
+def _write_scripts(task: Task, folder: JobFolder, prefix: str) -> None:
+    """Write the scripts of all nodes, with each node's workdir in the place of ~/sky_workdir."""
+    write_atomic(folder.shell_start, conda_start(task.setup, task.run))
+    start = f"{prefix}. {shlex.quote(str(folder.shell_start))}; "
+    for rank in range(task.num_nodes):
+        folder.workdir(rank).parent.mkdir(parents=True, exist_ok=True)
+        for name, text in _texts(task, folder, rank):
+            write_atomic(folder.script(name, rank), start + text.rstrip("\n") + "\n")
+
+
+def _texts(task: Task, folder: JobFolder, rank: int) -> Iterator[tuple[str, str]]:
+    workdir = str(folder.workdir(rank))
+    for name, text in (("setup", task.setup), ("run", task.run)):
+        replaced = replace_sky_workdir(text, workdir)
+        if replaced != text and not is_plain(workdir):
+            raise InvalidInput(
+                f"{task.path}:{task.lines.get(name, 1)}: {name}: ~/sky_workdir means {workdir} in this job, "
+                "which a shell does not read without quotes. Set HOLDFAST_STATE to a folder whose path has "
+                "only letters, digits and any of / . _ - + @ % =. Nothing was started."
+            )
+        if text:
+            yield name, replaced
+
+
+def _choose_venv(variables: Mapping[str, str], folder: JobFolder, rank: int, machine: str) -> Path | None:
+    """Return the folder of a node's own virtual environment, or None without one.
+
+    A job that activates an environment of conda installs into that one, and a job in an image into its
+    containers.
+    """
+    if not is_wanted(variables) or folder.image.exists():
+        return None
+    for name in ("setup", "run"):
+        with contextlib.suppress(FileNotFoundError):
+            if activates_conda(folder.script(name, rank).read_text(errors="replace")):
+                return None
+    return folder.venv(rank, machine)
+
+
+def _node_variables(variables: Mapping[str, str], folder: JobFolder, rank: int) -> dict[str, str]:
+    """Return variables of a task, with a node's workdir in the place of ~/sky_workdir."""
+    workdir = str(folder.workdir(rank))
+    # As after the `=` of an assignment, where a shell replaces ~ after each colon too.
+    return {
+        name: replace_sky_workdir(f"={value}", workdir).removeprefix("=") for name, value in variables.items()
+    }
+
+
+def _workdir_links(task: Task, folder: JobFolder, records: Records) -> list[Link]:
+    """Return the link that a job needs in its user's home, if any. The workdir must be complete.
+
+    Commands that name ~/sky_workdir need none, because the path is replaced in them.
+
+    Raises:
+        Unsupported: the job has several nodes, which have a workdir each.
+        Conflict: another job has the link, or another file is in its place.
+    """
+    used_in = next(_uses(task, folder), None)
+    if used_in is None:
+        return []
+    target = Path.home() / SKY_WORKDIR
+    what = f"{used_in} names {SKY_WORKDIR}"
+    way_out = "Use paths relative to the workdir, in which commands start. Nothing was started."
+    if task.num_nodes > 1:
+        raise Unsupported(
+            f"{task.path}: {what}. Each of the {task.num_nodes} nodes has a workdir of its own, and {target} "
+            f"can lead to one only. {way_out}"
+        )
+    user = link_user(records, folder, str(target))
+    if user is not None:
+        raise Conflict(
+            f"{task.path}: {what}. {target} leads to the workdir of job {user} until that job has ended. "
+            f"Wait for it or cancel it. To run both at once: {way_out[0].lower()}{way_out[1:]}"
+        )
+    is_left = target.is_symlink() and target.readlink().is_relative_to(folder.path.parent)
+    if os.path.lexists(target) and not is_left:
+        raise Conflict(
+            f"{task.path}: {what}. {target} already exists and does not belong to a job, so it was not "
+            f"changed. Move it away, or: {way_out[0].lower()}{way_out[1:]}"
+        )
+    return [Link(str(target), str(folder.workdir(0)), f"~/{SKY_WORKDIR}")]
+
+
+def _uses(task: Task, folder: JobFolder) -> Iterator[str]:
+    """Yield the places that name the folder, except for those where its path is replaced."""
+    workdir = str(folder.workdir(0))
+    for name, text in (("setup", task.setup), ("run", task.run)):
+        if SKY_WORKDIR in replace_sky_workdir(text, workdir).replace(workdir, ""):
+            yield name
+    for name, value in _node_variables({**task.envs, **task.secrets}, folder, 0).items():
+        if SKY_WORKDIR in value.replace(workdir, ""):
+            yield f"envs.{name}"
+    yield from _files(Path(workdir))
+
+
+def _files(workdir: Path) -> Iterator[str]:
+    """Yield the programs and settings in a workdir that name the folder."""
+    for parent, folders, names in os.walk(workdir):
+        folders[:] = sorted(name for name in folders if name != ".git")
+        for name in sorted(names):
+            path = Path(parent, name)
+            if path.suffix not in _SUFFIXES or not path.is_file() or path.stat().st_size > _MAX_BYTES:
+                continue
+            data = path.read_bytes()
+            is_task_file = path.suffix in _YAML and _TASK_FILE.search(data) is not None
+            if SKY_WORKDIR.encode() in data and not is_task_file:
+                yield str(path.relative_to(workdir))

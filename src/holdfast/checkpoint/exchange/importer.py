@@ -261,7 +261,7 @@ def _nest_under(source: Source, under: str | None) -> Source:
     return Source(tensors, tied, {under: values})
 
 
-def _nest_references(value: object, under: str) -> object:
+def _nest_references(value: Any, under: str) -> Any:
     from holdfast.checkpoint.format.containers import kind_of
 
     if isinstance(value, TensorRef):

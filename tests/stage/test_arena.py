@@ -227,7 +227,7 @@ def test_a_skipped_save_is_counted_with_a_warning_and_the_next_one_succeeds(
 
 def run_two_steps(home: Path, gate: CopyGate, *, total: int, is_preempted: bool) -> None:
     """Save after each step, with no room for the second save until it has been skipped."""
-    notice = home.with_name("notice")
+    notice = home.with_name(f"{home.name}-notice")
     watches = [holdfast.Preemption(f"file:{notice}", signals=False)]
     memory = holdfast.Memory("180kB", when_full="skip")
     with make_checkpointer(home, make_state(), memory=memory, every=1, watches=watches) as ckpt:

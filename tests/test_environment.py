@@ -22,7 +22,7 @@ from holdfast.system.environment import (
     ended_preempted,
     read_integer,
     read_progress,
-    report_preemption,
+    report_preempted,
     report_progress,
     was_preempted,
 )
@@ -99,7 +99,7 @@ def test_a_preemption_is_reported_to_the_job_once_per_start(
     assert not was_preempted(path, after=0)
     report_progress("runs/x", 5)
     assert not was_preempted(path, after=0)
-    report_preemption(6)
+    report_preempted(6)
     size = path.stat().st_size
     assert was_preempted(path, after=0)
     assert ended_preempted(path, after=0)

@@ -31,7 +31,7 @@ FLOORS = {
         kit | accelerate dcp deepspeed lightning ray recipe torchtitan trackers transformers | nebula
     """,
     "checkpoint": """
-        copies format retention save_interval | policy ranks state store | home stage | keeper restore
+        copies format save_interval | policy ranks retention state store | home stage | keeper restore
         | exchange watch | run
     """,
     "watch": "* | pace | defaults report",
@@ -45,15 +45,6 @@ FLOORS = {
 }
 # Imports that still point up or sideways. This list only shrinks.
 UPWARD = """
-adapters/accelerate/data_position.py imports train.data.Batches
-adapters/accelerate/session.py imports train.data.Batches
-adapters/lightning/resume_point.py imports train.data.Batches
-adapters/transformers/data_feed.py imports train.data.Batches
-adapters/transformers/trainer.py imports train.data.Batches
-checkpoint/retention.py imports checkpoint.format.names.CheckpointId
-watch/report/figures/nodes.py imports jobs.node_checks.CheckedNode
-watch/report/summary.py imports jobs.node_checks.CheckedNode
-watch/report/summary.py imports jobs.node_checks.read_node_checks
 """
 
 

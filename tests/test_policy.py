@@ -6,14 +6,14 @@ import datetime
 
 import pytest
 
-from holdfast.checkpoint.policy import EveryAuto, EverySteps, EveryTime, Meter, Overdue, Pace, every
+from holdfast.checkpoint.policy import EveryAuto, EverySteps, EveryTime, Meter, Moment, Overdue, every
 from holdfast.checkpoint.save_interval import daly_s
 from holdfast.errors import InvalidInput
 
 
-def pace(step: int, **facts: float) -> Pace:
+def pace(step: int, **facts: float) -> Moment:
     values = {"now_s": 0.0, "saved_step": 0, "saved_s": 0.0, **facts}
-    return Pace(step=step, **values)  # pyright: ignore[reportArgumentType]
+    return Moment(step=step, **values)  # pyright: ignore[reportArgumentType]
 
 
 def test_steps_are_due_at_multiples_and_never_twice():
@@ -163,7 +163,7 @@ def test_auto_uses_daly_s_interval_for_the_run_s_own_failures_within_the_budget(
 
 def test_auto_is_due_after_the_interval_for_the_run_s_own_failures() -> None:
     def due(after_s: float, mtbf_s: float | None) -> bool:
-        return EveryAuto().due(Pace(20, after_s, 10, 0.0, 0.01, 0.1, mtbf_s))
+        return EveryAuto().due(Moment(20, after_s, 10, 0.0, 0.01, 0.1, mtbf_s))
 
     assert due(1.1, None)
     assert not due(1.1, 3600.0)

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 import holdfast
 from forkserver import forkserver
-from holdfast.checkpoint.policy import Every, Pace
+from holdfast.checkpoint.policy import Every, Moment
 from holdfast.checkpoint.run import attempt
 from stage.training import make_checkpointer
 
@@ -137,8 +137,8 @@ class FromStep(Every):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def due(self, pace: Pace) -> bool:
-        return pace.step >= self.step > pace.saved_step
+    def due(self, moment: Moment) -> bool:
+        return moment.step >= self.step > moment.saved_step
 
 
 def save_on_time(rank: int, home: Path) -> list[int]:

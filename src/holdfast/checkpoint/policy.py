@@ -20,7 +20,7 @@ _MANY_FAILED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Moment:
     """Facts that a save policy bases its decision on."""
 
     step: int  # optimizer steps completed
@@ -39,8 +39,8 @@ class Every(ABC):
     """True if the answer depends on a clock; then rank 0 decides for all ranks."""
 
     @abstractmethod
-    def due(self, pace: Pace) -> bool:
-        """Return True if a save is due after `pace.step`."""
+    def due(self, moment: Moment) -> bool:
+        """Return True if a save is due after `moment.step`."""
 
     def __or__(self, other: Every) -> Every:
         return AnyOf((self, other))
@@ -54,8 +54,8 @@ class EverySteps(Every):
     timed = False
 
     @override
-    def due(self, pace: Pace) -> bool:
-        return pace.step > pace.saved_step and pace.step % self.steps == 0
+    def due(self, moment: Moment) -> bool:
+        return moment.step > moment.saved_step and moment.step % self.steps == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class EveryTime(Every):
     seconds: float
 
     @override
-    def due(self, pace: Pace) -> bool:
-        return pace.step > pace.saved_step and pace.now_s - pace.saved_s >= self.seconds
+    def due(self, moment: Moment) -> bool:
+        return moment.step > moment.saved_step and moment.now_s - moment.saved_s >= self.seconds
 
 
 MIN_FAILURES = 3
@@ -94,11 +94,11 @@ class EveryAuto(Every):
     first_steps: int = 10
 
     @override
-    def due(self, pace: Pace) -> bool:
-        if pace.save_cost_s is None:
-            return pace.step - pace.saved_step >= self.first_steps
-        interval_s = self.choose(pace.save_cost_s, pace.durable_s, pace.mtbf_s).interval_s
-        return pace.step > pace.saved_step and pace.now_s - pace.saved_s >= interval_s
+    def due(self, moment: Moment) -> bool:
+        if moment.save_cost_s is None:
+            return moment.step - moment.saved_step >= self.first_steps
+        interval_s = self.choose(moment.save_cost_s, moment.durable_s, moment.mtbf_s).interval_s
+        return moment.step > moment.saved_step and moment.now_s - moment.saved_s >= interval_s
 
     def choose(self, cost_s: float, durable_s: float | None, mtbf_s: float | None) -> IntervalChoice:
         """Return the interval between saves, and its reason.
@@ -130,8 +130,8 @@ class AnyOf(Every):
         return any(policy.timed for policy in self.policies)
 
     @override
-    def due(self, pace: Pace) -> bool:
-        return any(policy.due(pace) for policy in self.policies)
+    def due(self, moment: Moment) -> bool:
+        return any(policy.due(moment) for policy in self.policies)
 
 
 def every(value: int | str | datetime.timedelta | Every) -> Every:

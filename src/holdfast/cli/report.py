@@ -14,6 +14,7 @@ from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater
+from holdfast.jobs.node_checks import read_node_checks
 from holdfast.system.units import format_bytes
 from holdfast.watch.report.page import headline, headline_numbers, tear_check
 from holdfast.watch.report.summary import RunSummary, read_summary
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         with _named(args.output):
             check_parent(Path(args.output))
     store, _ = open_home(args.home)
-    summary = read_summary(store)
+    summary = read_summary(store, read_node_checks(store))
     if args.json:
         print_json({"home": store.url, **summary.as_json()})
         return 0

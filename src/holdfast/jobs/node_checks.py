@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from holdfast.checkpoint.store import Store
 from holdfast.errors import HoldfastError
@@ -12,33 +11,7 @@ from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.history import JobAttempt, list_attempts, read_changes
 from holdfast.jobs.node.checks.result import NodeChecks, describe_failures
 from holdfast.jobs.records import JobRecord, Records
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedNode:
-    """Checks of one node before one attempt of a job.
-
-    Attributes:
-        job: number of the job.
-        attempt: its attempt, which may have another number than that of the run.
-        node: number of the node.
-        machine: name of the machine.
-        unix_s: time of the checks.
-        num_checks: number of checks.
-        failures: the checks that failed, for people; empty if none has.
-        was_refused: the attempt was not started because of them.
-        cost_s: time that the commands of the job had to wait; of a refused node, duration of its attempt.
-    """
-
-    job: int
-    attempt: int
-    node: int
-    machine: str
-    unix_s: float
-    num_checks: int
-    failures: str
-    was_refused: bool
-    cost_s: float
+from holdfast.watch.report.summary import CheckedNode
 
 
 def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:

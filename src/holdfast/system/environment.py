@@ -89,7 +89,7 @@ def report_failed_save(attempt: int, step: int) -> None:
     _append({"attempt": attempt, "failed_save": step})
 
 
-def report_preemption(step: int) -> None:
+def report_preempted(step: int) -> None:
     """Report to the job, if any, that this process exits after a preemption notice. Failures are ignored.
 
     A launcher between the job and the training may replace the exit status: torchrun exits with 1.

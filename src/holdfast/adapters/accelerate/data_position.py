@@ -14,10 +14,10 @@ from typing_extensions import override
 from holdfast.adapters.accelerate.session import end_preempted
 from holdfast.adapters.kit import generators
 from holdfast.adapters.kit.attachment import insert_class, warn_of_persistent_workers
+from holdfast.adapters.kit.batches import DividedBatches
 from holdfast.adapters.kit.generators import bytes_of, tensor_of
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
-from holdfast.train.data import Batches
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -245,7 +245,7 @@ class BatchPosition(DataPosition):
         batches: its batch sampler.
     """
 
-    def __init__(self, loader: Any, batches: Batches[Any]) -> None:
+    def __init__(self, loader: Any, batches: DividedBatches) -> None:
         super().__init__(loader)
         self._batches = batches
         self._num_before = 0  # batches of the epoch that earlier passes have used
@@ -332,10 +332,10 @@ class BatchPosition(DataPosition):
         return True
 
 
-def batches_of(loader: Any) -> Batches[Any] | None:
+def batches_of(loader: Any) -> DividedBatches | None:
     """Return the GlobalBatches that a loader reads, or None."""
     found = getattr(loader, "batch_sampler", None)
-    return found if isinstance(found, Batches) else None
+    return found if isinstance(found, DividedBatches) else None
 
 
 def prepare_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_device: bool | None) -> Any:
@@ -368,14 +368,14 @@ def prepare_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_dev
 def check_prepared(loader: Any) -> None:
     """Check that a loader that was prepared before `attach` has not divided GlobalBatches once more."""
     outer = getattr(loader, "batch_sampler", None)
-    if isinstance(getattr(outer, "batch_sampler", None), Batches):
+    if isinstance(getattr(outer, "batch_sampler", None), DividedBatches):
         raise InvalidInput(
             "A loader with GlobalBatches was prepared before attach(), so each rank would get a part of its "
             "share. The Accelerator was not changed. Call attach() before prepare()."
         )
 
 
-def _check_ranks(own: Any, batches: Batches[Any]) -> None:
+def _check_ranks(own: Any, batches: DividedBatches) -> None:
     parallelism = getattr(own, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size > 1:
         raise Unsupported(

@@ -22,6 +22,7 @@ from holdfast.adapters.accelerate.folders import (
     automatic_number,
     number_of,
 )
+from holdfast.adapters.kit.batches import DividedBatches
 from holdfast.adapters.kit.run import Notices, TrainerRun, split_notices
 from holdfast.errors import (
     Corrupt,
@@ -34,7 +35,6 @@ from holdfast.errors import (
 )
 from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
-from holdfast.train.data import Batches
 
 if TYPE_CHECKING:
     from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator, Settings
@@ -402,7 +402,7 @@ def live_objects(accelerator: Accelerator, models: Collection[int]) -> dict[str,
         models: numbers of the models to include.
     """
     own: Any = accelerator
-    if any(isinstance(one, Batches) for one in own._custom_objects):
+    if any(isinstance(one, DividedBatches) for one in own._custom_objects):
         raise InvalidInput(
             "GlobalBatches were given to register_for_checkpointing, and would count each step twice. "
             "Nothing was saved or loaded. Prepare their loader only: its position is part of the state."

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from holdfast.adapters.kit import generators
+from holdfast.adapters.kit.batches import DividedBatches
 from holdfast.adapters.kit.generators import bytes_of, tensor_of
 from holdfast.adapters.lightning.packages import EPOCH_CALLBACKS, CombinedLoader, DataLoaderIterDataFetcher
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.log import get_logger
-from holdfast.train.data import Batches
 
 _log = get_logger("lightning")
 
@@ -68,10 +68,10 @@ class PositionedLoader(CombinedLoader):
     # -- batches that count steps ----------------------------------------------------------------------------
 
     @property
-    def batches(self) -> list[Batches[Any]]:
+    def batches(self) -> list[DividedBatches]:
         """Batch samplers that count completed steps, each once."""
         samplers = [getattr(loader, "batch_sampler", None) for loader in self.flattened]
-        return list({id(one): one for one in samplers if isinstance(one, Batches)}.values())
+        return list({id(one): one for one in samplers if isinstance(one, DividedBatches)}.values())
 
     def reach(self, num_batches: int) -> None:
         """Record that training has used the first batches of this pass."""
@@ -93,7 +93,7 @@ class PositionedLoader(CombinedLoader):
             one.load_state_dict(state)
 
     def _check_loaders(self) -> None:
-        if any(not isinstance(getattr(one, "batch_sampler", None), Batches) for one in self.flattened):
+        if any(not isinstance(getattr(one, "batch_sampler", None), DividedBatches) for one in self.flattened):
             raise Unsupported(
                 "Some loaders of the training data have GlobalBatches, and others do not, so their positions "
                 "cannot be restored together. Nothing was trained. Give each of them GlobalBatches, or none."
@@ -447,6 +447,6 @@ class _SamplerRule:
 
     def __call__(self, dataloader: Any) -> bool:
         """Return True if the loader needs a distributed sampler, as Lightning's connector decides."""
-        if isinstance(getattr(dataloader, "batch_sampler", None), Batches):
+        if isinstance(getattr(dataloader, "batch_sampler", None), DividedBatches):
             return False
         return bool(type(self.connector)._requires_distributed_sampler(self.connector, dataloader))

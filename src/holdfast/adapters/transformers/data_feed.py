@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
 
+from holdfast.adapters.kit.batches import DividedBatches
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.train.data import Batches
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -37,7 +37,7 @@ class DataFeed:
         batches: batches of the user.
     """
 
-    def __init__(self, batches: Batches[Any]) -> None:
+    def __init__(self, batches: DividedBatches) -> None:
         self.batches = batches
         self.batch_size = batches.batch_size // batches.accumulation_steps
         self._step = 0  # steps that the batches have counted
@@ -97,7 +97,7 @@ class DataFeed:
 
 def check_data(trainer: Trainer, batches: Any) -> None:
     """Check that batches fit a Trainer."""
-    if not isinstance(batches, Batches):
+    if not isinstance(batches, DividedBatches):
         raise InvalidInput(
             f"attach(data=...) takes GlobalBatches or a relative, not {type(batches).__name__}. The Trainer "
             "was not changed. Pass data=GlobalBatches(len(trainer.train_dataset), 64)."
@@ -118,7 +118,7 @@ def check_data(trainer: Trainer, batches: Any) -> None:
         raise InvalidInput(f"data= does not fit the Trainer: {faults[0]}. The Trainer was not changed.")
 
 
-def _faults(args: Any, dataset: Any, batches: Batches[Any]) -> list[str]:
+def _faults(args: Any, dataset: Any, batches: DividedBatches) -> list[str]:
     num_samples = getattr(batches, "num_samples", len(dataset))
     mine = batches.rank, batches.world_size
     theirs = args.process_index, args.world_size

@@ -17,13 +17,13 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from typing_extensions import override
 
 from holdfast.adapters.kit.attachment import check_attach, insert_class, warn_of_persistent_workers
+from holdfast.adapters.kit.batches import DividedBatches
 from holdfast.adapters.kit.run import HOME
 from holdfast.adapters.transformers.data_feed import DataFeed, check_data
 from holdfast.adapters.transformers.session import Session
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
-from holdfast.train.data import Batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ def attach(
     trainer: _T,
     home: str | os.PathLike[str] | Home | None = None,
     *,
-    data: Batches[Any] | None = None,
+    data: DividedBatches | None = None,
     folders: bool | Literal["all"] = True,
     **options: Any,
 ) -> _T:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from holdfast.checkpoint.exchange import dcp_folder, safetensors_files, torch_files
 from holdfast.checkpoint.exchange.home_writer import refuse_existing_home, write_home

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.checkpoint.policy import Every, EveryAuto, Meter, Pace
+from holdfast.checkpoint.policy import Every, EveryAuto, Meter, Moment
 
 
 class Flags(NamedTuple):
@@ -123,7 +123,7 @@ class Cadence:
 
     def _is_due(self, step: int, now_s: float, *, timed: bool) -> bool:
         costs = self.meter.save_cost_s, self.meter.durable_s, self.mtbf_s
-        return _is_due(self._every, Pace(step, now_s, self.saved_step, self._saved_s, *costs), timed=timed)
+        return _is_due(self._every, Moment(step, now_s, self.saved_step, self._saved_s, *costs), timed=timed)
 
 
 class HomeCadence:
@@ -145,7 +145,7 @@ class HomeCadence:
         Args:
             timed: ask the policies that depend on a clock, which only rank 0 decides; else the others.
         """
-        return _is_due(self._every or (), Pace(step, now_s, self._sent_step, self._sent_s), timed=timed)
+        return _is_due(self._every or (), Moment(step, now_s, self._sent_step, self._sent_s), timed=timed)
 
     def receive(self, *, is_due: bool, sent_step: int) -> None:
         """Record the decision of rank 0's clock, which it sent at `sent_step`."""
@@ -170,5 +170,5 @@ class HomeCadence:
         return goes
 
 
-def _is_due(policies: Sequence[Every], pace: Pace, *, timed: bool) -> bool:
-    return any(policy.due(pace) for policy in policies if policy.timed == timed)
+def _is_due(policies: Sequence[Every], moment: Moment, *, timed: bool) -> bool:
+    return any(policy.due(moment) for policy in policies if policy.timed == timed)

@@ -52,7 +52,7 @@ from holdfast.errors import (
     SaveWarning,
 )
 from holdfast.system.callsite import warn
-from holdfast.system.environment import report_preemption
+from holdfast.system.environment import report_preempted
 from holdfast.system.failpoint import failpoint
 from holdfast.system.loader_frames import is_loading
 from holdfast.system.process_exit import hard_exit, hard_exit_at_exit
@@ -269,7 +269,7 @@ class Training:
     def _end_run(self, step: int | None, reason: str) -> None:
         """Record and show that a preempted run ends, with its newest durable step."""
         self.attempt.note_end(f"preempted ({reason})")
-        report_preemption(step or 0)
+        report_preempted(step or 0)
         durable = "nothing was saved" if step is None else f"step {step} is durable"
         self._components.show(f"preempted ({reason}); {durable}")
         if self._ranks.world_size > 1:  # gloo's threads may abort this rank, which would look like a crash

@@ -12,6 +12,7 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import NotFound, redact
+from holdfast.jobs.node_checks import read_node_checks
 from holdfast.watch.report.figures.curves import curves
 from holdfast.watch.report.kept_readings import KeptReadings
 from holdfast.watch.report.page import headline, make_page
@@ -94,7 +95,7 @@ def _read(place: RunPlace) -> RunSummary:
         home = list_home(store)
         if not home.saved and not home.attempts:
             raise NotFound(f"{redact(place.place)} does not contain a run yet.")
-    return read_summary(store)
+    return read_summary(store, read_node_checks(store))
 
 
 def _curves(summary: RunSummary) -> dict[str, Any]:

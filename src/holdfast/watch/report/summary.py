@@ -16,7 +16,6 @@ from holdfast.checkpoint.home.rollbacks import read_rollbacks
 from holdfast.checkpoint.save_interval import BestInterval, best_interval, lost_share, mtbf_bounds_s
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Corrupt, NotFound, Unsupported
-from holdfast.jobs.node_checks import CheckedNode, read_node_checks
 from holdfast.watch.hang import text as hang_text
 from holdfast.watch.hang.incidents import HangIncident, list_hangs
 from holdfast.watch.pace.slow_periods import SlowAttempt, list_slow_periods
@@ -44,6 +43,33 @@ PROBLEMS = (
     *("unhealthy", "spike"),
 )
 """Kinds of events that need attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedNode:
+    """Checks of one node before one attempt of a job.
+
+    Attributes:
+        job: number of the job.
+        attempt: its attempt, which may have another number than that of the run.
+        node: number of the node.
+        machine: name of the machine.
+        unix_s: time of the checks.
+        num_checks: number of checks.
+        failures: the checks that failed, for people; empty if none has.
+        was_refused: the attempt was not started because of them.
+        cost_s: time that the commands of the job had to wait; of a refused node, duration of its attempt.
+    """
+
+    job: int
+    attempt: int
+    node: int
+    machine: str
+    unix_s: float
+    num_checks: int
+    failures: str
+    was_refused: bool
+    cost_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +196,12 @@ class RunSummary:
         return _finite(document)
 
 
-def read_summary(store: Store) -> RunSummary:
-    """Return the summary of the run in a home."""
+def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSummary:
+    """Return the summary of the run in a home.
+
+    Args:
+        node_checks: of the jobs that have trained the run, which a home does not have.
+    """
     lines, num_torn = read_lines(store)
     home = list_home(store)
     claims: dict[int, run.AttemptClaim] = {}
@@ -198,7 +228,7 @@ def read_summary(store: Store) -> RunSummary:
         slow_periods=tuple(list_slow_periods(lines)),
         paces=tuple(list_paces(lines)),
         differences=tuple(event for event in events if event.kind == "replicas-differ"),
-        node_checks=read_node_checks(store),
+        node_checks=tuple(node_checks),
         watch_lines=_lines_of_watches(lines),
     )
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.jobs.node_checks import CheckedNode
 from holdfast.system.units import plural
 from holdfast.watch.report import style
 from holdfast.watch.report.style import Cell, Figure
-from holdfast.watch.report.summary import RunSummary
+from holdfast.watch.report.summary import CheckedNode, RunSummary
 
 
 def nodes(found: RunSummary) -> Figure | None:

@@ -12,7 +12,7 @@ import pytest
 from dash.client import Client
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import RetryLater
-from holdfast.jobs import description, interface, state_folder
+from holdfast.jobs import description, folder, interface
 from holdfast.jobs.dash import job_board, output_feed
 from holdfast.jobs.dash.run_view import RunPlace
 from holdfast.jobs.status import JobStatus
@@ -172,7 +172,7 @@ def test_a_state_folder_that_does_not_answer_stops_no_page(
 
     def stalled() -> Path:
         answers.wait(600)
-        return state_folder.state_dir()
+        return folder.state_dir()
 
     for module in (job_board, output_feed, description):
         monkeypatch.setattr(module, "state_dir", stalled)

@@ -101,6 +101,8 @@ def test_a_leak_in_a_real_run_is_warned_of_and_drawn(tmp_path: Path) -> None:
 
         wait_until(leak)
         (line,) = lines(home, GROWS)
+        keeper = ckpt._training.attempt.keeper
+        wait_until(lambda: keeper is not None and keeper.problems)
         with pytest.warns(holdfast.WatchWarning, match="HOST MEMORY GROWS: rank 0 on"):
             ckpt.save(2)
     assert "grows by" in str(line["detail"])

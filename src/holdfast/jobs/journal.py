@@ -38,7 +38,7 @@ def write_document(path: Path, value: DataclassInstance) -> None:
 
 
 def read_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T | None:
-    """Return a dataclass from its document, or None if there is none."""
+    """Return a dataclass from its document; None without one."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:

@@ -71,7 +71,7 @@ class WatchSuite:
     def test_adding_and_removing_the_watch_does_not_break_a_resume(
         self, tmp_path: Path, watch: Watch
     ) -> None:
-        """A section that nobody reads is kept, and a section that is not there is None."""
+        """Sections of absent watches are kept, and absent sections are None."""
         home, others = tmp_path / "run", tmp_path / "others"
         self.train(home, watch)
         assert self.train(home, _switched_off(watch), steps=STEPS + 2) == STEPS
@@ -140,7 +140,7 @@ class WatchSuite:
         )
         mark = str(tmp_path / "killed")
         environment = {**os.environ, "HOLDFAST_KILL_AT": f"{point}:2", "HOLDFAST_KILL_MARK": mark}
-        command = [sys.executable, "-c", script]
+        command = [sys.executable, "-I", "-c", script]
         done = subprocess.run(command, env=environment, capture_output=True, check=False)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
         assert Path(mark).exists()
@@ -154,7 +154,7 @@ class WatchSuite:
         module = watch.keeper.partition(":")[0]
         assert importlib.util.find_spec(module) is not None
         code = f"import sys; sys.path[:0] = {sys.path!r}; import {module}; print('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+        done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, check=True, text=True)
         assert done.stdout.strip() == "False"
 
     def test_its_name_and_its_options_are_valid(self, watch: Watch) -> None:
@@ -167,7 +167,7 @@ def _fail(*_: Any, **__: Any) -> None:
 
 
 def _replaced(watch: Watch, event: str, method: Callable[..., Any]) -> Watch:
-    """Return the watch as an object of a class in which an event is another function."""
+    """Return the watch with another function as one of its events."""
     kind = type(watch)
     made = type(kind.__name__, (kind,), {event: method, "__module__": kind.__module__})
     found = made.__new__(made)

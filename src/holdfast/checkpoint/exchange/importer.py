@@ -269,4 +269,5 @@ def _nest_references(value: Any, under: str) -> Any:
         return TensorRef(f"{under}.{value.name}")
     if (container := kind_of(value)) is None:
         return value
-    return container.rebuild(value, [_nest_references(item, under) for _, item in container.items(value)])
+    pairs = container.items(value)
+    return container.rebuild(value, [(key, _nest_references(item, under)) for key, item in pairs])

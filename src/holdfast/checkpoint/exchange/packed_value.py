@@ -119,7 +119,8 @@ def _pack(value: Any, path: Path, into: Packed) -> Any:
     if _is_mapping(value):
         return _pack_dict(value, path, into)
     if kind in _SEQUENCES and (container := kind_of(value)) is not None:
-        return container.rebuild(value, [_pack(item, (*path, i), into) for i, item in enumerate(value)])
+        pairs = container.items(value)
+        return container.rebuild(value, [(i, _pack(item, (*path, i), into)) for i, item in pairs])
     if isinstance(value, enum.Enum):
         return value.value if isinstance(value, (int, str)) else value
     label = _label(value)
@@ -214,8 +215,8 @@ def rebuild(
     container = kind_of(tree)
     if container is None:
         return revive(path, tree)
-    items = [rebuild(item, leaf, revive, (*path, step)) for step, item in container.items(tree)]
-    return revive(path, container.rebuild(tree, items))
+    pairs = [(step, rebuild(item, leaf, revive, (*path, step))) for step, item in container.items(tree)]
+    return revive(path, container.rebuild(tree, pairs))
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -43,8 +43,9 @@ def build_tree(selection: ExportSelection) -> tuple[dict[str, ArchivedTensor], d
     if index is None:
         tree = unflatten(selection.tensors, selection.values(), tensor, selection.only)
     else:
-        leaves = {**selection.values(), **{name: tensor(name) for name in selection.tensors}}
-        tree = nest({index.path(name): plain_form(leaf) for name, leaf in leaves.items()})
+        leaves = {name: plain_form(value) for name, value in selection.values().items()}
+        leaves |= {name: tensor(name) for name in selection.tensors}
+        tree = nest({index.path(name): leaf for name, leaf in leaves.items()})
     return stored, rename_top_level(make_plain(tree, ArchivedTensor), selection.rename)
 
 
@@ -82,11 +83,9 @@ def _flatten(tree: dict[str, Any], flatten: Any) -> tuple[dict[str, Any], dict[s
             by_id[id(tensors[-1])] = node
             return tensors[-1]
         container = kind_of(node)
-        return (
-            container.rebuild(node, [replace(item) for _, item in container.items(node)])
-            if container
-            else node
-        )
+        if container is None:
+            return node
+        return container.rebuild(node, [(key, replace(item)) for key, item in container.items(node)])
 
     flat, paths = flatten(replace(tree))
     return {key: by_id.get(id(item), item) for key, item in flat.items()}, paths

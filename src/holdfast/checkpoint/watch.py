@@ -17,6 +17,7 @@ from holdfast.checkpoint.format.sections import Section
 from holdfast.checkpoint.keeper.pulse import Pulse
 from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.store.contract import Store
+from holdfast.errors import InvalidInput
 
 
 class Note(Protocol):
@@ -148,6 +149,11 @@ class Vote:
     upto: int = 0
     most: int = 3
     skip: int = 0
+
+    def __post_init__(self) -> None:
+        # Here, in the watch that is then switched off: in the exchange one rank's error would hang the others.
+        if not all(isinstance(one, int) for one in (self.since, self.upto, self.most, self.skip)):
+            raise InvalidInput(f"The numbers of a Vote must be whole, got {self}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.checkpoint.format.names import CheckpointId
@@ -104,8 +104,12 @@ class GoingBack:
         with contextlib.suppress(HoldfastError):  # a save that fails is not chosen
             attempt.saves.wait(None)
         ranks = self._components.ranks
-        rows = ranks.gather([[one.watch, asdict(one.vote)] for one in self.unanswered(votes)])
-        asked = [NamedVote(watch, Vote(**members)) for theirs in rows for watch, members in theirs]
+        rows = ranks.gather([_row(one) for one in self.unanswered(votes)])
+        asked = [
+            NamedVote(watch, Vote(Act.GO_BACK, reason, *map(int, numbers)))
+            for theirs in rows
+            for watch, reason, *numbers in theirs
+        ]
         if not asked:
             return
         self._answered |= {(one.watch, one.vote.since) for one in asked}
@@ -233,6 +237,12 @@ class GoingBack:
         """
         self.planned, self.rollbacks = None, rollbacks
         self._answered.clear()
+
+
+def _row(one: NamedVote) -> list[Any]:
+    """Return a vote for a message between ranks."""
+    vote = one.vote
+    return [one.watch, str(vote.reason), *map(int, (vote.since, vote.upto, vote.most, vote.skip))]
 
 
 def _merged(votes: Sequence[Vote]) -> Vote:

@@ -151,7 +151,7 @@ class Vote:
     skip: int = 0
 
     def __post_init__(self) -> None:
-        # Here, in the watch that is then switched off: in the exchange one rank's error would hang the others.
+        # Here, in the watch, which is then switched off: an error in the exchange would hang other ranks.
         if not all(isinstance(one, int) for one in (self.since, self.upto, self.most, self.skip)):
             raise InvalidInput(f"The numbers of a Vote must be whole, got {self}.")
 

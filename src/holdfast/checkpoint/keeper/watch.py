@@ -110,7 +110,8 @@ class KeeperWatch:
         """Return a function that receives each range of a data file as it is hashed; None for none.
 
         Args:
-            image: the whole file. It is called again if the store has failed.
+            image: the whole file. It is valid until `persisted` returns: keep no view of it, or its memory is
+                never released. The event comes again if the store has failed.
         """
 
     def persisted(self, save: PersistedSave) -> Section | None:

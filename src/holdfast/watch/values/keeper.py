@@ -48,7 +48,7 @@ class ValuesKeeper(KeeperWatch):
     def persisted(self, save: PersistedSave) -> Section | None:
         if self._check is None:
             return Section(_VERSION, {}, Mark.UNSURE, (NOT_CHECKED,))
-        found = self._check.result()
+        found, self._check = self._check.result(), None  # which holds the memory of the save
         data = {
             "num_bad": found.num_bad,
             "bad": [name[:_MAX_NAME_CHARS] for name in found.bad],

@@ -1,9 +1,10 @@
-"""Warnings that point at the line of the user's script."""
+"""Frames of the stack: warnings that point at the line of the user's script, and frames of data loaders."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
 from types import FrameType
 
 _PASSED_THROUGH = frozenset(
@@ -19,6 +20,8 @@ _PASSED_THROUGH = frozenset(
     }
 )
 """Packages whose frames are between the user's line and ours."""
+_LOADERS = ("torch/utils/data/", "torchdata/stateful_dataloader/")
+"""Folders of the code of data loaders."""
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -46,3 +49,8 @@ def _user_frame() -> FrameType:
     ):
         frame = frame.f_back
     return frame
+
+
+def is_loading(frames: Iterable[FrameType]) -> bool:
+    """Return True if one of some nested frames is that of a data loader."""
+    return any(folder in frame.f_code.co_filename for frame in frames for folder in _LOADERS)

@@ -110,14 +110,15 @@ def check(section: Section, *, max_bytes: int) -> Section:
     """
     if not isinstance(section, Section):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's watch
         raise InvalidInput(f"expected a Section or None, got {section!r:.100}")
-    reasons = tuple(str(reason)[:MAX_REASON_CHARS] for reason in section.reasons[:MAX_REASONS])
     try:
+        reasons = tuple(str(reason)[:MAX_REASON_CHARS] for reason in section.reasons[:MAX_REASONS])
+        mark = Mark(section.mark)
         dumps(reasons)
         data = decode(dumps(dict(section.data)), "it", max_bytes=max_bytes, max_depth=_MAX_DEPTH)
         read_integers([section.version])
     except (TypeError, ValueError, RecursionError, Corrupt) as error:
         raise InvalidInput(f"its section cannot be stored: {error}") from error
-    return Section(section.version, data, Mark(section.mark), reasons)
+    return Section(section.version, data, mark, reasons)
 
 
 def members(sections: Sections) -> dict[str, Any]:

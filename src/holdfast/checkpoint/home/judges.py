@@ -176,7 +176,5 @@ def default_judges() -> Judges:
     found: dict[str, Judge] = {}
     for watch in holdfast.default_watches():
         if watch.keeper is not None:
-            half = load_class(watch.keeper)(watch.options())
-            if hasattr(half, "committing"):
-                found[watch.name] = half
+            found[watch.name] = load_class(watch.keeper)(watch.options())
     return Judges(found)

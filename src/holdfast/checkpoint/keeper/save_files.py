@@ -11,6 +11,7 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.hashes import short_digest
 from holdfast.checkpoint.format.part import Copies
+from holdfast.checkpoint.format.sections import Sections
 from holdfast.checkpoint.home.attempts import check_not_fenced
 from holdfast.checkpoint.home.claim import check_claim
 from holdfast.checkpoint.home.history import History
@@ -42,6 +43,8 @@ class SaveFiles:
     def __init__(self, store: Store, config: KeeperConfig, history: History, watches: KeeperWatches) -> None:
         self._store, self._config, self._history, self._watches = store, config, history, watches
         self._frozen = FrozenFile(store, config)
+        # Of one save. Another try to write its part has the same ones, as a part is never replaced.
+        self._sections: Sections | None = None
 
     def persist(
         self,
@@ -69,6 +72,7 @@ class SaveFiles:
         Blocks: until the files are durable.
         """
         began_s, reported = time.monotonic(), ""
+        self._sections = None
         for num_failures in itertools.count(1):
             try:
                 self._try_persist(save, arena, metrics)
@@ -146,7 +150,7 @@ class SaveFiles:
             name,
             image,
             bytes_per_s=config.persist_bandwidth,
-            on_hashed=self._watches.persisting(step, image),
+            on_hashed=self._watches.persisting(image) if self._sections is None else None,
         )
         failpoint("keeper.data")
         self._history.settle()
@@ -154,9 +158,10 @@ class SaveFiles:
             self._write_metrics(step, metrics)
         draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
         name = names.part(step, config.attempt, config.rank)
-        found, copies = parts.findings_of(draft, name)
-        watches = self._watches.persisted(step, found, _hash_copies(copies, arena, name), os.uname().nodename)
-        self._put_part(name, parts.finish(draft, file, frozen, watches))
+        if self._sections is None:
+            found, copies = parts.findings_of(draft, name)
+            self._sections = self._watches.persisted(step, found, _hash_copies(copies, arena, name))
+        self._put_part(name, parts.finish(draft, file, frozen, self._sections))
         failpoint("keeper.part")
 
     def _put_part(self, name: str, document: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -144,7 +145,6 @@ class KeeperWatches:
     read_base: Callable[..., Sections]
     judges: Judges = field(init=False)
     _halves: dict[str, KeeperWatch] = field(default_factory=dict[str, KeeperWatch])
-    _persisted: tuple[int, Sections] | None = None  # of the newest save
 
     def __post_init__(self) -> None:
         for config in self.configs:
@@ -162,10 +162,8 @@ class KeeperWatches:
             run = self.run_of(name)
             run.guard(lambda half=half, run=run: half.start(run))
 
-    def persisting(self, step: int, image: memoryview) -> Callable[[int, int], None] | None:
+    def persisting(self, image: memoryview) -> Callable[[int, int], None] | None:
         """Return a function that passes on each hashed range of a data file; None if no watch wants them."""
-        if self._persisted is not None and self._persisted[0] == step:
-            return None  # the sections are made already
         wanting: dict[str, Callable[[int, int], None]] = {}
         for name, half in list(self._halves.items()):
             try:
@@ -186,25 +184,19 @@ class KeeperWatches:
 
         return pass_on if wanting else None
 
-    def persisted(
-        self, step: int, found: Sections, hashes: Mapping[str, tuple[str, ...]], host: str
-    ) -> Sections:
-        """Return the sections of a part.
-
-        Another try to write the part gets the same sections: a part that exists is never replaced.
+    def persisted(self, step: int, found: Sections, hashes: Mapping[str, tuple[str, ...]]) -> Sections:
+        """Return the sections of a part, once for each save.
 
         Args:
             found: sections of the trainer.
             hashes: of the copies of each watch.
         """
-        if self._persisted is not None and self._persisted[0] == step:
-            return self._persisted[1]
+        host = os.uname().nodename
         made: dict[str, Section] = {}
         for name in dict.fromkeys([*(config.name for config in self.configs), *found]):
             section = self._persist(name, PersistedSave(step, found.get(name), hashes.get(name, ()), host))
             if section is not None:
                 made[name] = section
-        self._persisted = step, made
         return made
 
     def _persist(self, name: str, save: PersistedSave) -> Section | None:

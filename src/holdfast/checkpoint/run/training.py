@@ -51,10 +51,9 @@ from holdfast.errors import (
     RetryLater,
     SaveWarning,
 )
-from holdfast.system.callsite import warn
+from holdfast.system.callsite import is_loading, warn
 from holdfast.system.environment import report_preempted
 from holdfast.system.failpoint import failpoint
-from holdfast.system.loader_frames import is_loading
 from holdfast.system.process_exit import hard_exit, hard_exit_at_exit
 
 _OTHERS_S = 5.0

@@ -220,6 +220,7 @@ class Watching:
     def step(self, step: int) -> list[NamedVote]:
         """Have the watches observe that a step is complete, and return their votes."""
         found = [(watch.name, self._call(watch, "step", step)) for watch in self._of_event["step"]]
+        self.show_warnings()
         return [NamedVote(name, vote) for name, vote in found if isinstance(vote, Vote)]
 
     def saved(self, save: Save) -> None:
@@ -302,7 +303,8 @@ class Watching:
         text = f"The watch {watch.name!r} has failed in {event}(), and is off: {error!r:.500}."
         if self._note is not None:
             self._note("watch-off", step=None, detail=text)
-        warn(f"{text} Training continues, and is saved.", WatchWarning)
+        # Not shown here: in the copying thread, a user's filter that raises warnings would fail the save.
+        self._warnings.append(f"{text} Training continues, and is saved.")
 
 
 _EVENTS = (

@@ -13,9 +13,8 @@ import weakref
 from types import FrameType
 from typing import Any
 
-from holdfast.system.callsite import warn
+from holdfast.system.callsite import is_loading, warn
 from holdfast.system.linux.processes import handles_signal
-from holdfast.system.loader_frames import is_loading
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _NOTICE_S = 1.0

@@ -38,11 +38,6 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
     Args:
         texts: each different catalog.
         catalog_of: by rank, the index of its catalog.
-
-    Raises:
-        Corrupt: a catalog cannot be parsed.
-        InvalidInput: ranks disagree about a tensor, or its regions do not cover it exactly once. The error
-            names tensor, ranks and region.
     """
     ranks_of: list[list[int]] = [[] for _ in texts]
     for rank, index in enumerate(catalog_of):
@@ -87,11 +82,7 @@ class _Work:
         return cls(_MIN_WORK + (num_regions + 1 << MAX_SPLIT_DIMS + 1))
 
     def count(self, corners: int, name: str) -> None:
-        """Count corners.
-
-        Raises:
-            InvalidInput: they are too many.
-        """
+        """Count corners."""
         self._left -= corners
         if self._left < 0:
             raise InvalidInput(
@@ -214,11 +205,7 @@ class _Union:
         self._found: dict[tuple[int, ...], tuple[ListedPartitioning, tuple[int, ...]]] = {}
 
     def of(self, name: str, listed: Sequence[Tensor]) -> tuple[ListedPartitioning, tuple[int, ...]]:
-        """Return all regions of a tensor, and the ranks that hold it.
-
-        Raises:
-            InvalidInput: catalogs list different regions of a rank, or they are too many.
-        """
+        """Return all regions of a tensor, and the ranks that hold it."""
         key = tuple(id(thing) for one in listed for thing in (one.partitioning, one.held_by))
         if key not in self._found:
             regions: dict[int, tuple[Region, ...]] = {}
@@ -315,11 +302,7 @@ def _check_even(name: str, partitioning: EvenPartitioning, world_size: int) -> N
 
 
 def check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: _Work | None = None) -> None:
-    """Check that each element is in exactly one region. Some regions may be empty.
-
-    Raises:
-        InvalidInput: it is not. The error names ranks and region.
-    """
+    """Check that each element is in exactly one region. Some regions may be empty."""
     work = work or _Work.enough_for(len(rows))
     work.count(len(rows), name)
     for rank, region in rows:
@@ -352,11 +335,7 @@ def check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: 
 
 
 def covers_once(name: str, shape: tuple[int, ...], regions: Sequence[Region]) -> bool:
-    """Return True if each element of a tensor is in exactly one region. Some may be empty.
-
-    Raises:
-        InvalidInput: they are split along too many dimensions.
-    """
+    """Return True if each element of a tensor is in exactly one region. Some may be empty."""
     held = [region for region in regions if region.num_items]
     return _cover_once(name, shape, held, _Work.enough_for(len(held)))
 

@@ -74,11 +74,7 @@ def encoder_of(value: Any) -> Callable[[Any, str], Any] | None:
 
 
 def encode_numpy(value: Any, path: str) -> Any:
-    """Encode an array or a scalar of numpy.
-
-    Raises:
-        InvalidInput: its dtype is not plain, and no structure of plain ones.
-    """
+    """Encode an array or a scalar of numpy."""
     numpy = importlib.import_module("numpy")
     kind = value.dtype
     if kind.names is not None and not kind.hasobject:

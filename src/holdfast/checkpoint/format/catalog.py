@@ -107,11 +107,7 @@ def catalog_text(catalog: Catalog) -> bytes:
 
 
 def parse_catalog(text: bytes, what: str) -> Catalog:
-    """Parse a catalog from a line of JSON.
-
-    Raises:
-        Corrupt: it is not a catalog.
-    """
+    """Parse a catalog from a line of JSON."""
     try:
         return _parse(text)
     except (ValueError, Corrupt) as error:
@@ -181,11 +177,7 @@ def _region_row(row: Any) -> tuple[int, Region]:
 
 
 def columns(row: Any, count: int, what: str) -> list[Any]:
-    """Return a row of a document.
-
-    Raises:
-        ValueError: it is not an array of `count` items.
-    """
+    """Return a row of a document."""
     if type(row) is not list or len(row) != count:
         raise ValueError(f"{what} should be an array of {count} items, found {shown(row)}")
     return row
@@ -225,11 +217,7 @@ def _tensor(
 
 
 def check_facts(name: Any, dtype: Any) -> None:
-    """Check the name and dtype of a tensor in a document.
-
-    Raises:
-        ValueError: the name is not a text, or too long, or the dtype is unknown.
-    """
+    """Check the name and dtype of a tensor in a document."""
     if type(name) is not str or len(name) > MAX_NAME_CHARS:
         raise ValueError(f"the name of a tensor should be a text of up to {MAX_NAME_CHARS} characters")
     if type(dtype) is not str or dtype not in ITEM_BYTES:
@@ -237,11 +225,7 @@ def check_facts(name: Any, dtype: Any) -> None:
 
 
 def check_size(name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    """Check the shape of a tensor without elements, which no bytes limit.
-
-    Raises:
-        ValueError: its other dimensions are larger than any memory, which torch refuses.
-    """
+    """Check the shape of a tensor without elements, which no bytes limit."""
     if 0 in shape and math.prod(filter(None, shape)) * ITEM_BYTES[dtype] > MAX_TENSOR_BYTES:
         raise ValueError(f"tensor {shown(name)} has the impossible shape {shown(list(shape))}")
 

@@ -74,12 +74,7 @@ def read_composite(body: Any) -> tuple[str, dict[str, Any], Any]:
 
 
 def check_composite(saved: SavedTensor) -> SavedTensor:
-    """Return a decoded composite tensor whose description is as its type requires.
-
-    Raises:
-        Refused: it is not.
-        Unsupported: this version does not know the type.
-    """
+    """Return a decoded composite tensor whose description is as its type requires."""
     facts = read_object(saved.facts)
     if saved.is_class:
         return saved

@@ -64,11 +64,7 @@ class Shard:
 
 
 def check_name(name: str) -> None:
-    """Raise for a tensor name that the format reserves.
-
-    Raises:
-        InvalidInput: the name is reserved, or cannot be written as UTF-8.
-    """
+    """Raise for a tensor name that the format reserves."""
     if not is_text(name):
         raise InvalidInput(f"Tensor name {name!r} is not valid Unicode text. Rename the key.", key=name)
     if name == "__metadata__" or _RESERVED.search(name):
@@ -91,10 +87,6 @@ def lay_out(shards: list[Shard], rank: int) -> FileLayout:
 
     Wider dtypes come first, so that every tensor is aligned to its element without holes, which the
     safetensors format forbids.
-
-    Raises:
-        InvalidInput: a reserved name, two shards of one tensor, or a header over the 100 MB that safetensors
-            readers accept.
     """
     order = sorted(range(len(shards)), key=lambda i: -ITEM_BYTES[shards[i].dtype])
     header: dict[str, Any] = {}
@@ -135,9 +127,6 @@ def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
 
     Args:
         head: the file's first bytes, at least the whole header.
-
-    Raises:
-        Corrupt: not a safetensors header.
     """
     size = struct.unpack_from("<Q", head)[0] if len(head) >= 8 else -1
     if not 0 < size <= min(MAX_HEADER_BYTES, len(head) - 8):

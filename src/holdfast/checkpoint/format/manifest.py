@@ -83,10 +83,6 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
 
     Args:
         parts: of all ranks, in the order of ranks; at least one.
-
-    Raises:
-        Corrupt: a catalog cannot be parsed.
-        InvalidInput: the parts do not belong together, or do not cover each tensor exactly once.
     """
     merging = _Merging()
     try:
@@ -222,12 +218,7 @@ def document(manifest: Manifest) -> bytes:
 
 
 def parse(text: bytes, what: str) -> Manifest:
-    """Parse a manifest.
-
-    Raises:
-        Corrupt: its bytes have changed, or it is not a manifest.
-        Unsupported: written by a newer format.
-    """
+    """Parse a manifest."""
     head, *catalogs = unseal_lines(text, what)
     body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
     parse_body = VERSIONS.parser(body, what)

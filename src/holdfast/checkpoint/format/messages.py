@@ -18,19 +18,12 @@ def pack(value: Any) -> bytes:
 
     Args:
         value: a value for `values.encode`, a `HoldfastError`, or a tuple of these.
-
-    Raises:
-        InvalidInput: it contains something else.
     """
     return dumps(_packed(value))
 
 
 def unpack(data: bytes | bytearray, sender: str) -> Any:
-    """Return the value in a message.
-
-    Raises:
-        Corrupt: it is not a message of Holdfast, or it is longer than `MAX_BYTES`.
-    """
+    """Return the value in a message."""
     if len(data) > MAX_BYTES:
         raise Corrupt(f"A message from {sender} has {len(data)} bytes; the limit is {MAX_BYTES}.")
     try:

@@ -162,11 +162,7 @@ def parse_rollback(name: str) -> int | None:
 
 
 def check_size(name: str, num_bytes: int) -> None:
-    """Raise for a document larger than its kind allows, before it is read.
-
-    Raises:
-        Corrupt: it is a document and too large; a sparse file can have any size.
-    """
+    """Raise for a document larger than its kind allows, before it is read."""
     limit = _limit_of(name)
     if limit is not None and num_bytes > limit:
         raise Corrupt(

@@ -71,11 +71,7 @@ class Part:
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The catalog, parsed at the first use.
-
-        Raises:
-            Corrupt: it cannot be parsed.
-        """
+        """The catalog, parsed at the first use."""
         return parse_catalog(self.catalog_text, self.what)
 
     @property
@@ -88,9 +84,6 @@ class Part:
         """Byte offset of each shard that the catalog assigns to this rank.
 
         They are parsed at the first use.
-
-        Raises:
-            Corrupt: they cannot be parsed.
         """
         try:
             return read_integers(decode(self.starts_text, "the starts", max_bytes=MAX_DOCUMENT_BYTES))
@@ -104,11 +97,7 @@ class Part:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """All shards, in the order of `starts`.
-
-        Raises:
-            Corrupt: their number does not match that of the starts.
-        """
+        """All shards, in the order of `starts`."""
         shared = list(self.catalog.shards_of(self.rank))
         if len(shared) != len(self.catalog_starts):
             raise Corrupt(
@@ -190,11 +179,7 @@ def add_findings(draft_text: bytes, found: Sections, copies: Copies) -> bytes:
 
 
 def findings_of(draft_text: bytes, what: str) -> tuple[Sections, Copies]:
-    """Return the sections in a draft, and the copies to hash.
-
-    Raises:
-        Corrupt: they cannot be parsed.
-    """
+    """Return the sections in a draft, and the copies to hash."""
     _, _, _, *lines = draft_text.split(b"\n", 3)
     if not lines:
         return {}, {}
@@ -233,11 +218,7 @@ def finish(
 
 
 def differ_in_watches_only(one: bytes, other: bytes, what: str) -> bool:
-    """Return True if two part documents describe the same files of the same save.
-
-    Raises:
-        Corrupt: one of them is no part.
-    """
+    """Return True if two part documents describe the same files of the same save."""
     first, second = (replace(parse(text, what), watches={}) for text in (one, other))
     return first == second
 
@@ -247,12 +228,7 @@ def _sizes(file: DataFile) -> list[int]:
 
 
 def parse(document: bytes, what: str) -> Part:
-    """Parse a part; its catalog and starts are parsed at the first use.
-
-    Raises:
-        Corrupt: its bytes have changed, or it is not a part.
-        Unsupported: written by a newer format.
-    """
+    """Parse a part; its catalog and starts are parsed at the first use."""
     head, *lines = unseal_lines(document, what)
     body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
     parse_body = VERSIONS.parser(body, what)
@@ -314,12 +290,7 @@ def _has_form_of_integers(line: bytes) -> bool:
 
 
 def read_ancestors(body: Fields) -> Ancestors:
-    """Return the ancestors in a document.
-
-    Raises:
-        Corrupt: they are missing or something else.
-        ValueError: an item is not an (attempt, step).
-    """
+    """Return the ancestors in a document."""
     return tuple(_ancestor(row) for row in body.array("ancestors"))
 
 

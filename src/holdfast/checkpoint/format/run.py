@@ -178,12 +178,7 @@ def document(
 
 
 def parse(cls: type[_T], text: bytes, what: str) -> _T:
-    """Parse a document into a value of type `cls`.
-
-    Raises:
-        Corrupt: its bytes have changed, or it is another kind of document.
-        Unsupported: written by a newer format.
-    """
+    """Parse a document into a value of type `cls`."""
     body = unseal(text, what)
     return cls(**VERSIONS[cls].parser(body, what)(body))
 

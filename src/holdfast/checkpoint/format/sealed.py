@@ -36,21 +36,13 @@ def seal(body: bytes) -> bytes:
 
 
 def unseal(document: bytes, what: str, *, max_bytes: int = MAX_SMALL_BYTES) -> Fields:
-    """Return the members of a sealed document of one line, after checking the seal.
-
-    Raises:
-        Corrupt: not a sealed document, its bytes have changed, or it exceeds a limit.
-    """
+    """Return the members of a sealed document of one line, after checking the seal."""
     line = b"\n".join(unseal_lines(document, what, max_bytes=max_bytes))
     return decode_object(line, what, max_bytes=max_bytes, max_depth=MAX_DEPTH)
 
 
 def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[bytes]:
-    """Check the seal of a document, and return its lines without the seal.
-
-    Raises:
-        Corrupt: not a sealed document, its bytes have changed, or it is longer than `max_bytes`.
-    """
+    """Check the seal of a document, and return its lines without the seal."""
     if len(document) > max_bytes:
         raise Corrupt(
             f"{what} was not read: it has {len(document)} bytes; at most {max_bytes} are allowed.", key=what
@@ -105,12 +97,7 @@ class Versions(Generic[_Parser]):
         return {"format": self.kind, "version": version}
 
     def parser(self, body: Fields, what: str) -> _Parser:
-        """Return the parser of the version that a document states.
-
-        Raises:
-            Corrupt: it is another kind of document.
-            Unsupported: its version is newer than all that can be read.
-        """
+        """Return the parser of the version that a document states."""
         kind = body.members.get("format")
         if kind != self.kind:
             raise Corrupt(f"{what} is a {shown(kind)} document, expected {self.kind!r}.", key=what)

@@ -103,11 +103,7 @@ def merge(found: Iterable[Section]) -> Section | None:
 
 
 def check(section: Section, *, max_bytes: int) -> Section:
-    """Return a section as its document will have it, with as many reasons as fit.
-
-    Raises:
-        InvalidInput: it is no section, no JSON, or too large.
-    """
+    """Return a section as its document will have it, with as many reasons as fit."""
     if not isinstance(section, Section):  # pyright: ignore[reportUnnecessaryIsInstance] - a user's watch
         raise InvalidInput(f"expected a Section or None, got {section!r:.100}")
     try:
@@ -133,12 +129,7 @@ def members(sections: Sections) -> dict[str, Any]:
 
 
 def read(body: Fields, *, max_bytes: int) -> dict[str, Section]:
-    """Return the sections in a document.
-
-    Raises:
-        Corrupt: they are something else.
-        ValueError: a section is something else.
-    """
+    """Return the sections in a document."""
     if "watches" not in body:
         return {}
     rows = body.fields("watches").members

@@ -27,11 +27,7 @@ class ValueIndex:
 
     @classmethod
     def parse(cls, text: object, world_size: int) -> ValueIndex:
-        """Parse the index of a save by `world_size` ranks.
-
-        Raises:
-            Corrupt: the text is not an index.
-        """
+        """Parse the index of a save by `world_size` ranks."""
         if type(text) is not str:
             refuse("the values", "the index", "a text", text)
         body = decode_object(text, "the index of values", max_bytes=MAX_DOCUMENT_BYTES)

@@ -71,9 +71,6 @@ def encode(value: Any, path: str) -> Any:
 
     Args:
         path: key path of the value, for the error.
-
-    Raises:
-        InvalidInput: a type or value in it cannot be saved, named with its key path.
     """
     try:
         encoded = _encode(value, path)
@@ -135,12 +132,7 @@ def _encode(value: Any, path: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Decode a value from `encode`.
-
-    Raises:
-        Unsupported: this version does not support a tag.
-        Corrupt: the content of a tag is invalid.
-    """
+    """Decode a value from `encode`."""
     try:
         return _decode(value)
     except (

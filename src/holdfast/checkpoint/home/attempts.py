@@ -28,12 +28,7 @@ def newest_number(store: Store) -> int:
 
 
 def check_not_fenced(store: Store, attempt: int) -> None:
-    """Raise if a newer attempt has claimed the run.
-
-    Raises:
-        Conflict: a newer attempt has claimed the run.
-        RetryLater: the store failed.
-    """
+    """Raise if a newer attempt has claimed the run."""
     newest = newest_attempt(store)
     if newest > attempt:
         raise Conflict(
@@ -43,14 +38,7 @@ def check_not_fenced(store: Store, attempt: int) -> None:
 
 
 def read_claim(store: Store, attempt: int) -> AttemptClaim:
-    """Return the claim of an attempt.
-
-    Raises:
-        NotFound: it is lost, or the number was never claimed.
-        Corrupt: it is damaged.
-        Unsupported: written by a newer format.
-        RetryLater: the store failed.
-    """
+    """Return the claim of an attempt."""
     name = names.attempt(attempt)
     return parse(AttemptClaim, store.get(name), name)
 
@@ -67,21 +55,13 @@ def note_saved(store: Store, run: str, checkpoint: CheckpointId) -> None:
 
 
 def note_emptied(store: Store, run: str, attempt: int) -> None:
-    """Record that the checkpoints of all attempts up to `attempt` were deleted on purpose.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Record that the checkpoints of all attempts up to `attempt` were deleted on purpose."""
     text = document(Emptied(run, attempt, time.time()))
     store.put(names.emptied(attempt), text)
 
 
 def emptied_upto(store: Store) -> int:
-    """Return the newest attempt whose checkpoints were deleted on purpose; 0 by default.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return the newest attempt whose checkpoints were deleted on purpose; 0 by default."""
     found = (names.parse_emptied(entry.name) for entry in store.list("attempts/"))
     return max((one for one in found if one is not None and _is_sound(store, one)), default=0)
 

@@ -19,12 +19,7 @@ from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLate
 
 
 def claim_run(store: Store) -> str:
-    """Return the id of a home's run; write its document if the home is new, or has lost it.
-
-    Raises:
-        Corrupt: the home's documents are damaged, and nothing in it names the run.
-        RetryLater: the store failed.
-    """
+    """Return the id of a home's run; write its document if the home is new, or has lost it."""
     found = read_run(store)
     if found is not None:
         _repair_run(store, found)
@@ -74,9 +69,6 @@ def claim_attempt(
 
     Returns:
         The claim, as `format.run.document` writes it.
-
-    Raises:
-        RetryLater: the store failed.
     """
     number = 1 + max(newest_number(store), above)
     host, pid = socket.gethostname(), os.getpid() if trainer is None else trainer
@@ -95,11 +87,6 @@ def check_claim(store: Store, attempt: int, claim: str) -> None:
 
     Args:
         claim: the document by which it was claimed; "" leaves out the check.
-
-    Raises:
-        Conflict: another start has claimed the same number, after the claim was lost; or the home was
-            deleted.
-        RetryLater: the store failed.
     """
     if not claim:
         return
@@ -143,10 +130,6 @@ def check_no_writer(store: Store, writers: Sequence[tuple[str, LiveTrainer]]) ->
 
     Args:
         writers: living trainers, each with its host.
-
-    Raises:
-        Conflict: one of them holds the newest attempt; with its process and start.
-        RetryLater: the store failed.
     """
     newest = newest_attempt(store)
     held = [(host, writer) for host, writer in writers if writer.attempt >= newest]
@@ -177,12 +160,7 @@ def _since(store: Store, attempt: int) -> str:
 
 
 def check_run(store: Store, run_id: str) -> None:
-    """Make a nearer tier part of the run, unless it belongs to a run already.
-
-    Raises:
-        InvalidInput: it holds another run.
-        RetryLater: the store failed.
-    """
+    """Make a nearer tier part of the run, unless it belongs to a run already."""
     there = _read_near_run(store)  # without it, files count only if their parts name the run
     if there is not None and there.id != run_id:
         raise _of_another_run(store, run_id, there)
@@ -190,13 +168,7 @@ def check_run(store: Store, run_id: str) -> None:
 
 
 def check_same_run(home: Store, near: Store) -> None:
-    """Raise if a nearer tier and a home are not of one run.
-
-    Raises:
-        Corrupt: the home's documents are damaged, and nothing in it names the run.
-        InvalidInput: the nearer tier is of another run, or home is empty.
-        RetryLater: a store failed.
-    """
+    """Raise if a nearer tier and a home are not of one run."""
     there = _read_near_run(near)
     found = None if there is None else read_run(home)
     if there is not None and (found is None or found.id != there.id):
@@ -212,10 +184,6 @@ def _of_another_run(store: Store, expected: str, found: run.Run) -> InvalidInput
 
 
 def copy_claim(store: Store, claim: run.AttemptClaim) -> None:
-    """Copy a claim into a nearer tier, to fence writers that do not list home.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Copy a claim into a nearer tier, to fence writers that do not list home."""
     with contextlib.suppress(Conflict):
         store.put(names.attempt(claim.number), run.document(claim), if_absent=True)

@@ -42,11 +42,6 @@ def make_manifest(
         id: of the manifest; random by default.
         created_unix_s: its time; now by default.
         judges: of the attempt that saved; by default those of the default watches, without a memory.
-
-    Raises:
-        Corrupt: a part is damaged.
-        Unsupported: a part was written by a newer format.
-        InvalidInput: the parts do not fit together.
     """
     found = PartSections()
 
@@ -66,12 +61,7 @@ def make_manifest(
 
 
 def parse_parts(texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Part, bytes]]:
-    """Yield each part with its document, for `make_manifest`. Takes names and documents.
-
-    Raises:
-        Corrupt: a part is damaged.
-        Unsupported: a part was written by a newer format.
-    """
+    """Yield each part with its document, for `make_manifest`. Takes names and documents."""
     return ((parse_part(text, name), text) for name, text in texts)
 
 
@@ -90,12 +80,6 @@ def commit(
         writer: rank 0 of the attempt that saved.
         claim: the document by which the attempt was claimed; "" leaves out the check that it still exists.
         judges: see `make_manifest`.
-
-    Raises:
-        Conflict: this attempt is fenced.
-        InvalidInput: the parts do not fit together.
-        Corrupt: a part is damaged.
-        RetryLater: the store failed.
 
     Blocks: until the manifest is durable.
     """
@@ -125,11 +109,6 @@ def merge_parts(
         writer: rank 0 of an attempt.
         attempt: the attempt that saved the checkpoint.
         judges: see `make_manifest`.
-
-    Raises:
-        InvalidInput: the parts do not fit together.
-        Corrupt: a part is damaged.
-        RetryLater: the store failed.
     """
     part_names = [names.part(checkpoint.step, checkpoint.attempt, rank) for rank in range(world_size)]
     try:
@@ -147,11 +126,6 @@ def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -
     Args:
         store: the home, or a nearer tier.
         writer: rank 0 of an attempt, which alone calls this.
-
-    Raises:
-        Conflict: this attempt is fenced.
-        Corrupt: another manifest has this name.
-        RetryLater: the store failed.
 
     Blocks: until the manifest is durable.
     """
@@ -178,9 +152,6 @@ def put_manifest(store: Store, step: int, name: str, text: bytes) -> bool:
     Returns:
         False if an object of this name exists already; it is durable too then, and unchanged.
 
-    Raises:
-        RetryLater: the store failed.
-
     Blocks: until the manifest is durable.
     """
     # Visible is not yet durable: other ranks' keepers may not have come to the fsync of their files' names.
@@ -203,23 +174,13 @@ def _check_same(store: Store, name: str, expected: Manifest) -> None:
 
 
 def refuse(store: Store, writer: WriterId, step: int, error: InvalidInput) -> None:
-    """Write a refusal of `step`, with its reason, for the keepers of the other ranks.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Write a refusal of `step`, with its reason, for the keepers of the other ranks."""
     refusal = Refusal(writer.run, writer.attempt, step, str(error), error.rank, error.key)
     store.put(names.refusal(step, writer.attempt), document(refusal))
 
 
 def check_not_refused(store: Store, writer: WriterId, step: int) -> None:
-    """Raise if a rank has refused the save, with its reason.
-
-    Raises:
-        InvalidInput: the parts of the save do not fit together.
-        Corrupt: the refusal cannot be read.
-        RetryLater: the store failed.
-    """
+    """Raise if a rank has refused the save, with its reason."""
     name = names.refusal(step, writer.attempt)
     if store.size(name) is None:
         return
@@ -232,12 +193,6 @@ def was_retired(store: Store, writer: WriterId, step: int) -> bool:
 
     Call this after a part of the save was found missing. A save that was deleted without ever being committed
     has a refusal, written before its files were deleted.
-
-    Raises:
-        Conflict: a newer attempt has claimed the run, which deletes saves without a refusal.
-        InvalidInput: the save was refused.
-        Corrupt: the refusal cannot be read.
-        RetryLater: the store failed, or so many saves were refused that the refusal may be deleted.
     """
     own = [facts for _, facts in scan(store, "step-") if facts.attempt == writer.attempt]
     newest = max((facts.step for facts in own if facts.kind == "manifest"), default=-1)
@@ -264,12 +219,7 @@ def is_committed(store: Store, writer: WriterId, step: int) -> bool:
 
 
 def read_committed(store: Store, writer: WriterId, step: int) -> Manifest | None:
-    """Return the manifest of `step` of this attempt, checked to be of this rank's files; None without one.
-
-    Raises:
-        Corrupt: it is damaged, or names other files.
-        RetryLater: the store failed.
-    """
+    """Return the manifest of `step` of this attempt, checked to be of this rank's files; None without one."""
     name = names.manifest(step, writer.attempt)
     try:
         found = manifests.parse(store.get(name), name)

@@ -23,9 +23,6 @@ def delete_files(
         found: names of the files; those that do not exist are skipped.
         on_deleted: called with each name, after it is deleted.
 
-    Raises:
-        RetryLater: the store failed; the rest is incomplete, and can be deleted as such.
-
     Blocks: until the removal is durable.
     """
     for name in sorted(found, key=_position):

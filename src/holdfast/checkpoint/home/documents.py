@@ -29,11 +29,6 @@ def read_run(store: Store) -> run.Run | None:
 
     Every claim, manifest and part names the run too, so that checkpoints stay readable if `holdfast.json` is
     damaged or lost.
-
-    Raises:
-        Corrupt: the home's own document is damaged, and nothing else in the home names the run.
-        Unsupported: written by a newer format.
-        RetryLater: the store failed.
     """
     damage: Corrupt | None = None
     try:
@@ -47,13 +42,7 @@ def read_run(store: Store) -> run.Run | None:
 
 
 def read_run_document(store: Store) -> run.Run | None:
-    """Return the run in `holdfast.json`; None if the file does not exist.
-
-    Raises:
-        Corrupt: it is damaged.
-        Unsupported: written by a newer format.
-        RetryLater: the store failed.
-    """
+    """Return the run in `holdfast.json`; None if the file does not exist."""
     with contextlib.suppress(NotFound):
         return first_good(store, lambda copy: run.parse(run.Run, copy.get(names.RUN), names.RUN))
     return None
@@ -82,12 +71,6 @@ def read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) ->
 
     Args:
         run_id: id of the run that the home holds; None skips that check (a home without `holdfast.json`).
-
-    Raises:
-        NotFound: the manifest does not exist.
-        Corrupt: damaged, or the manifest of another checkpoint or run.
-        Unsupported: written by a newer format.
-        RetryLater: the store failed.
     """
     return first_good(store, lambda copy: _read_manifest(copy, checkpoint, run_id))
 
@@ -116,10 +99,6 @@ def check_files(listings: Sequence[Listing], manifest: Manifest) -> None:
 
     Args:
         listings: of the tiers, nearest first.
-
-    Raises:
-        NotFound: a file is missing.
-        Corrupt: a file has another size.
     """
     step, attempt = manifest.step, manifest.attempt
     unlisted = ListedSave(step=step, attempt=attempt)
@@ -141,11 +120,6 @@ def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Listing]
     Args:
         store: the home, in one copy or several.
         besides: listings of nearer places.
-
-    Raises:
-        NotFound: a file is missing.
-        Corrupt: a file has another size.
-        RetryLater, Denied: a copy could not be listed, and the others do not have every file.
     """
     listings, unread = list(besides), []
     for copy in store.copies():
@@ -189,14 +163,7 @@ def size_error(
 
 
 def read_part(store: Store, manifest: Manifest, rank: int) -> Part:
-    """Return a rank's part, checked to be the one that was committed.
-
-    Raises:
-        NotFound: the part does not exist.
-        Corrupt: damaged, or not the one that the manifest names.
-        Unsupported: written by a newer format.
-        RetryLater: the store failed.
-    """
+    """Return a rank's part, checked to be the one that was committed."""
     return first_good(store, lambda copy: _read_part(copy, manifest, rank))
 
 
@@ -225,9 +192,6 @@ def check_part(part: Part, rank: int, name: str) -> None:
 
     A part that another program wrote may be sealed and still ask for reads outside its file, or for buffers
     without limit.
-
-    Raises:
-        Corrupt: one of these is wrong.
     """
     if part.rank != rank:
         raise Corrupt(f"{name} is the part of rank {part.rank}.", step=part.step, rank=rank, key=name)
@@ -258,14 +222,7 @@ def _is_region(shard: Shard) -> bool:
 
 
 def read_draft(store: Store, saved: ListedSave, rank: int) -> tuple[Part, bytes]:
-    """Return a rank's part of a save, which may be uncommitted, checked against its files.
-
-    Raises:
-        NotFound: the part does not exist.
-        Corrupt: damaged, or not of the files beside it.
-        Unsupported: written by a newer format.
-        RetryLater: the store failed.
-    """
+    """Return a rank's part of a save, which may be uncommitted, checked against its files."""
     name = names.part(saved.step, saved.attempt, rank)
     text = store.get(name)
     part = part_format.parse(text, name)

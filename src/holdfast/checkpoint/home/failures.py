@@ -43,9 +43,6 @@ def read_failures(store: Store, *, before: int) -> FailureRate:
     Args:
         before: number of that attempt.
 
-    Raises:
-        RetryLater: the store failed.
-
     Blocks: to read the logs of their ranks 0.
     """
     logs: dict[int, str] = {}

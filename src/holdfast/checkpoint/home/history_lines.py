@@ -23,9 +23,6 @@ def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], in
 
     Args:
         attempt: read only the logs of this attempt.
-
-    Raises:
-        RetryLater: the store failed.
     """
     lines: list[Line] = []
     num_torn = 0
@@ -39,11 +36,7 @@ def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], in
 
 
 def read_log(store: Store, name: str) -> list[Line]:
-    """Return the lines of one log that are complete.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return the lines of one log that are complete."""
     return _read_log(store, name)[0]
 
 
@@ -65,9 +58,6 @@ def read_new_lines(store: Store, attempt: int, offsets: dict[str, int], event: s
     Args:
         offsets: bytes of each log that were read; updated.
         event: kind of the lines. Others are skipped without decoding them.
-
-    Raises:
-        RetryLater: the store failed.
     """
     mark, found = dumps(event), []
     for entry in sorted(store.list("history/"), key=lambda entry: entry.name):

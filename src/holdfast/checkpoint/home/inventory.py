@@ -81,9 +81,6 @@ def take_inventory(
         store: the home, or several tiers of it as one.
         run_id: id of the run; None if no document names it.
         tiers: the listing of each tier, to find the tiers of every checkpoint.
-
-    Raises:
-        RetryLater: the store failed.
     """
     manifests: dict[CheckpointId, Manifest] = {}
     wrong: dict[CheckpointId, HoldfastError] = {}

@@ -68,11 +68,7 @@ class PartSections:
         self._digests.append(part.catalog_digest)
 
     def tensor_names(self, rank: int) -> tuple[str, ...]:
-        """Return the names of a rank's tensors, in the order of its catalog.
-
-        Raises:
-            Corrupt: the catalog cannot be parsed.
-        """
+        """Return the names of a rank's tensors, in the order of its catalog."""
         return self._catalogs[self._digests[rank]].names
 
 

@@ -63,11 +63,7 @@ class Listing:
 
 
 def scan(store: Store, prefix: str = "") -> Iterator[tuple[ObjectInfo, names.Parsed]]:
-    """Yield each object of a home with the facts in its name. Every listing of a home comes from here.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Yield each object of a home with the facts in its name. Every listing of a home comes from here."""
     for entry in store.list(prefix):
         facts = names.parse(entry.name)
         if facts is not None:
@@ -75,11 +71,7 @@ def scan(store: Store, prefix: str = "") -> Iterator[tuple[ObjectInfo, names.Par
 
 
 def scan_step(store: Store, step: int) -> Iterator[tuple[ObjectInfo, names.Parsed]]:
-    """Yield each object of one step, of any attempt, with the facts in its name.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Yield each object of one step, of any attempt, with the facts in its name."""
     return scan(store, f"{names.step_dir(step)}/")
 
 
@@ -88,9 +80,6 @@ def list_home(store: Store, *, step: int | None = None) -> Listing:
 
     Args:
         step: list only this step's directory (attempts are then not listed).
-
-    Raises:
-        RetryLater: the store failed.
     """
     attempts: list[int] = []
     foreign: list[str] = []
@@ -127,11 +116,7 @@ def candidates(listing: Listing) -> list[CheckpointId]:
 
 
 def missing_ranks(store: Store, writer: WriterId, step: int) -> list[int]:
-    """Return the ranks of the writer's attempt that have not written their part of `step`.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return the ranks of the writer's attempt that have not written their part of `step`."""
     found = {
         facts.rank
         for _, facts in scan_step(store, step)
@@ -147,9 +132,6 @@ def files_of(
 
     Args:
         is_chosen: returns True for the facts of a name that counts.
-
-    Raises:
-        RetryLater: the store failed.
     """
     files: dict[CheckpointId, list[str]] = {}
     for entry, facts in scan(store, "step-"):

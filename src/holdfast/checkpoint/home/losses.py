@@ -26,9 +26,6 @@ def find_losses(tiers: Sequence[Store]) -> list[str]:
 
     Args:
         tiers: the places, home among them.
-
-    Raises:
-        RetryLater: a store failed.
     """
     tiers = [tier for tier in tiers if tier.properties.has_documents]
     emptied = max(map(emptied_upto, tiers), default=0)
@@ -40,9 +37,6 @@ def check_no_losses(signs: list[str], url: str) -> None:
 
     Args:
         signs: of what is lost, from `find_losses`.
-
-    Raises:
-        Corrupt: `signs` is not empty.
     """
     if not signs:
         return

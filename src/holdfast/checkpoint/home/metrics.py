@@ -37,11 +37,7 @@ class MetricByCheckpoint:
     mode: str | None
 
     def choose_mode(self, asked: str | None, metric: str) -> str:
-        """Return the recorded mode, else the one that was asked for, else "min".
-
-        Raises:
-            InvalidInput: they contradict each other.
-        """
+        """Return the recorded mode, else the one that was asked for, else "min"."""
         if asked is not None and self.mode not in (None, asked):
             raise InvalidInput(
                 f'The best checkpoint was asked for by mode="{asked}", but the run keeps its best '
@@ -67,9 +63,6 @@ def write_metrics(
         of_steps: the step of each value that was recorded for another one.
         modes: "min" or "max" for the metric by which the run keeps its best checkpoints.
 
-    Raises:
-        RetryLater: the store failed.
-
     Blocks: until they are durable.
     """
     modes = {name: mode for name, mode in modes.items() if name in values}
@@ -78,13 +71,7 @@ def write_metrics(
 
 
 def read_document(store: Store, checkpoint: CheckpointId) -> run.Metrics:
-    """Return the metrics of a checkpoint; without values if none were recorded.
-
-    Raises:
-        Corrupt: the document is damaged.
-        Unsupported: it was written by a newer format.
-        RetryLater: the store failed.
-    """
+    """Return the metrics of a checkpoint; without values if none were recorded."""
     name = names.metrics(checkpoint.step, checkpoint.attempt)
     try:
         return run.parse(run.Metrics, store.get(name), name)
@@ -100,9 +87,6 @@ def read_metrics(store: Store, checkpoint: CheckpointId) -> dict[str, float]:
 def copy_metrics(source: Store, target: Store, checkpoint: CheckpointId) -> None:
     """Copy the metrics of a checkpoint, if it has any, to another tier.
 
-    Raises:
-        RetryLater: a store failed.
-
     Blocks: until they are durable.
     """
     name = names.metrics(checkpoint.step, checkpoint.attempt)
@@ -117,9 +101,6 @@ def read_values(store: Store, metric: str, found: Iterable[CheckpointId]) -> Met
     """Return the values of one metric. Checkpoints without it are left out.
 
     A damaged document is treated as missing.
-
-    Raises:
-        RetryLater: the store failed.
     """
     values: dict[CheckpointId, float] = {}
     modes: dict[CheckpointId, str] = {}

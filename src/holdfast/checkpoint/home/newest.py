@@ -38,10 +38,6 @@ def usable(
         load: called with each; None leaves it out.
         patience: for what cannot be read.
         on_skipped: called for each checkpoint that was skipped.
-
-    Raises:
-        RetryLater: a checkpoint could not be read until the patience ended; it may be whole.
-        Denied: the store refuses access to it.
     """
     for index, one in enumerate(found):
         try:
@@ -83,9 +79,6 @@ def from_listing(read: Callable[[], _T]) -> _T:
     """Return the result of `read`, which lists a home and then reads there.
 
     A run deletes old checkpoints meanwhile, so that a listed one may be missing: `read` is called again.
-
-    Raises:
-        NotFound: every one of five calls has raised it.
     """
     for _ in range(_MAX_LISTINGS - 1):
         with contextlib.suppress(NotFound):
@@ -100,11 +93,7 @@ def was_deleted(store: Store, checkpoint: CheckpointId) -> bool:
 
 @contextlib.contextmanager
 def deletion_named(store: Store, checkpoint: CheckpointId) -> Iterator[None]:
-    """Name the cause if a run deletes a checkpoint while the block reads it.
-
-    Raises:
-        NotFound: it was deleted.
-    """
+    """Name the cause if a run deletes a checkpoint while the block reads it."""
     try:
         yield
     except (Corrupt, NotFound) as error:
@@ -119,10 +108,5 @@ def deletion_named(store: Store, checkpoint: CheckpointId) -> Iterator[None]:
 
 
 def list_patiently(store: Store, patience: Patience) -> Listing:
-    """Return a home's listing; retry while the store does not answer.
-
-    Raises:
-        RetryLater: the home could not be listed until the patience ended.
-        Denied: the store refuses access.
-    """
+    """Return a home's listing; retry while the store does not answer."""
     return patience.spend(store.url, lambda: list_home(store))

@@ -62,10 +62,6 @@ class Patience:
     def spend(self, what: str, act: Callable[[], _T]) -> _T:
         """Return the result of `act`; call it again while it raises RetryLater.
 
-        Raises:
-            RetryLater: it still does after the limit.
-            HoldfastError: any other error of `act`, at once.
-
         Blocks: until `act` returns, at most for the limit and one more call.
         """
         while True:

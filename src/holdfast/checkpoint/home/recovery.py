@@ -23,9 +23,6 @@ def recover_commit(store: Store, saved: ListedSave, run_id: str | None) -> bool:
 
     Returns:
         True if it is committed now and was not in the listing, whichever process committed it.
-
-    Raises:
-        RetryLater: the store failed.
     """
     merged = merge_saved(store, saved, run_id)
     if merged is None:
@@ -37,11 +34,7 @@ def recover_commit(store: Store, saved: ListedSave, run_id: str | None) -> bool:
 
 
 def merge_saved(store: Store, saved: ListedSave, run_id: str | None) -> Manifest | None:
-    """Return the manifest that a save lacks, if everything else of it exists. Writes nothing.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return the manifest that a save lacks, if everything else of it exists. Writes nothing."""
     if saved.is_committed or not saved.parts or saved.parts.keys() != saved.data.keys():
         return None
     try:
@@ -52,11 +45,7 @@ def merge_saved(store: Store, saved: ListedSave, run_id: str | None) -> Manifest
 
 
 def find_loadable(store: Store, run_id: str | None) -> list[CheckpointId]:
-    """Return all checkpoints that can be loaded, newest first: also saves that lack only their manifest.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return all checkpoints that can be loaded, newest first: also saves that lack only their manifest."""
     listing = list_home(store)
     found = set(candidates(listing))
     for one, saved in listing.saved.items():
@@ -69,9 +58,6 @@ def merge_in_memory(store: Store, checkpoint: CheckpointId, run_id: str | None) 
     """Return a store with the manifest that a save lacks; None if it has one by now.
 
     For readers, which must not commit what a living writer may be about to commit or refuse.
-
-    Raises:
-        RetryLater: the store failed.
     """
     for copy in store.copies():
         saved = list_home(copy, step=checkpoint.step).saved.get(checkpoint)

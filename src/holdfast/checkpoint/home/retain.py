@@ -120,9 +120,6 @@ class Retention:
         Args:
             newest: the checkpoint just committed; it always stays.
             in_work: checkpoints that may still become complete, or are still needed; they stay.
-
-        Raises:
-            RetryLater: the store failed; what was not deleted yet is found again next time.
         """
         files = files_of(self.store)
         complete = {
@@ -251,9 +248,6 @@ class ShareRetention:
         Args:
             complete: the newest complete checkpoint, wherever its files are.
             needed: checkpoints on their way home, and the newest there; they stay.
-
-        Raises:
-            RetryLater: the store failed; what was not deleted yet is found again next time.
         """
         files = files_of(self.store, self._is_chosen)
         skipped = skipped_in(files)

@@ -49,10 +49,6 @@ NO_ROLLBACKS = Rollbacks()
 def write_rollback(stores: Iterable[Store], rollback: run.Rollback) -> None:
     """Write the record of a rollback to all tiers, home last.
 
-    Raises:
-        RetryLater: a store failed.
-        Denied: home refuses access.
-
     Blocks: until it is durable.
     """
     name, text = names.rollback(rollback.attempt), run.document(rollback)
@@ -69,9 +65,6 @@ def read_rollbacks(stores: Iterable[Store], run_id: str | None) -> Rollbacks:
     Args:
         stores: the tiers.
         run_id: leave out those of other runs; None to take all.
-
-    Raises:
-        RetryLater: a store failed.
     """
     found: dict[int, run.Rollback] = {}
     unreadable: dict[int, str] = {}
@@ -105,9 +98,6 @@ def find_healthy(
         ancestors: checkpoints that it continues.
         run_id: id of the run.
         upto_step: greatest step.
-
-    Raises:
-        RetryLater: a store failed.
     """
     found: set[CheckpointId] = set()
     for store in stores:

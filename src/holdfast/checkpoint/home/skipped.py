@@ -34,10 +34,6 @@ def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -
 
     Superseded checkpoints get no note: their bytes are good.
 
-    Raises:
-        Denied: the store cannot be written to.
-        RetryLater: the store failed.
-
     Blocks: until the notes are durable.
     """
     if run_id is None:  # this attempt has not claimed the home yet
@@ -53,23 +49,14 @@ def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -
 
 
 def drop_note(store: Store, checkpoint: CheckpointId) -> None:
-    """Delete the note about a checkpoint that was restored and verified whole.
-
-    Raises:
-        Denied: the store cannot be written to.
-        RetryLater: the store failed.
-    """
+    """Delete the note about a checkpoint that was restored and verified whole."""
     name = names.skipped(checkpoint.step, checkpoint.attempt)
     if store.size(name) is not None:
         store.delete(name)
 
 
 def read_reason(store: Store, checkpoint: CheckpointId) -> str:
-    """Return the reason why a restore has skipped a checkpoint, from its note.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Return the reason why a restore has skipped a checkpoint, from its note."""
     name = names.skipped(checkpoint.step, checkpoint.attempt)
     try:
         return run.parse(run.SkippedNote, store.get(name), name).reason

@@ -36,22 +36,13 @@ def is_folder(home: str) -> bool:
 
 
 def free_bytes(folder: str) -> int:
-    """Return the free bytes of a folder's file system for this user.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the free bytes of a folder's file system for this user."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 def measure_space(home: str) -> SaveSpace | None:
-    """Return the space of the next save. None: the home is not a folder, or has no checkpoint.
-
-    Raises:
-        RetryLater: it cannot be listed.
-        OSError: its file system cannot be read.
-    """
+    """Return the space of the next save. None: the home is not a folder, or has no checkpoint."""
     if not is_folder(home):
         return None
     listing = list_home(open_store(home))

@@ -45,11 +45,6 @@ class ChildProcess:
 
         Args:
             pulse_fd: descriptor of this process's pulse; -1 without one.
-
-        Raises:
-            OSError: the system cannot create a process or a descriptor.
-            Denied, RetryLater: the runtime folder for its lock file cannot be used.
-            Unsupported: no private runtime folder can be created.
         """
         pid = os.getpid()
         # Busy from the start: it owns what is sent to it while it starts.

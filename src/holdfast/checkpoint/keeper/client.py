@@ -76,10 +76,6 @@ class Keeper(KeeperOwner):
         problems: texts to warn the user of with the next save, and the classes of the warnings.
         fenced: error of a save after a newer attempt has claimed the run.
         home_lost: error of home, once it has failed for too long.
-
-    Raises:
-        Denied, Unsupported: the runtime folder cannot be used.
-        RetryLater: the process could not be started.
     """
 
     def __init__(self, config: KeeperConfig, *, released: Callable[[int], None], pulse_fd: int = -1) -> None:
@@ -128,10 +124,6 @@ class Keeper(KeeperOwner):
             draft: part of the rank without the facts about its files, see `format.part.draft`.
             to_home: drain the save, if there is a local tier.
             metrics: metrics of the checkpoint, on rank 0.
-
-        Raises:
-            InvalidInput: the step is not an integer of at least 0.
-            OSError: the system refused a descriptor.
 
         Blocks: no.
         """

@@ -96,12 +96,6 @@ class CommitTier:
 
         Returns:
             None if parts are missing; an error if they will never arrive.
-
-        Raises:
-            Conflict: a newer attempt has claimed the run.
-            InvalidInput: a rank has refused the save, or the parts do not fit together.
-            Corrupt: a document is damaged.
-            Denied, RetryLater: the store failed.
         """
         store, writer, step = self._store, self._config.writer, save.step
         found = read_committed(store, writer, step)
@@ -268,13 +262,6 @@ class CommitTier:
 
 
 def was_committed(store: Store, writer: WriterId, step: int) -> bool:
-    """Return True if an earlier keeper has committed a save. Retention may have deleted it since.
-
-    Raises:
-        Conflict: a newer attempt has claimed the run.
-        InvalidInput: the save was refused.
-        Corrupt: the refusal cannot be read.
-        Denied, RetryLater: the store failed.
-    """
+    """Return True if an earlier keeper has committed a save. Retention may have deleted it since."""
     missing = missing_ranks(store, writer, step)
     return is_committed(store, writer, step) or (writer.rank in missing and was_retired(store, writer, step))

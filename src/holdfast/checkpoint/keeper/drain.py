@@ -333,10 +333,6 @@ class Drain:
 
         Args:
             waited_s: time since the last file arrived.
-
-        Raises:
-            NotFound: files of a node-local checkpoint have not arrived for too long.
-            RetryLater: files of another checkpoint have not.
         """
         if waited_s > self._config.commit_timeout_s:
             missing = plan.missing(in_home) or ["rank 0's manifest"]

@@ -45,13 +45,7 @@ class DrainPlan(ABC):
 
 
 class FullDrain(DrainPlan):
-    """Plan of a checkpoint that is complete in the local tier. Its manifest is copied like its files.
-
-    Raises:
-        NotFound: the checkpoint does not exist any more.
-        Corrupt: its manifest is damaged.
-        RetryLater: the store failed.
-    """
+    """Plan of a checkpoint that is complete in the local tier. Its manifest is copied like its files."""
 
     def __init__(self, local: Store, config: KeeperConfig, checkpoint: CheckpointId) -> None:
         name = names.manifest(checkpoint.step, checkpoint.attempt)
@@ -85,9 +79,6 @@ class PartialDrain(DrainPlan):
 
     Args:
         judges: of this attempt.
-
-    Raises:
-        RetryLater: the store failed.
     """
 
     def __init__(
@@ -108,13 +99,7 @@ class PartialDrain(DrainPlan):
 
     @override
     def manifest(self, in_home: Sizes) -> bytes | None:
-        """Return a manifest of the parts in home, or None if files are missing.
-
-        Raises:
-            InvalidInput: the parts do not fit together.
-            Corrupt: a part is damaged.
-            RetryLater: home failed.
-        """
+        """Return a manifest of the parts in home, or None if files are missing."""
         if self.missing(in_home):
             return None
         assert self._world_size is not None
@@ -130,13 +115,7 @@ class PartialDrain(DrainPlan):
 
     @override
     def missing(self, in_home: Sizes) -> list[str]:
-        """Return the names of missing files, as far as the parts in home name them. Reads each part once.
-
-        Raises:
-            Corrupt: a part is damaged.
-            NotFound: a part has just been deleted.
-            RetryLater: home failed.
-        """
+        """Return the names of missing files, as far as the parts in home name them. Reads each part once."""
         for rank in self._ranks_in(in_home):
             if rank not in self._sizes:
                 self._sizes[rank] = self._read_sizes(rank, in_home)
@@ -149,13 +128,7 @@ class PartialDrain(DrainPlan):
 
     @override
     def ancestors(self) -> Ancestors:
-        """Return the ancestors of the checkpoint in home.
-
-        Raises:
-            NotFound: it was deleted from home.
-            Corrupt: its manifest is damaged.
-            RetryLater: home failed.
-        """
+        """Return the ancestors of the checkpoint in home."""
         name = names.manifest(self._checkpoint.step, self._checkpoint.attempt)
         return manifests.parse(self._home.get(name), name).ancestors
 

@@ -33,12 +33,6 @@ class FrozenFile:
         Args:
             must_match: the image was copied beside training, on the assumption that nothing changes it.
 
-        Raises:
-            Conflict: the name exists with other bytes.
-            InvalidInput: with `must_match`, the image differs from that of the previous save, or that is
-                unknown: it may be torn.
-            RetryLater: the store failed.
-
         Blocks: until the bytes are durable under their new name.
         """
         chunk_bytes = chunk_bytes_for(len(image))
@@ -60,9 +54,6 @@ class FrozenFile:
 
     def link(self, name: str, file: DataFile) -> bool:
         """Link the newest file under another name if it has the same bytes. Return False if it has not.
-
-        Raises:
-            RetryLater: the store failed.
 
         Blocks: until the name is durable.
         """

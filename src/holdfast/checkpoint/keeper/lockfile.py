@@ -58,13 +58,7 @@ class Lockfile:
 
     @classmethod
     def create(cls, home: str, info: KeeperInfo) -> Lockfile:
-        """Create a lock file, locked by this process.
-
-        Raises:
-            Denied: the runtime folder is not writable.
-            RetryLater: its file system is full, or failed.
-            Unsupported: no private folder can be created.
-        """
+        """Create a lock file, locked by this process."""
         folder = runtime_dir(home)
         with runtime_dir_errors(folder):
             return cls._create(folder, info)
@@ -137,12 +131,7 @@ def _read(fd: int) -> KeeperInfo:
 
 
 def running_keepers(home: str) -> Iterator[tuple[Path, KeeperInfo]]:
-    """Yield the lock files of all keepers of a home that run on this host. Deletes files of dead keepers.
-
-    Raises:
-        Denied: a lock file cannot be opened.
-        RetryLater: the file system failed.
-    """
+    """Yield the lock files of all keepers of a home that run on this host. Deletes files of dead keepers."""
     for folder in runtime_dirs(home):
         with runtime_dir_errors(folder):
             yield from _running_in(folder)

@@ -30,9 +30,6 @@ def offer_images(lockfile: Lockfile, arenas: Mapping[int, Sequence[Image]], *, t
         arenas: images in each arena, by its descriptor.
         timeout_s: longest time.
 
-    Raises:
-        OSError: the socket cannot be created.
-
     Blocks: until a later attempt frees the memory, at most `timeout_s`.
     """
     path = lockfile.path.with_suffix(SOCKET_SUFFIX)

@@ -336,11 +336,7 @@ def encode(message: Message) -> bytes:
 
 
 def parse(text: bytes) -> Message:
-    """Return the message in a JSON text.
-
-    Raises:
-        Corrupt: it is not a message, or exceeds a limit.
-    """
+    """Return the message in a JSON text."""
     body = decode_object(text, _WHAT, max_bytes=MAX_MESSAGE_BYTES, any_text=True)  # paths may not be UTF-8
     name = body.choice(_KIND, _KINDS)
     members = {member: value for member, value in body.members.items() if member != _KIND}

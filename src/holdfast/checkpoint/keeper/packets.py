@@ -23,10 +23,6 @@ def send(end: socket.socket, message: Message, fds: tuple[int, ...] = (), *, fla
     Args:
         flags: flags of sendmsg(2).
 
-    Raises:
-        BlockingIOError: with MSG_DONTWAIT, the socket is full.
-        OSError: the other end is closed.
-
     Blocks: while the socket is full, unless `flags` has MSG_DONTWAIT.
     """
     send_encoded(end, encode(message), fds, flags=flags)
@@ -44,9 +40,6 @@ def receive(end: socket.socket) -> tuple[Message | None, list[int]]:
 
     Returns:
         None and no descriptors if the other end is closed.
-
-    Raises:
-        Corrupt: the packet is not a message. Its descriptors are closed.
 
     Blocks: until a packet arrives.
     """

@@ -31,10 +31,6 @@ def persist(
         bytes_per_s: limit on the rate; None for no limit.
         on_hashed: called with each range that was hashed, in order, by the thread that hashes.
 
-    Raises:
-        Conflict: the name exists with other bytes.
-        RetryLater: the store failed.
-
     Blocks: until the bytes are durable.
     """
     chunk_bytes = chunk_bytes_for(len(image))
@@ -64,9 +60,6 @@ def _hashing(
 def has_image(store: Store, name: str, file: DataFile) -> bool:
     """Return True if a store has a file of exactly these bytes under a name.
 
-    Raises:
-        RetryLater: the store failed.
-
     Blocks: until the file is read.
     """
     if store.size(name) != file.num_bytes:
@@ -80,13 +73,7 @@ def has_image(store: Store, name: str, file: DataFile) -> bool:
 
 
 def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryview]:
-    """Yield the verified blocks of a data file, each in the same memory.
-
-    Raises:
-        Corrupt: a chunk does not match its hash, or the file ends early.
-        NotFound: the file does not exist.
-        RetryLater: the store failed.
-    """
+    """Yield the verified blocks of a data file, each in the same memory."""
     buffer = memoryview(mmap.mmap(-1, rate.BLOCK_BYTES))  # page-aligned for direct reads
     for start in range(0, file.num_bytes, rate.BLOCK_BYTES):
         block = buffer[: min(rate.BLOCK_BYTES, file.num_bytes - start)]

@@ -118,11 +118,7 @@ class Pulse:
         return bool(self._phases)
 
     def words(self, watch: str) -> memoryview[int]:
-        """Return the words of a watch, which only that watch writes. `share` moves them.
-
-        Raises:
-            InvalidInput: too many watches have words.
-        """
+        """Return the words of a watch, which only that watch writes. `share` moves them."""
         at = self._slots.get(watch)
         if at is None:
             if len(self._slots) == NUM_SLOTS:
@@ -197,9 +193,6 @@ class PulseReader:
 
     Args:
         fd: descriptor of the pulse in this process, which is closed.
-
-    Raises:
-        Corrupt: the descriptor is not that of a pulse.
     """
 
     def __init__(self, fd: int) -> None:
@@ -220,10 +213,6 @@ class PulseReader:
 
         Args:
             fd: descriptor of the pulse in that process.
-
-        Raises:
-            OSError: the process has exited, or has no such descriptor.
-            Corrupt: the descriptor is not that of a pulse.
         """
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
 

@@ -14,10 +14,6 @@ BLOCK_BYTES = 8 << 20
 def put(store: Store, name: str, image: memoryview, bytes_per_s: float | None) -> None:
     """Write an image under a new name, durably, within a rate; None for no limit.
 
-    Raises:
-        Conflict: the name exists.
-        RetryLater: the store failed.
-
     Blocks: until the bytes are durable, and at least as long as the rate requires.
     """
     if bytes_per_s is None:

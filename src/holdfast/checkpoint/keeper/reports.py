@@ -136,11 +136,7 @@ class Reports:
 
 @contextlib.contextmanager
 def bugs_as_errors(step: int) -> Iterator[None]:
-    """Raise a bug as the error of one save: if the keeper died, all other saves would fail with it.
-
-    Raises:
-        Internal: a bug.
-    """
+    """Raise a bug as the error of one save: if the keeper died, all other saves would fail with it."""
     try:
         yield
     except HoldfastError:

@@ -56,11 +56,7 @@ class RetentionThread:
 
 
 def delete_old(store: Store, old: Iterable[Deleted], reports: Reports, tier: str) -> None:
-    """Delete old checkpoints and what interrupted writes have left, and record each deletion.
-
-    Raises:
-        RetryLater: the store failed.
-    """
+    """Delete old checkpoints and what interrupted writes have left, and record each deletion."""
     for checkpoint in old:
         reports.deleted(checkpoint, tier)
     for folder in ("step-", "attempts/"):  # the first of them also sweeps the root

@@ -21,11 +21,6 @@ def runtime_dir(home: str) -> Path:
     It is below $HOLDFAST_RUNTIME_DIR, or below the first of a few fixed places that does not belong to
     another user. $TMPDIR and $XDG_RUNTIME_DIR are not used: all attempts of a run must choose the same
     folder, and those may differ between a login, a scheduler and a service.
-
-    Raises:
-        Denied: the folder is not writable.
-        RetryLater: the file system is full, or failed.
-        Unsupported: none of the places can hold a private folder.
     """
     name = _folder_name(home)
     for place in _places():
@@ -52,12 +47,7 @@ def runtime_dirs(home: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def runtime_dir_errors(folder: Path) -> Iterator[None]:
-    """Raise errors of the runtime folder as errors of Holdfast.
-
-    Raises:
-        Denied: the folder is not writable.
-        RetryLater: the file system is full, or failed.
-    """
+    """Raise errors of the runtime folder as errors of Holdfast."""
     try:
         yield
     except FileExistsError:

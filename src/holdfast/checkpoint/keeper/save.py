@@ -86,10 +86,6 @@ class Save:
         Args:
             timeout: seconds, or text such as "10m"; None for no limit.
 
-        Raises:
-            HoldfastError: the save failed.
-            RetryLater: not durable within `timeout`; also a TimeoutError.
-
         Blocks: as `wait_durable`.
         """
         self.wait_durable(timeout)
@@ -101,9 +97,6 @@ class Save:
         Args:
             timeout: seconds, or text such as "10m"; None for no limit.
 
-        Raises:
-            RetryLater: not done within `timeout`; also a TimeoutError.
-
         Blocks: as `wait_durable`.
         """
         self._wait(self._ended, timeout, "durable")
@@ -113,10 +106,6 @@ class Save:
 
     def wait_staged(self, timeout: Duration | None = None) -> None:
         """Wait until training can no longer change what is saved.
-
-        Raises:
-            HoldfastError: the save failed.
-            RetryLater: not staged within `timeout`; also a TimeoutError.
 
         Blocks: until the copy is complete.
         """
@@ -128,10 +117,6 @@ class Save:
         Where several hosts have local folders of their own, this waits for this rank's files in its folder.
         `wait_home` waits for the commit.
 
-        Raises:
-            HoldfastError: the save failed.
-            RetryLater: not durable within `timeout`; also a TimeoutError. It may still become durable.
-
         Ranks: not collective, but needs every rank's part.
         Blocks: until the keepers of all ranks are done.
         """
@@ -142,10 +127,6 @@ class Save:
 
         Without `local` this is `wait_durable`. A save that is not due in home, see `Home(every=)`, arrives
         only after `Checkpointer.wait`.
-
-        Raises:
-            HoldfastError: the save failed.
-            RetryLater: not in home within `timeout`; also a TimeoutError. It may still arrive.
 
         Ranks: not collective, but needs every rank's files.
         Blocks: until the keepers of all ranks are done.

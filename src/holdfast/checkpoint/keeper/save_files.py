@@ -64,11 +64,6 @@ class SaveFiles:
             on_delay: called with each new kind of error before another try.
             retry_for_s: returns the time for which to try again even after the usual number of tries.
 
-        Raises:
-            Conflict: a newer attempt has claimed the run.
-            InvalidInput: the save was written before with other bytes, or may be torn.
-            Denied, RetryLater: the store failed at every try.
-
         Blocks: until the files are durable.
         """
         began_s, reported = time.monotonic(), ""
@@ -88,11 +83,7 @@ class SaveFiles:
                 return
 
     def replace_metrics(self, step: int, metrics: SaveValues) -> bool:
-        """Replace the metrics of a save. Return False if it has failed, or was deleted.
-
-        Raises:
-            Denied, RetryLater: the store failed.
-        """
+        """Replace the metrics of a save. Return False if it has failed, or was deleted."""
         if self._store.size(names.part(step, self._config.attempt, self._config.rank)) is None:
             return False
         self._write_metrics(step, metrics)
@@ -179,9 +170,6 @@ class SaveFiles:
 
 def _hash_copies(copies: Copies, arena: memoryview, what: str) -> dict[str, tuple[str, ...]]:
     """Return the hashes of the copies that each watch has planned.
-
-    Raises:
-        Corrupt: a copy would be beyond the arena.
 
     Blocks: for about 0.1 s per GB.
     """

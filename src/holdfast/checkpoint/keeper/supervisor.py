@@ -83,10 +83,6 @@ class Supervisor:
 
     Attributes:
         lock: held while the process is replaced. The owner also holds it to change what it would resend.
-
-    Raises:
-        Denied, Unsupported: the runtime folder cannot be used.
-        RetryLater: the process could not be started.
     """
 
     def __init__(self, config: KeeperConfig, owner: KeeperOwner, *, pulse_fd: int = -1) -> None:

@@ -59,9 +59,6 @@ class Topology(ABC):
 
         Returns:
             None while parts of other ranks are missing; an error if they will never arrive.
-
-        Raises:
-            HoldfastError: the save is refused, or the store failed.
         """
 
     @abstractmethod

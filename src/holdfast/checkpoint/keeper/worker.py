@@ -64,10 +64,6 @@ class Worker:
     Args:
         lockfile: shows other processes whether this keeper has data that is not durable yet.
         pulse: pulse of the trainer, if it has one.
-
-    Raises:
-        Denied, RetryLater: a store could not be opened before the trainer exited.
-        Conflict: the nearest store was deleted since the run was claimed.
     """
 
     def __init__(
@@ -297,11 +293,7 @@ class Worker:
 
 
 def open_patiently(place: str, inbox: TrainerInbox) -> Store:
-    """Open a store as soon as it responds.
-
-    Raises:
-        Denied, RetryLater: it did not respond before the trainer exited.
-    """
+    """Open a store as soon as it responds."""
     with _reported(inbox, f"{place} has not answered since its keeper started."):
         while True:
             try:
@@ -317,9 +309,6 @@ def wait_for_run(store: Store, run: str, inbox: TrainerInbox) -> None:
     """Wait until the nearest store shows its run, which the trainer has written there.
 
     From then on a local store knows its root, and does not make it anew if somebody deletes it.
-
-    Raises:
-        Conflict: it holds another run, or none until the trainer exited or the time ran out: it was deleted.
     """
     deadline = time.monotonic() + _FIND_RUN_S
     with _reported(inbox, f"{store.url} does not show run {run}, which was claimed there."):

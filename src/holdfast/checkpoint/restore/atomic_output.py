@@ -20,11 +20,6 @@ def atomic_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
     Args:
         overwrite: replace an older one.
-
-    Raises:
-        Conflict: the file exists and `overwrite` is False.
-        InvalidInput: it is a folder, or its folder does not exist.
-        RetryLater: it could not be written.
     """
     path = path.absolute()
     if path.is_dir():
@@ -51,11 +46,6 @@ def atomic_folder(path: Path, patterns: Sequence[str], *, overwrite: bool) -> It
         patterns: globs of the files of such an export. The last one matches the file that makes it complete:
             that of an older export is removed first, and that of the new one is moved last.
         overwrite: replace an older export.
-
-    Raises:
-        Conflict: the folder holds a file that matches, and `overwrite` is False.
-        InvalidInput: it is a file, or its parent folder does not exist.
-        RetryLater: it could not be written.
     """
     path = path.absolute()
     if path.exists() and not path.is_dir():
@@ -99,11 +89,7 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def check_parent(path: Path) -> None:
-    """Check that the parent folder of a new file or folder exists.
-
-    Raises:
-        InvalidInput: it does not.
-    """
+    """Check that the parent folder of a new file or folder exists."""
     parent = path.absolute().parent
     if not parent.is_dir():
         raise InvalidInput(f"{parent} does not exist; make the folder first.", key=str(path))

@@ -162,12 +162,6 @@ def fill(
         on_bytes: called with the size of each read when it is done, by one thread at a time.
         parts: parts of this checkpoint that have been read already.
 
-    Raises:
-        NotFound: a missing name (`MissingKey`), part or file.
-        InvalidInput: a target of another dtype or shape, or not contiguous; nothing has been changed.
-        Corrupt: damage was found; targets may have been partly filled.
-        RetryLater: the store failed; targets may have been partly filled.
-
     Ranks: not collective.
     Blocks: until all targets are filled.
     """

@@ -126,11 +126,6 @@ def read(
         on_error: called with each damaged chunk or failed read, by one thread at a time. The read continues
             then, and nothing is delivered from there.
 
-    Raises:
-        Corrupt: a chunk does not match its hash, or a file ends early. Sinks may have been written to.
-        NotFound: a file is missing.
-        RetryLater: the store failed.
-
     Blocks: until all is read, or until the first error has stopped all threads.
     """
     if num_threads is not None and num_threads < 1:

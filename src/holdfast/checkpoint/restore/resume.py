@@ -58,9 +58,6 @@ def judge(outcomes: Sequence[RankOutcome[Any]], rank: int, ancestors: Ancestors 
     Args:
         outcomes: of the stage, by rank.
         ancestors: of the checkpoint, as far as they are known.
-
-    Raises:
-        HoldfastError: a rank has failed in a way that no other checkpoint would prevent.
     """
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if not failed:
@@ -156,18 +153,6 @@ def restore_newest(request: Request) -> Restored | None:
 
     Returns:
         The restored checkpoint; None if the home holds none, so that training begins from zero.
-
-    Raises:
-        NotFound: there is no checkpoint of the requested step, or none with a value of the metric, or none
-            that is healthy; or there are checkpoints, and all lack files.
-        Corrupt: there are checkpoints, but none that every rank could restore; each is named with the reason.
-            Or there is none, but signs that there were. Or what can be restored does not hold tensors that a
-            damaged one had already been read into.
-        Unsupported: there are checkpoints, all written by a newer format.
-        RetryLater: a tier, or the newest checkpoint, could not be read until the patience ended.
-        Denied: a store refuses access.
-        InvalidInput: the live objects do not fit the checkpoint, on some rank.
-        HoldfastError: another rank failed with an error that is not Holdfast's.
 
     Ranks: collective; every rank returns the same step, None, or raises.
     Blocks: until all ranks are restored.
@@ -386,11 +371,7 @@ class _Restore:
                 copy.sync(names.step_dir(step))
 
     def _mark(self, skipped: Sequence[Skipped], restored: CheckpointId) -> None:
-        """Record on every rank which checkpoints were skipped.
-
-        Raises:
-            HoldfastError: some rank could not: retention would delete them.
-        """
+        """Record on every rank which checkpoints were skipped."""
         mark, patience = self._request.mark, self._patience
         noted = self._group.agree(
             lambda: patience.spend("The note about skipped checkpoints", lambda: mark(skipped, restored))

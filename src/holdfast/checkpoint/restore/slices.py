@@ -97,11 +97,6 @@ def read_slices(
         rank: rank whose per-rank tensors are read.
         slice_bytes: bytes that are read together.
         on_read: called with the statistics of each read, before its slices are yielded.
-
-    Raises:
-        Corrupt: damage was found; the slices before it are good.
-        NotFound: a file is missing.
-        RetryLater: the store failed.
     """
     room = memoryview(bytearray(slice_bytes))
     for batch in _batches(parts, wanted, rank, slice_bytes):

@@ -142,12 +142,7 @@ def _extra(home: Listing, manifest: Manifest) -> tuple[str, ...]:
 
 
 def check_verified(report: VerifyReport) -> None:
-    """Raise the most important problem of a report: damage before a failure to read.
-
-    Raises:
-        Corrupt: some bytes are damaged or missing.
-        RetryLater, Denied: no damage was found, but some bytes could not be read.
-    """
+    """Raise the most important problem of a report: damage before a failure to read."""
     if report.damage:
         raise Corrupt(report.damage[0].message, step=report.step)
     for problem in report.problems:

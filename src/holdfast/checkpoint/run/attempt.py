@@ -375,12 +375,7 @@ class Attempt:
             )
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all saves are durable, and the newest is in home.
-
-        Raises:
-            HoldfastError: the newest save failed.
-            RetryLater: not within `timeout_s`; also a TimeoutError.
-        """
+        """Wait until all saves are durable, and the newest is in home."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.saves.wait(deadline)
         self._wait_home(deadline)

@@ -32,11 +32,7 @@ class CallGuard:
         self._is_closed = True
 
     def check(self) -> None:
-        """Check that calls can be served.
-
-        Raises:
-            InvalidInput: after `close`, or in another process.
-        """
+        """Check that calls can be served."""
         if self._is_closed:
             raise InvalidInput("This Checkpointer is closed. Make a new one.")
         if os.getpid() != self._pid:
@@ -52,9 +48,6 @@ class CallGuard:
         Args:
             name: name of the call, for the error.
             alone: wait for the calls of other threads that must run alone too.
-
-        Raises:
-            InvalidInput: a call of this thread is under way, or the Checkpointer cannot serve calls.
         """
         self.check()
         thread = threading.get_ident()

@@ -51,10 +51,6 @@ class Components:
             options: its options.
             state: objects to save, by name; None if each save brings its own.
             group: ranks that save together; None for all of torch.distributed's process group.
-
-        Raises:
-            InvalidInput: an option or an entry of `state` cannot be used.
-            Unsupported: other processes cannot reach the home.
         """
         tiers = Tiers(
             options.home,

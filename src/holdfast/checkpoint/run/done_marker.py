@@ -36,21 +36,13 @@ class DoneMarker:
                 return
 
     def write(self, run: str, attempt: int, step: int) -> None:
-        """Mark the run as finished at `step`.
-
-        Raises:
-            HoldfastError: the store failed.
-        """
+        """Mark the run as finished at `step`."""
         if self._is_first and self.step != step:
             done = runs.Done(run, attempt, step, finished_unix_s=time.time())
             self._home.put(names.DONE, runs.document(done))
 
     def delete(self) -> None:
-        """Delete the marker, if it was read: the run is trained further.
-
-        Raises:
-            HoldfastError: the store failed.
-        """
+        """Delete the marker, if it was read: the run is trained further."""
         if self._found is not None:
             self._home.delete(names.DONE)
             self._found = None

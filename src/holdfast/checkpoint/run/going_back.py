@@ -65,11 +65,7 @@ class GoingBack:
         self._answered: set[tuple[str, int]] = set()  # watch, and first step of its trouble
 
     def check(self) -> None:
-        """Check that training has gone back, where it must.
-
-        Raises:
-            InvalidInput: it continues behind the trouble.
-        """
+        """Check that training has gone back, where it must."""
         if self.planned is not None:
             raise InvalidInput(
                 f"{self.planned.vote.reason}, so training has to go back, and it continued. With a watch "
@@ -92,10 +88,6 @@ class GoingBack:
 
         Args:
             votes: newest votes of this rank; a trouble may have ended before the ranks could agree.
-
-        Raises:
-            Diverged: training went back as often as allowed.
-            HoldfastError: home cannot be read.
 
         Ranks: collective.
         Blocks: until the saves under way are complete, and for the manifests of the newest checkpoints.
@@ -198,9 +190,6 @@ class GoingBack:
             found: the restored checkpoint.
             ranges: samples that are left out, by key.
             kept: keys of the objects that stayed at their position.
-
-        Raises:
-            HoldfastError: home could not be written to, for as long as a restore retries.
 
         Ranks: collective.
         Blocks: until it is durable.

@@ -115,9 +115,6 @@ class MetricsBuffer:
         Args:
             values: by name.
             of_save: the save that they are about; by default that of the step.
-
-        Raises:
-            InvalidInput: a value is not a number, a name is not valid, or there are too many.
         """
         numbers = {name: copy_scalar(value, name) for name, value in values.items() if self._check_name(name)}
         stride = 10 ** (self._num_recorded // THIN_AFTER)

@@ -33,9 +33,6 @@ class Home:
             None for all. The newest save is always copied at the end, and by `wait`.
         bandwidth: bytes per second that each rank may send, or as "200MB"; None for no limit. Without `local`
             a save becomes durable only in home, and occupies its staging memory until then.
-
-    Raises:
-        InvalidInput: a value cannot be used.
     """
 
     url: str | os.PathLike[str]
@@ -64,9 +61,6 @@ class Local:
     Args:
         path: folder on this host.
         keep: number of newest checkpoints to keep there.
-
-    Raises:
-        InvalidInput: `keep` is less than 1.
     """
 
     path: str | os.PathLike[str]
@@ -88,9 +82,6 @@ class Memory:
             dies; 0 for not at all. By default the value of HOLDFAST_KEEP_IN_MEMORY, else "2m".
         when_full: what `save` does when earlier saves still use all of it: "wait" or "skip". By default it
             waits for a disk, and skips where saves go straight to a bucket, which may not answer for minutes.
-
-    Raises:
-        InvalidInput: a value cannot be used.
     """
 
     limit: int | str = "8GiB"
@@ -139,9 +130,6 @@ class Reads:
         source_rank: function that returns the saved rank whose per-rank state (random numbers, data loaders)
             a rank loads, given its rank, the world size and the saved world size. By default a rank loads
             that of the same number, or on fewer saved ranks `rank % saved`.
-
-    Raises:
-        InvalidInput: a value cannot be used.
     """
 
     _: KW_ONLY
@@ -176,9 +164,6 @@ class Limits:
             with "warn" and "pause" too; None for no limit. With `local`, also how long home may fail.
         commit_timeout: how long a rank's keeper waits for the other ranks' parts of a save.
         rank_timeout: how long a rank waits for the others in `restore` and `should_save`.
-
-    Raises:
-        InvalidInput: a value cannot be used.
     """
 
     _: KW_ONLY

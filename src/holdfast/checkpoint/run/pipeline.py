@@ -98,10 +98,6 @@ class Pipeline:
     def run(self, order: Order, keeper: Keeper) -> PendingCopy | None:
         """Start a save, and return it with its copy; None if no staging memory was free.
 
-        Raises:
-            InvalidInput: a value cannot be saved, or the state does not fit into the staging memory.
-            RetryLater: the system refused memory.
-
         Ranks: collective if a save may be skipped.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
         """

@@ -60,9 +60,6 @@ def leave_out(
         objects: objects by key.
         ranges: ranges by the key at the time of the rollback.
         rename: function from the keys of a checkpoint to those of the state.
-
-    Raises:
-        InvalidInput: an object has refused a range.
     """
     unknown: list[str] = []
     for key, some in ranges.items():

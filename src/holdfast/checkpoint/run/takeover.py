@@ -28,12 +28,6 @@ def claim_together(
         is_fresh: nothing was restored and nothing will be, so the home must be empty.
         take_over: also claim a home that a living process saves to.
 
-    Raises:
-        Conflict: another process saves to the home, or has committed a checkpoint since `base` was read.
-        Corrupt: there are signs of lost checkpoints, and training would begin from zero.
-        InvalidInput: the home holds checkpoints, though `is_fresh`; or the local folder holds another run.
-        RetryLater: a store failed, or a rank did not answer.
-
     Ranks: collective.
     """
     writers = [] if take_over else find_trainers(tiers.home)

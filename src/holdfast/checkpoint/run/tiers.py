@@ -65,11 +65,6 @@ class Tiers:
         local: folder on this host; None without such a tier.
         keep_in_memory_s: seconds that a keeper offers the last save from memory after the trainer's death.
         restore_patience_s: seconds that a restore retries what cannot be read.
-
-    Raises:
-        InvalidInput: an argument cannot be used; or the local folder and home are one place, or one is inside
-            the other.
-        Unsupported: a home that other processes cannot reach.
     """
 
     def __init__(
@@ -118,21 +113,13 @@ class Tiers:
         return [self.home_store] if self._local_store is None else [self._local_store, self.home_store]
 
     def complete_checkpoints(self) -> set[CheckpointId]:
-        """Return every complete checkpoint in the local folder and home.
-
-        Raises:
-            RetryLater: a store failed.
-        """
+        """Return every complete checkpoint in the local folder and home."""
         return {one for tier in self.durable_stores() for one in candidates(list_home(tier))}
 
     # -- claim and restore -----------------------------------------------------------------------------
 
     def newest_local_number(self) -> int:
-        """Return the highest attempt number that the local folder has used; 0 without a folder.
-
-        Raises:
-            RetryLater: the store failed.
-        """
+        """Return the highest attempt number that the local folder has used; 0 without a folder."""
         return 0 if self._local_store is None else newest_number(self._local_store)
 
     def claim(
@@ -149,13 +136,6 @@ class Tiers:
             base: checkpoint that the trainer has restored; None if it restores after the claim.
             above: highest attempt number that local folders have used.
             writers: living trainers of this home, each with its host.
-
-        Raises:
-            Conflict: a writer lives, or has committed since the trainer read the home.
-            Corrupt: the run's id is lost, or the trainer would begin from zero beside lost checkpoints.
-            InvalidInput: the local folder holds another run.
-            Unsupported: home replaces an object that must not be replaced.
-            RetryLater: a store failed.
         """
         self.home_store.check()
         check_no_writer(self.home_store, writers)
@@ -170,12 +150,7 @@ class Tiers:
         return claim
 
     def check_fresh(self, base: Base) -> None:
-        """Check that the restored checkpoint is still the newest; done before and after the claim.
-
-        Raises:
-            Conflict: another attempt has committed since.
-            RetryLater: a store failed.
-        """
+        """Check that the restored checkpoint is still the newest; done before and after the claim."""
         found = self.complete_checkpoints()
         newer = [one for one in found - base.seen if base.restored is None or one > base.restored]
         if not newer:
@@ -196,12 +171,7 @@ class Tiers:
             check_no_losses(find_losses(self.durable_stores()), self.home)
 
     def refuse_unrestored(self) -> None:
-        """Refuse to save beside checkpoints that the trainer has not restored. Rank 0 only.
-
-        Raises:
-            InvalidInput: the home holds checkpoints.
-            RetryLater: a store failed.
-        """
+        """Refuse to save beside checkpoints that the trainer has not restored. Rank 0 only."""
         found = self.complete_checkpoints()
         if found:
             raise InvalidInput(
@@ -218,9 +188,6 @@ class Tiers:
 
         Returns:
             Each of them whose manifest was written, with the URL of the store.
-
-        Raises:
-            RetryLater: a store failed.
         """
         finished: list[tuple[CheckpointId, str]] = []
         for tier in self.durable_stores() if whole else ():
@@ -232,12 +199,7 @@ class Tiers:
         return finished
 
     def join(self, claim: AttemptClaim, *, fresh: bool) -> None:
-        """Add the local folder of another host to the run and the attempt.
-
-        Raises:
-            InvalidInput: the folder holds another run; or `fresh`, but it holds files of checkpoints.
-            RetryLater: a store failed.
-        """
+        """Add the local folder of another host to the run and the attempt."""
         assert self._local_store is not None
         if fresh and list_home(self._local_store).saved:
             raise InvalidInput(
@@ -248,13 +210,7 @@ class Tiers:
         copy_claim(self._local_store, claim)
 
     def check_one_run(self) -> None:
-        """Check that this rank's local folder and home belong to one run.
-
-        Raises:
-            Corrupt: the id of home's run is lost.
-            InvalidInput: they belong to different runs.
-            RetryLater: a store failed.
-        """
+        """Check that this rank's local folder and home belong to one run."""
         if self._local_store is not None:
             check_same_run(self.home_store, self._local_store)
 
@@ -287,9 +243,6 @@ class Tiers:
             skipped: checkpoints that did not verify, or could not be read.
             restored: the verified checkpoint; a note about it is deleted.
             is_node_local: hosts have local folders of their own; else rank 0 does it for all.
-
-        Raises:
-            RetryLater: a store failed.
         """
         stores = self.durable_stores() if rank == 0 else self.durable_stores()[:-1] if is_node_local else []
         for store in stores:

@@ -243,9 +243,6 @@ class Training:
         Errors of Holdfast have a meaning of their own, and are left as they are. The notice may have ended
         workers of a data loader too: if the trainer was waiting for the first batch of a step, it saves the
         step before. Other ranks do the same, and this one waits for them only shortly: they may wait for it.
-
-        Raises:
-            Preempted: otherwise nothing is done.
         """
         reason = self._watching.stop_reason()
         if reason is None or not isinstance(error, Exception) or isinstance(error, HoldfastError):
@@ -473,11 +470,7 @@ class Training:
         return is_marked if self.attempt.keeper is not None else self._ranks.share(is_marked)
 
     def _last_step(self) -> int:
-        """Return the step of the present state.
-
-        Raises:
-            InvalidInput: it is not known.
-        """
+        """Return the step of the present state."""
         step, last = self.position.step_now(), self.attempt.saves.last
         if step is None and self.position.step is None:
             step = last.step if last is not None else self.attempt.base_step

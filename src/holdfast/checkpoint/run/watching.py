@@ -37,9 +37,6 @@ def choose_watches(given: Iterable[Watch] | None) -> tuple[Watch, ...]:
 
     Args:
         given: value of the argument `watches=`; None for no watch at all.
-
-    Raises:
-        InvalidInput: one of them is no watch, or two have the same name.
     """
     if given is None:
         return ()
@@ -62,11 +59,7 @@ def choose_watches(given: Iterable[Watch] | None) -> tuple[Watch, ...]:
 
 
 def _folder_of(half: str) -> str:
-    """Return the folder that a keeper needs to import the class of a watch.
-
-    Raises:
-        InvalidInput: it cannot be imported there.
-    """
+    """Return the folder that a keeper needs to import the class of a watch."""
     module = half.partition(":")[0].partition(".")[0]
     spec = None if module == "__main__" else importlib.util.find_spec(module)
     places = None if spec is None else spec.submodule_search_locations or [spec.origin]
@@ -107,9 +100,6 @@ class Watching:
 
         Args:
             run_of: returns the parts of the run for the watch of a name, with its way to warn.
-
-        Raises:
-            InvalidInput: a watch cannot be used here.
         """
         for watch in self._watches:
             run = run_of(watch.name, self._warnings.append)
@@ -130,9 +120,6 @@ class Watching:
 
     def meet(self, ranks: RankGroup) -> None:
         """Prepare the folders that ranks share, before the state is restored or the run is claimed.
-
-        Raises:
-            InvalidInput: the ranks have other watches.
 
         Ranks: collective.
         Blocks: until all folders are prepared.

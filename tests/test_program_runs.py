@@ -78,3 +78,15 @@ def test_all_input_and_output_passes() -> None:
     assert run_program(["sh", "-c", "cat; cat /dev/null >&2"], timeout_s=None, given=data).out == data
     assert run_program(["true"], timeout_s=60.0, given=data).status == 0
     assert run_program(["cat"], timeout_s=60.0).out == b""
+
+
+def test_a_program_beside_a_folder_of_path_that_may_not_be_searched_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with the PATH of root after `su`. A file that may not be executed has the same error for root."""
+    (tmp_path / "sinfo").write_text("")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="sinfo"):
+        run_program(["sinfo"], timeout_s=5.0)
+    with pytest.raises(FileNotFoundError, match="sinfo"):
+        run_program(["sinfo"], timeout_s=5.0, env={"PATH": str(tmp_path)})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,15 +64,21 @@ def run_program(
     Blocks: until it has ended, or for `timeout_s`, and then at most 10 s.
     """
     with given_input(given) as stdin:
-        process = subprocess.Popen(
-            command,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=env,
-            cwd=cwd,
-            start_new_session=has_own_session,
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=env,
+                cwd=cwd,
+                start_new_session=has_own_session,
+            )
+        except PermissionError as error:
+            if shutil.which(command[0], path=None if env is None else env.get("PATH")):
+                raise
+            # Python reports a folder of PATH that may not be searched, although the program is nowhere.
+            raise FileNotFoundError(errno.ENOENT, "not found in PATH", command[0]) from error
     try:
         found = {process.stdout: bytearray(), process.stderr: bytearray()}
         for pipe, data in output_of(process, timeout_s=timeout_s, on_look=on_look):

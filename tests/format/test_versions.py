@@ -19,35 +19,35 @@ from holdfast.system.documents import Fields
 from making import make_checkpoint, make_home
 
 
-def parse_v3(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
-    """Parse a made-up version 3 of the manifest, which calls the world size `num_ranks`."""
+def parse_v2(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
+    """Parse a made-up version 2 of the manifest, which calls the world size `num_ranks`."""
     members = {"world_size" if name == "num_ranks" else name: value for name, value in body.members.items()}
     return manifest.VERSIONS.parsers[1](Fields(members, body.what), catalogs)
 
 
-def rewrite_as_v3(store: MemoryStore, name: str) -> None:
+def rewrite_as_v2(store: MemoryStore, name: str) -> None:
     head, *catalogs = unseal_lines(store.get(name), name)
     body = json.loads(head)
     members = {"num_ranks" if key == "world_size" else key: value for key, value in body.items()}
-    store.put(name, seal(b"\n".join((dumps(members | {"version": 3}), *catalogs))))
+    store.put(name, seal(b"\n".join((dumps(members | {"version": 2}), *catalogs))))
 
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """Return a home with step 1 in version 1 and step 2 in version 3."""
+    """Return a home with step 1 in version 1 and step 2 in version 2."""
     made = MemoryStore()
     make_home(made)
     for step in (1, 2):
         make_checkpoint(made, step, tensors=[{"w": torch.full((2,), float(step))}])
-    rewrite_as_v3(made, names.manifest(2, 1))
+    rewrite_as_v2(made, names.manifest(2, 1))
     return made
 
 
 def test_checkpoints_of_both_versions_are_read_once_the_parser_is_added(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_v3 = dataclasses.replace(manifest.VERSIONS, parsers={**manifest.VERSIONS.parsers, 3: parse_v3})
-    monkeypatch.setattr(manifest, "VERSIONS", with_v3)
+    with_v2 = dataclasses.replace(manifest.VERSIONS, parsers={**manifest.VERSIONS.parsers, 2: parse_v2})
+    monkeypatch.setattr(manifest, "VERSIONS", with_v2)
     for step in (1, 2):
         opened = open_checkpoint(store, step)
         assert opened.manifest.world_size == 1
@@ -56,7 +56,7 @@ def test_checkpoints_of_both_versions_are_read_once_the_parser_is_added(
 
 
 def test_a_version_without_a_parser_is_unsupported(store: MemoryStore) -> None:
-    with pytest.raises(Unsupported, match=r"format version 3; this Holdfast reads up to 2\. Upgrade it"):
+    with pytest.raises(Unsupported, match=r"format version 2; this Holdfast reads up to 1\. Upgrade it"):
         open_checkpoint(store, 2)
 
 

@@ -1,4 +1,4 @@
-"""Golden checkpoints, made once for each version of parts that is written; the files are kept for ever.
+"""Golden homes: checkpoints and records of each kind, made once by release 0.1 and kept for ever.
 
 Run from the repository root: `PYTHONPATH=src:tests python tests/golden/make_homes.py NEW_DIRECTORY`.
 """
@@ -10,7 +10,9 @@ import collections
 import datetime
 import decimal
 import math
+import os
 import pathlib
+import socket
 import sys
 import types
 import uuid
@@ -19,7 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
+import holdfast
+from adapters.regions import save_regions
+from checkpointer.sampling import SkippingSampler
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
@@ -69,6 +76,23 @@ TYPES: dict[str, Any] = {
     "slice": slice(1, None, 2),
 }
 METRICS = {"loss": 0.25, "rouge": float("nan"), "norm": float("inf")}
+RECORDS = [
+    run.Saved("golden-two", 2, 12),
+    run.Emptied("golden-two", 1, CREATED_UNIX_S),
+    run.Rollback("golden-two", 1, 1, 10, 11, 11, 1, "loss 9", {"data": (88, 96)}, ("order",), CREATED_UNIX_S),
+    run.Refusal("golden-two", 1, 11, "rank 1 disagrees", 1, "rows"),
+    run.SkippedNote("golden-two", 1, 10, "could not be read", CREATED_UNIX_S),
+]
+"""Records of the home of two ranks, under the names of `NAMES_OF_RECORDS`."""
+NAMES_OF_RECORDS = [
+    names.first_saved(2),
+    names.emptied(1),
+    names.rollback(1),
+    names.refusal(11, 1),
+    names.skipped(10, 1),
+]
+REGIONS = [[(0, 2), (3, 6), (9, 10)], [(2, 3), (6, 9)]]
+"""Rows of each rank in the home of several regions."""
 
 
 def bits(dtype: torch.dtype, count: int, first: int = 1) -> torch.Tensor:
@@ -119,6 +143,8 @@ def make_two_ranks(root: Path) -> None:
         run_id="golden-two",
         id="golden-two-12-2",
     )
+    for name, record in zip(NAMES_OF_RECORDS, RECORDS, strict=True):
+        store.put(name, run.document(record))
 
 
 def make_sharded(root: Path) -> None:
@@ -187,6 +213,48 @@ def make_frozen(root: Path) -> None:
         )
 
 
+def state_of_regions() -> dict[str, Any]:
+    """Return the state of the home of several regions."""
+    return {
+        "w": torch.arange(40, dtype=torch.float32).reshape(10, 4),
+        "b": torch.arange(10, dtype=torch.int16),
+        "note": "several regions",
+    }
+
+
+def make_run(home: Path) -> None:
+    """Train two real ranks with all watches: a spike, a rollback, a finished run, its metrics and history."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29531", "WORLD_SIZE": "2"}
+    mp.spawn(_train, (str(home),), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _train(rank: int, home: str) -> None:
+    _hide_machine()
+    dist.init_process_group("gloo", rank=rank)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    data = SkippingSampler(8)
+    state = {"model": model, "optimizer": optimizer, "data": data}
+    watches = [holdfast.Spike("rollback", back=5)]
+    with holdfast.Checkpointer(home, state, every=10, keep=2, watches=watches, quiet=True) as ckpt:
+        for step in ckpt.steps(64):
+            data.take()
+            loss = model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            is_spike = step >= 50 and ckpt.attempt == 1
+            ckpt.record(loss=100.0 if is_spike else 1.0 + 0.01 * (step % 7))
+    dist.destroy_process_group()
+    holdfast.hard_exit()
+
+
+def _hide_machine() -> None:
+    """Write a fixed host and process id into the files."""
+    socket.gethostname = lambda: "host"
+
+
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     target.mkdir(parents=True)  # never over what is there
@@ -195,3 +263,6 @@ if __name__ == "__main__":
     make_sharded(target / "sharded")
     make_frozen(target / "frozen")
     make_types(target / "types")
+    make_run(target / "run")
+    _hide_machine()
+    save_regions(target / "several-regions", 3, state_of_regions(), REGIONS)

@@ -1,4 +1,4 @@
-"""Checkpoints with parts of version 1 and of version 3 load for ever, with exactly these contents."""
+"""The golden homes load for ever, with exactly these contents."""
 
 import argparse
 import collections
@@ -6,7 +6,7 @@ import datetime
 import decimal
 import math
 import pathlib
-import sys
+import shutil
 import types
 import uuid
 from pathlib import Path
@@ -16,17 +16,25 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load
 
+import holdfast
+from checkpointer.sampling import SkippingSampler
+from golden.make_homes import NAMES_OF_RECORDS, RECORDS, REGIONS, state_of_regions
+from holdfast.adapters.dcp import HoldfastReader
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.checkpoint.format.sections import Mark
 from holdfast.checkpoint.format.values import EntryRef, TensorRef
 from holdfast.checkpoint.home.documents import read_run
+from holdfast.checkpoint.home.rollbacks import read_rollbacks
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.state import tensors
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Unsupported
+from holdfast.watch.report.summary import read_summary
 
-GOLDEN = Path(__file__).parent / "v1"  # and in turn the others, by `each_version`
+GOLDEN = Path(__file__).parent / "homes"
 
 FIRST_BYTES = {
     "F64": (torch.float64, bytes(range(1, 25))),
@@ -60,26 +68,21 @@ def is_known(tensor: str) -> bool:
     return FIRST_BYTES.get(tensor.removeprefix("dtype."), (torch.uint8, b""))[0] is not None
 
 
-@pytest.fixture(params=["v1", "v3"], autouse=True)
-def each_version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run each test on the checkpoints of each version, and return its name."""
-    monkeypatch.setattr(sys.modules[__name__], "GOLDEN", Path(__file__).parent / request.param)
-    return request.param
-
-
-def test_its_parts_have_the_version(each_version: str) -> None:
-    parts = list(GOLDEN.rglob("rank-*.json"))
-    assert len(parts) == 14
-    assert all(b'"version":%s,' % each_version[1:].encode() in path.read_bytes()[:120] for path in parts)
-
-
 def test_the_files_are_small_and_all_there() -> None:
     files = [path for path in GOLDEN.rglob("*") if path.is_file()]
-    assert len(files) == 54
-    assert sum(path.stat().st_size for path in files) < 240 << 10
+    assert len(files) == 103
+    assert sum(path.stat().st_size for path in files) < 480 << 10
 
 
-@pytest.mark.parametrize("home", ["one-rank", "two-ranks", "sharded", "frozen", "types"])
+def test_all_documents_have_version_1() -> None:
+    documents = [path.read_bytes()[:120] for path in GOLDEN.rglob("*.json")]
+    assert len(documents) == 69
+    assert all(b'"version":1,' in document for document in documents)
+
+
+@pytest.mark.parametrize(
+    "home", ["one-rank", "two-ranks", "sharded", "frozen", "types", "several-regions", "run"]
+)
 def test_every_byte_verifies(home: str) -> None:
     opened = open_checkpoint(GOLDEN / home)
     report = opened.verify()
@@ -288,3 +291,62 @@ def test_frozen_tensors_are_in_a_file_of_their_own() -> None:
     assert set(load_file(folder / names.data(2, 1, 0))) == {"adapter"}
     assert set(load_file(folder / names.frozen(2, 1, 0))) == {"base", "split.base"}
     assert set(load_file(folder / names.frozen(2, 1, 1))) == {"split.base"}
+
+
+@pytest.mark.parametrize(("name", "record"), list(zip(NAMES_OF_RECORDS, RECORDS, strict=True)))
+def test_a_record_of_each_kind(name: str, record: run.Saved) -> None:
+    assert run.parse(type(record), LocalStore(GOLDEN / "two-ranks").get(name), name) == record
+
+
+def test_ranks_with_several_regions_of_a_tensor() -> None:
+    opened, state = open_checkpoint(GOLDEN / "several-regions"), state_of_regions()
+    assert opened.world_size == len(REGIONS)
+    for name in ("w", "b"):
+        assert torch.equal(opened[name], state[name])
+    found = {"w": torch.zeros(10, 4), "b": torch.zeros(10, dtype=torch.int16), "note": ""}
+    load(found, storage_reader=HoldfastReader(GOLDEN / "several-regions"))
+    assert found["note"] == state["note"]
+    assert torch.equal(found["w"], state["w"])
+
+
+def test_the_findings_of_watches() -> None:
+    """In the manifest and the parts of a run with the watches that compare, check and go back."""
+    opened = open_checkpoint(GOLDEN / "run")
+    sections = opened.manifest.watches
+    assert (opened.step, opened.attempt, opened.manifest.health.healthy) == (64, 2, True)
+    assert {name: (one.version, one.mark) for name, one in sections.items()} == {
+        "finite-values": (1, Mark.FOR),
+        "replicas": (1, Mark.NONE),
+        "spike": (1, Mark.FOR),
+    }
+    assert sections["replicas"].reasons == ("4 replicated tensors compared and equal on all ranks",)
+    assert opened.metrics() == {"loss": 1.0}
+
+
+def test_the_rollback_and_the_end_of_a_run() -> None:
+    store = LocalStore(GOLDEN / "run")
+    (rollback,) = read_rollbacks([store], None).found
+    assert (rollback.base, rollback.first_step, rollback.last_step) == ((1, 40), 51, 54)
+    assert rollback.skipped == {"data": (320, 432)}
+    assert run.parse(run.Done, store.get(names.DONE), names.DONE).step == 64
+    summary = read_summary(store)
+    assert len(summary.attempts) == 2
+
+
+def test_the_run_continues_from_its_last_step(tmp_path: Path) -> None:
+    """Bits of parameters and momentum, and the position in the data."""
+    home = tmp_path / "run"
+    shutil.copytree(GOLDEN / "run", home)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    data = SkippingSampler(8)
+    state = {"model": model, "optimizer": optimizer, "data": data}
+    with holdfast.Checkpointer(home, state, quiet=True) as ckpt:
+        assert ckpt.restore() == 64
+    opened = open_checkpoint(home, 64)
+    for name, tensor in model.state_dict().items():
+        assert raw(tensor) == raw(opened[f"model.{name}"])
+    assert raw(optimizer.state[model.weight]["momentum_buffer"]) == raw(
+        opened["optimizer.state.model.weight.momentum_buffer"]
+    )
+    assert (optimizer.param_groups[0]["lr"], data.position, data.skipped) == (0.01, 624, ((320, 432),))

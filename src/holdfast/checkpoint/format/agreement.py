@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -116,18 +116,6 @@ def _check_partitionings(tensors: dict[str, Tensor], world_size: int, work: _Wor
         regions_of = Counter(partitioning.ranks)
         counts.update({rank: count * uses[key] for rank, count in regions_of.items()})
     return counts
-
-
-def has_several(tensors: Mapping[str, Tensor]) -> bool:
-    """Return True if a rank has several regions of one of the tensors."""
-    seen: set[int] = set()  # thousands of tensors share a few
-    for tensor in tensors.values():
-        cut = tensor.partitioning
-        if isinstance(cut, ListedPartitioning) and id(cut) not in seen:
-            if cut.has_several:
-                return True
-            seen.add(id(cut))
-    return False
 
 
 def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) -> None:

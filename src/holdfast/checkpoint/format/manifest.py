@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.format import sections
-from holdfast.checkpoint.format.agreement import Agreement, agree, has_several
+from holdfast.checkpoint.format.agreement import Agreement, agree
 from holdfast.checkpoint.format.catalog import EACH, SPLIT, Tensor, check_facts, columns
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.limits import (
@@ -198,7 +198,7 @@ def document(manifest: Manifest) -> bytes:
     each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.partitioning is None}
     head = dumps(
         {
-            **VERSIONS.header_of(SEVERAL_REGIONS if has_several(manifest.tensors) else VERSIONS.written),
+            **VERSIONS.header,
             "id": manifest.id,
             "run": manifest.run,
             "step": manifest.step,
@@ -229,13 +229,6 @@ def parse(text: bytes, what: str) -> Manifest:
 
 
 def _parse_v1(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
-    found = _parse_v2(body, catalogs)
-    if has_several(found.tensors):
-        raise ValueError("a rank holds several regions of one tensor, which version 1 does not allow")
-    return found
-
-
-def _parse_v2(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
     rows = body.array("parts", max_items=MAX_RANKS)
     world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     parts = tuple(_part_file(row, rank, len(catalogs)) for rank, row in enumerate(rows))
@@ -279,7 +272,4 @@ def _each_tensor(name: str, row: Any) -> Tensor:
     return Tensor(dtype, read_integers(shape, max_items=MAX_DIMS), None)
 
 
-SEVERAL_REGIONS = 2
-"""Version that allows a rank several regions of a tensor. It is written only where that is so."""
-
-VERSIONS = Versions("holdfast-manifest", written=1, parsers={1: _parse_v1, SEVERAL_REGIONS: _parse_v2})
+VERSIONS = Versions("holdfast-manifest", written=1, parsers={1: _parse_v1})

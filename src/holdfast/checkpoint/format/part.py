@@ -238,14 +238,7 @@ def parse(document: bytes, what: str) -> Part:
         raise Corrupt(f"{what} is sealed but is not a valid part: {error}", key=what) from error
 
 
-def _parse_v1_or_v2(body: Fields, lines: list[bytes], what: str) -> Part:
-    if not lines:
-        raise ValueError("it has no line for its catalog")
-    catalog, *hashes = lines
-    return _parse_v3(body, [catalog, dumps(body.integers("starts")), *hashes], what)
-
-
-def _parse_v3(body: Fields, lines: list[bytes], what: str) -> Part:
+def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
     # Hashes and starts are not in the body: a commit needs those of no rank, and would spend most of its time
     # on decoding them.
     sizes = [body.integers("file", max_items=2)]
@@ -320,6 +313,4 @@ def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
     return DataFile(num_bytes, chunk_bytes, line[1:-1].decode("ascii"))
 
 
-VERSIONS = Versions(
-    "holdfast-part", written=3, parsers={1: _parse_v1_or_v2, 2: _parse_v1_or_v2, 3: _parse_v3}
-)
+VERSIONS = Versions("holdfast-part", written=1, parsers={1: _parse_v1})

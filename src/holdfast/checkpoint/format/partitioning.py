@@ -136,11 +136,6 @@ class ListedPartitioning:
         """The rank that wrote each region."""
         return tuple(rank for rank, _ in self.rows)
 
-    @property
-    def has_several(self) -> bool:
-        """True if a rank wrote more than one region."""
-        return len({rank for rank, _ in self.rows}) < len(self.rows)
-
     def region_of(self, rank: int, shape: tuple[int, ...]) -> Region | None:
         """Return the first region that a rank wrote, or None if it wrote none."""
         return next((region for one, region in self.rows if one == rank), None)

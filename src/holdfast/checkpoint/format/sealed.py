@@ -80,7 +80,7 @@ class Versions(Generic[_Parser]):
     """Versions of one kind of document that can be read, each with its parser.
 
     A new version is one more entry of `parsers`; the older ones stay. `written` follows when every reader in
-    use can read it. A document with content that `written` does not allow has a greater version.
+    use can read it.
     """
 
     kind: str
@@ -90,11 +90,7 @@ class Versions(Generic[_Parser]):
     @property
     def header(self) -> dict[str, Any]:
         """First members of a document that is written."""
-        return self.header_of(self.written)
-
-    def header_of(self, version: int) -> dict[str, Any]:
-        """Return the first members of a document of a version."""
-        return {"format": self.kind, "version": version}
+        return {"format": self.kind, "version": self.written}
 
     def parser(self, body: Fields, what: str) -> _Parser:
         """Return the parser of the version that a document states."""

@@ -447,14 +447,6 @@ def test_several_regions_of_a_rank_are_in_its_file_under_keys_of_their_own(tmp_p
     assert keys == {"w": (2, 4), "w@r1": (3, 4), "w@r2": (1, 4), "b": (2,), "b@r1": (3,), "b@r2": (1,)}
 
 
-def test_only_checkpoints_with_several_regions_of_a_rank_need_a_newer_version(tmp_path: Path) -> None:
-    save_regions(tmp_path / "several", 3, rows_of_ten(), ROWS)
-    save_regions(tmp_path / "one", 3, rows_of_ten(), [[(0, 5)], [(5, 10)]])
-    for home, version in (("several", 2), ("one", 1)):
-        (manifest,) = (tmp_path / home).rglob("manifest*")
-        assert b'"version":%d,' % version in manifest.read_bytes().splitlines()[0]
-
-
 def test_damage_in_one_of_several_regions_is_found(tmp_path: Path) -> None:
     save_regions(tmp_path, 3, rows_of_ten(), ROWS)
     opened = holdfast.open(tmp_path)

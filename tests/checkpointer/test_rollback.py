@@ -25,7 +25,7 @@ from checkpointer.skipping import Story, feed
 from health.test_spikes import BLOOM_LOSS, BLOOM_NORM
 from holdfast.checkpoint.format.run import Rollback
 from holdfast.checkpoint.home.rollbacks import read_rollbacks
-from holdfast.checkpoint.run.skipped_samples import range_to_skip
+from holdfast.checkpoint.run.going_back import range_to_skip
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.errors import Diverged, InvalidInput, ResumeWarning

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from holdfast.checkpoint.retention import Keep
-from holdfast.checkpoint.run.save_metrics import SaveMetrics
-from holdfast.checkpoint.run.scores import Scores
+from holdfast.checkpoint.run.metrics import SaveMetrics
+from holdfast.checkpoint.run.step_sync import Scores
 
 
 def test_a_save_gets_the_newest_values_since_the_save_before() -> None:

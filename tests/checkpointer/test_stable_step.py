@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.run.stable_step import StableStep
+from holdfast.checkpoint.run.saves import StableStep
 
 
 class World:

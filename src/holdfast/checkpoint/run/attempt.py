@@ -8,17 +8,16 @@ from typing import Any
 
 from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.home.space import measure_space
 from holdfast.checkpoint.keeper import Keeper, KeeperConfig, Save, wait_for_closed, wait_for_orphans
 from holdfast.checkpoint.restore.request import Restored
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.pipeline import Order
-from holdfast.checkpoint.run.restoration import Restoration, Selection
-from holdfast.checkpoint.run.restore_differences import Differences
+from holdfast.checkpoint.run.restoration import Differences, Restoration, Selection
 from holdfast.checkpoint.run.save_interval import SaveInterval
 from holdfast.checkpoint.run.saves import Saves, remaining_s
-from holdfast.checkpoint.run.space_warning import warn_of_space
 from holdfast.checkpoint.run.step_sync import StepSync
-from holdfast.checkpoint.run.takeover import claim_together
+from holdfast.checkpoint.run.tiers import claim_together
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, TimedOut
 from holdfast.system.callsite import warn
 from holdfast.system.environment import report_failed_save, report_progress
@@ -134,7 +133,7 @@ class Attempt:
         self._restoration.end_claim(keeper)
         self._interval.begin(keeper)
         if self._ranks.rank == 0:
-            warn_of_space(self._tiers.home, self._tiers.local)
+            _warn_of_space(self._tiers.home, self._tiers.local)
         return keeper
 
     def _config(
@@ -440,3 +439,22 @@ def _ends_soon(save: Save) -> bool:
     except TimedOut:
         return False
     return True
+
+
+def _warn_of_space(*places: str | None) -> None:
+    """Log a warning for each folder without space for the next save.
+
+    Args:
+        places: home and local folder. URLs and empty homes are not checked.
+    """
+    for place in places:
+        if place is None:
+            continue
+        try:
+            found = measure_space(place)
+        except (HoldfastError, OSError):
+            continue  # the first save reports what is wrong with it
+        if found is not None and found.trouble:
+            _log.warning(
+                "%s: %s. Older checkpoints are deleted only once it is complete.", place, found.trouble
+            )

@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.keeper.pulse import Pulse
 from holdfast.checkpoint.ranks import RankGroup, Ranks
 from holdfast.checkpoint.run.cadence import Cadence, HomeCadence
-from holdfast.checkpoint.run.done_marker import DoneMarker
 from holdfast.checkpoint.run.metrics import MetricsBuffer
 from holdfast.checkpoint.run.options import Options
 from holdfast.checkpoint.run.pipeline import Pipeline
@@ -20,7 +21,9 @@ from holdfast.checkpoint.run.watching import Watching
 from holdfast.checkpoint.state import State
 from holdfast.checkpoint.state.loader_watch import watch_loaders
 from holdfast.checkpoint.state.review import refuse_snapshots
+from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.watch import Note, WatchedRun
+from holdfast.errors import HoldfastError
 from holdfast.system.log import get_logger
 
 _log = get_logger("checkpoint.run")
@@ -120,3 +123,41 @@ class Components:
         """Log a line for the user on rank 0, unless the option `quiet` is set."""
         if self.ranks.rank == 0 and not self.options.quiet:
             _log.info(text)
+
+
+class DoneMarker:
+    """Durable record that the run has finished; an exit status alone may be lost.
+
+    Args:
+        rank: this rank. Only rank 0 reads and writes the marker.
+    """
+
+    def __init__(self, home: Store, *, rank: int) -> None:
+        self._home, self._is_first = home, rank == 0
+        self._found: runs.Done | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Final step of the run, as the marker was read; None without one."""
+        return None if self._found is None else self._found.step
+
+    def read(self) -> None:
+        """Read the marker. One that cannot be read counts as missing: `write` replaces it."""
+        self._found = None
+        if self._is_first:
+            try:
+                self._found = runs.parse(runs.Done, self._home.get(names.DONE), names.DONE)
+            except HoldfastError:  # it only selects a line of text
+                return
+
+    def write(self, run: str, attempt: int, step: int) -> None:
+        """Mark the run as finished at `step`."""
+        if self._is_first and self.step != step:
+            done = runs.Done(run, attempt, step, finished_unix_s=time.time())
+            self._home.put(names.DONE, runs.document(done))
+
+    def delete(self) -> None:
+        """Delete the marker, if it was read: the run is trained further."""
+        if self._found is not None:
+            self._home.delete(names.DONE)
+            self._found = None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from holdfast.checkpoint.state import State
 from holdfast.checkpoint.state.loader_watch import batches_returned
 from holdfast.system.rawbytes import view_bytes
 
@@ -63,3 +64,29 @@ def _beginning() -> object:
     """Return a value that changes when a step begins, if data loaders feed the training."""
     batches = batches_returned()
     return (batches, bytes(view_bytes(torch.get_rng_state()))) if batches else None
+
+
+class StepFollowers:
+    """Objects of the state with a method `complete_steps`, which is called after each optimizer step.
+
+    Args:
+        objects: the state.
+    """
+
+    def __init__(self, objects: State) -> None:
+        self._objects = objects
+        self._step = 0
+
+    def restart(self, step: int) -> None:
+        """Count from a restored step, or from 0. The objects begin to count steps."""
+        self._step = step
+        for one in self._objects.followers():
+            one.complete_steps(0)
+
+    def reach(self, step: int) -> None:
+        """Record that all steps up to this one are complete."""
+        if (num_steps := step - self._step) <= 0:
+            return
+        self._step = step
+        for one in self._objects.followers():
+            one.complete_steps(num_steps)

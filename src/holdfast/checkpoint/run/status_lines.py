@@ -9,8 +9,8 @@ from pathlib import Path
 from holdfast.checkpoint.format.run import Rollback
 from holdfast.checkpoint.restore.request import Restored
 from holdfast.checkpoint.run.components import Components
+from holdfast.checkpoint.run.going_back import describe_skipped_samples, rewound_streams
 from holdfast.checkpoint.run.restoration import describe_skipped
-from holdfast.checkpoint.run.skipped_samples import describe_skipped_samples, rewound_streams
 from holdfast.errors import LoaderWarning, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger

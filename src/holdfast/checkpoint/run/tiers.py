@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.run import AttemptClaim
 from holdfast.checkpoint.home.attempts import newest_number
@@ -23,8 +25,9 @@ from holdfast.checkpoint.home.losses import check_no_losses, find_losses
 from holdfast.checkpoint.home.recovery import recover_commit
 from holdfast.checkpoint.home.skipped import Skipped, drop_note, note_skipped
 from holdfast.checkpoint.home.writer import LiveTrainer
-from holdfast.checkpoint.keeper import MemoryTierStore, free_memory_tier
+from holdfast.checkpoint.keeper import MemoryTierStore, find_trainers, free_memory_tier
 from holdfast.checkpoint.policy import single_policies
+from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.restore.share import OTHER_RANKS
 from holdfast.checkpoint.run.options import Home, Local
 from holdfast.checkpoint.store import Store, open_store
@@ -261,3 +264,48 @@ class Tiers:
         if len(sources) < 2:
             return next(iter(sources), self.home)
         return " and ".join(f"{url} ({format_bytes(count)})" for url, count in sources.items())
+
+
+def claim_together(
+    tiers: Tiers,
+    ranks: RankGroup,
+    local_ranks: tuple[int, ...],
+    *,
+    base: Base | None,
+    is_fresh: bool,
+    take_over: bool,
+) -> runs.AttemptClaim:
+    """Claim the next attempt for all ranks.
+
+    Args:
+        local_ranks: ranks that share this one's local folder.
+        base: checkpoint that training continues; None if it is restored after the claim.
+        is_fresh: nothing was restored and nothing will be, so the home must be empty.
+        take_over: also claim a home that a living process saves to.
+
+    Ranks: collective.
+    """
+    writers = [] if take_over else find_trainers(tiers.home)
+    host = socket.gethostname()
+    rows = ranks.gather([(host, one.attempt, one.rank, one.pid) for one in writers])
+    above = max(ranks.gather(tiers.newest_local_number()))
+
+    def claim() -> bytes:
+        if is_fresh:
+            tiers.refuse_unrestored()
+        claimed = tiers.claim(
+            world_size=ranks.world_size,
+            base=base,
+            above=above,
+            writers=[(host, LiveTrainer(*row)) for rows_of_rank in rows for host, *row in rows_of_rank],
+        )
+        return runs.document(claimed)
+
+    claimed = runs.parse(runs.AttemptClaim, ranks.of_rank_0(claim), "the claim")
+    if base is not None:  # once more: after the claim no older attempt commits
+        ranks.of_rank_0(lambda: tiers.check_fresh(base))
+    if tiers.local is not None:
+        firsts = {ranks_of_host[0] for ranks_of_host in ranks.gather(local_ranks)}
+        to_join = firsts if len(firsts) > 1 else ()  # on one host, rank 0 has joined with its claim
+        ranks.first_of(to_join, lambda: tiers.join(claimed, fresh=is_fresh))
+    return claimed

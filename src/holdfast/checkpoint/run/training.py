@@ -22,11 +22,15 @@ from holdfast.checkpoint.restore.request import Restored
 from holdfast.checkpoint.run.attempt import Attempt
 from holdfast.checkpoint.run.call_guard import CallGuard
 from holdfast.checkpoint.run.components import Components
-from holdfast.checkpoint.run.going_back import GoingBack, positions_of, ranges_to_skip
-from holdfast.checkpoint.run.position import Position
-from holdfast.checkpoint.run.restoration import Selection
-from holdfast.checkpoint.run.restore_differences import DifferenceReport
-from holdfast.checkpoint.run.skipped_samples import describe_skipped_samples, leave_out
+from holdfast.checkpoint.run.going_back import (
+    GoingBack,
+    describe_skipped_samples,
+    leave_out,
+    positions_of,
+    ranges_to_skip,
+)
+from holdfast.checkpoint.run.position import Position, StepFollowers
+from holdfast.checkpoint.run.restoration import DifferenceReport, Selection
 from holdfast.checkpoint.run.status_lines import (
     show_restored,
     show_rollback,
@@ -36,7 +40,6 @@ from holdfast.checkpoint.run.status_lines import (
     warn_of_loaders,
     warn_of_samples,
 )
-from holdfast.checkpoint.run.step_followers import StepFollowers
 from holdfast.checkpoint.run.trial import Trial
 from holdfast.checkpoint.run.watching import NamedVote
 from holdfast.checkpoint.state import stepping

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast import Preemption
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store import open_store
 
 HERE = Path(__file__).resolve().parent

@@ -29,7 +29,7 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.partitioning import FillTarget
 from holdfast.checkpoint.home.commit import commit
 from holdfast.checkpoint.home.documents import read_manifest
-from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.restore.fill import plan_fill
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.stage import SavePlan

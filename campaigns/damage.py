@@ -35,7 +35,7 @@ from campaigns.crash_states import checks
 from campaigns.crash_states.recording import environment, play
 from campaigns.crash_states.workloads import Act, Workload
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store import open_store
 
 HOMES = (

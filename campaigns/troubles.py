@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.replaying.troubles import Troubles, wait
 from campaigns import counts
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.home.rollbacks import read_rollbacks
 from holdfast.checkpoint.store import open_store
 from holdfast.jobs.engine import Job

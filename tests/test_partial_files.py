@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.adapters.recipe import load_checkpoint, save_checkpoint
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
-from holdfast.checkpoint.keeper.memory_offer import offer_images
+from holdfast.checkpoint.keeper.memory_store import offer_images
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.cli.experiment import trial_folder

@@ -6,8 +6,7 @@ import datetime
 
 import pytest
 
-from holdfast.checkpoint.policy import EveryAuto, EverySteps, EveryTime, Meter, Moment, Overdue, every
-from holdfast.checkpoint.save_interval import daly_s
+from holdfast.checkpoint.policy import EveryAuto, EverySteps, EveryTime, Meter, Moment, Overdue, daly_s, every
 from holdfast.errors import InvalidInput
 
 

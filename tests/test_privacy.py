@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.keeper import runtime_dir
+from holdfast.checkpoint.keeper import lockfile
 from holdfast.errors import Unsupported
 from holdfast.system import privacy
 from holdfast.watch.compiled import directory
@@ -86,15 +86,15 @@ def test_a_runtime_folder_that_another_user_made_first_denies_no_training(
     first, second = shared / "holdfast-0", shared / "second"
     _as(STRANGER, _MAKE[kind], first)
     monkeypatch.delenv("HOLDFAST_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(runtime_dir, "_places", lambda: (first, second))
+    monkeypatch.setattr(lockfile, "_places", lambda: (first, second))
     home = shared.parent / "home"
     with holdfast.Checkpointer(home, {"w": torch.ones(3)}, quiet=True) as ckpt:
         ckpt.save(1).wait_durable()
         assert list(second.rglob("*.lock"))
     assert holdfast.open(home).step == 1
-    monkeypatch.setattr(runtime_dir, "_places", lambda: (first,))
+    monkeypatch.setattr(lockfile, "_places", lambda: (first,))
     with pytest.raises(Unsupported, match="HOLDFAST_RUNTIME_DIR"):
-        runtime_dir.runtime_dir("x")
+        lockfile.runtime_dir("x")
 
 
 def test_a_file_in_place_of_the_runtime_folder_is_a_clear_error(
@@ -103,7 +103,7 @@ def test_a_file_in_place_of_the_runtime_folder_is_a_clear_error(
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "file"))
     with pytest.raises(Unsupported, match="only you can change"):
-        runtime_dir.runtime_dir("x")
+        lockfile.runtime_dir("x")
 
 
 _SPY = """

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.save_interval import best_interval, daly_s, lost_share, mtbf_bounds_s, young_s
+from holdfast.checkpoint.policy import best_interval, daly_s, lost_share, mtbf_bounds_s, young_s
 
 costs = st.floats(1e-3, 1e3)
 mtbfs = st.floats(1.0, 1e7)

@@ -22,7 +22,7 @@ import holdfast
 from campaigns.crash_states import trainer
 from campaigns.crash_states.workloads import Workload
 from holdfast.checkpoint.format import names, run
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.run import attempt as attempts
 from holdfast.checkpoint.store import open_store

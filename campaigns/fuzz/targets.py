@@ -303,7 +303,7 @@ def _run_sealed(data: bytes) -> None:
 
 
 def _run_history(data: bytes) -> None:
-    from holdfast.checkpoint.home.history_lines import read_lines
+    from holdfast.checkpoint.home.history import read_lines
     from holdfast.checkpoint.store.memory import MemoryStore
     from holdfast.watch.report import events
 
@@ -382,7 +382,7 @@ def _restore(folder: Path, _: Any) -> None:
     import torch
 
     from holdfast.checkpoint.ranks import Ranks
-    from holdfast.checkpoint.restore.request import Request
+    from holdfast.checkpoint.restore.candidates import Request
     from holdfast.checkpoint.restore.resume import restore_newest
     from holdfast.checkpoint.state import load  # noqa: F401 - imported before time is counted
     from holdfast.checkpoint.state.load import FillTarget

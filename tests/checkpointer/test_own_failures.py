@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nursery
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store import open_store
 
 PROGRAM = """

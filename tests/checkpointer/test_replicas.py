@@ -13,7 +13,7 @@ from checkpointer.drifting import KINDS, Flip
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sections import Health
 from holdfast.checkpoint.home.documents import read_manifest
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from stage.ranks import run_ranks

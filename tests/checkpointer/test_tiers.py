@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.run.options import Home, parse_local
 from holdfast.checkpoint.run.tiers import Base, Tiers
 from holdfast.checkpoint.store import open_store

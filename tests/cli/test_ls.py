@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cli.conftest import Command, flip, save
 from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.home.metrics import write_metrics
-from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.store import open_store
 from making import make_home
 

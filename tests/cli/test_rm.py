@@ -18,7 +18,7 @@ from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.home.commit import refuse
 from holdfast.checkpoint.home.inventory import take_inventory
-from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.keeper.commit_tier import was_committed
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import homes, rm

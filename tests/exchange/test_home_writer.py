@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.checkpoint.exchange.importer import import_checkpoint
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.home.documents import read_run_document
+from holdfast.checkpoint.home.claim import read_run_document
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.memory import MemoryStore

@@ -26,7 +26,7 @@ from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.checkpoint.format.sections import Mark
 from holdfast.checkpoint.format.values import EntryRef, TensorRef
-from holdfast.checkpoint.home.documents import read_run
+from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.rollbacks import read_rollbacks
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.state import tensors

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError
 from holdfast.watch.hang.incidents import HangIncident, list_hangs

@@ -13,8 +13,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.format import names, run
-from holdfast.checkpoint.home.attempts import newest_number
-from holdfast.checkpoint.home.claim import claim_attempt, claim_run
+from holdfast.checkpoint.home.claim import claim_attempt, claim_run, newest_number
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, InvalidInput, ResumeWarning, SaveWarning

@@ -9,9 +9,10 @@ import torch
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import dumps
-from holdfast.checkpoint.home.documents import check_files, read_manifest, read_part, read_run
+from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.commit import recover_commit
+from holdfast.checkpoint.home.documents import check_files, read_manifest, read_part
 from holdfast.checkpoint.home.listing import Listing, candidates, list_home
-from holdfast.checkpoint.home.recovery import recover_commit
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported

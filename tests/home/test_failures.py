@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.home.failures import FailureRate, read_failures
+from holdfast.checkpoint.home.history import FailureRate, read_failures
 from holdfast.checkpoint.store import open_store
 
 

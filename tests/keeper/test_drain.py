@@ -16,9 +16,8 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import read_manifest, read_part
 from holdfast.checkpoint.home.history import History
-from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.listing import WriterId, candidates, list_home
 from holdfast.checkpoint.home.metrics import read_metrics, write_metrics
-from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.keeper import packets
 from holdfast.checkpoint.keeper.commit_tier import Committed, PendingSave
 from holdfast.checkpoint.keeper.config import KeeperConfig

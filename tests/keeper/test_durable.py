@@ -12,10 +12,9 @@ import pytest
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.commit import commit
+from holdfast.checkpoint.home.commit import commit, recover_commit
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import list_home
-from holdfast.checkpoint.home.recovery import recover_commit
 from holdfast.checkpoint.keeper.commit_tier import Committed, CommitTier, PendingSave
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.reports import Reports

@@ -21,8 +21,8 @@ from holdfast.checkpoint.format.partitioning import whole
 from holdfast.checkpoint.home.commit import commit
 from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.keeper import ArenaLayout, Keeper, KeeperConfig, Save
-from holdfast.checkpoint.keeper.frozen import FrozenFile
 from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.keeper.save_files import FrozenFile
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.stage import Arena
 from holdfast.checkpoint.store.local import LocalStore

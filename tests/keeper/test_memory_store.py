@@ -20,11 +20,10 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.partitioning import FillTarget
 from holdfast.checkpoint.home.documents import read_manifest
-from holdfast.checkpoint.keeper import MemoryTierStore, free_memory_tier, memory_offer, wait_for_orphans
-from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile, running_keepers
-from holdfast.checkpoint.keeper.memory_offer import offer_images
+from holdfast.checkpoint.keeper import MemoryTierStore, free_memory_tier, memory_store, wait_for_orphans
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile, running_keepers, runtime_dir
+from holdfast.checkpoint.keeper.memory_store import offer_images
 from holdfast.checkpoint.keeper.messages import Image
-from holdfast.checkpoint.keeper.runtime_dir import runtime_dir
 from holdfast.checkpoint.restore.fill import fill
 from holdfast.checkpoint.stage import Arena
 from holdfast.checkpoint.store.memory import MemoryStore
@@ -81,10 +80,10 @@ def test_a_keeper_that_many_processes_ask_at_once_is_not_passed_over(
     hold: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its queue of connections is full for a moment."""
-    monkeypatch.setattr(memory_offer, "_BACKLOG", 1)
+    monkeypatch.setattr(memory_store, "_BACKLOG", 1)
     holder = hold(b"abcdefgh", (Image("a", 0, 8),))
     others: list[socket.socket] = []
-    with memory_offer._short_path(holder.lockfile.path.with_suffix(".sock")) as address:
+    with memory_store._short_path(holder.lockfile.path.with_suffix(".sock")) as address:
         while True:
             others.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
             try:

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from holdfast.checkpoint.keeper.messages import Ping
-from holdfast.checkpoint.keeper.outbox import Outbox
+from holdfast.checkpoint.keeper.packets import Outbox
 
 NUM_INTERRUPTS = 3000
 

@@ -23,7 +23,7 @@ import torch
 import holdfast
 from holdfast.checkpoint.keeper import packets, supervisor
 from holdfast.checkpoint.keeper.messages import Ping, Pong, RecordEvent, SavePersisted
-from holdfast.checkpoint.keeper.outbox import Outbox
+from holdfast.checkpoint.keeper.packets import Outbox
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
 from stage.training import check_saved, make_checkpointer, wait_until
 

@@ -19,10 +19,9 @@ from holdfast.checkpoint.format.sections import Mark
 from holdfast.checkpoint.home import retain
 from holdfast.checkpoint.home.commit import refuse
 from holdfast.checkpoint.home.history import History
-from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.listing import WriterId, candidates, list_home
+from holdfast.checkpoint.home.newest import Skipped, drop_note, note_skipped
 from holdfast.checkpoint.home.retain import Retention, ShareRetention
-from holdfast.checkpoint.home.skipped import Skipped, drop_note, note_skipped
-from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.keeper import KeeperConfig
 from holdfast.checkpoint.keeper.commit_tier import CommitTier
 from holdfast.checkpoint.keeper.inbox import TrainerInbox

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.watch.report.events import HistoryEvent, parse_events

@@ -12,10 +12,10 @@ import torch
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.restore.node_local import Holding, find_holdings, put_together
-from holdfast.checkpoint.restore.request import Request, Restored
+from holdfast.checkpoint.restore.candidates import Holding, Request, find_holdings, put_together
 from holdfast.checkpoint.restore.resume import restore_newest
 from holdfast.checkpoint.restore.share import OTHER_RANKS, assign_blocks
+from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import TieredStore

@@ -20,11 +20,12 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.messages import pack, unpack
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.partitioning import FillTarget, whole
+from holdfast.checkpoint.home.commit import recover_commit
 from holdfast.checkpoint.home.listing import list_home
-from holdfast.checkpoint.home.recovery import recover_commit
 from holdfast.checkpoint.ranks import RankGroup
-from holdfast.checkpoint.restore.request import Mark, RankFrom, Request, Restored
+from holdfast.checkpoint.restore.candidates import Mark, RankFrom, Request
 from holdfast.checkpoint.restore.resume import restore_newest
+from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import TieredStore

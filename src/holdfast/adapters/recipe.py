@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
-from holdfast.checkpoint.home.patience import LIMIT_S, Patience
+from holdfast.checkpoint.home.newest import LIMIT_S, Patience
 from holdfast.checkpoint.store.contract import check_name
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from holdfast.checkpoint.home.history import EVENTS
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import EVENTS, read_lines
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command, count, step_number
 from holdfast.cli.tables import format_time, print_csv, print_json, print_table

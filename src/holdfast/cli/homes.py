@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.home.documents import read_run, read_run_document
+from holdfast.checkpoint.home.claim import read_run, read_run_document
 from holdfast.checkpoint.home.listing import Listing, list_home
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.tiered import TieredStore

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.checkpoint.exchange.home_copy import copy_checkpoint
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.home.newest import from_listing
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint

@@ -6,9 +6,8 @@ import argparse
 import sys
 
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.home.attempts import newest_number, note_emptied
+from holdfast.checkpoint.home.claim import newest_number, note_emptied
 from holdfast.checkpoint.home.commit import refuse
-from holdfast.checkpoint.home.deletion import delete_files
 from holdfast.checkpoint.home.inventory import (
     COMPLETE,
     DAMAGED,
@@ -19,7 +18,8 @@ from holdfast.checkpoint.home.inventory import (
     Row,
     take_inventory,
 )
-from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.home.listing import WriterId
+from holdfast.checkpoint.home.retain import delete_files
 from holdfast.checkpoint.store import Store
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.options import (

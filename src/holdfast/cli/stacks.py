@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command

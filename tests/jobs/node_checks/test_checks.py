@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.checkpoint.home.space import measure_space
+from holdfast.checkpoint.home.inventory import measure_space
 from holdfast.jobs.node.checks import gate, gpu_script
 from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s, first_difference
 from holdfast.jobs.node.checks.gate import (

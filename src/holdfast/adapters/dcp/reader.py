@@ -33,11 +33,10 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Part
 from holdfast.checkpoint.format.partitioning import Region
 from holdfast.checkpoint.format.value_index import ValueIndex
-from holdfast.checkpoint.home.documents import check_files, read_manifest, read_run
+from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.documents import check_files, read_manifest
 from holdfast.checkpoint.home.listing import candidates
-from holdfast.checkpoint.home.newest import from_listing, list_patiently, usable
-from holdfast.checkpoint.home.patience import LIMIT_S, Patience
-from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.home.newest import LIMIT_S, Patience, Skipped, from_listing, list_patiently, usable
 from holdfast.checkpoint.restore.fill import CollectingSink, TensorSink
 from holdfast.checkpoint.restore.parts import Located, Parts
 from holdfast.checkpoint.restore.read import FileRead, Sink, Want, read

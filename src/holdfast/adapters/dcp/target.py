@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
-from holdfast.checkpoint.home.attempts import check_not_fenced, read_claim
-from holdfast.checkpoint.home.claim import claim_attempt, claim_run
+from holdfast.checkpoint.home.claim import check_not_fenced, claim_attempt, claim_run, read_claim
 from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.listing import Listing, candidates, list_home
 from holdfast.checkpoint.retention import line_of

@@ -25,9 +25,8 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.value_index import INDEX
 from holdfast.checkpoint.home.commit import commit
 from holdfast.checkpoint.home.history import History
-from holdfast.checkpoint.home.listing import list_home
+from holdfast.checkpoint.home.listing import WriterId, list_home
 from holdfast.checkpoint.home.retain import Retention
-from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.state.tensors import PLAIN, torch_dtype

@@ -11,7 +11,7 @@ from typing import Any
 
 import holdfast
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.recovery import merge_in_memory
+from holdfast.checkpoint.home.commit import merge_in_memory
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.restore.checkpoint import Checkpoint

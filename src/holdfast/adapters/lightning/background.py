@@ -31,8 +31,8 @@ from holdfast.adapters.lightning.ckpt_file import (
 from holdfast.adapters.lightning.pickled import Pickled
 from holdfast.adapters.lightning.places import HomePlace, folder_of, is_inside, is_local
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.documents import read_run
-from holdfast.checkpoint.home.recovery import find_loadable
+from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.commit import find_loadable
 from holdfast.checkpoint.keeper import Save, wait_for_orphans
 from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.run import Checkpointer

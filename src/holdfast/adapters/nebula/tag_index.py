@@ -19,11 +19,18 @@ from holdfast.checkpoint.exchange.packed_value import (
     unpack,
 )
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.documents import check_files, read_manifest, read_run
+from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.documents import check_files, read_manifest
 from holdfast.checkpoint.home.listing import Listing, candidates, list_home
-from holdfast.checkpoint.home.newest import from_listing, list_patiently, usable, was_deleted
-from holdfast.checkpoint.home.patience import LIMIT_S, Patience
-from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.home.newest import (
+    LIMIT_S,
+    Patience,
+    Skipped,
+    from_listing,
+    list_patiently,
+    usable,
+    was_deleted,
+)
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.verify import check_verified
 from holdfast.checkpoint.retention import line_of

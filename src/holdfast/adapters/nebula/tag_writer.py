@@ -15,8 +15,7 @@ from holdfast.adapters.kit.run import NO_NOTICES
 from holdfast.adapters.nebula.settings import Settings
 from holdfast.adapters.nebula.tag_coordinator import StoreRanks, TagPlan
 from holdfast.checkpoint.format.hashes import digest
-from holdfast.checkpoint.home.claim import claim_run
-from holdfast.checkpoint.home.documents import read_run
+from holdfast.checkpoint.home.claim import claim_run, read_run
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Home, Limits, Local

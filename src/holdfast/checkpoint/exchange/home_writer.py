@@ -17,14 +17,11 @@ from holdfast.checkpoint.format.hashes import chunk_bytes_for
 from holdfast.checkpoint.format.layout import FileLayout, Shard, check_name, lay_out
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import DataFile
-from holdfast.checkpoint.home.attempts import newest_attempt, note_saved
-from holdfast.checkpoint.home.claim import claim_attempt, new_run
+from holdfast.checkpoint.home.claim import claim_attempt, new_run, newest_attempt, note_saved, read_run
 from holdfast.checkpoint.home.commit import make_manifest, parse_parts
-from holdfast.checkpoint.home.deletion import delete_files
-from holdfast.checkpoint.home.documents import read_run
 from holdfast.checkpoint.home.history import History
-from holdfast.checkpoint.home.listing import list_home
-from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.home.listing import WriterId, list_home
+from holdfast.checkpoint.home.retain import delete_files
 from holdfast.checkpoint.restore.slices import split_into_slices
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Conflict, HoldfastError

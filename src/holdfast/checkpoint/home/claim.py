@@ -8,13 +8,16 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from holdfast.checkpoint.format import names, run
-from holdfast.checkpoint.home.attempts import newest_attempt, newest_number, read_claim
-from holdfast.checkpoint.home.documents import read_run, read_run_document
-from holdfast.checkpoint.home.writer import LiveTrainer
-from holdfast.checkpoint.store.contract import Store
+from holdfast.checkpoint.format import part as part_format
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.run import AttemptClaim, Emptied, Saved, document, parse
+from holdfast.checkpoint.home.documents import read_manifest
+from holdfast.checkpoint.home.listing import LiveTrainer, candidates, list_home, scan
+from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.store.tiered import first_good
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 
 
@@ -187,3 +190,106 @@ def copy_claim(store: Store, claim: run.AttemptClaim) -> None:
     """Copy a claim into a nearer tier, to fence writers that do not list home."""
     with contextlib.suppress(Conflict):
         store.put(names.attempt(claim.number), run.document(claim), if_absent=True)
+
+
+def newest_attempt(store: Store) -> int:
+    """Return the highest attempt number that has been claimed; 0 in a new home."""
+    return max((facts.attempt for _, facts in scan(store, "attempts/") if facts.kind == "attempt"), default=0)
+
+
+def newest_number(store: Store) -> int:
+    """Return the highest attempt number in any name of the home; 0 in a new home.
+
+    Claims may be lost. The number of a checkpoint, or of what is left of one, must not be used again.
+    """
+    found = (names.attempt_in(entry.name) for entry in store.list())
+    return max((number for number in found if number is not None), default=0)
+
+
+def check_not_fenced(store: Store, attempt: int) -> None:
+    """Raise if a newer attempt has claimed the run."""
+    newest = newest_attempt(store)
+    if newest > attempt:
+        raise Conflict(
+            f"Attempt {newest} has taken over this home; attempt {attempt} is fenced and may no longer "
+            "commit. Its earlier checkpoints remain. Stop this process: the other one continues."
+        )
+
+
+def read_claim(store: Store, attempt: int) -> AttemptClaim:
+    """Return the claim of an attempt."""
+    name = names.attempt(attempt)
+    return parse(AttemptClaim, store.get(name), name)
+
+
+def note_saved(store: Store, run: str, checkpoint: CheckpointId) -> None:
+    """Write the proof that an attempt has had a complete checkpoint, next to its claim.
+
+    Without it a home whose step folders are all lost looks like one whose first save never became complete,
+    and training would start from zero.
+    """
+    text = document(Saved(run, attempt=checkpoint.attempt, step=checkpoint.step))
+    with contextlib.suppress(Conflict, RetryLater):  # it exists already; or the next commit tries again
+        store.put(names.first_saved(checkpoint.attempt), text, if_absent=True)
+
+
+def note_emptied(store: Store, run: str, attempt: int) -> None:
+    """Record that the checkpoints of all attempts up to `attempt` were deleted on purpose."""
+    text = document(Emptied(run, attempt, time.time()))
+    store.put(names.emptied(attempt), text)
+
+
+def emptied_upto(store: Store) -> int:
+    """Return the newest attempt whose checkpoints were deleted on purpose; 0 by default."""
+    found = (names.parse_emptied(entry.name) for entry in store.list("attempts/"))
+    return max((one for one in found if one is not None and _is_sound(store, one)), default=0)
+
+
+def _is_sound(store: Store, attempt: int) -> bool:
+    name = names.emptied(attempt)
+    try:
+        return parse(Emptied, store.get(name), name).attempt == attempt
+    except (Corrupt, NotFound, Unsupported):
+        return False  # a damaged record excuses no loss
+
+
+def read_run(store: Store) -> run.Run | None:
+    """Return the run that a home holds; None for a home that was never used.
+
+    Every claim, manifest and part names the run too, so that checkpoints stay readable if `holdfast.json` is
+    damaged or lost.
+    """
+    damage: Corrupt | None = None
+    try:
+        found = read_run_document(store)
+    except Corrupt as error:
+        found, damage = None, error
+    found = found or next(_runs_named_elsewhere(store), None)
+    if found is None and damage is not None:
+        raise damage
+    return found
+
+
+def read_run_document(store: Store) -> run.Run | None:
+    """Return the run in `holdfast.json`; None if the file does not exist."""
+    with contextlib.suppress(NotFound):
+        return first_good(store, lambda copy: run.parse(run.Run, copy.get(names.RUN), names.RUN))
+    return None
+
+
+def _runs_named_elsewhere(store: Store) -> Iterator[run.Run]:
+    home = list_home(store)
+    for number in sorted(home.attempts, reverse=True):
+        with contextlib.suppress(Corrupt, NotFound, Unsupported):
+            claim = first_good(store, lambda copy, number=number: read_claim(copy, number))
+            yield run.Run(claim.run, claim.started_unix_s)
+    for one in candidates(home):
+        with contextlib.suppress(Corrupt, NotFound, Unsupported):
+            manifest = read_manifest(store, one, None)
+            yield run.Run(manifest.run, manifest.created_unix_s)
+    for saved in reversed(home.by_step()):
+        for rank in saved.parts:
+            with contextlib.suppress(Corrupt, NotFound, Unsupported):
+                name = names.part(saved.step, saved.attempt, rank)
+                part = first_good(store, lambda copy, name=name: part_format.parse(copy.get(name), name))
+                yield run.Run(part.run, time.time())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from holdfast.checkpoint.format import manifest as manifest_format
-from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as part_format
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.hashes import MAX_CHUNK_BYTES, digest
@@ -16,54 +14,11 @@ from holdfast.checkpoint.format.layout import BLOCK_BYTES, Shard
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Part
-from holdfast.checkpoint.home.attempts import read_claim
-from holdfast.checkpoint.home.listing import ListedSave, Listing, candidates, list_home
+from holdfast.checkpoint.home.listing import ListedSave, Listing, list_home
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.tiered import first_good
-from holdfast.errors import Corrupt, Denied, NotFound, RetryLater, Unsupported
+from holdfast.errors import Corrupt, Denied, NotFound, RetryLater
 from holdfast.system.documents import shown
-
-
-def read_run(store: Store) -> run.Run | None:
-    """Return the run that a home holds; None for a home that was never used.
-
-    Every claim, manifest and part names the run too, so that checkpoints stay readable if `holdfast.json` is
-    damaged or lost.
-    """
-    damage: Corrupt | None = None
-    try:
-        found = read_run_document(store)
-    except Corrupt as error:
-        found, damage = None, error
-    found = found or next(_runs_named_elsewhere(store), None)
-    if found is None and damage is not None:
-        raise damage
-    return found
-
-
-def read_run_document(store: Store) -> run.Run | None:
-    """Return the run in `holdfast.json`; None if the file does not exist."""
-    with contextlib.suppress(NotFound):
-        return first_good(store, lambda copy: run.parse(run.Run, copy.get(names.RUN), names.RUN))
-    return None
-
-
-def _runs_named_elsewhere(store: Store) -> Iterator[run.Run]:
-    home = list_home(store)
-    for number in sorted(home.attempts, reverse=True):
-        with contextlib.suppress(Corrupt, NotFound, Unsupported):
-            claim = first_good(store, lambda copy, number=number: read_claim(copy, number))
-            yield run.Run(claim.run, claim.started_unix_s)
-    for one in candidates(home):
-        with contextlib.suppress(Corrupt, NotFound, Unsupported):
-            manifest = read_manifest(store, one, None)
-            yield run.Run(manifest.run, manifest.created_unix_s)
-    for saved in reversed(home.by_step()):
-        for rank in saved.parts:
-            with contextlib.suppress(Corrupt, NotFound, Unsupported):
-                name = names.part(saved.step, saved.attempt, rank)
-                part = first_good(store, lambda copy, name=name: part_format.parse(copy.get(name), name))
-                yield run.Run(part.run, time.time())
 
 
 def read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) -> Manifest:

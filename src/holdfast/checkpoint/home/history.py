@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.limits import MAX_LINE_BYTES
 from holdfast.checkpoint.format.sealed import dumps
-from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.store import Store
-from holdfast.errors import HoldfastError
+from holdfast.errors import Corrupt, HoldfastError, NotFound
+from holdfast.system.documents import decode
 
 EVENTS = (
     "restored",
@@ -104,3 +108,161 @@ class History:
             self.store.flush()
         except HoldfastError as error:
             self.trouble = str(error)
+
+
+_MAX_NEW_BYTES = 8 << 20
+"""Bytes of a log that are read at a time."""
+Line = dict[str, Any]
+"""One line of a history log."""
+
+
+def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], int]:
+    """Read all lines of a home by time, and count those that are incomplete.
+
+    Args:
+        attempt: read only the logs of this attempt.
+    """
+    lines: list[Line] = []
+    num_torn = 0
+    for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
+        if not entry.name.endswith(".jsonl") or attempt not in (None, names.attempt_in(entry.name)):
+            continue
+        found, torn = _read_log(store, entry.name)
+        lines += found
+        num_torn += torn
+    return sorted(lines, key=lambda line: line["t"]), num_torn
+
+
+def read_log(store: Store, name: str) -> list[Line]:
+    """Return the lines of one log that are complete."""
+    return _read_log(store, name)[0]
+
+
+def _read_log(store: Store, name: str) -> tuple[list[Line], int]:
+    """Return the lines of one log, and the number of incomplete ones."""
+    try:
+        text = store.get(name)
+    except NotFound:
+        return [], 0  # deleted since it was listed
+    # A keeper's successor may write its lines again.
+    parsed = [_parse(one) for one in dict.fromkeys(text.splitlines())]
+    lines = [line for line in parsed if line is not None]
+    return lines, len(parsed) - len(lines)
+
+
+def read_new_lines(store: Store, attempt: int, offsets: dict[str, int], event: str) -> list[Line]:
+    """Read the lines of one kind that are new in the logs.
+
+    Args:
+        offsets: bytes of each log that were read; updated.
+        event: kind of the lines. Others are skipped without decoding them.
+    """
+    mark, found = dumps(event), []
+    for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
+        if not entry.name.endswith(".jsonl") or names.attempt_in(entry.name) != attempt:
+            continue
+        offset = offsets.get(entry.name, 0)
+        length = min(entry.num_bytes - offset, _MAX_NEW_BYTES)
+        if length <= 0:
+            continue
+        text = bytearray(length)
+        try:
+            store.read_into(entry.name, offset, memoryview(text))
+        except (NotFound, Corrupt):  # deleted, or shorter, since it was listed
+            continue
+        whole = text.rfind(b"\n") + 1
+        offsets[entry.name] = offset + (whole or (length if length == _MAX_NEW_BYTES else 0))
+        found += [line for one in bytes(text[:whole]).splitlines() if mark in one and (line := _parse(one))]
+    return [line for line in found if line["event"] == event]
+
+
+def _parse(text: bytes) -> Line | None:
+    try:
+        line = decode(text, "a line", max_bytes=MAX_LINE_BYTES, any_text=True)
+    except Corrupt:
+        return None
+    if b"\\u" in text:
+        line = _printable(line)
+    whole = isinstance(line, dict) and isinstance(line.get("event"), str)
+    return line if whole and is_number(line.get("t")) else None
+
+
+def _printable(value: object) -> Any:
+    r"""Return a value with escaped bytes, such as `\xff`, in texts that are not UTF-8."""
+    if isinstance(value, str):
+        try:
+            return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        except UnicodeEncodeError:  # half a surrogate pair, which cannot come from a file name
+            return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_printable(key): _printable(one) for key, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list) else value
+
+
+def is_number(value: object) -> bool:
+    """Return True if a value of JSON is a finite number."""
+    # Python's JSON accepts NaN and Infinity, which cannot be sorted.
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
+
+
+_TRAINERS = ("restored", "saved", "staged", "skipped", "dropped", "ended", "metrics")
+"""Events from the trainer's own process."""
+_IN_ORDER = ("preempted", "went back", "finished", "closed")
+"""Ends that are no failures, as the detail of an event `ended` begins."""
+_MAX_ATTEMPTS = 100
+_MAX_LOG_BYTES = 16 << 20
+"""Largest log that is read at the start of a training."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRate:
+    """Failures of a run during its training time.
+
+    Attributes:
+        num_failures: attempts that ended without a recorded reason, or that hung.
+        up_s: time in which the attempts trained, in seconds.
+    """
+
+    num_failures: int
+    up_s: float
+
+    @property
+    def mtbf_s(self) -> float | None:
+        """Mean time between failures; None without any."""
+        return self.up_s / self.num_failures if self.num_failures and self.up_s > 0 else None
+
+
+def read_failures(store: Store, *, before: int) -> FailureRate:
+    """Return the failures of the newest attempts before one.
+
+    Args:
+        before: number of that attempt.
+
+    Blocks: to read the logs of their ranks 0.
+    """
+    logs: dict[int, str] = {}
+    for entry in store.list("history/"):
+        found = names.parse_history(entry.name)
+        if found is not None and found[1] == 0 and found[0] < before and entry.num_bytes <= _MAX_LOG_BYTES:
+            logs[found[0]] = entry.name
+    newest = sorted(logs, reverse=True)[:_MAX_ATTEMPTS]
+    return count_failures(read_log(store, logs[attempt]) for attempt in newest)
+
+
+def count_failures(attempts: Iterable[Iterable[Mapping[str, Any]]]) -> FailureRate:
+    """Return the failures of ended attempts, from the lines of each one's rank 0."""
+    num_failures, up_s = 0, 0.0
+    for lines in attempts:
+        own = [line for line in lines if line["event"] in _TRAINERS or line["event"] == "persisted"]
+        if not own:
+            continue  # it never trained
+        times = [line["t"] for line in own]
+        up_s += max(times) - min(times)
+        ends = [str(line.get("detail", "")) for line in own if line["event"] == "ended"]
+        num_failures += not any(end.startswith(_IN_ORDER) for end in ends)
+    return FailureRate(num_failures, up_s)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.format.manifest import Manifest
@@ -11,14 +13,14 @@ from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.format.run import encode_metric
 from holdfast.checkpoint.format.sections import UNKNOWN, Health
 from holdfast.checkpoint.home.documents import check_files, read_manifest
-from holdfast.checkpoint.home.listing import ListedSave, Listing
+from holdfast.checkpoint.home.listing import ListedSave, Listing, candidates, list_home
 from holdfast.checkpoint.home.metrics import read_document
-from holdfast.checkpoint.home.newest import was_deleted
-from holdfast.checkpoint.home.skipped import read_reason
+from holdfast.checkpoint.home.newest import read_reason, was_deleted
 from holdfast.checkpoint.retention import CheckpointLine, line_of
 from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.store.factory import open_store
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
-from holdfast.system.units import plural
+from holdfast.system.units import format_bytes, plural
 
 COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
 DAMAGED, UNSUPPORTED, SKIPPED = "damaged", "unsupported", "skipped"
@@ -183,3 +185,46 @@ def _row(
         reason=reason,
         health=manifest.health if manifest else UNKNOWN,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSpace:
+    """Space of the next save."""
+
+    home: str
+    needed_bytes: int  # size of the newest checkpoint, without frozen tensors, which are linked
+    free_bytes: int  # for this user, on the file system of the home
+
+    @property
+    def trouble(self) -> str:
+        """Why the next save does not fit; empty if it does."""
+        if self.free_bytes >= self.needed_bytes:
+            return ""
+        return (
+            f"the next save does not fit: the newest checkpoint has {format_bytes(self.needed_bytes)}, and "
+            f"{format_bytes(self.free_bytes)} are free"
+        )
+
+
+def is_folder(home: str) -> bool:
+    """Return True for a home that is a folder which exists."""
+    return "://" not in home and Path(home).is_dir()
+
+
+def free_bytes(folder: str) -> int:
+    """Return the free bytes of a folder's file system for this user."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def measure_space(home: str) -> SaveSpace | None:
+    """Return the space of the next save. None: the home is not a folder, or has no checkpoint."""
+    if not is_folder(home):
+        return None
+    listing = list_home(open_store(home))
+    newest = next(iter(candidates(listing)), None)
+    if newest is None:
+        return None
+    saved = listing.saved[newest]
+    needed = sum(saved.data.values()) + sum(saved.parts.values()) + (saved.manifest_bytes or 0)
+    return SaveSpace(home, needed, free_bytes(home))

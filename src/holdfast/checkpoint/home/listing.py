@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
-from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.store.contract import ObjectInfo, Store
 
 
@@ -21,7 +20,7 @@ class ListedSave(OfCheckpoint):
     parts: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
-    was_skipped: bool = False  # a restore has skipped it, see `holdfast.checkpoint.home.skipped`
+    was_skipped: bool = False  # a restore has skipped it, see `holdfast.checkpoint.home.newest`
     has_metrics: bool = False  # see `holdfast.checkpoint.home.metrics`
 
     @property
@@ -138,3 +137,22 @@ def files_of(
         if facts.kind not in ("attempt", "step-other") and is_chosen(facts):
             files.setdefault(facts.checkpoint_id, []).append(entry.name)
     return files
+
+
+@dataclass(frozen=True, slots=True)
+class WriterId:
+    """One rank of one attempt of a run."""
+
+    run: str
+    attempt: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTrainer:
+    """A living process that may still save to the home."""
+
+    attempt: int
+    rank: int
+    pid: int

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.limits import MAX_LINE_BYTES
-from holdfast.checkpoint.home.attempts import emptied_upto
+from holdfast.checkpoint.home.claim import emptied_upto
 from holdfast.checkpoint.home.documents import read_draft
 from holdfast.checkpoint.home.listing import ListedSave, Listing, list_home
 from holdfast.checkpoint.store.contract import Store

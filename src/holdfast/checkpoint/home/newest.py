@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
-from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
+from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.listing import Listing, list_home
-from holdfast.checkpoint.home.patience import Patience
-from holdfast.checkpoint.home.skipped import Skipped
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.system import backoff
+from holdfast.system.log import QUIET_S
 from holdfast.system.units import format_duration
 
 _PASSABLE = (Corrupt, NotFound, Unsupported)
@@ -110,3 +113,113 @@ def deletion_named(store: Store, checkpoint: CheckpointId) -> Iterator[None]:
 def list_patiently(store: Store, patience: Patience) -> Listing:
     """Return a home's listing; retry while the store does not answer."""
     return patience.spend(store.url, lambda: list_home(store))
+
+
+LIMIT_S = 120.0
+"""Seconds for which a restore retries, by default."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.1, 5.0, 0.5
+
+
+class Patience:
+    """Time limit for retries of one read.
+
+    Args:
+        limit_s: seconds from the first failure to the last try.
+        log: called with a line once the failure has lasted a few seconds.
+    """
+
+    def __init__(self, limit_s: float, log: Callable[[str], None]) -> None:
+        self._limit_s, self._log = limit_s, log
+        self._began_s: float | None = None
+        self._has_logged = False
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the first failure."""
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
+
+    def lasts(self) -> bool:
+        """Return True while another try is allowed. The first call starts the clock."""
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+        return self.spent_s < self._limit_s
+
+    def pause(self, what: str, reason: str) -> None:
+        """Wait before another try.
+
+        Args:
+            what: name of the thing that could not be read, for the line.
+
+        Blocks: for half of the time spent so far, at most 5 s.
+        """
+        if self.spent_s >= QUIET_S and not self._has_logged:
+            self._has_logged = True
+            self._log(f"{what} cannot be read; trying again for {format_duration(self._limit_s)}: {reason}")
+        pause_s = backoff.proportional(self.spent_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        time.sleep(min(pause_s, max(self._limit_s - self.spent_s, 0.0)))
+
+    def reset(self) -> None:
+        """Restart the limit, after a successful read."""
+        self._began_s, self._has_logged = None, False
+
+    def spend(self, what: str, act: Callable[[], _T]) -> _T:
+        """Return the result of `act`; call it again while it raises RetryLater.
+
+        Blocks: until `act` returns, at most for the limit and one more call.
+        """
+        while True:
+            try:
+                result = act()
+            except RetryLater as error:
+                if not self.lasts():
+                    message = f"{what} could not be read for {format_duration(self.spent_s)}: {error}"
+                    raise RetryLater(message, step=error.step, key=error.key) from error
+                self.pause(what, str(error))
+            else:
+                self.reset()
+                return result
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped(OfCheckpoint):
+    """A checkpoint that a restore has skipped, with the reason."""
+
+    step: int
+    attempt: int
+    reason: str
+    is_superseded: bool = False  # a newer attempt resumed from an older one; its bytes are good
+
+
+def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -> None:
+    """Write a note for each skipped checkpoint that has files in `store`.
+
+    Retention keeps the noted checkpoints of the three newest attempts that have any. Superseded checkpoints get no note: their bytes are good.
+
+    Blocks: until the notes are durable.
+    """
+    if run_id is None:  # this attempt has not claimed the home yet
+        with contextlib.suppress(Corrupt, Unsupported):
+            found = read_run(store)
+            run_id = found.id if found else None
+    for one in skipped:
+        saved = list_home(store, step=one.step).saved.get(one.checkpoint_id)
+        if one.is_superseded or saved is None or saved.was_skipped:
+            continue
+        note = run.SkippedNote(run_id or "", one.attempt, one.step, one.reason, noted_unix_s=time.time())
+        store.put(names.skipped(one.step, one.attempt), run.document(note))
+
+
+def drop_note(store: Store, checkpoint: CheckpointId) -> None:
+    """Delete the note about a checkpoint that was restored and verified whole."""
+    name = names.skipped(checkpoint.step, checkpoint.attempt)
+    if store.size(name) is not None:
+        store.delete(name)
+
+
+def read_reason(store: Store, checkpoint: CheckpointId) -> str:
+    """Return the reason why a restore has skipped a checkpoint, from its note."""
+    name = names.skipped(checkpoint.step, checkpoint.attempt)
+    try:
+        return run.parse(run.SkippedNote, store.get(name), name).reason
+    except (Corrupt, NotFound, Unsupported) as error:
+        return str(error)

@@ -2,7 +2,7 @@
 
 from holdfast.checkpoint.keeper.client import Keeper, wait_for_closed
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.host_processes import find_trainers, wait_for_orphans
+from holdfast.checkpoint.keeper.lockfile import find_trainers, wait_for_orphans
 from holdfast.checkpoint.keeper.memory_store import MemoryTierStore, free_memory_tier
 from holdfast.checkpoint.keeper.messages import ArenaLayout
 from holdfast.checkpoint.keeper.save import Save

@@ -11,7 +11,7 @@ from holdfast.checkpoint.keeper import packets
 from holdfast.checkpoint.keeper.config import IGNORED_SIGNALS, KeeperConfig
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile
 from holdfast.checkpoint.keeper.messages import Configure
-from holdfast.checkpoint.keeper.outbox import Outbox
+from holdfast.checkpoint.keeper.packets import Outbox
 from holdfast.system.entry import command
 from holdfast.system.linux.processes import allow_tracing, read_stat, start_time
 

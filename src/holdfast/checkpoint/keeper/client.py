@@ -16,7 +16,7 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper import messages
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.host_processes import NOTIFY_AFTER_S
+from holdfast.checkpoint.keeper.lockfile import NOTIFY_AFTER_S
 from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.keeper.supervisor import KeeperOwner, Supervisor
 from holdfast.errors import (

@@ -17,9 +17,8 @@ from holdfast.checkpoint.home.commit import (
     refuse,
     was_retired,
 )
-from holdfast.checkpoint.home.listing import missing_ranks
+from holdfast.checkpoint.home.listing import WriterId, missing_ranks
 from holdfast.checkpoint.home.retain import Retention
-from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.lockfile import is_trainer_alive, running_keepers

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.checkpoint.home.writer import WriterId
+from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.retention import Keep
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

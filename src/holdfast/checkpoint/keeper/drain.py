@@ -12,15 +12,15 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.format.part import Ancestors, DataFile, Part
-from holdfast.checkpoint.home.attempts import check_not_fenced
+from holdfast.checkpoint.home.claim import check_not_fenced
 from holdfast.checkpoint.home.commit import check_not_refused, publish
 from holdfast.checkpoint.home.listing import scan
 from holdfast.checkpoint.home.metrics import copy_metrics
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.drain_plan import DrainPlan, FullDrain, PartialDrain, Sizes
-from holdfast.checkpoint.keeper.frozen import FrozenFile
 from holdfast.checkpoint.keeper.persist import has_image, verified_blocks
 from holdfast.checkpoint.keeper.rate import paced
+from holdfast.checkpoint.keeper.save_files import FrozenFile
 from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, Denied, HoldfastError, Internal, NotFound, RetryLater

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
+import functools
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.checkpoint.keeper.runtime_dir import runtime_dir, runtime_dir_errors, runtime_dirs
-from holdfast.errors import Corrupt
+from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.listing import LiveTrainer
+from holdfast.checkpoint.store import open_store
+from holdfast.errors import Corrupt, Denied, HoldfastError, RetryLater, Unsupported
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.linux.locks import try_flock
 from holdfast.system.linux.processes import start_time
+from holdfast.system.log import get_logger
+from holdfast.system.privacy import is_own, is_private, is_unshared, make_private
 
 SUFFIX = ".lock"
 SOCKET_SUFFIX = ".sock"
@@ -159,3 +167,164 @@ def _running_in(folder: Path) -> Iterator[tuple[Path, KeeperInfo]]:
 def is_trainer_alive(info: KeeperInfo) -> bool:
     """Return True if the trainer of a keeper is running."""
     return start_time(info.trainer_pid) == info.trainer_start
+
+
+_VARIABLE = "HOLDFAST_RUNTIME_DIR"
+
+
+def runtime_dir(home: str) -> Path:
+    """Return the runtime folder of a home, after creating it if necessary.
+
+    It is below $HOLDFAST_RUNTIME_DIR, or below the first of a few fixed places that does not belong to
+    another user. $TMPDIR and $XDG_RUNTIME_DIR are not used: all attempts of a run must choose the same
+    folder, and those may differ between a login, a scheduler and a service.
+    """
+    name = _folder_name(home)
+    for place in _places():
+        if _is_usable(place) and make_private(place / name):
+            return place / name
+    first = _places()[0]
+    with contextlib.suppress(FileExistsError), runtime_dir_errors(first):
+        if not os.path.lexists(first) or is_own(first):
+            (first / name).mkdir(mode=0o700, parents=True)
+    tried = ", ".join(map(str, _places()))
+    raise Unsupported(
+        f"None of {tried} is, or can be made, a folder that only you can change. Another user may have "
+        f"created it first. Set {_VARIABLE} to a folder of yours on this host."
+    )
+
+
+def runtime_dirs(home: str) -> Iterator[Path]:
+    """Yield all existing runtime folders of a home, as attempts may have chosen different places."""
+    for place in _places():
+        folder = place / _folder_name(home)
+        if is_own(place) and is_private(folder):
+            yield folder
+
+
+@contextlib.contextmanager
+def runtime_dir_errors(folder: Path) -> Iterator[None]:
+    """Raise errors of the runtime folder as errors of Holdfast."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        kind = Denied if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else RetryLater
+        raise kind(
+            f"Cannot use {folder} for the lock files of keepers: {error.strerror}. Nothing was saved. Free "
+            f"space or set permissions there, or set {_VARIABLE} to another folder on this host."
+        ) from error
+
+
+def _places() -> tuple[Path, ...]:
+    chosen = os.environ.get(_VARIABLE)
+    if chosen:
+        return (Path(os.path.realpath(chosen)),)
+    user = os.geteuid()
+    return (
+        Path(f"/tmp/holdfast-{user}"),
+        Path(f"/run/user/{user}/holdfast"),
+        Path(f"/dev/shm/holdfast-{user}"),
+        Path(f"/var/tmp/holdfast-{user}"),
+    )
+
+
+def _is_usable(place: Path) -> bool:
+    """Create a folder if necessary. Return True if it is this user's, and no other user can write to it."""
+    with contextlib.suppress(OSError):
+        place.mkdir(mode=0o700, parents=_VARIABLE in os.environ, exist_ok=True)
+    return is_unshared(place)
+
+
+def _folder_name(home: str) -> str:
+    return hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
+
+
+_log = get_logger("checkpoint.keeper")
+_POLL_S = 0.02
+_EXIT_S = 2.0
+"""Time that a trainer which was just killed may take to disappear."""
+NOTIFY_AFTER_S = 1.0
+"""Wait after which the user is notified."""
+
+
+def find_trainers(home: str) -> list[LiveTrainer]:
+    """Return the trainers on this host that may still save to a home.
+
+    Neither a process that has closed its Checkpointer counts, nor the keeper of a dead trainer.
+
+    Blocks: at most 2 s, while another process is such a trainer.
+    """
+    deadline_s = time.monotonic() + _EXIT_S
+    while True:
+        found = [
+            LiveTrainer(info.attempt, info.rank, info.trainer_pid)
+            for _, info in running_keepers(home)
+            if not info.is_done and is_trainer_alive(info)
+        ]
+        has_own = any(trainer.pid == os.getpid() for trainer in found)
+        if not found or has_own or time.monotonic() > deadline_s:
+            return found
+        time.sleep(_POLL_S)
+
+
+def run_filter(home: str) -> Callable[[KeeperInfo], bool]:
+    """Return a filter for keepers of the run that is in a home now.
+
+    A home that was deleted and made again holds another run. Keepers of the one before are ignored.
+    """
+
+    @functools.cache
+    def read() -> str | None:
+        """Return the id of the run; "" without one; None if that cannot be read."""
+        try:
+            found = read_run(open_store(home))
+        except HoldfastError:
+            return None
+        return "" if found is None else found.id
+
+    def is_own(info: KeeperInfo) -> bool:
+        if not info.run or read() in (None, info.run):
+            return True
+        _note_ignored(home, info.run)
+        return False
+
+    return is_own
+
+
+@functools.cache  # one line for each run
+def _note_ignored(home: str, run: str) -> None:
+    _log.warning("A keeper on this host has a copy of another run, %s, which was in %s. Ignored.", run, home)
+
+
+def wait_for_orphans(home: str, *, timeout_s: float, notify: Callable[[str], None]) -> bool:
+    """Wait for keepers of dead trainers of a home on this host. They may be about to commit.
+
+    Keepers of living trainers are not waited for: a newer attempt fences them. Neither are those that only
+    drain, that only keep images in memory, or that save another run.
+
+    Args:
+        notify: called with one line after a second.
+
+    Returns:
+        True if all have exited.
+
+    Blocks: until they have exited, at most `timeout_s`.
+    """
+    began, has_notified, is_own = time.monotonic(), False, run_filter(home)
+    while orphans := [
+        info
+        for _, info in running_keepers(home)
+        if not info.is_done and not is_trainer_alive(info) and is_own(info)
+    ]:
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
+            return False
+        if waited_s > NOTIFY_AFTER_S and not has_notified:
+            has_notified = True
+            ranks = sorted({info.rank for info in orphans})
+            attempt = orphans[0].attempt
+            notify(f"waiting for the keepers of ranks {ranks} of attempt {attempt} to complete their saves")
+        time.sleep(_POLL_S)
+    return True

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.format.sections import Sections
-from holdfast.checkpoint.home.documents import read_manifest, read_run
+from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper import messages, packets
 from holdfast.checkpoint.keeper.commit_tier import Committed, PendingSave, was_committed
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.inbox import Received, StagedSave, TrainerInbox
-from holdfast.checkpoint.keeper.killed_step import KilledStep
 from holdfast.checkpoint.keeper.lockfile import Lockfile
-from holdfast.checkpoint.keeper.mapped_arenas import MappedArenas
-from holdfast.checkpoint.keeper.memory_offer import offer_images
+from holdfast.checkpoint.keeper.memory_store import offer_images
+from holdfast.checkpoint.keeper.messages import Image
 from holdfast.checkpoint.keeper.pulse import PulseReader
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports, bugs_as_errors
 from holdfast.checkpoint.keeper.save_files import SaveFiles
@@ -337,3 +339,75 @@ def _reported(inbox: TrainerInbox, reason: str) -> Iterator[None]:
             yield
     finally:
         inbox.set_delay("")
+
+
+class KilledStep:
+    """Recorder of the newest step of a trainer that ends without recording it.
+
+    Args:
+        pulse: pulse of the trainer, if it has one.
+        history: receives the event.
+    """
+
+    def __init__(self, pulse: PulseReader | None, history: History) -> None:
+        self._pulse, self._history = pulse, history
+
+    def record(self) -> None:
+        """Record the newest completed step, at the time of its completion; once."""
+        pulse, self._pulse = self._pulse, None
+        if pulse is None:
+            return
+        progress = pulse.read()
+        pulse.close()
+        if progress.beats_here < 1:
+            return  # no step was completed, or a loop of its own counts them
+        since_s = (time.monotonic_ns() - progress.beat_ns) / 1e9
+        self._history.record(
+            "killed",
+            step=progress.step,
+            unix_s=time.time() - since_s,
+            detail="the trainer ended without recording its end; this was its newest completed step",
+        )
+        with contextlib.suppress(HoldfastError):
+            self._history.store.flush()
+
+
+@dataclass(slots=True)
+class _Arena:
+    fd: int
+    memory: mmap.mmap
+    images: tuple[Image, ...] = ()
+
+
+class MappedArenas:
+    """Mappings of arenas by number."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[int, _Arena] = {}
+
+    def map(self, number: int, fd: int) -> memoryview:
+        """Return the memory of an arena, mapped at its first use.
+
+        Args:
+            fd: its descriptor, which this object closes.
+        """
+        if number in self._arenas:
+            os.close(fd)
+        else:
+            self._arenas[number] = _Arena(fd, mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
+        return memoryview(self._arenas[number].memory)
+
+    def unmap_except(self, numbers: Collection[int]) -> None:
+        """Unmap the arenas that the trainer has freed: a mapping keeps their memory in use."""
+        for number in self._arenas.keys() - set(numbers):
+            with contextlib.suppress(BufferError):  # the traceback of a failed write refers to it: next time
+                self._arenas[number].memory.close()
+                os.close(self._arenas.pop(number).fd)
+
+    def set_images(self, number: int, images: tuple[Image, ...]) -> None:
+        """Record the images in an arena. They stay until the next save is copied over them."""
+        self._arenas[number].images = images
+
+    def images(self) -> dict[int, tuple[Image, ...]]:
+        """Return the images of each arena by its descriptor."""
+        return {arena.fd: arena.images for arena in self._arenas.values() if arena.images}

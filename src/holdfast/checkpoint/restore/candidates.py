@@ -2,26 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format import manifest as manifests
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
+from holdfast.checkpoint.format.partitioning import FillTarget
 from holdfast.checkpoint.format.run import Rollback
-from holdfast.checkpoint.home.documents import read_run
-from holdfast.checkpoint.home.listing import Listing, candidates, list_home
+from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.commit import (
+    make_manifest,
+    merge_saved,
+    parse_parts,
+    recover_commit,
+)
+from holdfast.checkpoint.home.documents import read_draft
+from holdfast.checkpoint.home.listing import ListedSave, Listing, candidates, list_home
 from holdfast.checkpoint.home.losses import find_losses
 from holdfast.checkpoint.home.metrics import MetricByCheckpoint, read_values
-from holdfast.checkpoint.home.patience import Patience
-from holdfast.checkpoint.home.recovery import merge_saved, recover_commit
+from holdfast.checkpoint.home.newest import LIMIT_S, Patience, Skipped
 from holdfast.checkpoint.home.rollbacks import NO_ROLLBACKS, Rollbacks, read_rollbacks
-from holdfast.checkpoint.home.skipped import Skipped
-from holdfast.checkpoint.ranks import raise_first, values_of
-from holdfast.checkpoint.restore.node_local import Holding, NodeLocalCheckpoint, find_holdings, put_together
-from holdfast.checkpoint.restore.request import Request
+from holdfast.checkpoint.ranks import RankGroup, raise_first, values_of
+from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store.contract import Store
-from holdfast.errors import Denied, NotFound, RetryLater
+from holdfast.checkpoint.store.memory import MemoryStore
+from holdfast.checkpoint.store.tiered import first_good
+from holdfast.errors import Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
+
+
+class Loading(Protocol):
+    """Plan that fills live objects from one checkpoint. Making it changes nothing live."""
+
+    @property
+    def targets(self) -> Mapping[str, Sequence[FillTarget]]:
+        """Contiguous tensors of the saved dtypes, with their regions, by saved name."""
+        ...
+
+    def finish(self) -> None:
+        """Complete the load, once all targets of all ranks are filled and verified."""
+        ...
+
+
+RankFrom = Callable[[int, int, int], int]
+"""Function of rank, world size and saved world size that returns the saved rank whose state is loaded."""
+StateLoad = Callable[[Manifest, Sequence[Mapping[str, Any]]], Loading]
+"""Function that plans the load of a checkpoint from its manifest, this rank's values and those of other
+structures."""
+Mark = Callable[[Sequence[Skipped], "CheckpointId | None"], None]
+"""Function that records which checkpoints were skipped, and deletes the note about the restored one."""
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Request for a restore; the same on all ranks but for the stores and functions of each."""
+
+    store: Store  # home, or all tiers of this rank as one
+    load: StateLoad
+    group: RankGroup  # ranks that restore; need not be as many as have saved
+    step: int | None = None  # restore only this step; the newest attempt that saved it is tried first
+    best: Keep | None = None  # restore the best checkpoint by the metric of this policy
+    healthy: bool = False  # restore the newest checkpoint that is marked as healthy
+    choices: tuple[CheckpointId, ...] | None = None  # restore the newest of these and no other
+    num_threads: int | None = None  # threads that read, hash and copy; None for what suits the nearest tier
+    on_bytes: Callable[[int], None] | None = None  # called with the size of each read, never by two threads
+    share_reads: bool = False  # each chunk is read by one of the ranks that need it, and sent to the others
+    source_rank: RankFrom | None = None  # by default a rank loads the state of `rank % saved`
+    own_local: Store | None = None  # this rank's local folder, where other ranks have others
+    may_commit: bool = True  # write missing manifests; False without a claim, beside a living writer
+    show: Callable[[str], None] = _ignore  # called with a line for the user
+    patience_s: float = LIMIT_S  # time limit for retries of what cannot be read
+    verify: bool = False  # read everything, also what is not loaded; each rank a share of the files
+    mark: Mark = _ignore  # called on every rank, and again while it raises RetryLater
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,3 +303,160 @@ def _read_values(
 ) -> tuple[list[tuple[int, int, float]], str | None]:
     found = patience.spend(store.url, lambda: read_values(store, metric, order))
     return [(one.attempt, one.step, value) for one, value in found.values.items()], found.mode
+
+
+@dataclass(frozen=True, slots=True)
+class Holding(OfCheckpoint):
+    """A rank's complete files of one checkpoint, with a part that matches them."""
+
+    attempt: int
+    step: int
+    rank: int  # the rank that saved them
+    world_size: int  # of the attempt that saved them
+    part_bytes: int
+    part_xxh3: str
+    data_bytes: int
+    frozen_bytes: int | None
+
+    def wire(self) -> dict[str, Any]:
+        """Return its members, to be sent to other ranks."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLocalCheckpoint:
+    """A checkpoint that is incomplete in home, but complete in several tiers together."""
+
+    checkpoint: CheckpointId
+    files: tuple[Holding, ...]  # by the rank that saved
+    holders: Mapping[int, tuple[int, ...]]  # by the rank that saved, the living ranks that can read its files
+
+    @property
+    def listing(self) -> Listing:
+        """Listing of a place that had all its files."""
+        saved = ListedSave(step=self.checkpoint.step, attempt=self.checkpoint.attempt)
+        for file in self.files:
+            saved.parts[file.rank] = file.part_bytes
+            saved.data[file.rank] = file.data_bytes
+            if file.frozen_bytes is not None:
+                saved.frozen[file.rank] = file.frozen_bytes
+        return Listing((), {self.checkpoint: saved}, ())
+
+    def sent_by(self, rank: int) -> list[Holding]:
+        """Return the files whose parts a rank sends to the others; each part is sent by one rank."""
+        return [file for file in self.files if self.holders[file.rank][0] == rank]
+
+
+def find_holdings(
+    store: Store, run_id: str | None, *, besides: Collection[CheckpointId] = ()
+) -> list[Holding]:
+    """Return the files in a store that match their parts, of any rank and step.
+
+    Args:
+        run_id: id of the run; parts of other runs are left out. None for any run.
+        besides: checkpoints to leave out.
+    """
+    found: list[Holding] = []
+    for checkpoint, saved in list_home(store).saved.items():
+        if checkpoint in besides:
+            continue
+        for rank in sorted(saved.parts.keys() & saved.data.keys()):
+            try:
+                part, text = read_draft(store, saved, rank)
+            except (Corrupt, NotFound, Unsupported):
+                continue
+            if run_id is None or part.run == run_id:
+                frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
+                found.append(
+                    Holding(
+                        attempt=checkpoint.attempt,
+                        step=checkpoint.step,
+                        rank=rank,
+                        world_size=part.world_size,
+                        part_bytes=len(text),
+                        part_xxh3=digest(text),
+                        data_bytes=part.file.num_bytes,
+                        frozen_bytes=frozen_bytes,
+                    )
+                )
+    return found
+
+
+def put_together(
+    local: Sequence[Iterable[Holding]], in_home: Iterable[Holding]
+) -> tuple[list[NodeLocalCheckpoint], dict[CheckpointId, list[int]]]:
+    """Return the checkpoints that all places hold together, and the missing ranks of others.
+
+    Pure, so that every rank computes the same.
+
+    Args:
+        local: files in the folder of each rank.
+        in_home: files in home of checkpoints that are incomplete there.
+
+    Returns:
+        The complete checkpoints; and for the others the ranks whose files no place has.
+    """
+    everyone = tuple(range(len(local)))
+    copies: dict[CheckpointId, dict[int, dict[Holding, tuple[int, ...]]]] = {}
+
+    def add(file: Holding, holders: tuple[int, ...]) -> None:
+        of_rank = copies.setdefault(file.checkpoint_id, {}).setdefault(file.rank, {})
+        of_rank[file] = (*of_rank.get(file, ()), *holders)
+
+    for file in in_home:
+        add(file, everyone)
+    for rank, files in enumerate(local):
+        for file in files:
+            add(file, (rank,))
+    complete: list[NodeLocalCheckpoint] = []
+    lacking: dict[CheckpointId, list[int]] = {}
+    for checkpoint, by_rank in copies.items():
+        world_size = max(file.world_size for found in by_rank.values() for file in found)
+        absent = [rank for rank in range(world_size) if rank not in by_rank]
+        if absent:
+            lacking[checkpoint] = absent
+            continue
+        # No file is written twice with other bytes. If it were, the copy that most ranks can read is used.
+        chosen = [max(by_rank[rank].items(), key=lambda copy: len(copy[1])) for rank in range(world_size)]
+        holders = {file.rank: tuple(sorted(set(ranks))) for file, ranks in chosen}
+        complete.append(NodeLocalCheckpoint(checkpoint, tuple(file for file, _ in chosen), holders))
+    return complete, lacking
+
+
+def read_texts(store: Store, files: Iterable[Holding]) -> dict[int, str]:
+    """Return the part documents of some ranks' files, by rank."""
+    texts: dict[int, str] = {}
+    for file in files:
+        name = names.part(file.step, file.attempt, file.rank)
+        texts[file.rank] = first_good(store, partial(_text, name, file)).decode()
+    return texts
+
+
+def _text(name: str, file: Holding, copy: Store) -> bytes:
+    text = copy.get(name)
+    if digest(text) != file.part_xxh3:
+        raise Corrupt(
+            f"{copy.url}/{name} has changed since it was found by this start.",
+            step=file.step,
+            rank=file.rank,
+            key=name,
+        )
+    return text
+
+
+def assemble(found: NodeLocalCheckpoint, texts: Mapping[int, str]) -> MemoryStore:
+    """Return the documents of a node-local checkpoint in memory, with the manifest of its commit.
+
+    Pure but for the store that it makes: every rank makes the same manifest.
+    """
+    store, step, attempt = MemoryStore("parts"), found.checkpoint.step, found.checkpoint.attempt
+    documents = [(names.part(step, attempt, rank), texts[rank].encode()) for rank in range(len(found.files))]
+    joined = digest(b"".join(text for _, text in documents))
+    try:
+        manifest: Manifest = make_manifest(parse_parts(documents), id=joined, created_unix_s=0.0)
+    except InvalidInput as error:  # not the caller's fault here
+        raise Corrupt(str(error), step=step, rank=error.rank, key=error.key) from error
+    for name, text in documents:
+        store.put(name, text)
+    store.put(names.manifest(step, attempt), manifests.document(manifest))
+    return store

@@ -18,12 +18,11 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.nesting import composites
 from holdfast.checkpoint.format.run import Run
 from holdfast.checkpoint.format.value_index import ValueIndex
-from holdfast.checkpoint.home.documents import read_manifest, read_run
+from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.listing import candidates
 from holdfast.checkpoint.home.metrics import read_metrics, read_values
-from holdfast.checkpoint.home.newest import from_listing, list_patiently, usable
-from holdfast.checkpoint.home.patience import Patience
-from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.home.newest import Patience, Skipped, from_listing, list_patiently, usable
 from holdfast.checkpoint.restore import slices
 from holdfast.checkpoint.restore import verify as verifying
 from holdfast.checkpoint.restore.parts import Parts

@@ -12,12 +12,10 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.home.losses import check_no_losses
-from holdfast.checkpoint.home.patience import Patience
-from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.home.newest import Patience, Skipped
 from holdfast.checkpoint.ranks import RankOutcome, raise_first
-from holdfast.checkpoint.restore.candidates import find_candidates, gather_values
-from holdfast.checkpoint.restore.request import Request, Restored
-from holdfast.checkpoint.restore.stages import Stages
+from holdfast.checkpoint.restore.candidates import Request, find_candidates, gather_values
+from holdfast.checkpoint.restore.stages import Restored, Stages
 from holdfast.checkpoint.retention import best_first, line_of
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.system.units import format_duration, plural

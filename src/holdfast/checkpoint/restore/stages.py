@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
+from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.format.sections import Section, Sections
+from holdfast.checkpoint.home.commit import merge_in_memory
 from holdfast.checkpoint.home.documents import check_listed, read_manifest
-from holdfast.checkpoint.home.recovery import merge_in_memory
+from holdfast.checkpoint.home.newest import Skipped
+from holdfast.checkpoint.home.rollbacks import NO_ROLLBACKS, Rollbacks
 from holdfast.checkpoint.ranks import RankOutcome, values_of
-from holdfast.checkpoint.restore.candidates import Candidates
+from holdfast.checkpoint.restore.candidates import (
+    Candidates,
+    Loading,
+    NodeLocalCheckpoint,
+    Request,
+    assemble,
+    read_texts,
+)
 from holdfast.checkpoint.restore.fill import plan_fill
-from holdfast.checkpoint.restore.node_local import NodeLocalCheckpoint, assemble, read_texts
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import FileRead, Nowhere, ReadStats, Want, read
-from holdfast.checkpoint.restore.request import Loading, Request
 from holdfast.checkpoint.restore.share import Lending, read_shared
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.tiered import TieredStore
@@ -174,3 +183,23 @@ class Stages:
         """Set everything that is not a tensor."""
         assert self._loading is not None
         self._loading.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Restored(OfCheckpoint):
+    """Restored checkpoint, and those that were skipped for it. Bytes and seconds are this rank's."""
+
+    step: int
+    attempt: int
+    ancestors: Ancestors
+    world_size: int  # ranks that saved it
+    num_bytes: int
+    seconds: float
+    skipped: tuple[Skipped, ...]
+    sources: Mapping[str, int]  # bytes by the URL of the tier they came from
+    recovered_from: tuple[str, ...]  # damage in nearer copies, of which a farther tier had a good one
+    finished: tuple[tuple[CheckpointId, str], ...] = ()  # with the URL where its manifest was written
+    whole: tuple[CheckpointId, ...] = ()  # checkpoints that still lack only their manifest
+    seen: tuple[CheckpointId, ...] = ()  # everything that could have been restored
+    rollbacks: Rollbacks = NO_ROLLBACKS  # of the run
+    watches: Sections = field(default_factory=dict[str, Section])  # findings of watches, in its manifest

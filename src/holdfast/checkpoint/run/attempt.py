@@ -8,9 +8,9 @@ from typing import Any
 
 from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.format.part import Ancestors
-from holdfast.checkpoint.home.space import measure_space
+from holdfast.checkpoint.home.inventory import measure_space
 from holdfast.checkpoint.keeper import Keeper, KeeperConfig, Save, wait_for_closed, wait_for_orphans
-from holdfast.checkpoint.restore.request import Restored
+from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.pipeline import Order
 from holdfast.checkpoint.run.restoration import Differences, Restoration, Selection

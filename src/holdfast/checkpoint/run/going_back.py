@@ -11,10 +11,10 @@ from typing import Any
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.run import MAX_ROLLBACK_KEYS, Rollback
 from holdfast.checkpoint.format.sections import MAX_REASON_CHARS
-from holdfast.checkpoint.home.patience import Patience
+from holdfast.checkpoint.home.newest import Patience
 from holdfast.checkpoint.home.rollbacks import Rollbacks, find_healthy, write_rollback
 from holdfast.checkpoint.keeper import KeeperConfig
-from holdfast.checkpoint.restore.request import Restored
+from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.attempt import Attempt
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.watching import NamedVote

@@ -8,10 +8,11 @@ from typing import Any
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.skipped import Skipped
+from holdfast.checkpoint.home.newest import Skipped
 from holdfast.checkpoint.keeper import Keeper
-from holdfast.checkpoint.restore.request import Request, Restored
+from holdfast.checkpoint.restore.candidates import Request
 from holdfast.checkpoint.restore.resume import restore_newest
+from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.tiers import Base
 from holdfast.checkpoint.state import Load

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from holdfast.checkpoint.home.failures import FailureRate, read_failures
+from holdfast.checkpoint.home.history import FailureRate, read_failures
 from holdfast.checkpoint.keeper import Keeper
 from holdfast.checkpoint.policy import MIN_FAILURES
 from holdfast.checkpoint.run.components import Components

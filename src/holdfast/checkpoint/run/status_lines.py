@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.checkpoint.format.run import Rollback
-from holdfast.checkpoint.restore.request import Restored
+from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.going_back import describe_skipped_samples, rewound_streams
 from holdfast.checkpoint.run.restoration import describe_skipped

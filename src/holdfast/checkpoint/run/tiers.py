@@ -11,7 +11,6 @@ from typing import TypedDict
 from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.run import AttemptClaim
-from holdfast.checkpoint.home.attempts import newest_number
 from holdfast.checkpoint.home.claim import (
     check_no_writer,
     check_run,
@@ -19,12 +18,12 @@ from holdfast.checkpoint.home.claim import (
     claim_attempt,
     claim_run,
     copy_claim,
+    newest_number,
 )
-from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.commit import recover_commit
+from holdfast.checkpoint.home.listing import LiveTrainer, candidates, list_home
 from holdfast.checkpoint.home.losses import check_no_losses, find_losses
-from holdfast.checkpoint.home.recovery import recover_commit
-from holdfast.checkpoint.home.skipped import Skipped, drop_note, note_skipped
-from holdfast.checkpoint.home.writer import LiveTrainer
+from holdfast.checkpoint.home.newest import Skipped, drop_note, note_skipped
 from holdfast.checkpoint.keeper import MemoryTierStore, find_trainers, free_memory_tier
 from holdfast.checkpoint.policy import single_policies
 from holdfast.checkpoint.ranks import RankGroup

@@ -16,9 +16,9 @@ from typing import Any, NoReturn, SupportsFloat
 
 from torch.optim import Optimizer
 
-from holdfast.checkpoint.home.recorded_values import read_recent_values
+from holdfast.checkpoint.home.metrics import read_recent_values
 from holdfast.checkpoint.keeper import Save
-from holdfast.checkpoint.restore.request import Restored
+from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.attempt import Attempt
 from holdfast.checkpoint.run.call_guard import CallGuard
 from holdfast.checkpoint.run.components import Components

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import holdfast
 from holdfast.checkpoint.format import names, run
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.keeper.lockfile import running_keepers
 from holdfast.checkpoint.store import Store, open_store

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from holdfast.checkpoint.home.history_lines import read_lines
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.keeper.lockfile import is_trainer_alive
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.checkpoint.home.history_lines import read_new_lines
+from holdfast.checkpoint.home.history import read_new_lines
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from holdfast.checkpoint.home.history_lines import Line, is_number
+from holdfast.checkpoint.home.history import Line, is_number
 
 MEMORY, LOCAL, HOME = "memory", "local", "home"
 TIERS = (MEMORY, LOCAL, HOME)

@@ -10,10 +10,10 @@ from typing import Any
 
 import holdfast
 from holdfast.checkpoint.format import names, run
-from holdfast.checkpoint.home.history_lines import Line, read_lines
+from holdfast.checkpoint.home.history import Line, read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.home.rollbacks import read_rollbacks
-from holdfast.checkpoint.save_interval import BestInterval, best_interval, lost_share, mtbf_bounds_s
+from holdfast.checkpoint.policy import BestInterval, best_interval, lost_share, mtbf_bounds_s
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.watch.hang import text as hang_text

@@ -152,7 +152,7 @@ def make_plan(places: CheckedPlaces) -> dict[str, Callable[[], Iterator[Check]]]
 
 
 def _check_home(home: str, places: CheckedPlaces) -> Iterator[Check]:
-    from holdfast.checkpoint.home.space import measure_space
+    from holdfast.checkpoint.home.inventory import measure_space
 
     yield from check_disk(Path(home), num_bytes=_num_bytes(Path(home), places.folder))
     found = measure_space(home)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast.checkpoint.save_interval import BestInterval, lost_share
+from holdfast.checkpoint.policy import BestInterval, lost_share
 from holdfast.system.units import plural
 from holdfast.watch.report import style
 from holdfast.watch.report.style import Cell, Figure, Spec

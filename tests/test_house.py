@@ -31,7 +31,7 @@ FLOORS = {
         kit | accelerate dcp deepspeed lightning ray recipe torchtitan trackers transformers | nebula
     """,
     "checkpoint": """
-        copies format save_interval | policy ranks retention state store | home stage | keeper restore
+        copies format | policy ranks retention state store | home stage | keeper restore
         | exchange watch | run
     """,
     "watch": "* | pace | defaults report",

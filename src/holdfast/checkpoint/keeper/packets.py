@@ -1,4 +1,4 @@
-"""Packets of one message each over a Unix socket, and the outbox by which a trainer sends without waiting."""
+"""Packets of one message each over a Unix socket, and an outbox whose `send` never waits."""
 
 from __future__ import annotations
 

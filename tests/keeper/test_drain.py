@@ -27,7 +27,7 @@ from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.persist import verified_blocks
 from holdfast.checkpoint.keeper.rate import BLOCK_BYTES
 from holdfast.checkpoint.keeper.reports import Reports
-from holdfast.checkpoint.keeper.topologies import SharedLocal, Surroundings
+from holdfast.checkpoint.keeper.tiers import KeeperTiers
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
@@ -115,17 +115,24 @@ def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() ->
     ours, theirs = packets.make_pair()
     inbox = TrainerInbox(theirs, os.getpid())
     reports = Reports(History(bench.near, config.writer), inbox, "local", config.home)
-    parts = Surroundings(config, inbox, reports, no_watches(), bench.near, bench.home, set)
-    topology = SharedLocal(parts, bench.home)
+    tiers = KeeperTiers(
+        config,
+        inbox=inbox,
+        reports=reports,
+        watches=no_watches(),
+        store=bench.near,
+        home=bench.home,
+        in_work=set,
+    )
     gate = bench.home.hold("put", matching=names.step_dir(10))
     for step in (10, 20):
         make_checkpoint(bench.near, step, 1, [{"w": torch.full((4000,), float(step))}])
-        topology.finish(PendingSave(step, to_home=step == 10), Committed(()), 0.0)
+        tiers.finish(PendingSave(step, to_home=step == 10), Committed(()), 0.0)
         assert gate.reached.wait(WAIT_S)
-        topology.join_retention()
+        tiers.join_retention()
     assert candidates(list_home(bench.near)) == [(1, 20), (1, 10)], "it is still needed"
     gate.opened.set()
-    topology.close(with_newest=False)
+    tiers.close(with_newest=False)
     assert bench.in_home() == [(1, 10)]
     assert candidates(list_home(bench.near)) == [(1, 20)]
     ours.close()

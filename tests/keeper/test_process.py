@@ -358,6 +358,7 @@ def test_a_keeper_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch
             save = ckpt.save(1)
         first = pid_of(ckpt)
         wait_until(lambda: len(pings) > 3 * supervisor._MAX_SILENT_CHECKS)
+        monkeypatch.setattr(supervisor, "_CHECK_S", 1.0)  # once it has started it may be silent for 20 checks
         go.touch()
         save.wait_durable(600)
         assert pid_of(ckpt) == first

@@ -173,8 +173,8 @@ def test_a_save_that_was_never_committed_fails_behind_a_newer_one(make_worker: M
     for rank in (0, 1):
         put_part(store, rank)
     store.put(names.manifest(9, 1), b"newer")
-    committer._topology.finish(PendingSave(9), Committed(()), 0.0)
-    committer._topology.join_retention()
+    committer._tiers.finish(PendingSave(9), Committed(()), 0.0)
+    committer._tiers.join_retention()
     assert store.size(names.part(5, 1, 1)) is None
     check_commit(made, PendingSave(5, received_s=time.monotonic()))
     (failed,) = inbox.replies

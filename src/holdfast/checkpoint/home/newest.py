@@ -193,7 +193,8 @@ class Skipped(OfCheckpoint):
 def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -> None:
     """Write a note for each skipped checkpoint that has files in `store`.
 
-    Retention keeps the noted checkpoints of the three newest attempts that have any. Superseded checkpoints get no note: their bytes are good.
+    Retention keeps the noted checkpoints of the three newest attempts that have any. Superseded checkpoints
+    get no note: their bytes are good.
 
     Blocks: until the notes are durable.
     """

@@ -28,7 +28,7 @@ from holdfast.checkpoint.keeper.messages import Image
 from holdfast.checkpoint.keeper.pulse import PulseReader
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports, bugs_as_errors
 from holdfast.checkpoint.keeper.save_files import SaveFiles
-from holdfast.checkpoint.keeper.topologies import Surroundings, make_topology
+from holdfast.checkpoint.keeper.tiers import KeeperTiers
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatches
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
@@ -91,16 +91,14 @@ class Worker:
         self._late_metrics: dict[int, SaveValues] = {}  # not written yet, by step
         self._pending: list[PendingSave] = []
         self._has_ended_trainer = False
-        self._topology = make_topology(
-            Surroundings(
-                config=config,
-                inbox=inbox,
-                reports=self._reports,
-                watches=self._watches,
-                store=self._store,
-                home=self._home,
-                in_work=self._in_work,
-            )
+        self._tiers = KeeperTiers(
+            config,
+            inbox=inbox,
+            reports=self._reports,
+            watches=self._watches,
+            store=self._store,
+            home=self._home,
+            in_work=self._in_work,
         )
 
     def watch_trainer(self) -> None:
@@ -131,7 +129,7 @@ class Worker:
             if received:
                 self._lockfile.set_busy(True)
                 self._next_step = received[-1].request.step if isinstance(received[-1], StagedSave) else None
-            self._topology.retry_delayed()
+            self._tiers.retry_delayed()
             for item in received or ():
                 self._handle(item)
             self._replace_metrics()
@@ -139,7 +137,7 @@ class Worker:
                 break
             self._commit_ready()
             self._lockfile.set_busy(self._inbox.has_saves)
-        self._topology.join_retention()
+        self._tiers.join_retention()
 
     def _end_trainer(self) -> None:
         """Record that the trainer was killed, and pass its end on to the watches, once."""
@@ -154,11 +152,11 @@ class Worker:
         with contextlib.suppress(HoldfastError):  # the history is for people, and the trainer has exited
             self._store.flush()
         if self._inbox.frees_memory:
-            self._topology.close(with_newest=False)
+            self._tiers.close(with_newest=False)
             return
         self._lockfile.set_done()
         draining = threading.Thread(
-            target=self._topology.close, kwargs={"with_newest": True}, name="holdfast-wind-up"
+            target=self._tiers.close, kwargs={"with_newest": True}, name="holdfast-wind-up"
         )
         draining.start()
         images = self._arenas.images()
@@ -177,7 +175,7 @@ class Worker:
         """Return the time until the next check; None for no limit."""
         if self._pending:
             return max(0.0, min(save.next_look_s for save in self._pending) - time.monotonic())
-        return _LAST_LOOK_S if self._topology.has_delayed or self._late_metrics else None
+        return _LAST_LOOK_S if self._tiers.has_delayed or self._late_metrics else None
 
     def _handle(self, item: Received) -> None:
         match item:
@@ -187,17 +185,17 @@ class Worker:
                 save = PendingSave(item.step, item.num_bytes, item.to_home, time.monotonic())
                 self._pending.append(save)
             case messages.DropSave():
-                self._topology.drop(item)
+                self._tiers.drop(item)
             case messages.DrainCheckpoint():
-                self._topology.drain(item.checkpoint_id)
+                self._tiers.drain(item.checkpoint_id)
             case messages.DrainBest():
-                self._topology.set_best(item.steps, is_due=item.is_due)
+                self._tiers.set_best(item.steps, is_due=item.is_due)
             case messages.DeleteStep():
-                self._topology.delete(item.step)
+                self._tiers.delete(item.step)
             case messages.UpdateMetrics():
                 self._late_metrics[item.step] = messages.decode_metrics(item)
             case messages.MarkComplete():
-                self._topology.mark_complete(item.checkpoint_id)
+                self._tiers.mark_complete(item.checkpoint_id)
             case messages.RecordEvent():
                 self._reports.record(item)
 
@@ -220,11 +218,11 @@ class Worker:
                         retry_for_s=lambda: 0.0 if self._inbox.trainer_gone else self._config.pause_s,
                     )
                     if metrics.values:
-                        self._topology.note_metrics(request.step, metrics.values, is_late=False)
+                        self._tiers.note_metrics(request.step, metrics.values, is_late=False)
         except HoldfastError as error:
             self._reports.failed(request.step, error)
             if self._config.world_size > 1 and not isinstance(error, Conflict):
-                self._topology.drop(messages.DropSave(request.step, str(error)))  # the others wait for it
+                self._tiers.drop(messages.DropSave(request.step, str(error)))  # the others wait for it
         else:
             # Before the arena is released: a successor of this keeper must not need an arena that is reused.
             seconds, num_bytes = time.monotonic() - began, request.layout.data_bytes
@@ -253,7 +251,7 @@ class Worker:
                 continue
             try:
                 if self._files.replace_metrics(step, metrics):
-                    self._topology.note_metrics(step, metrics.values, is_late=True)
+                    self._tiers.note_metrics(step, metrics.values, is_late=True)
             except TRANSIENT_ERRORS:
                 self._late_metrics[step] = metrics
 
@@ -273,7 +271,7 @@ class Worker:
             if isinstance(outcome, HoldfastError):
                 self._reports.failed(save.step, outcome)
             else:
-                self._topology.finish(save, outcome, time.monotonic() - save.received_s)
+                self._tiers.finish(save, outcome, time.monotonic() - save.received_s)
 
     def _try_commit(self, save: PendingSave, now_s: float) -> Committed | HoldfastError | None:
         """Return the commit of a save, its final error, or None if it must wait."""
@@ -281,7 +279,7 @@ class Worker:
         limit_s = config.linger_s if self._inbox.trainer_gone else config.commit_timeout_s
         try:
             with bugs_as_errors(save.step):
-                return self._topology.try_commit(save, limit_s)
+                return self._tiers.try_commit(save, limit_s)
         except (
             TRANSIENT_ERRORS
         ) as error:  # this rank's part is durable; only the check or the manifest failed

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import holdfast
+
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "reference.md"
 PACKAGE = ROOT / "src" / "holdfast"
@@ -103,18 +105,28 @@ def _class(subject: type, options: list[str]) -> Iterator[str]:
     if "-bare" not in options:
         yield _signature(subject.__name__, subject)
     yield from _docstring(subject)
-    rows = [] if "-attributes" in options else list(_attributes(subject))
+    rows = [row for part in _parts(subject) for row in _attributes(part) if "-attributes" not in options]
     if rows:
         yield "| attribute | meaning |\n|---|---|\n" + "\n".join(
             f"| `{name}` | {text} |" for name, text in rows
         )
     if "-methods" not in options:
         hidden = ("_", *(one.removeprefix("-no_") for one in options if one.startswith("-no_")))
-        for name, method in vars(subject).items():
+        members = [item for part in _parts(subject) for item in vars(part).items()]
+        for name, method in members:
             plain = getattr(method, "__func__", method)
+            if vars(subject).get(name, method) is not method:
+                continue  # a base has declared it
             if inspect.isfunction(plain) and not name.startswith(hidden):
                 yield f"### {name}"
                 yield from _callable(name, plain)
+
+
+def _parts(subject: type) -> list[type]:
+    """Return a class, and before it those of its bases that are in its room and have no page of their own."""
+    room = subject.__module__.rpartition(".")[0]
+    bases = [base for base in subject.__bases__ if base.__module__.startswith(f"{room}.")]
+    return [*(base for base in bases if not hasattr(holdfast, base.__name__)), subject]
 
 
 def _callable(name: str, subject: Any) -> Iterator[str]:

@@ -6,7 +6,9 @@ import datetime
 
 import pytest
 
-from holdfast.checkpoint.policy import EveryAuto, EverySteps, EveryTime, Meter, Moment, Overdue, daly_s, every
+from holdfast.checkpoint.policy import EveryAuto, EverySteps, EveryTime, Moment, daly_s, every
+from holdfast.checkpoint.run.cadence import Meter
+from holdfast.checkpoint.run.saves import Overdue
 from holdfast.errors import InvalidInput
 
 

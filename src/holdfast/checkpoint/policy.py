@@ -5,18 +5,12 @@ from __future__ import annotations
 import datetime
 import math
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from typing_extensions import override
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_duration
-
-_LATE_S = 60.0
-_LATE_INTERVALS = 3
-_MANY_FAILED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,81 +159,6 @@ def single_policies(value: int | str | datetime.timedelta | Every | None) -> tup
     if isinstance(policy, AnyOf):
         return tuple(one for inner in policy.policies for one in single_policies(inner))
     return (policy,)
-
-
-class Meter:
-    """Meter of the cost of saves: blocked time, and steps slowed while a save is in flight."""
-
-    def __init__(self) -> None:
-        self.save_cost_s: float | None = None
-        self.durable_s: float | None = None
-        self.step_s = 0.0  # the last step
-        self._idle: deque[float] = deque(maxlen=50)  # seconds of undisturbed steps
-        self._costs: deque[float] = deque(maxlen=5)
-        self._slowed_s = 0.0
-
-    def step(self, seconds: float, *, in_flight: bool) -> None:
-        """Add a training step that took `seconds`, without save() itself."""
-        self.step_s = seconds
-        if not in_flight:
-            self._idle.append(seconds)
-        elif self._idle:
-            self._slowed_s += seconds - _median(self._idle)
-
-    def saved(self, *, blocked_s: float, durable_s: float) -> None:
-        """Add a durable save; the time that steps have lost since the last one is its cost."""
-        self._costs.append(max(0.0, blocked_s + self._slowed_s))
-        self._slowed_s = 0.0
-        self.save_cost_s = _median(self._costs)
-        self.durable_s = durable_s
-
-
-class Overdue:
-    """Alarm for when no save has succeeded for long.
-
-    That is after 3 failed saves in a row, or when a save has been under way for 3 times the interval between
-    saves and for a minute; and again whenever it has become twice as much.
-
-    Args:
-        now_s: any clock.
-    """
-
-    def __init__(self, *, now_s: float) -> None:
-        self.num_failed = 0
-        self._succeeded_s = self._begun_s = now_s
-        self._waiting_since_s: float | None = None  # the first save began that has not succeeded
-        self._interval_s = 0.0
-        self._factor = 1
-
-    def begin(self, now_s: float) -> None:
-        """Count a save that begins."""
-        self._interval_s, self._begun_s = now_s - self._begun_s, now_s
-        if self._waiting_since_s is None:
-            self._waiting_since_s = now_s
-
-    def fail(self) -> None:
-        """Count a save that failed."""
-        self.num_failed += 1
-
-    def succeed(self, now_s: float) -> None:
-        """Count a save that became durable."""
-        self.num_failed, self._succeeded_s, self._waiting_since_s, self._factor = 0, now_s, None, 1
-
-    def check(self, now_s: float) -> float | None:
-        """Return the seconds since the last success, if that is to be reported now."""
-        waited_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
-        is_late = waited_s > self._factor * max(_LATE_S, _LATE_INTERVALS * self._interval_s)
-        if not is_late and self.num_failed < _MANY_FAILED * self._factor:
-            return None
-        self._factor *= 2
-        return now_s - self._succeeded_s
-
-
-def _median(values: Iterable[float]) -> float:
-    """Return the median of some values."""
-    from statistics import median  # slow, and most processes that use policies never need it
-
-    return median(values)
 
 
 _MAX_EXPONENT = 700.0  # of a double's exp()

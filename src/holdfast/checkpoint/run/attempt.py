@@ -58,7 +58,10 @@ class Attempt:
         )
         self.step_sync = StepSync(components, self.saves)
         self._restoration = Restoration(components)
-        self._interval = SaveInterval(components)
+        self._pause_limit_s = self._limits.pause_s
+        self._interval: SaveInterval | None = None
+        if components.cadence.auto is not None and components.ranks.rank == 0:
+            self._interval = SaveInterval(components, components.cadence.auto)
         self._early_notes: list[dict[str, Any]] = []  # events for the history, until the claim
         self._early_deletions: list[int] = []  # steps, until the claim
         self._guarantee: str | None = None
@@ -131,7 +134,8 @@ class Attempt:
         self._early_deletions.clear()
         self._components.watching.claimed(claim.number)
         self._restoration.end_claim(keeper)
-        self._interval.begin(keeper)
+        if self._interval is not None:
+            self._interval.begin(keeper)
         if self._ranks.rank == 0:
             _warn_of_space(self._tiers.home, self._tiers.local)
         return keeper
@@ -203,7 +207,7 @@ class Attempt:
         pipeline, cadence = self._pipeline, self._components.cadence
         began, waited_before_s = time.perf_counter(), pipeline.waited_for_memory_s
         pipeline.stager.check_thread()
-        if self._limits.pause_s and not must:
+        if self._pause_limit_s and not must:
             self._pause()
         self.surface()
         last = self.saves.last
@@ -242,7 +246,7 @@ class Attempt:
         reported_s = began_s
         while True:
             # New phases are no hang, however long the pause is.
-            with self._components.phase("a pause until a save is durable"):
+            with self._components.pulse.phase("a pause until a save is durable"):
                 late = next((save for save in saves if not _ends_soon(save)), None)
                 rows = self._ranks.gather(
                     (late is not None, self._components.watching.stop_reason() is not None)
@@ -253,7 +257,7 @@ class Attempt:
             if late is not None and now_s - reported_s >= _PAUSE_LINE_S:
                 reported_s = now_s
                 _log.warning(
-                    f"training is paused for at most {format_duration(self._limits.pause_s)} "
+                    f"training is paused for at most {format_duration(self._pause_limit_s)} "
                     f'(Limits(failed_saves="pause")): step {late.step} is not durable after '
                     f"{format_duration(now_s - began_s)}. {late.wait_reason}"
                 )
@@ -314,7 +318,7 @@ class Attempt:
     def _on_durable(self, save: Save) -> None:
         self._components.watching.saved(save)
         self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
-        if self.keeper is not None:
+        if self._interval is not None and self.keeper is not None:
             self._interval.note(save.step, self.keeper)
 
     def _report_failed(self, save: Save) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.checkpoint.policy import Every, EveryAuto, Meter, Moment
+from holdfast.checkpoint.policy import Every, EveryAuto, Moment
 
 
 class Flags(NamedTuple):
@@ -172,3 +173,37 @@ class HomeCadence:
 
 def _is_due(policies: Sequence[Every], moment: Moment, *, timed: bool) -> bool:
     return any(policy.due(moment) for policy in policies if policy.timed == timed)
+
+
+class Meter:
+    """Meter of the cost of saves: blocked time, and steps slowed while a save is in flight."""
+
+    def __init__(self) -> None:
+        self.save_cost_s: float | None = None
+        self.durable_s: float | None = None
+        self.step_s = 0.0  # the last step
+        self._idle: deque[float] = deque(maxlen=50)  # seconds of undisturbed steps
+        self._costs: deque[float] = deque(maxlen=5)
+        self._slowed_s = 0.0
+
+    def step(self, seconds: float, *, in_flight: bool) -> None:
+        """Add a training step that took `seconds`, without save() itself."""
+        self.step_s = seconds
+        if not in_flight:
+            self._idle.append(seconds)
+        elif self._idle:
+            self._slowed_s += seconds - _median(self._idle)
+
+    def saved(self, *, blocked_s: float, durable_s: float) -> None:
+        """Add a durable save; the time that steps have lost since the last one is its cost."""
+        self._costs.append(max(0.0, blocked_s + self._slowed_s))
+        self._slowed_s = 0.0
+        self.save_cost_s = _median(self._costs)
+        self.durable_s = durable_s
+
+
+def _median(values: Iterable[float]) -> float:
+    """Return the median of some values."""
+    from statistics import median  # slow, and most processes that use policies never need it
+
+    return median(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,10 +113,6 @@ class Components:
             self.show,
             lambda: self.cadence.meter.step_s + (self.cadence.meter.durable_s or 0.0),
         )
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return the context of a stretch that may take longer than a step."""
-        return self.pulse.phase(name)
 
     def show(self, text: str) -> None:
         """Log a line for the user on rank 0, unless the option `quiet` is set."""

@@ -280,10 +280,6 @@ def ranges_to_skip(
     }
 
 
-Range = tuple[int, int]
-"""First sample of a range, and the sample after its last one."""
-
-
 def range_to_skip(
     start: int, now: int, skipped: Iterable[Range], *, num_steps: int, in_a_row: int, extra_steps: int
 ) -> Range:

@@ -6,7 +6,7 @@ import contextlib
 
 from holdfast.checkpoint.home.history import FailureRate, read_failures
 from holdfast.checkpoint.keeper import Keeper
-from holdfast.checkpoint.policy import MIN_FAILURES
+from holdfast.checkpoint.policy import MIN_FAILURES, EveryAuto
 from holdfast.checkpoint.run.components import Components
 from holdfast.errors import HoldfastError
 from holdfast.system.units import format_duration, plural
@@ -18,17 +18,14 @@ _CHANGE = 1.5
 class SaveInterval:
     """Interval that the policy of one attempt chooses, on rank 0."""
 
-    def __init__(self, components: Components) -> None:
-        self._components = components
-        self._auto = components.cadence.auto if components.ranks.rank == 0 else None
+    def __init__(self, components: Components, policy: EveryAuto) -> None:
+        self._components, self._policy = components, policy
         self._failures: FailureRate | None = None
         self._noted_s: float | None = None
         self._noted_reason = ""
 
     def begin(self, keeper: Keeper) -> None:
         """Read the failures of the attempts before, if the policy uses them."""
-        if self._auto is None:
-            return
         with contextlib.suppress(HoldfastError):  # without them the budget decides, as in a new run
             failures = read_failures(self._components.tiers.home_store, before=keeper.config.attempt)
             if failures.num_failures >= MIN_FAILURES:
@@ -38,9 +35,9 @@ class SaveInterval:
         """Record the interval and its reason, if it has changed much since the last record."""
         cadence = self._components.cadence
         cost_s = cadence.meter.save_cost_s
-        if self._auto is None or cost_s is None:
+        if cost_s is None:
             return
-        found = self._auto.choose(cost_s, cadence.meter.durable_s, cadence.mtbf_s)
+        found = self._policy.choose(cost_s, cadence.meter.durable_s, cadence.mtbf_s)
         last_s, is_same = self._noted_s, found.reason == self._noted_reason
         if is_same and last_s is not None and last_s / _CHANGE <= found.interval_s <= last_s * _CHANGE:
             return

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 
 from holdfast.checkpoint.keeper import Save
-from holdfast.checkpoint.policy import Overdue
 from holdfast.checkpoint.run.pipeline import PendingCopy
 from holdfast.checkpoint.stage import Stager
 from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, TornSaveWarning
@@ -227,3 +226,53 @@ class StableStep:
             self._own = {step for step in self._own if step >= answered}
         self._proposed = lowest if lowest > known else None
         return found
+
+
+_LATE_S = 60.0
+
+
+_LATE_INTERVALS = 3
+
+
+_MANY_FAILED = 3
+
+
+class Overdue:
+    """Alarm for when no save has succeeded for long.
+
+    That is after 3 failed saves in a row, or when a save has been under way for 3 times the interval between
+    saves and for a minute; and again whenever it has become twice as much.
+
+    Args:
+        now_s: any clock.
+    """
+
+    def __init__(self, *, now_s: float) -> None:
+        self.num_failed = 0
+        self._succeeded_s = self._begun_s = now_s
+        self._waiting_since_s: float | None = None  # the first save began that has not succeeded
+        self._interval_s = 0.0
+        self._factor = 1
+
+    def begin(self, now_s: float) -> None:
+        """Count a save that begins."""
+        self._interval_s, self._begun_s = now_s - self._begun_s, now_s
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+
+    def fail(self) -> None:
+        """Count a save that failed."""
+        self.num_failed += 1
+
+    def succeed(self, now_s: float) -> None:
+        """Count a save that became durable."""
+        self.num_failed, self._succeeded_s, self._waiting_since_s, self._factor = 0, now_s, None, 1
+
+    def check(self, now_s: float) -> float | None:
+        """Return the seconds since the last success, if that is to be reported now."""
+        waited_s = 0.0 if self._waiting_since_s is None else now_s - self._waiting_since_s
+        is_late = waited_s > self._factor * max(_LATE_S, _LATE_INTERVALS * self._interval_s)
+        if not is_late and self.num_failed < _MANY_FAILED * self._factor:
+            return None
+        self._factor *= 2
+        return now_s - self._succeeded_s

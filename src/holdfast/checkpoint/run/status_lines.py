@@ -11,7 +11,7 @@ from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.going_back import describe_skipped_samples, rewound_streams
 from holdfast.checkpoint.run.restoration import describe_skipped
-from holdfast.errors import LoaderWarning, ResumeWarning
+from holdfast.errors import ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_bytes, format_duration
@@ -86,12 +86,6 @@ def warn_of_samples(found: Restored, unknown: Sequence[str], *, has_kept: bool) 
             f"step {rollback.first_step} on come again. An object with `position` and `skip` would not.",
             ResumeWarning,
         )
-
-
-def warn_of_loaders(components: Components) -> None:
-    """Warn of data loaders that are being read and will not resume."""
-    for doubt in components.pipeline.objects.review_loaders():
-        warn(f"The run will not resume exactly: {doubt}", LoaderWarning)
 
 
 def warn_of_gradients(components: Components) -> None:

@@ -9,7 +9,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn, SupportsFloat
@@ -37,7 +36,6 @@ from holdfast.checkpoint.run.status_lines import (
     show_what_is_left,
     warn_of_doubts,
     warn_of_gradients,
-    warn_of_loaders,
     warn_of_samples,
 )
 from holdfast.checkpoint.run.trial import Trial
@@ -50,6 +48,7 @@ from holdfast.errors import (
     PREEMPTED_STATUS,
     HoldfastError,
     InvalidInput,
+    LoaderWarning,
     Preempted,
     RetryLater,
     SaveWarning,
@@ -123,17 +122,14 @@ class Training:
             alone: wait for the calls of other threads that must run alone too.
             is_phase: it may take longer than a step.
         """
-        with self._calls.guard(name, alone=alone), self.phase(name) if is_phase else contextlib.nullcontext():
+        phase = self._components.pulse.phase(name) if is_phase else contextlib.nullcontext()
+        with self._calls.guard(name, alone=alone), phase:
             yield
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return the context of a stretch that may take longer than a step."""
-        return self._components.phase(name)
 
     @contextlib.contextmanager
     def phase_of_user(self, name: str) -> Iterator[None]:
         """Mark a phase of the user's loop. Data loaders that it reads do not feed the training."""
-        with unwatched_loaders(), self.phase(name):
+        with unwatched_loaders(), self._components.pulse.phase(name):
             yield
 
     # -- the loop --------------------------------------------------------------------------------------------
@@ -168,7 +164,7 @@ class Training:
         outcome = attempt.step_sync.exchange(step, attempt.keeper, [one.vote for one in votes])
         attempt.warn_if_overdue()
         if outcome.must_go_back and not outcome.is_preempted:
-            with self.phase("the decision about going back"):
+            with self._components.pulse.phase("the decision about going back"):
                 self._going_back.decide(step, attempt, votes)
         if outcome.is_preempted and self.preempted is None:
             own = next((one.vote.reason for one in votes if one.vote.act is Act.STOP), None)
@@ -310,7 +306,9 @@ class Training:
         if self._ranks.rank == 0:
             self._saved.reach(step)
         if self._has_reviewed and self._trial is None:
-            warn_of_loaders(self._components)  # the first save may have been between two epochs
+            # At the first save no loader may have been read, as between two epochs.
+            for doubt in self._pipeline.objects.review_loaders():
+                warn(f"The run will not resume exactly: {doubt}", LoaderWarning)
         elif not (self._has_reviewed or save.skipped):
             self._has_reviewed = True
             if self._trial is not None:

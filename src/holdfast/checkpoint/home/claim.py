@@ -78,6 +78,7 @@ def claim_attempt(
     while True:
         attempt = run.AttemptClaim(number, run_id, world_size, host, pid, started_unix_s=time.time())
         try:
+            # Create-if-absent is the only mutual exclusion of a run. No clock and no lock decides (note 014).
             store.put(names.attempt(number), run.document(attempt), if_absent=True)
         except Conflict:
             number += 1  # another start of this run was quicker

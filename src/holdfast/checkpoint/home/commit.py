@@ -84,6 +84,8 @@ def commit(
     Blocks: until the manifest is durable.
     """
     name = names.manifest(step, writer.attempt)
+    # A fenced attempt does not commit. `publish` checks again after the write, so of two attempts at most one
+    # leaves a manifest that the other does not expect (note 014).
     check_not_fenced(store, writer.attempt)
     check_claim(store, writer.attempt, claim)
     checkpoint = CheckpointId(attempt=writer.attempt, step=step)
@@ -154,6 +156,7 @@ def put_manifest(store: Store, step: int, name: str, text: bytes) -> bool:
 
     Blocks: until the manifest is durable.
     """
+    # Invariant: whatever a manifest names is durable before it (notes 001 and 019).
     # Visible is not yet durable: other ranks' keepers may not have come to the fsync of their files' names.
     folder = names.step_dir(step)
     store.sync(folder)

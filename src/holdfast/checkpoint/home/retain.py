@@ -132,6 +132,7 @@ class Retention:
         doomed |= {found for found in files if found not in complete and found < oldest_kept}
         doomed |= self._unwanted.find(files, newest)
         refusals = _newest_refusals(files, newest.attempt)
+        # Invariant: the newest checkpoint stays, and so does what a restore has skipped and may be whole (015).
         # The saves in work may be thousands, and few are doomed.
         for found in sorted((doomed - skipped - {newest}).difference(in_work)):
             its_names = files[found]
@@ -319,6 +320,7 @@ def _pass_manifest(name: str) -> None:
         failpoint("keeper.retain")
 
 
+# What is deleted first must be what makes the rest a checkpoint (note 001).
 _ORDER = {"manifest": 0, "part": 1, "refusal": 2, "frozen": 3, "data": 4, "metrics": 5, "skipped": 6}
 
 

@@ -229,7 +229,7 @@ class Drain:
         began = time.monotonic()
         name = names.manifest(step, attempt)
         plan = self._plan(one)
-        check_not_fenced(self._home, self._config.attempt)
+        check_not_fenced(self._home, self._config.attempt)  # the newer attempt drains what is left (note 014)
         in_home = self._sizes(step)
         if 0 in plan.ranks:  # before the manifest: a complete checkpoint has its metrics
             with self._changed:
@@ -280,6 +280,7 @@ class Drain:
         if part.frozen is not None:
             num_bytes += self._copy_frozen(part, part.frozen, in_home)
         num_bytes += self._copy_file(names.data(one.step, one.attempt, rank), part.file, in_home)
+        # As in a save, a part follows the files that it describes, and the manifest follows all parts (003).
         if in_home.get(name) != len(text):
             self._put_part(name, text, exists=name in in_home)
         return num_bytes

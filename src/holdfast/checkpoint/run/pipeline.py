@@ -205,6 +205,7 @@ class Pipeline:
             save.mark_failed(error)  # last: whoever waits for it may save again at once
             return
         failpoint("trainer.staged")
+        # Invariant: nothing is sent before the copy is whole, so a keeper never has half of a step (013).
         self._metrics.flush(keeper, upto=save.step)  # first, so that they precede the commit
         self._watching.record(self._metrics.take_new)
         placed = copies.without(staging.torn_witnesses)
@@ -231,7 +232,7 @@ class Pipeline:
             keeper.drop(save.step, str(error))
             save.mark_failed(error)
             return
-        failpoint("trainer.handed")
+        failpoint("trainer.handed")  # from here on the trainer may die: the keeper has all that it needs
         keeper.record("staged", step=save.step, num_bytes=plan.num_bytes, seconds=save.staged_s or 0.0)
 
     # -- between saves ---------------------------------------------------------------------------------------

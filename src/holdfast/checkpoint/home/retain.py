@@ -132,7 +132,7 @@ class Retention:
         doomed |= {found for found in files if found not in complete and found < oldest_kept}
         doomed |= self._unwanted.find(files, newest)
         refusals = _newest_refusals(files, newest.attempt)
-        # Invariant: the newest checkpoint stays, and so does one that a restore has skipped: it may be whole (015).
+        # Invariant: the newest checkpoint stays. So does what a restore has skipped: it may be whole (015).
         # The saves in work may be thousands, and few are doomed.
         for found in sorted((doomed - skipped - {newest}).difference(in_work)):
             its_names = files[found]

@@ -18,8 +18,7 @@ from holdfast.system.log import get_logger, write_times
 _log = get_logger("jobs")
 
 _FIRST_S = 1.0
-_LONGEST_S = 60.0
-"""Longest pause between two controllers, and the time after which one counts as healthy."""
+_LONGEST_S = 60.0  # longest pause between two controllers, and the time after which one counts as healthy
 
 
 def _agent(folder: Path) -> None:

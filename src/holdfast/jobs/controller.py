@@ -37,13 +37,11 @@ from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 
-LEAD_S = 30.0
-"""Lead of a notice whose request has none."""
+LEAD_S = 30.0  # lead of a notice whose request has none
 _NUM_LAST_LINES = 10
 _FULL_BYTES = 64 << 10
 """Free space of a disk that counts as full. Some file systems keep this little for themselves."""
-HEADLINE = "holdfast: "
-"""Beginning of the first line of an attempt, which names its number."""
+HEADLINE = "holdfast: "  # beginning of the first line of an attempt, which names its number
 _NUM_LINES = 200
 
 
@@ -115,11 +113,7 @@ class Controller(ABC):
     def _save(
         self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
     ) -> None:
-        """Store the state and timers, and mark a request as answered, in one write.
-
-        Args:
-            now_unix_s: on the machine's clock, for people.
-        """
+        """Store the state and timers, and mark a request as answered, in one write."""
 
     @abstractmethod
     def _requests(self) -> Iterable[JobRequest]:
@@ -135,11 +129,7 @@ class Controller(ABC):
 
     @abstractmethod
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
-        """Send all nodes a notice. Return its result, if available at once.
-
-        Args:
-            deadline_unix_s: on the machine's clock.
-        """
+        """Send all nodes a notice. Return its result, if available at once."""
 
     @abstractmethod
     def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:

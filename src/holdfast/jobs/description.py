@@ -18,8 +18,7 @@ from holdfast.system.environment import read_progress
 from holdfast.system.units import format_bytes, plural
 
 _NUM_LINES = 10
-_NUM_CHECKED = 20
-"""Newest attempts whose checks are read."""
+_NUM_CHECKED = 20  # newest attempts whose checks are read
 
 
 @dataclass(frozen=True, slots=True)

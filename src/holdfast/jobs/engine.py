@@ -145,19 +145,11 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, task: Task) -> None:
-        """Check that the engine can run a task, without changing or sending anything.
-
-        Raises:
-            Unsupported: this version cannot run the task.
-            InvalidInput: the task is invalid.
-        """
+        """Check that the engine can run a task, without changing or sending anything."""
 
     @abstractmethod
     def submit(self, task: Task) -> Job:
         """Submit a task. From then on the job is independent of the calling process.
-
-        Raises:
-            HoldfastError: see `check`, or the job could not be recorded. Nothing was started.
 
         Blocks: while the workdir is copied.
         """
@@ -180,12 +172,7 @@ class Engine(ABC):
     def subscribed(
         self, file: TaskFile, targets: Sequence[str] | None, statuses: Sequence[str] | None
     ) -> TaskFile:
-        """Return the tasks with the subscription of their launch; see `subscribe`.
-
-        Raises:
-            InvalidInput: a target or status is invalid.
-            Unsupported: the engine does not send notifications.
-        """
+        """Return the tasks with the subscription of their launch; see `subscribe`."""
         subscription = subscribe(targets, statuses)
         if not subscription.targets:
             return file
@@ -206,20 +193,11 @@ class Engine(ABC):
 
     @abstractmethod
     def job(self, number: int) -> Job:
-        """Return a job.
-
-        Raises:
-            NotFound: the job does not exist.
-        """
+        """Return a job."""
 
     @abstractmethod
     def cancel(self, number: int) -> Job:
-        """Cancel a job: send a notice, so that it can save, and kill it after the grace period.
-
-        Raises:
-            NotFound: the job does not exist.
-            Conflict: the job has ended.
-        """
+        """Cancel a job: send a notice, so that it can save, and kill it after the grace period."""
 
     def cancel_all(self, numbers: Sequence[int]) -> list[Job | HoldfastError]:
         """Cancel all jobs that can be, and return each, or the error of `cancel`."""
@@ -227,12 +205,7 @@ class Engine(ABC):
 
     @abstractmethod
     def preempt(self, number: int, *, lead_s: float) -> Job:
-        """Simulate a preemption: send a notice, and kill all processes after `lead_s` seconds.
-
-        Raises:
-            NotFound: the job does not exist.
-            Conflict: the job has no process to preempt.
-        """
+        """Simulate a preemption: send a notice, and kill all processes after `lead_s` seconds."""
 
     @abstractmethod
     def forget(self, number: int, *, force: bool = False) -> None:
@@ -240,19 +213,11 @@ class Engine(ABC):
 
         Args:
             force: remove the job even if this loses files that are not in a bucket.
-
-        Raises:
-            NotFound: the job does not exist.
-            Conflict: the job has not ended or, without `force`, has files that are not in their bucket.
         """
 
     @abstractmethod
     def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
-        """Yield output. The blocks of several nodes are in the order of their times.
-
-        Raises:
-            NotFound: the job or the node does not exist.
-        """
+        """Yield output. The blocks of several nodes are in the order of their times."""
 
     def lines(self, number: int, what: OutputSelection) -> Iterator[Line]:
         """Yield the lines of the output with their times. Very long lines come in parts."""
@@ -282,11 +247,7 @@ def sorted_out(results: Iterable[_R | HoldfastError]) -> tuple[list[_R], list[Ho
 
 
 def all_of(results: Iterable[_R | HoldfastError]) -> list[_R]:
-    """Return the results.
-
-    Raises:
-        HoldfastError: some are errors. It has the class of the first and the messages of all.
-    """
+    """Return the results."""
     done, errors = sorted_out(results)
     if errors:
         raise type(errors[0])("\n".join(map(str, errors))) from errors[0]

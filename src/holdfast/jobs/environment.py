@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from holdfast.system.environment import PREEMPTION, PROGRESS
 
-TAG = "HOLDFAST_NODE"
-"""Variable that identifies the processes of a node: task id, attempt and rank."""
+TAG = "HOLDFAST_NODE"  # variable that identifies the processes of a node: task id, attempt and rank
 
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """Variable with which printed lines are in the log at once, and not lost when the process is killed."""

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from holdfast.errors import redact
 from holdfast.jobs.outcome import Outcome
 
-MAX_SAME = 3
-"""Attempts in a row with the same cause, without a newer checkpoint, before the job fails."""
+MAX_SAME = 3  # attempts in a row with the same cause, without a newer checkpoint, before the job fails
 SAME_FAILURES = "HOLDFAST_SAME_FAILURES"
 """Variable of a job that replaces `MAX_SAME`: a number, or `any` for no limit."""
 NO_LIMIT = "any"
-_NUM_LINES = 20
-"""Lines at the end of an attempt's output that are compared."""
+_NUM_LINES = 20  # lines at the end of an attempt's output that are compared
 _MAX_SHOWN = 200
 _MAX_SAME_DIGITS = 6
 

@@ -12,10 +12,8 @@ _LAST = "last-number"
 """File with the greatest number so far. If it is lost, the folders that exist still count."""
 _REMOVED = ".removing-"
 _MAX_DIGITS = 15
-_MAX_FOLDER = 10**12
-"""Number from which on a folder is a stray one, which new numbers do not follow."""
-_MAX_WRITTEN = 10**14
-"""Number from which on the file with the greatest number is damaged."""
+_MAX_FOLDER = 10**12  # number from which on a folder is a stray one, which new numbers do not follow
+_MAX_WRITTEN = 10**14  # number from which on the file with the greatest number is damaged
 
 
 def reserve_number(jobs: Path) -> int:

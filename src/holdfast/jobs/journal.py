@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_TAIL_BYTES = 4 << 20
-"""Part of a journal that is searched for its last valid lines."""
+_TAIL_BYTES = 4 << 20  # part of a journal that is searched for its last valid lines
 _RESERVED_BYTES = 16 << 10
 """Space behind the last line that is kept for further ones, so that an end can be recorded on a full disk."""
 
@@ -80,9 +79,6 @@ def append(fd: int, line: str, *, is_durable: bool = True) -> None:
 
     Args:
         is_durable: wait until it survives a power cut.
-
-    Raises:
-        OSError: the disk is full or failed. The torn line is skipped by readers.
     """
     end = os.lseek(fd, 0, os.SEEK_END)
     is_torn = end > 0 and os.pread(fd, 1, end - 1) != b"\n"

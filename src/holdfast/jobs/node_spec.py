@@ -17,12 +17,10 @@ from holdfast.jobs.outcome import Outcome
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.linux.files import write_atomic
 
-MAX_OWN_BYTES = 64 << 20
-"""Limit for a document that contains an environment."""
+MAX_OWN_BYTES = 64 << 20  # limit for a document that contains an environment
 
 
-_OUTCOME_BYTES = 2048
-"""Size of the document with the outcome of a node, with spaces at its end."""
+_OUTCOME_BYTES = 2048  # size of the document with the outcome of a node, with spaces at its end
 
 
 @dataclass(frozen=True, slots=True)

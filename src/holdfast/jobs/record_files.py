@@ -17,8 +17,7 @@ from holdfast.system.documents import MAX_BYTES, decode_dataclass, refuse
 from holdfast.system.linux.files import open_regular, write_atomic
 
 VERSION = 1
-ENGINE_NAMES = ("local", "slurm", "sky", "k8s", "kubeflow")
-"""Names of engines, as in `--on`."""
+ENGINE_NAMES = ("local", "slurm", "sky", "k8s", "kubeflow")  # names of engines, as in `--on`
 _MAX_NODES = 1_000_000
 _MAX_UNIX_S = 253_402_300_799.0  # end of the year 9999
 
@@ -97,12 +96,7 @@ def write_submission(folder: JobFolder, submission: Submission) -> None:
 
 
 def read_submission(folder: JobFolder) -> Submission | None:
-    """Return what was submitted, or None for a folder of an incomplete launch.
-
-    Raises:
-        Corrupt: both files are damaged or missing.
-        Conflict: a newer version of Holdfast wrote them.
-    """
+    """Return what was submitted, or None for a folder of an incomplete launch."""
     trouble: Corrupt | None = None
     for path in folder.submissions:
         try:

@@ -23,8 +23,7 @@ from holdfast.jobs.state_machine import JobState
 from holdfast.system.environment import read_progress
 from holdfast.system.units import plural
 
-_QUERY_S = 0.2
-"""Pause between two queries of a followed job's status."""
+_QUERY_S = 0.2  # pause between two queries of a followed job's status
 
 
 class RecordedEngine(Engine):
@@ -76,12 +75,7 @@ class RecordedEngine(Engine):
             yield from self._follow(number, readers, watch, with_progress=what.with_progress)
 
     def _follow(
-        self,
-        number: int,
-        readers: Mapping[int | None, LogReader],
-        watch: FolderWatch,
-        *,
-        with_progress: bool,
+        self, number: int, readers: Mapping[int | None, LogReader], watch: FolderWatch, *, with_progress: bool
     ) -> Iterator[OutputBlock]:
         """Yield output until the job has ended. Its status is queried at most a few times a second."""
         shown = b""
@@ -119,11 +113,7 @@ class RecordedEngine(Engine):
 
 
 def check_active(job: Job) -> None:
-    """Check that a job has not ended.
-
-    Raises:
-        Conflict: the job has ended.
-    """
+    """Check that a job has not ended."""
     if job.status.is_final:
         raise Conflict(f"Job {job.id} has already ended: {job.status.value}.")
 

@@ -128,12 +128,7 @@ class Records:
         return [job_numbers.removed_folder(self._jobs, number) for number in numbers]
 
     def get(self, number: int) -> JobRecord:
-        """Return a job's record.
-
-        Raises:
-            NotFound: the job does not exist.
-            Corrupt: its record is damaged.
-        """
+        """Return a job's record."""
         with self._translate_errors():
             try:
                 submission = self._submission(number)

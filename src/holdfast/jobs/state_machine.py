@@ -13,12 +13,9 @@ from holdfast.system import backoff
 
 MAX_BARREN = 5
 """Attempts in a row that may exit by themselves without a newer checkpoint before the job fails."""
-MAX_WAIT_S = 60.0
-"""Longest backoff between two attempts."""
-PEERS_S = 5.0
-"""Time that other nodes have to exit after one has failed, so that they can log the error too."""
-GRACE_S = 30.0
-"""Default time limit for a job's last save."""
+MAX_WAIT_S = 60.0  # longest backoff between two attempts
+PEERS_S = 5.0  # time that other nodes have to exit after one has failed, so that they can log the error too
+GRACE_S = 30.0  # default time limit for a job's last save
 
 
 @dataclass(frozen=True, slots=True)

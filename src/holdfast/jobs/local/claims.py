@@ -25,12 +25,10 @@ from holdfast.system.host_memory import total_bytes
 from holdfast.system.linux import locks
 from holdfast.system.units import plural
 
-Devices = tuple[tuple[str, ...], ...]
-"""GPUs of each node of a job, by rank."""
+Devices = tuple[tuple[str, ...], ...]  # GPUs of each node of a job, by rank
 
 _GIB_MIB = 1024
-_ROUNDING = 1e-6
-"""Tolerance of sums of parts of CPUs."""
+_ROUNDING = 1e-6  # tolerance of sums of parts of CPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +184,7 @@ def _amount(mib: int) -> str:
     return f"{mib} MiB" if mib < _GIB_MIB else f"{mib * 10 // _GIB_MIB / 10:g} GiB"
 
 
-_LOCK = "claims.lock"
-"""File whose lock is held while a job takes its claim. Its contents mean nothing."""
+_LOCK = "claims.lock"  # file whose lock is held while a job takes its claim. Its contents mean nothing
 _MIB = 1 << 20
 
 
@@ -327,8 +324,7 @@ def read_capacity() -> Capacity:
 
 
 _FIRST = 20_000
-_NUM_PORTS = 10_000
-"""Range of chosen ports. It is below those that Linux gives to outgoing connections."""
+_NUM_PORTS = 10_000  # range of chosen ports. It is below those that Linux gives to outgoing connections
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _OPTION = re.compile(r"--(?:master|main[-_]process)[-_]port[ =]+[\"']?(\d{2,5})\b")
 _ENDPOINT = re.compile(r"--rdzv[-_]endpoint[ =][^\n]*?:(\d{2,5})\b")

@@ -49,12 +49,9 @@ from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 
-_UNKNOWN_S = 0.05
-"""Interval for checking a process that is about to write or to exit."""
-_AGAIN_S = 1.0
-"""Interval for checking whether all killed processes are gone."""
-_OTHERS_S = 5.0
-"""Interval for checking the jobs that this one waits for, whose end wakes this controller too."""
+_UNKNOWN_S = 0.05  # interval for checking a process that is about to write or to exit
+_AGAIN_S = 1.0  # interval for checking whether all killed processes are gone
+_OTHERS_S = 5.0  # interval for checking the jobs that this one waits for, whose end wakes this controller too
 
 
 def supervise(state: Path, number: int) -> bool:
@@ -104,11 +101,7 @@ def _supervise(records: Records, folder: JobFolder, number: int) -> bool:
 
 
 def cancel_without_controller(records: Records, folder: JobFolder, number: int) -> bool:
-    """Cancel a job that has not started and has no controller. Return True if it was one.
-
-    Raises:
-        HoldfastError: its record cannot be read or written.
-    """
+    """Cancel a job that has not started and has no controller. Return True if it was one."""
     lock = locks.acquire(folder.lock)
     if lock is None:
         return False
@@ -357,18 +350,13 @@ class LocalController(Controller):
                 yield Uploading(attempt, missing)
 
     def _upload_until_unix_s(self) -> float | None:
-        """Return the deadline for uploads of the attempt. None: wait without limit.
-
-        A job is only complete once its files are uploaded. A job that is restarted keeps its files on this
-        machine, and waits only as long as the machine is expected to exist. A cancelled job uploads in the
-        background.
-        """
+        """Return the deadline for uploads of the attempt. None: wait without limit."""
         if self.state.status is JobStatus.CANCELLING:
-            return 0.0
+            return 0.0  # it uploads in the background
         is_complete = all(one.is_success for one in self.state.outcomes.values())
         until_unix_s = self._timers.notice_until_unix_s
         if is_complete or until_unix_s is None:
-            return None if is_complete else 0.0
+            return None if is_complete else 0.0  # a job that is restarted keeps its files on this machine
         return self._clock.machine_unix_s(until_unix_s)
 
     @override

@@ -143,11 +143,7 @@ class LocalEngine(RecordedEngine):
         return found
 
     def _prepare(self, task: Task, folder: JobFolder, records: Records, pipeline: JobPipeline | None) -> None:
-        """Write all files that a job needs.
-
-        Raises:
-            HoldfastError: a file cannot be written, or would be wrong.
-        """
+        """Write all files that a job needs."""
         try:
             prepare(task, folder, records, self._state)
             variables = {**task.envs, **task.secrets}
@@ -180,11 +176,7 @@ class LocalEngine(RecordedEngine):
         return record
 
     def _ensure_controller(self, record: JobRecord, claims: Claims) -> None:
-        """Start or wake the controller of a job that has not ended.
-
-        One that waits behind another job needs none yet: in a pipeline, or for a claim. The end of a job that
-        has ended is completed.
-        """
+        """Start or wake the controller of a job that has not ended."""
         self._announce(record, record.job_state)
         if record.job_state.status.is_final:
             release_containers(job_folder(self._state, record.id))
@@ -227,10 +219,8 @@ class LocalEngine(RecordedEngine):
         return list(each(lambda number: ended.get(number) or self.cancel(number), numbers))
 
     def _end_waiting(self, numbers: Sequence[int]) -> dict[int, Job]:
-        """Cancel those jobs that wait behind others, in this process.
-
-        They have no controller. To start one for each of hundreds would take minutes and gigabytes.
-        """
+        """Cancel those jobs that wait behind others, in this process."""
+        # They have no controller. To start one for each of hundreds would take minutes and gigabytes.
         records = self._records()
         claims = read_claims(records, self._state)
         found: dict[int, Job] = {}
@@ -261,14 +251,7 @@ class LocalEngine(RecordedEngine):
 
 
 def _in_image(task: Task) -> Task:
-    """Return a task whose commands run in its container image, if possible.
-
-    It has an image, and this machine a runtime. Otherwise, return the task as it is.
-
-    Raises:
-        InvalidInput: it is not the name of an image.
-        Unsupported: see `find_runtime`.
-    """
+    """Return a task whose commands run in its container image, if possible."""
     image = docker_image(task)
     return task if image is None or find_runtime() is None else in_image(task, image)
 
@@ -300,11 +283,7 @@ def _spec(task: Task, after: int | None) -> JobSpec:
 
 
 def _check_gpus(task: Task, devices: list[str]) -> None:
-    """Check that a task does not ask for more GPUs than this machine has. One without GPUs divides none.
-
-    Raises:
-        Unsupported: it does.
-    """
+    """Check that a task does not ask for more GPUs than this machine has. One without GPUs divides none."""
     wanted = task.num_nodes * task.accelerators.num_per_node
     if devices and wanted > len(devices):
         nodes = f" on {task.num_nodes} nodes" if task.num_nodes > 1 else ""

@@ -25,8 +25,7 @@ from holdfast.system.linux import locks
 from holdfast.watch.preemption.file import write_notice
 from holdfast.watch.preemption.notice import Notice
 
-_SWEEP_S = 60.0
-"""Time limit for killing processes that do not disappear."""
+_SWEEP_S = 60.0  # time limit for killing processes that do not disappear
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,8 +44,7 @@ class Nodes:
         self._task_id = task_id
         self._attempt = attempt
         self._nodes = [_Node(folder.node(attempt, rank)) for rank in range(num_nodes)]
-        self.is_killed = False
-        """True if the attempt was killed here. Its agents report that."""
+        self.is_killed = False  # the attempt was killed here. Its agents report that
 
     def close(self) -> None:
         """Stop watching."""

@@ -38,8 +38,7 @@ _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a trainer may have received with its shell, and may handle."""
 _CANNOT_START = 126
 _UNFIT = 1
-_LOOK_S = 1.0
-"""Interval for checking the processes that the node needs."""
+_LOOK_S = 1.0  # interval for checking the processes that the node needs
 
 
 def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
@@ -152,15 +151,12 @@ def _cannot_start(why: str, log: int) -> Outcome:
 
 
 def _prepare_venv(plan: NodeSpec, folder: Path, log: int) -> str:
-    """Make the virtual environment of the node, unless it has no Python. Return why that failed, or nothing.
-
-    `setup` begins with a new one: in an environment that it has not completed, packages may be incomplete.
-    """
+    """Make the virtual environment of the node, unless it has no Python. Return why that failed, or ""."""
     wanted = dict(plan.environment).get(VENV, DEFAULT)
     if wanted.strip().lower() != DEFAULT:
         line = f"{VENV} is {wanted!r:.100}, expected {DEFAULT} or {NONE}. It is taken for {DEFAULT}."
         os.write(log, f"holdfast: {line}\n".encode())
-    if plan.setup is None and folder.exists():
+    if plan.setup is None and folder.exists():  # an environment that `setup` has not completed is replaced
         return ""
     try:
         parent = find_parent(plan.environment, Path(plan.workdir))
@@ -236,11 +232,7 @@ def _exec_bash(script: str, environment: Mapping[str, str]) -> None:
 
 
 class _Orphans:
-    """Children of trainers that have exited after a preemption. They may keep a pipe open.
-
-    Args:
-        is_preempted: returns True if the newest report of the training is a preemption.
-    """
+    """Children of trainers that have exited after a preemption. They may keep a pipe open."""
 
     def __init__(self, is_preempted: Callable[[], bool]) -> None:
         self._is_preempted = is_preempted

@@ -18,8 +18,7 @@ from holdfast.system.units import format_bytes, parse_bytes, plural
 LIMIT = "HOLDFAST_COPY_LIMIT"
 """Variable of the task or the shell with the most bytes that one copy may take on all nodes, or `none`."""
 _DEFAULT = "10GiB"
-_SHOWN_BYTES = 1 << 30
-"""Size from which a copy is announced before it begins."""
+_SHOWN_BYTES = 1 << 30  # size from which a copy is announced before it begins
 _NUM_SHOWN = 3
 _FICLONE = 0x40049409  # of ioctl_ficlone(2)
 _CHUNK_BYTES = 8 << 20
@@ -40,10 +39,6 @@ def check_copy(
         num_copies: copies that will be made.
         what: name for messages, with its place in the task file.
         way_out: sentence about how to copy less.
-
-    Raises:
-        Denied: files cannot be read.
-        InvalidInput: the copies would take more than the limit, or the limit is not a size.
     """
     num_files = total = most = 0
     largest, unreadable = source, list[str]()
@@ -76,9 +71,6 @@ def check_copy(
 
 def copy_tree(source: Path, to: Path, ignore: Ignore | None = None) -> None:
     """Copy a folder with symbolic links as they are.
-
-    Raises:
-        OSError: files could not be copied; the message names the first.
 
     Blocks: while files are copied.
     """

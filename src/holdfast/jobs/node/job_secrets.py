@@ -28,11 +28,7 @@ def has_secrets(folder: JobFolder) -> bool:
 
 
 def check_has_secrets(folder: JobFolder) -> None:
-    """Check that a job can be started: its secrets are removed when it has ended.
-
-    Raises:
-        Conflict: they were removed.
-    """
+    """Check that a job can be started: its secrets are removed when it has ended."""
     if not has_secrets(folder):
         raise Conflict(
             f"The job in {folder.path} had ended, so its variables and secrets were removed, and it cannot "

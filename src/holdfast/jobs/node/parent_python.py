@@ -76,9 +76,6 @@ def find_parent(environment: Mapping[str, str], workdir: Path) -> ParentPython |
     Args:
         environment: all variables of the job's commands.
         workdir: their working directory.
-
-    Raises:
-        Unsupported: it does not work, or is not CPython 3.
     """
     path = environment.get("PATH", os.defpath)
     found = shutil.which("python3", path=path) or shutil.which("python", path=path)

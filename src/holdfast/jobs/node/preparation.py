@@ -40,10 +40,6 @@ def prepare(task: Task, folder: JobFolder, records: Records, state: Path, *, pre
         prefix: commands for the beginning of each script's first line. Line numbers in messages stay those of
             the task.
 
-    Raises:
-        HoldfastError: a file would be wrong, or something is in the way.
-        OSError: a file cannot be written.
-
     Blocks: while files are copied.
     """
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,11 +123,7 @@ def _texts(task: Task, folder: JobFolder, rank: int) -> Iterator[tuple[str, str]
 
 
 def _choose_venv(variables: Mapping[str, str], folder: JobFolder, rank: int, machine: str) -> Path | None:
-    """Return the folder of a node's own virtual environment, or None without one.
-
-    A job that activates an environment of conda installs into that one, and a job in an image into its
-    containers.
-    """
+    """Return the folder of a node's own virtual environment, or None without one."""
     if not is_wanted(variables) or folder.image.exists():
         return None
     for name in ("setup", "run"):
@@ -151,15 +143,8 @@ def _node_variables(variables: Mapping[str, str], folder: JobFolder, rank: int) 
 
 
 def _workdir_links(task: Task, folder: JobFolder, records: Records) -> list[Link]:
-    """Return the link that a job needs in its user's home, if any. The workdir must be complete.
-
-    Commands that name ~/sky_workdir need none, because the path is replaced in them.
-
-    Raises:
-        Unsupported: the job has several nodes, which have a workdir each.
-        Conflict: another job has the link, or another file is in its place.
-    """
-    used_in = next(_uses(task, folder), None)
+    """Return the link that a job needs in its user's home, if any. The workdir must be complete."""
+    used_in = next(_uses(task, folder), None)  # commands need none: the path is replaced in them
     if used_in is None:
         return []
     target = Path.home() / SKY_WORKDIR

@@ -17,10 +17,8 @@ from holdfast.system.linux.processes import handles_signal, read_stat
 _PROC = Path("/proc")
 ROLES, AGENT = "holdfast.jobs", "agent"
 """Module of the processes of all roles, and the only role that belongs to a node."""
-CONTAINER_PREFIX = b"holdfast-"
-"""Beginning of the names of containers of jobs."""
-_ROUND_S = 5.0
-"""Time for killed processes to disappear before they are searched for again."""
+CONTAINER_PREFIX = b"holdfast-"  # beginning of the names of containers of jobs
+_ROUND_S = 5.0  # time for killed processes to disappear before they are searched for again
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,7 @@ _CONTAINERS_LIMIT_S = 60.0
 
 
 def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
-    """Remove a job. First completes removals that were interrupted.
-
-    Raises:
-        NotFound: the job does not exist.
-        Conflict: the job has not ended, some of its processes are running, or files would be lost.
-        RetryLater: the folder cannot be removed. The job is no longer listed, and the next call continues.
-    """
+    """Remove a job. First completes removals that were interrupted."""
     for left in records.folders_set_aside():
         _remove(left)
     record = records.get(number)

@@ -22,8 +22,7 @@ from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import wake
 
-STOPPED = "stopped"
-"""File in the folder of an attempt that is being killed."""
+STOPPED = "stopped"  # file in the folder of an attempt that is being killed
 _PATH = "PYTHONPATH"
 _DEFAULT_SIGNALS = (
     signal.SIGINT,
@@ -35,8 +34,7 @@ _DEFAULT_SIGNALS = (
 )
 _POLL_S = 0.05
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_MAX_STARTS = 3
-"""Limit of starts of a process that dies before it is ready."""
+_MAX_STARTS = 3  # limit of starts of a process that dies before it is ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,7 @@ _NO_PROGRAMS = (
 
 
 def check_workdir(task: Task) -> None:
-    """Check that the workdir can be created.
-
-    Raises:
-        NotFound: the folder does not exist.
-        Unsupported: it is a repository, and git is not installed.
-    """
+    """Check that the workdir can be created."""
     where = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
     if task.repository is not None:
         check_git(where)
@@ -48,10 +43,6 @@ def check_workdir(task: Task) -> None:
 
 def create_workdir(task: Task, folder: JobFolder) -> None:
     """Create a workdir for every node.
-
-    Raises:
-        HoldfastError: see `clone` and `check_copy`.
-        OSError: copying failed.
 
     Blocks: while files are copied.
     """
@@ -96,11 +87,7 @@ def _left_out(source: Path, job: JobFolder) -> Ignore:
 
 
 def check_git(where: str) -> None:
-    """Check that git is installed.
-
-    Raises:
-        Unsupported: git is missing.
-    """
+    """Check that git is installed."""
     if shutil.which("git") is None:
         raise Unsupported(
             f"{where}: git is not installed on this machine (`apt-get install git`). Nothing was started."
@@ -112,10 +99,6 @@ def clone(repository: Repository, to: Path) -> str:
 
     Args:
         to: folder that does not exist yet.
-
-    Raises:
-        NotFound: the branch, tag or commit does not exist.
-        RetryLater: git failed, for example because the repository is unreachable or needs credentials.
 
     Blocks: while git fetches the repository.
     """
@@ -179,10 +162,6 @@ def ignored_paths(folder: Path) -> frozenset[str]:
     An existing `.skyignore` replaces git's rules. Each of its lines is a pattern, relative to the folder if
     it starts with a slash, else to any folder below. Lines with `#` are comments. Otherwise git's rules apply
     if the folder is in a work tree. Files that git tracks are always copied.
-
-    Raises:
-        RetryLater: git failed.
-        InvalidInput: the `.skyignore` is not UTF-8.
 
     Source: skypilot 0.14.1, sky/data/storage_utils.py, so that SkyPilot and Holdfast copy the same files.
     """

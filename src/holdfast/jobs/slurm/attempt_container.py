@@ -37,11 +37,7 @@ class AttemptContainer:
         self._files = folder.node(attempt, rank).container
 
     def open(self, *, has_gpus: bool, scratch: JobFolder | None) -> None:
-        """Specify the container for this machine. The agent has it made.
-
-        Raises:
-            Unsupported: this machine has no container runtime that could run it.
-        """
+        """Specify the container for this machine. The agent has it made."""
         runtime = find_runtime()
         if runtime is None:
             raise Unsupported(

@@ -28,8 +28,7 @@ class ClusterMounts:
 
     def __init__(self, job: JobFolder, num_nodes: int, uploads: Mapping[int, NodeUploads]) -> None:
         self._num_nodes = num_nodes
-        self.has_some = bool(read_mount_specs(job))
-        """True if the job has mounts in scratch folders."""
+        self.has_some = bool(read_mount_specs(job))  # true if the job has mounts in scratch folders
         self._has_caches = bool(caches(job))
         self.uploads = dict(uploads)
         self._sent: set[int] = set()
@@ -78,9 +77,6 @@ class ClusterMounts:
 
         Args:
             key: key of the mount in the task file.
-
-        Raises:
-            Conflict: the nodes have different paths.
         """
         paths = {one.path: one.machine for one in self.uploads.values()}
         if len(paths) > 1:
@@ -146,8 +142,7 @@ class UploadTerms:
         self._num_nodes = policy.num_nodes
         self._limit_unix_s: float | None = None
         self._ended_unix_s: float | None = None
-        self.sent: EndUploads | None = None
-        """The last terms that were sent."""
+        self.sent: EndUploads | None = None  # the last terms that were sent
 
     def forget_step(self) -> None:
         """Forget what was sent, as other runners take the places of those that received it."""

@@ -23,8 +23,7 @@ from holdfast.system.linux.program_runs import run_program
 _TIMEOUT_S = 60.0
 _NUM_TRIES = 3
 """Tries of a command that may be repeated. Slurm sends its SIGTERM to all programs of a job, also to ours."""
-_KILL_WAIT_S = 30.0
-"""Slurm's default for KillWait."""
+_KILL_WAIT_S = 30.0  # Slurm's default for KillWait
 _FIXES = {
     "invalid generic resource": "The cluster has no GPUs of this name: `sinfo -o %G` prints those it has. "
     "Give them with --gpus NAME:N or as gres in config.slurm.sbatch_options, or use --gpus none.",
@@ -53,11 +52,7 @@ class Queued:
 
 
 def require() -> None:
-    """Check that Slurm is installed.
-
-    Raises:
-        Unsupported: sbatch is missing.
-    """
+    """Check that Slurm is installed."""
     if shutil.which("sbatch") is None:
         message = "sbatch is not on the PATH. Use `--on slurm` on a login node of a Slurm cluster."
         raise Unsupported(f"{message} Nothing was started.")
@@ -78,11 +73,7 @@ def submit(script: Path, *, exclude: str = "") -> str:
 
 
 def can_run_without(script: Path, nodes: str) -> bool:
-    """Return True if Slurm could run a script without these nodes.
-
-    Raises:
-        Unsupported: sbatch is missing.
-    """
+    """Return True if Slurm could run a script without these nodes."""
     try:
         _run(["sbatch", "--test-only", *_without(nodes), str(script)], _outer_environment())
     except RetryLater:
@@ -242,12 +233,7 @@ def _resolve(name: str) -> str:
 
 
 def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_tries: int = 1) -> str:
-    """Run a program, and return its output. It is run again if a signal has ended it.
-
-    Raises:
-        Unsupported: it is not installed.
-        RetryLater: it failed, or did not end.
-    """
+    """Run a program, and return its output. It is run again if a signal has ended it."""
     try:
         done = run_program(words, timeout_s=_TIMEOUT_S, env=environment)
     except FileNotFoundError as error:

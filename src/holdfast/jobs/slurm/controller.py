@@ -51,12 +51,9 @@ from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 
-_POLL_S = 1.0
-"""Interval for checking requests: a file on a shared file system wakes no process."""
-_STUBBORN_S = 30.0
-"""Time limit for nodes to kill their processes, before Slurm does it."""
-_NOTIFIER_S = 60.0
-"""Time limit for sending the notification of the job's end while the job has its nodes."""
+_POLL_S = 1.0  # interval for checking requests: a file on a shared file system wakes no process
+_STUBBORN_S = 30.0  # time limit for nodes to kill their processes, before Slurm does it
+_NOTIFIER_S = 60.0  # time limit for sending the notification of the job's end while the job has its nodes
 _MAX_SILENT = 3
 _RETRY_S = 5.0
 _MAX_RETRIES = 60
@@ -408,10 +405,8 @@ class SlurmController(Controller):
         )
 
     def _is_on_excluded(self) -> bool:
-        """Return True, once per node, if the job has a node that stands out.
-
-        Slurm itself starts a job again whose first node has failed, and does not leave that node out.
-        """
+        """Return True, once per node, if the job has a node that stands out."""
+        # Slurm itself starts a job again whose first node has failed, and does not leave that node out.
         unwanted = set(self._choose_left_out()) - set(self._stored.left_out)
         found = unwanted & set(_own_names()) if unwanted else set[str]()
         if found:

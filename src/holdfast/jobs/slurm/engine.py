@@ -53,8 +53,7 @@ from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
 
-_POLL_S = 2.0
-"""Interval for following output, as writes on other machines do not wake this one."""
+_POLL_S = 2.0  # interval for following output, as writes on other machines do not wake this one
 _DEAF_TO_USR1 = "trap '' USR1; "
 """Prefix of scripts: Slurm may signal all processes of a job, and SIGUSR1 kills most."""
 _BODY = """\
@@ -342,13 +341,7 @@ class SlurmEngine(RecordedEngine):
 
 
 def _in_image(task: Task) -> Task:
-    """Return a task whose commands run in its container image, if possible.
-
-    It is not if the task has an option of Slurm for containers.
-
-    Raises:
-        InvalidInput: it is not the name of an image, or an option of sbatch is invalid.
-    """
+    """Return a task whose commands run in its container image, if possible."""
     image = docker_image(task)
     return task if image is None or has_own_container(wanted_options(task)) else in_image(task, image)
 

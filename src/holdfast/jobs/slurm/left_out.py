@@ -12,8 +12,7 @@ from holdfast.jobs.slurm import commands
 from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
-MAX_SHARE = 0.1
-"""Greatest share of the usable machines that is left out, except that one always may be."""
+MAX_SHARE = 0.1  # greatest share of the usable machines that is left out, except that one always may be
 
 
 def choose_left_out(

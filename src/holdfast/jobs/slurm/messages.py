@@ -140,8 +140,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._rest = b""
-        self.others: list[str] = []
-        """Lines that are not messages: output of srun or a site's own programs."""
+        self.others: list[str] = []  # lines that are not messages: output of srun or a site's own programs
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages that these bytes complete."""

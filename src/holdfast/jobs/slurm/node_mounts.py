@@ -73,9 +73,6 @@ class NodeMounts:
 
         Args:
             wakeup: FIFO that wakes this process.
-
-        Raises:
-            HoldfastError: see `open_scratch` and `create_links`.
         """
         scratch = self._locate()
         open_scratch(scratch, self._owner)

@@ -48,10 +48,8 @@ class Step:
         self._in, self._out = self._srun.stdin, self._srun.stdout
         self._inbox = messages.Inbox()
         self._killed: messages.KillProcesses | None = None
-        self.has_ended = False
-        """True once no runner is left."""
-        self.has_opened = False
-        """True once the nodes may mount."""
+        self.has_ended = False  # true once no runner is left
+        self.has_opened = False  # true once the nodes may mount
 
     @property
     def fd(self) -> int:

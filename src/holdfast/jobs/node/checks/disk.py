@@ -12,12 +12,9 @@ from pathlib import Path
 from holdfast.jobs.node.checks.result import Check
 from holdfast.system.linux.partial_files import partial_file
 
-NUM_BYTES = 4 << 20
-"""Bytes that are written to each disk."""
-FEW_BYTES = 4096
-"""Bytes that are written to a further folder on a disk."""
-MAX_OFFSET_S = 5.0
-"""Longest difference between this machine's clock and that of a file system."""
+NUM_BYTES = 4 << 20  # bytes that are written to each disk
+FEW_BYTES = 4096  # bytes that are written to a further folder on a disk
+MAX_OFFSET_S = 5.0  # longest difference between this machine's clock and that of a file system
 _PIECE_BYTES = 4096
 _NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, errno.ENOENT, errno.ELOOP)

@@ -40,20 +40,16 @@ from holdfast.system.units import format_bytes
 
 LIMIT_S = 10.0
 """Time limit of all checks. What has no result by then is reported, and does not stop the attempt."""
-GPU_LIMIT_S = 60.0
-"""The same for GPUs, whose check has to import torch first."""
+GPU_LIMIT_S = 60.0  # the same for GPUs, whose check has to import torch first
 _MAX_HOMES = 4
 _MAX_FDS = 1024
 COPY_BYTES = 16 << 20
 _FEW_COPY_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _NUM_COPIES = 3
-SIZE = 192
-"""Rows and columns of the matrices for numpy."""
-SMALL_SIZE = 40
-"""Rows and columns of the matrices for Python itself."""
-GREATEST = {"float64": 1 << 20, "float32": 200}
-"""Greatest absolute value of an element, by type."""
+SIZE = 192  # rows and columns of the matrices for numpy
+SMALL_SIZE = 40  # rows and columns of the matrices for Python itself
+GREATEST = {"float64": 1 << 20, "float32": 200}  # greatest absolute value of an element, by type
 GOLDEN = {
     (192, "float64"): "37c6e5f7ba63756e8203c7222e2ce8976dd91e71022d7d73ad3e71b183a90060",
     (192, "float32"): "b978112be0adaf8988a5c46d786da09119ad8177036bd8f6b36f36aa65428d19",
@@ -64,8 +60,7 @@ GOLDEN = {
 All sums stay below 2**53 in float64 and 2**24 in float32, so no order of additions rounds anything.
 """
 _MASK = (1 << 32) - 1
-_LIMIT_S = 1.0
-"""Time limit for all cores. Those that come later are not tried."""
+_LIMIT_S = 1.0  # time limit for all cores. Those that come later are not tried
 
 Products = Mapping[tuple[int, str], Callable[[], bytes]]
 """By size and type: computes a product, and returns it as 64-bit integers."""
@@ -379,11 +374,7 @@ def _with_numpy(numpy: Any, dtype: str) -> Callable[[], bytes]:
 
 
 def _mixed(index: Any, seed: Any, one: Any) -> Any:
-    """Return well-mixed integers below 2**32, for Python's integers and numpy's alike.
-
-    Args:
-        one: the number 1 as one of these integers.
-    """
+    """Return well-mixed integers below 2**32, for Python's integers and numpy's alike."""
     mask, high, low = _MASK * one, 15 * one, 13 * one
     mixed = ((index + one) * (2654435761 * one) + seed * (40503 * one)) & mask
     mixed = ((mixed ^ (mixed >> high)) * (2246822519 * one)) & mask

@@ -32,8 +32,7 @@ class ContainerLease(Lease):
         self._folder, self._log = folder, log
         self._job = JobFolder(attempt.parents[1])
         self._namespaces: JoinedNamespaces | None = None
-        self.environment: dict[str, str] = {}
-        """Variables that the image defines, once the container runs."""
+        self.environment: dict[str, str] = {}  # variables that the image defines, once the container runs
 
     def join(self) -> None:
         """Move this process, of one thread, into the container."""

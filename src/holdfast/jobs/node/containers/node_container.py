@@ -61,9 +61,6 @@ class NodeContainer:
     def ensure_running(self) -> ContainerState:
         """Return the state of the container, which is created and started if necessary.
 
-        Raises:
-            HoldfastError: the runtime failed, or the image cannot be used.
-
         Blocks: while the image is pulled.
         """
         container = self._find()
@@ -88,11 +85,7 @@ class NodeContainer:
         return ContainerState(pid, process.start, environment)
 
     def remove(self) -> None:
-        """Remove the container, if it exists. Files of the job belong to the job's user afterwards.
-
-        Raises:
-            HoldfastError: the runtime failed.
-        """
+        """Remove the container, if it exists. Files of the job belong to the job's user afterwards."""
         if (container := self._find()) is not None:
             self._remove(container)
 
@@ -327,10 +320,7 @@ def _bind(path: str, *further: str) -> Iterator[str]:
 
 
 def _gpus(runtime: ContainerRuntime) -> tuple[str, ...]:
-    """Return the options for all GPUs of this machine. `CUDA_VISIBLE_DEVICES` selects those of the job.
-
-    Source: podman-create(1), with the Container Device Interface; the reference of `docker run`.
-    """
+    """Return the options for all GPUs of this machine. `CUDA_VISIBLE_DEVICES` selects those of the job."""
     if runtime is ContainerRuntime.PODMAN:
         return ("--device", "nvidia.com/gpu=all")
     return ("--gpus", "all")
@@ -361,10 +351,6 @@ def make_links(namespaces: JoinedNamespaces, links: Mapping[str, str]) -> None:
 
     Args:
         links: absolute paths of the files, by that of the link.
-
-    Raises:
-        Conflict: the image has a folder with files at the path of a link.
-        RetryLater: the container cannot be entered, or a link cannot be created.
     """
 
     def make() -> str:

@@ -29,11 +29,7 @@ class ContainerRuntime(str, Enum):
 
 
 def find_runtime() -> ContainerRuntime | None:
-    """Return the runtime that answers on this machine, or None. Podman is preferred: it needs no root.
-
-    Raises:
-        Unsupported: only docker answers, and would run the commands as another user, root.
-    """
+    """Return the runtime that answers on this machine, or None. Podman is preferred: it needs no root."""
     if _ask("podman") == "false":
         return ContainerRuntime.PODMAN
     options = _ask("docker")
@@ -79,10 +75,6 @@ class RuntimeCalls:
 
         Args:
             is_logged: write its output to the log of this process as it comes.
-
-        Raises:
-            RetryLater: it failed, or is not wanted any more. The message has its own words.
-            NotFound: the program is not installed.
 
         Blocks: as long as the command runs.
         """

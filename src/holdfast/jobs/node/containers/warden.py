@@ -18,8 +18,7 @@ from holdfast.jobs.node.roles import log_line
 from holdfast.system.linux.processes import adopt_orphans
 
 _CHECK_S = 0.25
-_REMOVALS = 3
-"""Limit of attempts to remove a container. The next command about the job tries again."""
+_REMOVALS = 3  # limit of attempts to remove a container. The next command about the job tries again
 
 
 def serve(folder: Path) -> None:

@@ -22,12 +22,7 @@ _TIMEOUT_S = "10"
 
 
 def exists(url: str) -> bool:
-    """Return True if an object exists at a URL or below it.
-
-    Raises:
-        RetryLater: the store does not answer, or denies access.
-        InvalidInput: the URL is not one of a store.
-    """
+    """Return True if an object exists at a URL or below it."""
     address = parse_address(url)
     if address.option("timeout") is None:
         address = dataclasses.replace(address, options=(*address.options, ("timeout", _TIMEOUT_S)))
@@ -49,11 +44,6 @@ def download(
         url: prefix of a bucket, or one object.
         log: called with progress messages.
         is_wanted: polled, and stops the download by returning False.
-
-    Raises:
-        NotFound: nothing exists at the URL.
-        InvalidInput: the names of two objects cannot coexist in a folder.
-        RetryLater: the store or the disk failed, or the download was stopped. Call again to continue.
 
     Blocks: until the download is complete.
     """

@@ -54,9 +54,6 @@ def unmount_below(folder: Path) -> None:
     """Unmount all file systems at or below a folder.
 
     Open files keep working until they are closed.
-
-    Raises:
-        Conflict: a file system cannot be unmounted.
     """
     for path in mounted_below(folder):
         _unmount(path)

@@ -26,14 +26,10 @@ from holdfast.jobs.node_spec import read_environment
 HOLDERS, READY, UPLOADS = "holders", "ready", "uploads"
 """Files of the mounter: a FIFO whose writers keep it alive, its result for waiting nodes, and a file that
 exists if it is to upload what is left."""
-UNSENT = "unsent.json"
-"""File in the folder of the attempt, with the newest status of the uploads."""
-_RELEASE_LIMIT_S = 15.0
-"""Time limit for a released mounter to unmount."""
-_KEEPERS_LIMIT_S = 60.0
-"""Time limit for keepers to write the staged saves of a completed job."""
-_PAUSE_S = 1.0
-"""Pause between two starts of a mounter that uploads."""
+UNSENT = "unsent.json"  # file in the folder of the attempt, with the newest status of the uploads
+_RELEASE_LIMIT_S = 15.0  # time limit for a released mounter to unmount
+_KEEPERS_LIMIT_S = 60.0  # time limit for keepers to write the staged saves of a completed job
+_PAUSE_S = 1.0  # pause between two starts of a mounter that uploads
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +132,6 @@ class Teardown:
         Args:
             until_unix_s: deadline for waiting for uploads. None: wait as long as it takes.
             has_keepers: returns True if keepers of the attempt may still write.
-
-        Raises:
-            Conflict: files can never be uploaded, or a file system cannot be unmounted.
         """
         if not self._specs:
             return True

@@ -32,15 +32,13 @@ from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import wake
 from holdfast.system.units import format_duration
 
-_END_S = 0.5
-"""Time in which the last holder of a mount ends after the mount itself."""
+_END_S = 0.5  # time in which the last holder of a mount ends after the mount itself
 _CHECK_S = 1.0  # between two checks of the mounts
 _PATIENCE_S = 300.0  # time limit for retrying a failing store, in addition to the store's own retries
 _PAUSE_S = 2.0
 _OPEN_S = 0.1
 _LOG_PAUSE_S = 5.0
-_ALONE_LIMIT_S = 3600.0
-"""Time limit for the uploads of a job that has ended. After it, a person must act."""
+_ALONE_LIMIT_S = 3600.0  # time limit for the uploads of a job that has ended. After it, a person must act
 SENT, OPEN = "sent", "open"
 """Files of a mounter with a scratch folder: leftovers are uploaded; those of all machines are."""
 
@@ -82,11 +80,9 @@ def _hold(job: JobFolder, folder: Path, owner: str, *, is_scratch: bool) -> None
 
 
 def _upload(job: JobFolder, attempt: Path, owner: str, *, is_scratch: bool) -> None:
-    """Upload what a job has written until the end of an attempt.
-
-    Runs beside the controller, and restarts it if it dies. For a job that has ended, continues for an hour.
-    With a scratch folder, it runs as long as the process that started it.
-    """
+    """Upload what a job has written until the end of an attempt."""
+    # Runs beside the controller, and restarts it if it dies. For a job that has ended, continues for an hour.
+    # With a scratch folder, it runs as long as the process that started it.
     number = int(attempt.name)
     need = _RunnerNeed() if is_scratch else _UploadNeed(job, number)
     status_log = _StatusLog()
@@ -123,11 +119,7 @@ class Mounter:
         os.close(os.open(folder / HOLDERS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     def send_leftovers(self) -> None:
-        """Upload what earlier attempts have left on this machine, and record that.
-
-        Raises:
-            HoldfastError: see `leftovers.send_leftovers`.
-        """
+        """Upload what earlier attempts have left on this machine, and record that."""
         for spec in caches_of(self._specs):
             self._patiently(
                 lambda spec=spec: send_leftovers(
@@ -141,9 +133,6 @@ class Mounter:
 
         Otherwise an old file of one could replace a new one of another.
 
-        Raises:
-            RetryLater: the attempt was ended meanwhile.
-
         Blocks: until then.
         """
         while not (self._folder / OPEN).exists():
@@ -151,11 +140,7 @@ class Mounter:
                 raise RetryLater("the attempt was ended while it waited for the other nodes")
 
     def mount_all(self) -> None:
-        """Mount everything, and record that it is ready.
-
-        Raises:
-            HoldfastError: a mount failed.
-        """
+        """Mount everything, and record that it is ready."""
         for spec in self._specs:
             began_s = time.monotonic()
             if spec.kind is not MountKind.COPY:  # a copy reports its own progress

@@ -52,10 +52,6 @@ class BucketMount:
     def open(self, is_wanted: Callable[[], bool]) -> None:
         """Mount the bucket, after unmounting what a dead rclone has left.
 
-        Raises:
-            RetryLater: the mount was not ready in time, or rclone failed. Includes rclone's output.
-            Unsupported: rclone or FUSE is missing on this machine.
-
         Blocks: until the kernel lists the mount.
         """
         if lacking := fuse.missing_programs():

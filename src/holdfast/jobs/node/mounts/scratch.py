@@ -51,12 +51,7 @@ class ScratchOwner:
 
 
 def scratch_parent(environment: Mapping[str, str]) -> Path:
-    """Return the folder for scratch folders on this machine, which exists.
-
-    Raises:
-        InvalidInput: the setting is not an absolute path.
-        RetryLater: the folder cannot be created.
-    """
+    """Return the folder for scratch folders on this machine, which exists."""
     given = environment.get(SCRATCH)
     if not given:
         found = (environment.get(name) for name in _USUAL)
@@ -83,12 +78,7 @@ def is_scratch_path(path: Path) -> bool:
 
 
 def open_scratch(scratch: JobFolder, owner: ScratchOwner) -> None:
-    """Create a job's scratch folder, or check that an existing one is its own.
-
-    Raises:
-        Conflict: something else has its name, or other machines use it too.
-        RetryLater: it cannot be created, as the disk is full or not writable.
-    """
+    """Create a job's scratch folder, or check that an existing one is its own."""
     path = scratch.path
     _check_parent(path.parent)
     try:
@@ -127,10 +117,6 @@ def remove_scratch(scratch: JobFolder) -> bool:
     Returns:
         True if nothing is left.
 
-    Raises:
-        Conflict: a file system is still mounted there.
-        OSError: a file cannot be removed.
-
     Blocks: for a scan of all files.
     """
     fuse.unmount_below(scratch.path)
@@ -143,12 +129,7 @@ def remove_scratch(scratch: JobFolder) -> bool:
 
 
 def _check_parent(parent: Path) -> None:
-    """Check that no other user can replace what this one creates in a folder.
-
-    Raises:
-        Conflict: they can.
-        RetryLater: the folder does not exist.
-    """
+    """Check that no other user can replace what this one creates in a folder."""
     try:
         found = parent.stat()
     except OSError as error:

@@ -22,10 +22,6 @@ def create_links(
         links: its links; see `visible_links`.
         is_in_use: returns True if another running job needs the link at a path.
         is_of_job: returns True if a path is of a job. Unused links to such paths may be replaced.
-
-    Raises:
-        Conflict: another file is at a mount point.
-        InvalidInput: a link cannot be created.
     """
     for link in links:
         target = Path(link.target)

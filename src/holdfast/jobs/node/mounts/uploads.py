@@ -23,14 +23,11 @@ _log = get_logger("jobs")
 
 _SLICE_S = 0.2  # interval for checking whether a mount in progress is still wanted
 _LOOK_S = 0.2
-_SCAN_S = 2.0
-"""Interval for scanning the directory, to find out whether its uploads fail."""
-_PATIENCE_S = 300.0
-"""Time limit for uploads that fail, as for a mount."""
+_SCAN_S = 2.0  # interval for scanning the directory, to find out whether its uploads fail
+_PATIENCE_S = 300.0  # time limit for uploads that fail, as for a mount
 _CHECK_S, _LONGEST_CHECK_S = 0.1, 2.0
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_EXIT_S = 5.0
-"""Time limit for an uploader to exit that has nothing left to do."""
+_EXIT_S = 5.0  # time limit for an uploader to exit that has nothing left to do
 _POLL_S = 0.05
 
 
@@ -38,9 +35,6 @@ def mount_write_back(
     spec: MountSpec, owner: str, attempt: int, is_wanted: Callable[[], bool], *, fetch: bool = True
 ) -> Mount:
     """Mount a write-back directory, or join its uploader.
-
-    Raises:
-        HoldfastError: see `holdfast.mount`.
 
     Blocks: until it is mounted or no longer wanted.
     """
@@ -76,12 +70,7 @@ def mount_write_back(
 
 
 def send_leftovers(
-    spec: MountSpec,
-    owner: str,
-    attempt: int,
-    *,
-    is_wanted: Callable[[], bool],
-    log: Callable[[str], None],
+    spec: MountSpec, owner: str, attempt: int, *, is_wanted: Callable[[], bool], log: Callable[[str], None]
 ) -> None:
     """Upload what an earlier attempt has left in a write-back directory, and end its uploader.
 
@@ -232,10 +221,8 @@ class _Cache:
             self._trouble, self._is_hopeless = str(error), True
 
     def _attempt_of_files(self) -> int:
-        """Return the attempt to mount the directory for.
-
-        A new attempt would set aside what an earlier one has left in a shared directory.
-        """
+        """Return the attempt to mount the directory for."""
+        # A new attempt would set aside what an earlier one has left in a shared directory.
         found = mounting_attempt(Path(self._spec.path), self._owner) if self._spec.is_shared else None
         return found or self._attempt
 

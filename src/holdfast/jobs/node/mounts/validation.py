@@ -33,8 +33,7 @@ _OF_SYSTEM = frozenset({"home", "opt", "root", "run", "srv", "tmp", "var"})
 KEY = "config.mount_cached.vfs_cache_max_size"
 """Key of a mount for its limit. SkyPilot limits the cache of rclone with it."""
 _DEFAULT = "10G"  # as on SkyPilot
-_MAX_LISTED = 10_000
-"""Number of objects whose sizes are added up at the launch. The mount itself adds up all."""
+_MAX_LISTED = 10_000  # number of objects whose sizes are added up at the launch. The mount itself adds up all
 
 
 def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
@@ -42,13 +41,6 @@ def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
 
     Args:
         runs_here: True if the job runs on this machine, whose programs are checked.
-
-    Raises:
-        Unsupported: this machine lacks a required program or feature.
-        NotFound: a source does not exist.
-        Conflict: another file is at a mount point.
-        InvalidInput: a source is missing or invalid, or credentials would go to a server that only the task
-            file names.
 
     Blocks: never on a network, so that a dry run of an untrusted file sends nothing.
     """
@@ -124,10 +116,6 @@ def _check_inside(mount: FileMount, where: str, state: Path) -> None:
 def validate_sources(task: Task, state: Path) -> None:
     """Check that sources of copies exist, and those of caches are not too large.
 
-    Raises:
-        NotFound: nothing exists at a URL.
-        InvalidInput: a bucket holds more than is to be downloaded.
-
     Blocks: while stores respond, or for some seconds if they do not.
     """
     for mount in task.file_mounts:
@@ -194,11 +182,7 @@ def _check_rclone(where: str, source: str) -> None:
 
 
 def fetch_limit(mount: FileMount) -> int | None:
-    """Return the limit of a mount in bytes, or None without one.
-
-    Raises:
-        InvalidInput: the limit is not a size.
-    """
+    """Return the limit of a mount in bytes, or None without one."""
     config = (mount.spec.get("config") or {}).get("mount_cached") or {}
     value = config.get("vfs_cache_max_size", _DEFAULT)
     if str(value) in ("off", "-1"):
@@ -213,9 +197,6 @@ def check_fetch(place: str, limit: int | None) -> None:
     """Check that what a place holds is not more than a limit.
 
     Nothing is checked if the place does not answer: the mount does so too.
-
-    Raises:
-        InvalidInput: it holds more.
 
     Blocks: while the store responds.
     """

@@ -54,7 +54,7 @@ def _notifier(folder: Path) -> None:
 
 
 def _warden(folder: Path) -> None:
-    from holdfast.jobs.node.containers.warden import serve
+    from holdfast.jobs.node.containers.node_container import serve
 
     serve(folder)
 

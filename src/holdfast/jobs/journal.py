@@ -7,13 +7,13 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import Corrupt
-from holdfast.system.documents import MAX_BYTES, decode_dataclass
+from holdfast.system.documents import MAX_BYTES, decode, decode_dataclass, read_as
 from holdfast.system.linux.files import open_regular, reserve_space, write_atomic
 
 if TYPE_CHECKING:
@@ -43,6 +43,20 @@ def read_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> 
     except FileNotFoundError:
         return None
     return decode_dataclass(kind, text, str(path), max_bytes=max_bytes, any_text=True)
+
+
+def write_list(path: Path, values: Sequence[DataclassInstance]) -> None:
+    """Write dataclasses as one document."""
+    write_atomic(path, json.dumps([asdict(value) for value in values]))
+
+
+def read_list(path: Path, kind: type[_T]) -> list[_T]:
+    """Return the dataclasses of a document; [] without one."""
+    try:
+        document = decode(path.read_bytes(), str(path), any_text=True)
+    except FileNotFoundError:
+        return []
+    return [read_as(kind, value, str(path)) for value in read_as(list[Any], document, str(path))]
 
 
 def read_values(path: Path, kind: type[_T], *, tail_bytes: int | None = None) -> list[_T]:

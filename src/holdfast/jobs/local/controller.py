@@ -8,6 +8,7 @@ import select
 import signal
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -21,8 +22,8 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.lease import Teardown
+from holdfast.jobs.node.mounts.links import create_links, link_user, remove_links, visible_links
 from holdfast.jobs.node.mounts.mount_spec import caches
-from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links, visible_links
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.record_files import JobRequest
@@ -292,7 +293,7 @@ class LocalController(Controller):
         state = self._folder.path.parents[1]
         create_links(
             visible_links(self._folder),
-            is_in_use=lambda target: is_link_used(self._records, self._folder, target),
+            is_in_use=partial(link_user, self._records, self._folder),
             is_of_job=lambda path: path.is_relative_to(state),
         )
         self._nodes.start(make_specs(self._record, self.state, self._folder))

@@ -22,11 +22,9 @@ from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.local.claims import Claims, fixed_ports, lead_on, may_need_claim, needs_port, read_claims
 from holdfast.jobs.local.controller import cancel_without_controller
-from holdfast.jobs.node.containers.image_spec import make_image_spec, write_image_spec
-from holdfast.jobs.node.containers.lease import release_containers
-from holdfast.jobs.node.containers.runtime import find_runtime
+from holdfast.jobs.node.containers.lease import find_runtime, make_image_spec, release_containers
 from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
-from holdfast.jobs.node.mounts.validation import validate, validate_sources
+from holdfast.jobs.node.mounts.mount_plan import validate, validate_sources
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node.workdir import check_workdir
@@ -262,7 +260,7 @@ def _write_image(task: Task, folder: JobFolder, task_id: str) -> None:
     if task.image is not None and runtime is not None:
         has_gpus = task.accelerators.num_per_node > 0 and bool(visible_gpus())
         spec = make_image_spec(folder, runtime, task.image, task_id, has_gpus=has_gpus)
-        write_image_spec(folder.image, spec)
+        write_document(folder.image, spec)
 
 
 def _spec(task: Task, after: int | None) -> JobSpec:

@@ -17,8 +17,8 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.checks.gate import Admission
 from holdfast.jobs.node.containers.lease import ContainerLease
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
+from holdfast.jobs.node.mounts.links import enter_private_links
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
-from holdfast.jobs.node.mounts.private_links import enter_private_links
 from holdfast.jobs.node.parent_python import find_parent
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.roles import start_controller

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from holdfast.errors import Denied, InvalidInput
+from holdfast.jobs.folder import JobFolder
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_bytes, parse_bytes, plural
 
@@ -67,6 +68,27 @@ def check_copy(
         )
     if total * num_copies >= _SHOWN_BYTES:
         _log.info("%s This may take minutes. %s", size, way_out)
+
+
+def left_out(job: JobFolder) -> Callable[[str, list[str]], list[str]]:
+    """Return a function for `shutil.copytree` that names what no copy for a job contains.
+
+    That is sockets, pipes and devices, and the state of all jobs: the copy is in there, and would contain
+    itself, and the secrets of other jobs.
+    """
+    own = {path.resolve() for path in (job.path, job.path.parent, job.path.parent.parent)}
+    own_names = {path.name for path in own}
+
+    def ignore(folder: str, names: list[str]) -> list[str]:
+        paths = {name: Path(folder, name) for name in names}
+        return [
+            name
+            for name, path in paths.items()
+            if not (path.is_symlink() or path.is_dir() or path.is_file())
+            or (name in own_names and path.resolve() in own)
+        ]
+
+    return ignore
 
 
 def copy_tree(source: Path, to: Path, ignore: Ignore | None = None) -> None:

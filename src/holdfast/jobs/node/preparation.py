@@ -14,9 +14,8 @@ from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs.conda import activates_conda, conda_start
 from holdfast.jobs.environment import Node, run_environment, setup_environment
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.node.mounts.links import Link, link_user
 from holdfast.jobs.node.mounts.mount_plan import place
-from holdfast.jobs.node.mounts.mount_spec import Link
-from holdfast.jobs.node.mounts.symlinks import link_user
 from holdfast.jobs.node.virtual_environment import install_here, is_wanted
 from holdfast.jobs.node.workdir import create_workdir
 from holdfast.jobs.node_spec import NodeSpec

@@ -75,6 +75,12 @@ def find(pid: int) -> Process | None:
     return None if found is None else Process(pid, found.parent, found.session, found.start)
 
 
+def is_running(pid: int, start: int) -> bool:
+    """Return True if a process of this pid and start time is running."""
+    found = find(pid)
+    return found is not None and found.start == start
+
+
 def snapshot() -> dict[int, Process]:
     """Return all processes that this user can see."""
     pids = (int(entry.name) for entry in os.scandir(_PROC) if entry.name.isdecimal())
@@ -154,8 +160,7 @@ def send(process: Process, number: int) -> bool:
     except OSError:
         return False
     try:
-        now = find(process.pid)
-        if now is None or now.start != process.start:
+        if not is_running(process.pid, process.start):
             return False
         signal.pidfd_send_signal(fd, number)
     except OSError:
@@ -194,8 +199,7 @@ def _open(process: Process) -> Iterator[int]:
         fd = os.pidfd_open(process.pid)
     except OSError:
         return
-    now = find(process.pid)
-    if now is None or now.start != process.start:
+    if not is_running(process.pid, process.start):
         os.close(fd)
         return
     yield fd

@@ -13,7 +13,7 @@ from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import containers, release_containers
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.symlinks import remove_links
+from holdfast.jobs.node.mounts.links import remove_links
 from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.system.linux import locks

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from holdfast.errors import NotFound, RetryLater, Unsupported, redact
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.copies import Ignore, check_copy, copy_tree
-from holdfast.jobs.node.mounts.mount_plan import left_out
+from holdfast.jobs.node.copies import Ignore, check_copy, copy_tree, left_out
 from holdfast.jobs.task.model import Repository, Task
 from holdfast.system.documents import decode_text
 from holdfast.system.linux.program_runs import Ended, run_program
@@ -47,7 +46,7 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
     Blocks: while files are copied.
     """
     source = Path(task.workdir) if task.workdir is not None else None
-    ignore = _left_out(source, folder) if source is not None else None
+    ignore = left_out_of_workdir(source, folder) if source is not None else None
     if source is not None and ignore is not None:
         what = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
         way_out = "Leave files out with a line in .skyignore or .gitignore, or mount them with file_mounts."
@@ -67,21 +66,16 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
             to.mkdir()
 
 
-def copy_without_ignored(source: Path, to: Path, job: JobFolder) -> None:
-    """Copy a folder without files that are ignored, and without the state of jobs.
-
-    Blocks: while files are copied.
-    """
-    copy_tree(source, to, _left_out(source, job))
-
-
-def _left_out(source: Path, job: JobFolder) -> Ignore:
+def left_out_of_workdir(source: Path, job: JobFolder) -> Ignore:
     """Return a function that names what a copy of a workdir does not contain."""
     ignored, is_left_out = ignored_paths(source), left_out(job)
 
     def ignore(folder: str, names: list[str]) -> list[str]:
         here = Path(folder).relative_to(source)
-        return [*is_left_out(folder, names), *(name for name in names if str(here / name) in ignored)]
+        return [
+            *is_left_out(folder, names),
+            *(name for name in names if str(here / name) in ignored),
+        ]
 
     return ignore
 

@@ -8,10 +8,15 @@ from collections.abc import Mapping
 from holdfast.errors import Unsupported
 from holdfast.jobs.environment import container_base
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.image_spec import ContainerOwner, make_image_spec, write_image_spec
-from holdfast.jobs.node.containers.lease import start_warden, warden_of
-from holdfast.jobs.node.containers.runtime import find_runtime
+from holdfast.jobs.node.containers.lease import (
+    ContainerOwner,
+    find_runtime,
+    make_image_spec,
+    start_warden,
+    warden_of,
+)
 from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.slurm.job_files import SubmittedJob
 
@@ -58,7 +63,7 @@ class AttemptContainer:
             owner=ContainerOwner(self._machine, self._attempt, own.pid, own.start),
         )
         self._files.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_image_spec(self._files.image, spec)
+        write_document(self._files.image, spec)
 
     def stop(self) -> None:
         """Let an agent that waits for the container end."""

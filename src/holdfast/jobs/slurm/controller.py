@@ -10,6 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,8 +20,8 @@ from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets
+from holdfast.jobs.node.mounts.links import create_links, link_user
 from holdfast.jobs.node.mounts.scratch import is_scratch_path, moved_links, remove_shared_links, shared_links
-from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used
 from holdfast.jobs.notifications.notifier import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.record_files import JobRequest
@@ -292,7 +293,7 @@ class SlurmController(Controller):
             scratch = JobFolder(Path(self._mounts.common_path(link.key)))
             create_links(
                 [one for one in moved_links(job, scratch) if one.target in shared],
-                is_in_use=lambda target: is_link_used(records, job, target),
+                is_in_use=partial(link_user, records, job),
                 is_of_job=is_scratch_path,
             )
         step.has_opened = True

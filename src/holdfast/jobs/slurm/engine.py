@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from holdfast.jobs.engine import Job, UnsupportedKey, each
 from holdfast.jobs.environment import create_task_id
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.node.mounts.private_links import is_private_target
+from holdfast.jobs.node.mounts.links import create_links, is_private_target, link_user, remove_links
+from holdfast.jobs.node.mounts.mount_plan import validate, validate_sources
 from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
-from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, link_user, remove_links
-from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.parent_python import own_python
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node.workdir import check_workdir
@@ -205,7 +205,7 @@ class SlurmEngine(RecordedEngine):
                 )
         create_links(
             fixed_links(folder),
-            is_in_use=lambda target: is_link_used(records, folder, target),
+            is_in_use=partial(link_user, records, folder),
             is_of_job=lambda path: path.is_relative_to(self._state),
         )
         write_atomic(files.script, self._script(task, str(number), task_id).text())

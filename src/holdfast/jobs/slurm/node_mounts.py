@@ -11,6 +11,7 @@ from holdfast.errors import Conflict, HoldfastError, Internal, NotFound
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.lease import Teardown, UnsentFiles, mounter_of
+from holdfast.jobs.node.mounts.links import create_links
 from holdfast.jobs.node.mounts.mount_spec import caches
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
 from holdfast.jobs.node.mounts.scratch import (
@@ -24,7 +25,6 @@ from holdfast.jobs.node.mounts.scratch import (
     scratch_parent,
     write_scratch_mounts,
 )
-from holdfast.jobs.node.mounts.symlinks import create_links
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
 from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.writeback import status_of

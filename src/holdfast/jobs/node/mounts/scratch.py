@@ -21,16 +21,8 @@ from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import encode, read_document
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.mount_spec import (
-    Link,
-    MountKind,
-    MountSpec,
-    read_links,
-    read_mount_specs,
-    write_links,
-    write_mount_specs,
-)
-from holdfast.jobs.node.mounts.symlinks import visible_links
+from holdfast.jobs.node.mounts.links import Link, read_links, visible_links, write_links
+from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches, read_mount_specs, write_mount_specs
 from holdfast.jobs.node.mounts.uploads import remove_copies
 from holdfast.system.privacy import is_private
 
@@ -121,9 +113,8 @@ def remove_scratch(scratch: JobFolder) -> bool:
     """
     fuse.unmount_below(scratch.path)
     remove_copies(scratch)
-    for spec in read_mount_specs(scratch):
-        if spec.kind is MountKind.CACHE and Path(spec.path).exists():
-            return False
+    if any(Path(spec.path).exists() for spec in caches(scratch)):
+        return False
     shutil.rmtree(scratch.path)
     return True
 

@@ -13,8 +13,7 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.lease import UnsentFiles
 from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
 from holdfast.jobs.writeback import DirectoryStatus, Mount, mount, remove_uploaded, status_of
-from holdfast.jobs.writeback.journal import FOLDER, Journal
-from holdfast.jobs.writeback.reconciliation import ASIDE
+from holdfast.jobs.writeback.journal import Journal
 from holdfast.jobs.writeback.status import FENCED, STARTING, has_uploader
 from holdfast.system import backoff
 from holdfast.system.log import get_logger
@@ -101,12 +100,6 @@ def send_leftovers(
     status = _wait_until_sent(spec, path, is_wanted)
     if not status.is_settled and status.uploader != FENCED:
         raise RetryLater(f"{status.summary()}, from attempt {before}: {status.trouble or status.uploader}.")
-
-
-def aside_folder(spec: MountSpec) -> Path | None:
-    """Return the folder of a mount's files that were set aside, or None."""
-    path = Path(spec.path) / FOLDER / ASIDE
-    return path if path.is_dir() else None
 
 
 def mounting_attempt(path: Path, owner: str) -> int | None:

@@ -37,6 +37,9 @@ class JobSpec:
     priority: int = 0  # among jobs that wait
     ports: tuple[int, ...] = ()  # that its commands name
     needs_port: bool = False  # one more is chosen for it
+    image: str = ""  # container image of its commands; empty: they run on the machines as they are
+    exclude: str = ""  # machines that its user leaves out, separated by commas
+    is_pinned: bool = False  # its user has named its machines
 
 
 @dataclass(frozen=True, slots=True)

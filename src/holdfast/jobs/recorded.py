@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
+import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -10,16 +12,25 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.errors import Conflict, NotFound
+from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.engine import Engine, Job
-from holdfast.jobs.folder import job_folder, state_dir
+from holdfast.jobs.environment import JobPipeline, create_task_id
+from holdfast.jobs.failure_cause import max_same
+from holdfast.jobs.folder import JobFolder, job_folder, state_dir
+from holdfast.jobs.journal import write_document
+from holdfast.jobs.node.mounts.mount_plan import validate_sources
+from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node.removal import remove
+from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications.notifier import announce
+from holdfast.jobs.notifications.outbox import write_plan
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
 from holdfast.jobs.output.log_reader import LogReader, interleaved
 from holdfast.jobs.output.tail import FolderWatch
+from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.jobs.state_machine import JobState
+from holdfast.jobs.state_machine import GRACE_S, JobState, RestartPolicy
+from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.system.environment import read_progress
 from holdfast.system.units import plural
 
@@ -110,6 +121,107 @@ class RecordedEngine(Engine):
         """Return the newest step that a job has reported, or None."""
         progress = read_progress(job_folder(self._state, record.id).progress)
         return max(progress.values(), default=None)
+
+
+class NodeEngine(RecordedEngine):
+    """Engine whose nodes run agents of Holdfast, which find all files of the job in its folder."""
+
+    script_prefix = ""
+    """Commands for the beginning of each script's first line."""
+
+    @abstractmethod
+    def _in_image(self, task: Task) -> Task:
+        """Return a task whose commands run in its container image, if possible, or else the task as it is."""
+
+    def _grace_s(self, task: Task) -> float:
+        """Return the time limit for a last save."""
+        return GRACE_S
+
+    def _spec(self, task: Task, after: int | None) -> JobSpec:
+        """Return the shape of a job, which starts after another one in a pipeline."""
+        num_gpus, is_set_up = task.accelerators.num_per_node, bool(task.setup)
+        return JobSpec(task.num_nodes, num_gpus, is_set_up, getpass.getuser(), after, image=task.image or "")
+
+    def _user_variables(self) -> dict[str, str]:
+        """Return the variables of this user for a job, where its nodes do not have them."""
+        return {}
+
+    @abstractmethod
+    def _complete(self, task: Task, folder: JobFolder, submission: Submission) -> None:
+        """Write the files of a job that only this engine needs."""
+
+    @abstractmethod
+    def _start(self, task: Task, submission: Submission) -> None:
+        """Start the first job of a file, which is recorded."""
+
+    def _check_place(self) -> None:
+        """Check that jobs can be submitted here."""
+
+    @override
+    def submit(self, task: Task) -> Job:
+        (job,) = self.submit_file(TaskFile(task.name, (task,), task.path))
+        return job
+
+    @override
+    def submit_file(self, file: TaskFile) -> list[Job]:
+        self.check_file(file)
+        self._check_place()
+        tasks = [self._in_image(task) for task in file.tasks]
+        for task in tasks:
+            validate_sources(task, self._state)
+        records = self._records()
+        folders: list[JobFolder] = []  # created just now, so they may be removed
+        try:
+            for _ in tasks:
+                folders.append(job_folder(self._state, records.reserve()))  # noqa: PERF401 - each to be removed
+            submissions = self._submissions(file, tasks, [int(folder.path.name) for folder in folders])
+            task_ids = tuple(one.task_id for one in submissions)
+            pipeline = JobPipeline(submissions[0].number, task_ids) if file.is_pipeline else None
+            for task, folder, submission in zip(tasks, folders, submissions, strict=True):
+                with _refused(folder):
+                    prepare(task, folder, records, self._state, prefix=self.script_prefix)
+                    variables = {**task.envs, **task.secrets}
+                    environment = Environment(self._user_variables(), variables, pipeline)
+                    write_document(folder.environment, environment)
+                    self._complete(task, folder, submission)
+                    write_plan(folder, task.subscription, submission)
+        except BaseException:
+            for folder in folders:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+        # Before the start: a running job must be recorded, even if this process dies.
+        records.complete_all(submissions)
+        self._start(tasks[0], submissions[0])
+        return self._current([records.get(one.number) for one in submissions])
+
+    def _submissions(self, file: TaskFile, tasks: list[Task], numbers: list[int]) -> list[Submission]:
+        """Return the submissions to record, one per task."""
+        now_s = time.time()
+        found: list[Submission] = []
+        for position, (task, number) in enumerate(zip(tasks, numbers, strict=True)):
+            name = f"{file.name}_{task.name}" if file.is_pipeline else task.name
+            task_id = create_task_id(name, numbers[0], now_s, position)
+            policy = RestartPolicy(
+                task.num_nodes,
+                task.recovery.max_restarts,
+                task.recovery.free_codes,
+                max_same=max_same(task.envs),
+                grace_s=self._grace_s(task),
+            )
+            spec = self._spec(task, numbers[position - 1] if position else None)
+            found.append(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
+        return found
+
+
+@contextlib.contextmanager
+def _refused(folder: JobFolder) -> Iterator[None]:
+    """Explain an error of the file system while a job is prepared."""
+    try:
+        yield
+    except HoldfastError:
+        raise  # some of them are an OSError too
+    except (OSError, shutil.Error) as error:
+        raise RetryLater(f"Cannot prepare the job in {folder.path}: {error}. Nothing was started.") from error
 
 
 def check_active(job: Job) -> None:

@@ -125,11 +125,11 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
 def _clean_up(records: Records, folder: JobFolder, number: int) -> None:
     """Remove what a running job needs, and let the next job of its pipeline proceed."""
     remove_links(folder)
-    for clean in (release_containers, remove_secrets):
-        try:
-            clean(folder)
-        except OSError as error:  # the next command tries again
-            _log.error("cannot complete the end of the job in %s: %s", folder.path, error)
+    try:
+        release_containers(folder)
+    except OSError as error:  # the next command tries again
+        _log.error("cannot release the containers of the job in %s: %s", folder.path, error)
+    remove_secrets(folder)
     _wake_successors(records, folder, number)
     if caches(folder):
         # Here, because it takes as long to import as all else, and most jobs do not need it.

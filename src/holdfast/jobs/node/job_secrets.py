@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt
@@ -37,41 +38,38 @@ def check_has_secrets(folder: JobFolder) -> None:
 
 
 def remove_secrets(folder: JobFolder) -> None:
-    """Remove the secrets of a job that has ended from its folder.
+    """Remove the secrets of a job that has ended from its folder, unless they are gone.
 
     Nothing reads them any more: uploads that continue after the end have them in their processes. If this
-    call is killed, the next one completes it.
-    """
-    failpoint("jobs.ended")
-    for plan in folder.path.glob("attempts/*/*/plan.json"):
-        _remove_environment(plan)
-    failpoint("jobs.plans")
-    for path in _left_by_kills(folder):
-        path.unlink(missing_ok=True)
-    for config in _settings_of_git(folder):
-        _remove_credentials(config)
-    folder.environment.unlink(missing_ok=True)
-    folder.without_secrets.touch(mode=0o600)
-
-
-def remove_secrets_of_ended(folder: JobFolder) -> None:
-    """Remove the secrets of an ended job whose controller was killed before it did so.
-
-    A controller that is running does it itself. After an error, the next call tries again.
+    call is killed or fails, the next one completes it.
     """
     if not has_secrets(folder):
         return
     try:
-        lock = locks.acquire(folder.lock)
-        if lock is not None:
-            try:
-                remove_secrets(folder)
-            finally:
-                os.close(lock)
+        failpoint("jobs.ended")
+        for plan in folder.path.glob("attempts/*/*/plan.json"):
+            _remove_environment(plan)
+        failpoint("jobs.plans")
+        for path in _left_by_kills(folder):
+            path.unlink(missing_ok=True)
+        for config in _settings_of_git(folder):
+            _remove_credentials(config)
+        folder.environment.unlink(missing_ok=True)
+        folder.without_secrets.touch(mode=0o600)
     except FileNotFoundError:
         return  # the job is being removed
     except OSError as error:
         _log.warning("cannot remove the secrets of a job that has ended from %s: %s", folder.path, error)
+
+
+def remove_secrets_of_ended(folder: JobFolder) -> None:
+    """Remove the secrets of an ended job, unless its controller is running, which does so itself."""
+    if has_secrets(folder):
+        with suppress(OSError):  # the job is being removed, or the next call tries again
+            lock = locks.acquire(folder.lock)
+            if lock is not None:
+                remove_secrets(folder)
+                os.close(lock)
 
 
 def _remove_environment(path: Path) -> None:

@@ -9,20 +9,27 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
+from holdfast.jobs.machines.judgement import NodeStanding, judge
+from holdfast.jobs.machines.record import read_events
+from holdfast.jobs.record_files import JobSpec
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.system.entry import command
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.linux.program_runs import run_program
+from holdfast.system.log import get_logger
+
+_log = get_logger("jobs")
 
 _TIMEOUT_S = 60.0
 _NUM_TRIES = 3
 """Tries of a command that may be repeated. Slurm sends its SIGTERM to all programs of a job, also to ours."""
+MAX_SHARE = 0.1  # greatest share of the usable machines that is left out, except that one always may be
 _KILL_WAIT_S = 30.0  # Slurm's default for KillWait
 _FIXES = {
     "invalid generic resource": "The cluster has no GPUs of this name: `sinfo -o %G` prints those it has. "
@@ -245,6 +252,54 @@ def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_
     if done.status:
         raise RetryLater(f"`{' '.join(words)}` exited with {done.status}: {done.error[-500:]}")
     return done.out.decode("utf-8", "replace")
+
+
+# -- nodes that a job leaves out, because they stand out -------------------------------------------------
+
+
+def choose_left_out(state: Path, script: Path, spec: JobSpec, *, partition: str) -> tuple[str, ...]:
+    """Return the nodes that stand out and that a job can do without.
+
+    Args:
+        state: folder of all jobs.
+        script: the job's script, which Slurm tests without them.
+        partition: its partition; empty: the default one.
+    """
+    standings = [] if spec.is_pinned else judge(read_events(state))
+    if not any(one.stands_out for one in standings):
+        return ()
+    try:
+        left_out = node_names(spec.exclude) if spec.exclude else ()
+        usable = [name for name in usable_nodes(partition) if name not in left_out]
+        chosen = choose_excluded(standings, usable, num_nodes=spec.num_nodes)
+        # Slurm knows more about its nodes: their memory, devices and features.
+        return chosen if chosen and can_run_without(script, joined(chosen, spec.exclude)) else ()
+    except (RetryLater, Unsupported) as error:
+        _log.warning("no node is left out: %s", error)
+        return ()
+
+
+def joined(names: tuple[str, ...], unwanted: str) -> str:
+    """Return a list of nodes for Slurm: some names, and those that the user leaves out."""
+    return ",".join(filter(None, (unwanted, *names)))
+
+
+def choose_excluded(
+    standings: Sequence[NodeStanding], usable: Collection[str], *, num_nodes: int
+) -> tuple[str, ...]:
+    """Return the machines to leave out, the most conspicuous first.
+
+    Args:
+        standings: all machines, the most conspicuous first.
+        usable: machines on which the job may run now or soon.
+        num_nodes: machines that the job needs.
+    """
+    room = min(max(1, int(len(usable) * MAX_SHARE)), len(usable) - num_nodes)
+    chosen = [one.name for one in standings if one.stands_out and one.name in usable]
+    return tuple(chosen[: max(0, room)])
+
+
+# -- state of a job ---------------------------------------------------------------------------------------
 
 
 def current_state(

@@ -19,7 +19,7 @@ from typing_extensions import override
 from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.job_secrets import check_has_secrets
+from holdfast.jobs.node.job_secrets import check_has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.links import create_links, link_user
 from holdfast.jobs.node.mounts.scratch import is_scratch_path, moved_links, remove_shared_links, shared_links
 from holdfast.jobs.notifications.notifier import wait_for_notifier
@@ -28,9 +28,9 @@ from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
 from holdfast.jobs.slurm.cluster_mounts import ClusterMounts, UploadTerms
+from holdfast.jobs.slurm.commands import choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
-from holdfast.jobs.slurm.left_out import choose_left_out, joined
-from holdfast.jobs.slurm.step import Step
+from holdfast.jobs.slurm.messages import Step
 from holdfast.jobs.state_machine import (
     AttemptExited,
     BackoffElapsed,
@@ -83,7 +83,7 @@ def supervise(folder: JobFolder) -> int:
         controller.give_up(why)
     if controller.has_ended:
         controller.remove_links()
-        files.remove_secrets()
+        remove_secrets(folder)
         # Slurm ends the processes of the job with this script. The next command sends the rest.
         wait_for_notifier(folder, limit_s=_NOTIFIER_S)
     return 0 if controller.state.status is JobStatus.SUCCEEDED else FAILED
@@ -98,7 +98,7 @@ class SlurmController(Controller):
         self._stored = files.read_state()
         super().__init__(
             files.job,
-            self._job.terms,
+            self._job.policy,
             self._stored.job_state,
             task_id=self._job.task_id,
             step_before=self._stored.step_before,
@@ -112,8 +112,8 @@ class SlurmController(Controller):
         self._has_messages = False  # a node has sent a message in this attempt
         self._signals: list[int] = []
         self._is_requeued = False
-        self._mounts = ClusterMounts(files.job, self._job.num_nodes, self._stored.uploads)
-        self._uploads = UploadTerms(self._job.terms)
+        self._mounts = ClusterMounts(files.job, self._job.spec.num_nodes, self._stored.uploads)
+        self._uploads = UploadTerms(self._job.policy)
         self._num_resumed = 0  # steps that only continue the uploads of the attempt
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -179,7 +179,7 @@ class SlurmController(Controller):
     def _prepare_attempt(self) -> None:
         self._num_listening, self._running, self._has_messages = {}, set(), False
         self._mounts.forget()
-        self._uploads = UploadTerms(self._job.terms)
+        self._uploads = UploadTerms(self._job.policy)
         self._num_resumed = 0
         if self._stored.uploads:
             self._store(dataclasses.replace(self._stored, uploads={}))
@@ -190,7 +190,7 @@ class SlurmController(Controller):
         self._mounts.forget_step()
         self._uploads.forget_step()
         self._store(dataclasses.replace(self._stored, machines=_own_names()))
-        self._step = Step(self._files.job, self.state.attempt, self._job.num_nodes, self._kill_wait_s)
+        self._step = Step(self._files.job, self.state.attempt, self._job.spec.num_nodes, self._kill_wait_s)
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
@@ -203,7 +203,7 @@ class SlurmController(Controller):
         if self._step is None:
             return
         self._step.kill(with_keepers=with_keepers)
-        grace_s = 0.0 if with_keepers else self._job.terms.grace_s  # runners wait for keepers
+        grace_s = 0.0 if with_keepers else self._job.policy.grace_s  # runners wait for keepers
         is_due = self._clock.unix_s() >= since_unix_s + grace_s + _STUBBORN_S
         if is_due and not self._may_upload():
             commands.kill_steps(self._slurm_id)
@@ -251,7 +251,7 @@ class SlurmController(Controller):
     def _receive_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            lead_s = self._job.terms.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
+            lead_s = self._job.policy.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
             source = f"Slurm ({signal.Signals(number).name})"
             if not self.state.is_active and not self.has_ended:
                 self._requeue()  # between two attempts: nothing has to be saved
@@ -265,7 +265,7 @@ class SlurmController(Controller):
         return NoticeReceived(lead_s, source)
 
     def _have_all_ended(self) -> bool:
-        return len(self.state.outcomes) == self._job.num_nodes
+        return len(self.state.outcomes) == self._job.spec.num_nodes
 
     @override
     def _node_events(self) -> Iterator[JobEvent]:
@@ -320,7 +320,7 @@ class SlurmController(Controller):
         return (
             after.status.is_final
             or self._uploads.is_limited
-            or _needs_other_machines(self.state, self._job.num_nodes)
+            or _needs_other_machines(self.state, self._job.spec.num_nodes)
         )
 
     def _can_resume(self) -> bool:
@@ -336,7 +336,7 @@ class SlurmController(Controller):
         )
 
     def _event_of_message(self, message: messages.Message) -> JobEvent | None:
-        attempt, num_nodes = self.state.attempt, self._job.num_nodes
+        attempt, num_nodes = self.state.attempt, self._job.spec.num_nodes
         if isinstance(message, messages.NodeRunning):
             self._running.add(message.node)
             return NodesRunning(attempt) if len(self._running) == num_nodes else None
@@ -384,8 +384,8 @@ class SlurmController(Controller):
         """Let Slurm start the job again, on the machines that it then finds."""
         self._is_requeued = True
         self._store(self._stored)
-        if any(one.is_lost for one in _outcomes(self.state, self._job.num_nodes)):
-            commands.sweep(self._job.num_nodes, self._files.job.path)
+        if any(one.is_lost for one in _outcomes(self.state, self._job.spec.num_nodes)):
+            commands.sweep(self._job.spec.num_nodes, self._files.job.path)
         # Cancelling in Slurm has priority, and a requeue would undo a user's scancel. A job that Slurm itself
         # has requeued is not running any more either.
         if _with_retries(lambda: _is_running(self._slurm_id)):
@@ -399,10 +399,8 @@ class SlurmController(Controller):
         return choose_left_out(
             self._files.job.path.parents[1],
             self._files.script,
-            self._job.num_nodes,
+            self._job.spec,
             partition=os.environ.get("SLURM_JOB_PARTITION", ""),
-            unwanted=self._job.exclude,
-            is_pinned=self._job.is_pinned,
         )
 
     def _is_on_excluded(self) -> bool:
@@ -417,7 +415,7 @@ class SlurmController(Controller):
 
     def _leave_out(self, names: tuple[str, ...]) -> None:
         """Have Slurm leave nodes out of the next start. It ends this process soon, so it is asked at once."""
-        nodes = joined(names, self._job.exclude)
+        nodes = joined(names, self._job.spec.exclude)
         try:
             try:
                 commands.leave_out(self._slurm_id, nodes)

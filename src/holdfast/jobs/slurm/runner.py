@@ -8,22 +8,38 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.errors import HoldfastError
-from holdfast.jobs.environment import Node, tag
-from holdfast.jobs.folder import JobFolder, NodeFolder
+from holdfast.errors import HoldfastError, Unsupported
+from holdfast.jobs.environment import Node, container_base, tag
+from holdfast.jobs.folder import ContainerFolder, JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.containers.lease import (
+    ContainerOwner,
+    ContainerRuntime,
+    find_runtime,
+    make_image_spec,
+    start_warden,
+    warden_of,
+)
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.preparation import make_node_spec
-from holdfast.jobs.node.roles import spawn
-from holdfast.jobs.node_spec import NodeSpec, machine_name, read_outcome, reserve_outcome, write_outcome
+from holdfast.jobs.node.roles import STOPPED, spawn
+from holdfast.jobs.node_spec import (
+    NodeSpec,
+    machine_name,
+    read_environment,
+    read_outcome,
+    reserve_outcome,
+    write_outcome,
+)
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.slurm import messages
-from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
+from holdfast.jobs.slurm.job_files import JobFiles
 from holdfast.jobs.slurm.messages import Inbox, Message, write
 from holdfast.system.environment import read_integer
 from holdfast.system.linux.partial_files import temporary_folder
@@ -33,12 +49,17 @@ from holdfast.watch.preemption.file import write_notice
 from holdfast.watch.preemption.notice import Notice
 
 if TYPE_CHECKING:
-    from holdfast.jobs.slurm.attempt_container import AttemptContainer
     from holdfast.jobs.slurm.node_mounts import NodeMounts
 
 _LOOK_S = 1.0
 _REMOVAL_S = 20.0
 """Time limit for removing the container. What is left is removed by the next attempt on this machine."""
+_OF_STEP = ("SLURM", "PMI")
+"""Beginnings of the names of Slurm's variables, which describe the allocation and the step."""
+_OF_DEVICES = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"}
+)
+"""Variables with the devices that Slurm has given to the step."""
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -85,19 +106,18 @@ class _Runner:
     def __init__(self, folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
         self._folder, self._attempt = folder, attempt
         self._kill_wait_s = kill_wait_s
-        self._facts = JobFiles(folder).read_job()
+        self._job = JobFiles(folder).read_job()
+        self._variables = read_environment(folder).task
         self._rank = read_integer("SLURM_NODEID", 0)
-        self._num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._facts.num_gpus)
+        self._num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._job.spec.num_gpus)
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
         # Not in the job's folder, whose file system may not support pipes.
         self._room = temporary_folder("node")
         self._wakeup_fifo = self._room.__enter__() / "wakeup"
         self._wakeup = WakeupPipe(self._wakeup_fifo)
-        self._plan = _plan(
-            self._facts, folder, attempt, self._rank, addresses, self._num_gpus, self._wakeup_fifo
-        )
+        self._plan = self._make_plan(addresses)
         self._mounts = self._find_mounts()
-        self._container = self._find_container()
+        self._container = self._node.container if self._job.spec.image else None
         self._has_scratch = self._has_sent_leftovers = False
         self._terms: messages.EndUploads | None = None  # for the uploads, from the controller
         self._inbox = Inbox()
@@ -133,8 +153,9 @@ class _Runner:
             self._turn()
         self._send(messages.NodeEnded(self._rank, self._outcome()))
         self._let_keepers_finish()
-        if self._container is not None:
-            self._container.release()
+        if self._container is not None and self._container.image.exists():
+            self._container.unneeded.touch()
+            start_warden(self._folder, self._container, Path(self._plan.log))
         if self._has_scratch:
             self._end_mounts()
         if self._container is not None:
@@ -149,6 +170,43 @@ class _Runner:
         self._wakeup.clear()
         self._poll()
 
+    def _make_plan(self, addresses: list[str]) -> NodeSpec:
+        """Return the specification of the node's work."""
+        job, spec, folder, machine = self._job, self._job.spec, self._folder, machine_name()
+        node = Node(
+            task_id=job.task_id,
+            job=job.number,
+            name=job.name,
+            attempt=self._attempt,
+            rank=self._rank,
+            addresses=tuple(addresses),
+            num_gpus=self._num_gpus,
+            user=spec.user,
+            notice=str(self._node.notice),
+            progress=str(folder.progress),
+            grace_s=job.policy.grace_s,
+            cloud="slurm",
+        )
+        # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
+        base = {"HOLDFAST_KEEP_IN_MEMORY": "0", **os.environ}
+        # `setup` is per machine, and another attempt may use others.
+        set_up = folder.workdir(self._rank).parent / f"set-up.{machine}"
+        if spec.image:
+            base = step_variables(base)
+            set_up = self._node.path / "set-up"  # a new container has nothing installed
+        where = f" on node {self._rank} ({machine})" if spec.num_nodes > 1 else f" on {machine}"
+        return make_node_spec(
+            folder,
+            node,
+            base,
+            self._variables,
+            begins=f"attempt {self._attempt} of job {job.number} starts{where}",
+            wakeup=self._wakeup_fifo,
+            set_up=set_up if spec.has_setup else None,
+            has_venv=not spec.image,
+            machine=machine,
+        )
+
     # -- mounts ----------------------------------------------------------------------------------------------
 
     def _find_mounts(self) -> NodeMounts | None:
@@ -160,11 +218,11 @@ class _Runner:
 
         return NodeMounts(
             self._folder,
-            ScratchOwner(self._facts.task_id, str(self._folder.path), machine_name()),
+            ScratchOwner(self._job.task_id, str(self._folder.path), machine_name()),
             self._attempt,
             self._rank,
             log=self._folder.log(self._rank),
-            environment={**os.environ, **self._facts.task_environment},
+            environment={**os.environ, **self._variables},
         )
 
     def _open_mounts(self) -> str:
@@ -172,7 +230,7 @@ class _Runner:
         if self._mounts is None:
             return ""
         try:
-            self._mounts.open(self._wakeup_fifo, num_nodes=self._facts.num_nodes)
+            self._mounts.open(self._wakeup_fifo, num_nodes=self._job.spec.num_nodes)
         except (HoldfastError, OSError) as error:
             return str(error)
         self._use_scratch(self._mounts.scratch)
@@ -220,29 +278,46 @@ class _Runner:
 
     # -- container -------------------------------------------------------------------------------------------
 
-    def _find_container(self) -> AttemptContainer | None:
-        """Return the container of the node, or None for a job without image."""
-        if not self._facts.image:
-            return None
-        from holdfast.jobs.slurm.attempt_container import AttemptContainer
-
-        return AttemptContainer(self._folder, self._facts, self._attempt, self._rank, machine_name())
-
     def _open_container(self) -> str:
-        """Specify the container. Return why that is not possible, or an empty string."""
+        """Specify the container, which the agent has made. Return why that is not possible, or ""."""
         if self._container is None:
             return ""
-        scratch = self._mounts.scratch if self._mounts is not None else None
+        own = processes.find(os.getpid())
+        assert own is not None
         try:
-            self._container.open(has_gpus=self._num_gpus > 0, scratch=scratch)
+            spec = make_image_spec(
+                self._folder,
+                self._runtime(),
+                self._job.spec.image,
+                self._job.task_id,
+                has_gpus=self._num_gpus > 0,
+                scratch=self._mounts.scratch if self._mounts is not None else None,
+                owner=ContainerOwner(machine_name(), self._attempt, own.pid, own.start),
+            )
+            self._container.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_document(self._container.image, spec)
         except (HoldfastError, OSError) as error:
             return str(error)
         return ""
 
-    def _await_removal(self, container: AttemptContainer) -> None:
+    def _runtime(self) -> ContainerRuntime:
+        runtime = find_runtime()
+        if runtime is None:
+            raise Unsupported(
+                f"the commands run in the image {self._job.spec.image}, and neither podman nor docker "
+                f"answers on {machine_name()} (`podman info`, `docker info`). Install podman on the nodes "
+                "(`apt-get install podman uidmap`), or choose nodes that have it, with a partition in "
+                "`infra` or sbatch's `constraint`. Without image_id, the commands run on the nodes as "
+                "they are."
+            )
+        return runtime
+
+    def _await_removal(self, container: ContainerFolder) -> None:
         """Wait until the container is removed: Slurm kills its warden when the runner exits."""
         give_up_s = time.monotonic() + _REMOVAL_S
-        while not container.is_gone and time.monotonic() < give_up_s:
+        while not container.removed.exists() and warden_of(container).is_alive:
+            if time.monotonic() >= give_up_s:
+                return
             self._turn()
             processes.reap()
 
@@ -293,7 +368,7 @@ class _Runner:
     # -- notices and orders ----------------------------------------------------------------------------------
 
     def _on_notice(self, number: int) -> None:
-        lead_s = self._facts.terms.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
+        lead_s = self._job.policy.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
         source = f"Slurm ({signal.Signals(number).name})"
         self._notify(messages.NotifyProcesses(source, time.time() + lead_s))
         self._send(messages.NodeNoticed(self._rank, source, lead_s))
@@ -309,8 +384,8 @@ class _Runner:
                 self._kills_keepers = message.with_keepers
                 if self._mounts is not None and self._has_scratch:
                     self._mounts.stop()
-                if self._container is not None:
-                    self._container.stop()
+                if self._container is not None:  # an agent that waits for it ends
+                    (self._folder.attempt(self._attempt) / STOPPED).touch()
             elif isinstance(message, messages.OpenMounts) and self._mounts is not None and self._has_scratch:
                 self._mounts.allow()
             elif isinstance(message, messages.EndUploads):
@@ -352,55 +427,14 @@ class _Runner:
 
     @property
     def _grace_s(self) -> float:
-        return self._facts.terms.grace_s
+        return self._job.policy.grace_s
 
     def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # srun is gone, so Slurm ends the runner
             os.write(1, write(message))
 
 
-def _plan(
-    facts: SubmittedJob,
-    folder: JobFolder,
-    attempt: int,
-    rank: int,
-    addresses: list[str],
-    num_gpus: int,
-    wakeup: Path,
-) -> NodeSpec:
-    node = Node(
-        task_id=facts.task_id,
-        job=facts.number,
-        name=facts.name,
-        attempt=attempt,
-        rank=rank,
-        addresses=tuple(addresses),
-        num_gpus=num_gpus,
-        user=facts.user,
-        notice=str(folder.node(attempt, rank).notice),
-        progress=str(folder.progress),
-        grace_s=facts.terms.grace_s,
-        cloud="slurm",
-    )
-    # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
-    base = {"HOLDFAST_KEEP_IN_MEMORY": "0", **os.environ}
-    # `setup` is per machine, and another attempt may use others.
-    machine = machine_name()
-    set_up = folder.workdir(rank).parent / f"set-up.{machine}"
-    where = f" on node {rank} ({machine})" if facts.num_nodes > 1 else f" on {machine}"
-    if facts.image:
-        from holdfast.jobs.slurm.attempt_container import step_variables
-
-        base = step_variables(base)
-        set_up = folder.attempt(attempt) / str(rank) / "set-up"  # a new container has nothing installed
-    return make_node_spec(
-        folder,
-        node,
-        base,
-        facts.task_environment,
-        begins=f"attempt {attempt} of job {facts.number} starts{where}",
-        wakeup=wakeup,
-        set_up=set_up if facts.has_setup else None,
-        has_venv=not facts.image,
-        machine=machine,
-    )
+def step_variables(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a step of Slurm that its containers have too; see `container_base`."""
+    own = {name: value for name, value in base.items() if name.startswith(_OF_STEP) or name in _OF_DEVICES}
+    return {**container_base(base), **own}

@@ -190,10 +190,10 @@ def warden_of(folder: ContainerFolder) -> ProcessRole:
 def start_warden(job: JobFolder, folder: ContainerFolder, log: Path) -> bool:
     """Start the warden of a container, unless one is running. Return True if it was started."""
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    environment = dict(os.environ)
+    base: Mapping[str, str] = {}
     with suppress(FileNotFoundError):  # the job has ended
-        environment = dict(read_environment(job).base)  # of its user, for the runtime's own settings
-    environment.pop(TAG, None)
+        base = read_environment(job).base  # of its user, for the runtime's own settings
+    environment = {name: value for name, value in (base or os.environ).items() if name != TAG}
 
     def forget_dead() -> None:
         folder.state.unlink(missing_ok=True)  # of a warden that is dead, perhaps of another boot

@@ -148,7 +148,7 @@ class _Agent:
         return self._shell(Phase.RUN)
 
     def _prepare_venv(self) -> str:
-        """Make the virtual environment of the node, unless it has no Python. Return why that failed, or ""."""
+        """Make the virtual environment of the node, unless it has no Python. Return why not, or ""."""
         plan = self._plan
         if plan.venv is None:
             return ""

@@ -15,7 +15,6 @@ from pathlib import Path
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
-from holdfast.jobs.job_numbers import job_numbers
 from holdfast.jobs.node.roles import rouse_controller
 from holdfast.jobs.node_spec import NodeSpec
 from holdfast.jobs.record_files import JobSpec
@@ -251,7 +250,7 @@ def read_claims(records: Records, state: Path) -> Claims:
     """Return the claims of all jobs that have not ended, from their records."""
     found: dict[int, JobRecord] = {}
     claims: list[ResourceClaim] = []
-    for number in job_numbers(jobs_folder(state)):
+    for number in records.numbers():
         try:
             record = records.get(number)
         except NotFound:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
+import itertools
 import os
 import select
 import shutil
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +103,11 @@ class NodeGate:
     ) -> None:
         self._machine = machine
         self._unix_s, self._started_s = time.time(), time.monotonic()
-        self._children = [_Child(name, _fork(check)) for name, check in plan.items()]
+        self._children = [_Child(name, _fork(partial(_report, check))) for name, check in plan.items()]
         self._limit_s = LIMIT_S
         if gpus is not None:
             self._limit_s = GPU_LIMIT_S
-            self._children.append(_Child("gpu", _spawn(*gpus)))
+            self._children.append(_Child("gpu", _fork(partial(_execute, *gpus))))
 
     def wait(self, meanwhile: Callable[[], None]) -> NodeChecks:
         """Return the results.
@@ -142,7 +145,7 @@ def make_plan(places: CheckedPlaces) -> dict[str, Callable[[], Iterator[Check]]]
     )
     for home in places.homes[:_MAX_HOMES]:
         plan[f"disk {home}"] = lambda home=home: _check_home(home, places)
-    plan["product memory"] = _check_machine
+    plan["product memory"] = lambda: itertools.chain(check_products(), check_memory(0))
     return plan
 
 
@@ -157,11 +160,6 @@ def _check_home(home: str, places: CheckedPlaces) -> Iterator[Check]:
         if found.needed_bytes:
             needed = found.needed_bytes // max(1, places.num_nodes)
             yield from (one for one in check_free_memory(available_bytes(), needed) if one.trouble)
-
-
-def _check_machine() -> Iterator[Check]:
-    yield from check_products()
-    yield from check_memory(0)
 
 
 def _num_bytes(folder: Path, other: Path) -> int:
@@ -203,26 +201,20 @@ class _Child:
             yield Check(name, where, f"the check ended with status {os.waitstatus_to_exitcode(status)}")
 
 
-def _fork(check: Callable[[], Iterator[Check]]) -> tuple[int, int]:
-    """Run a check in a copy of this process. Return its pid and the pipe with its results."""
+def _fork(act: Callable[[int], None]) -> tuple[int, int]:
+    """Run a function in a copy of this process, with a pipe for its results. Return its pid and the pipe."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
-    if pid == 0:
-        _run(check, writer)
-    os.close(writer)
-    return pid, reader
-
-
-def _run(check: Callable[[], Iterator[Check]], writer: int) -> None:
-    """Run a check in this new process. Never returns."""
+    if pid:
+        os.close(writer)
+        return pid, reader
     status = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)  # else the process counts as a trainer with a handler
         os.closerange(3, writer)  # locks and leases of this process must not outlive it
         os.closerange(writer + 1, _MAX_FDS)
-        for one in check():
-            os.write(writer, write_result(one))
+        act(writer)
         status = 0
     except Exception as error:  # noqa: BLE001 - reported as the result of the check
         os.write(writer, write_result(Check("check", "", f"{type(error).__name__}: {error}"[:300])))
@@ -230,26 +222,16 @@ def _run(check: Callable[[], Iterator[Check]], writer: int) -> None:
         os._exit(status)
 
 
-def _spawn(command: list[str], environment: Mapping[str, str]) -> tuple[int, int]:
-    reader, writer = os.pipe2(os.O_CLOEXEC)
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        pid = os.posix_spawnp(
-            command[0],
-            command,
-            dict(environment),
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, null, 0),
-                (os.POSIX_SPAWN_DUP2, writer, 1),
-                (os.POSIX_SPAWN_DUP2, null, 2),
-            ],
-            setsigmask=[],
-            setsigdef=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2],
-        )
-    finally:
-        os.close(writer)
-        os.close(null)
-    return pid, reader
+def _report(check: Callable[[], Iterator[Check]], writer: int) -> None:
+    for one in check():
+        os.write(writer, write_result(one))
+
+
+def _execute(command: list[str], environment: Mapping[str, str], writer: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, fd in enumerate((null, writer, null)):
+        os.dup2(fd, number)
+    os.execvpe(command[0], command, environment)
 
 
 def check_copy(available: int) -> Iterator[Check]:
@@ -407,9 +389,12 @@ class Admission:
         self, plan: NodeSpec, job: JobFolder, node: NodeFolder, log: int, *, is_contained: bool
     ) -> None:
         self._path, self._log = node.checks, log
-        self._mode = self._read_mode(plan.environment.get(MODE))
         self._gate: NodeGate | None = None
-        if self._mode == OFF:
+        text = plan.environment.get(MODE)
+        if (mode := read_mode(text)) is None:
+            self._write(f"{MODE} is {text!r:.100}, expected stop, report or off. It is taken for stop.")
+        self._stops = mode in (None, STOP)
+        if mode == OFF:
             return
         try:
             gpus = None if is_contained else _gpu_command(plan)
@@ -428,24 +413,12 @@ class Admission:
         if self._gate is None:
             return ""
         found = self._gate.wait(meanwhile)
-        stopping = [one for one in found.failed if one.stops] if self._mode == STOP else []
+        stopping = [one for one in found.failed if one.stops] if self._stops else []
         for one in found.failed:
             self._write(f"a check of this node failed: {describe_failures([one])}")
-        self._record(found, was_refused=bool(stopping))
-        return describe_failures(stopping)[:_MAX_REFUSAL]
-
-    def _record(self, found: NodeChecks, *, was_refused: bool) -> None:
-        changed = NodeChecks(
-            found.machine, found.unix_s, found.took_s, found.added_s, found.checks, was_refused
-        )
         with suppress(OSError):  # the disk is full or broken, which a check has found
-            write_checks(self._path, changed)
-
-    def _read_mode(self, text: str | None) -> str:
-        mode = read_mode(text)
-        if mode is None:
-            self._write(f"{MODE} is {text!r:.100}, expected stop, report or off. It is taken for stop.")
-        return mode or STOP
+            write_checks(self._path, dataclasses.replace(found, was_refused=bool(stopping)))
+        return describe_failures(stopping)[:_MAX_REFUSAL]
 
     def _write(self, text: str) -> None:
         os.write(self._log, f"holdfast: {text}\n".encode())
@@ -455,21 +428,16 @@ def _places(plan: NodeSpec, job: JobFolder, is_contained: bool) -> CheckedPlaces
     links = read_links(job)
     outside = [outside_path(home, links) for home in read_progress(job.progress)]
     # Mounts are not there yet, and a folder below a mount point would be another one.
-    homes = [
-        home for home in outside if "://" not in home and not _is_below(home, job) and Path(home).is_dir()
-    ]
+    local = [Path(home) for home in outside if "://" not in home]
+    homes = tuple(str(one) for one in local if not one.is_relative_to(job.copies) and one.is_dir())
     temporary = Path("/tmp" if is_contained else plan.environment.get("TMPDIR") or "/tmp")
     num_nodes = plan.environment.get(_NUM_NODES, "1")
     return CheckedPlaces(
         folder=job.path,
         temporary=temporary,
-        homes=tuple(homes),
+        homes=homes,
         num_nodes=int(num_nodes) if num_nodes.isdecimal() else 1,
     )
-
-
-def _is_below(home: str, job: JobFolder) -> bool:
-    return Path(home).is_relative_to(job.copies)
 
 
 def _gpu_command(plan: NodeSpec) -> tuple[list[str], Mapping[str, str]] | None:
@@ -480,12 +448,6 @@ def _gpu_command(plan: NodeSpec) -> tuple[list[str], Mapping[str, str]] | None:
     environment = dict(plan.environment)
     if plan.venv is not None and Path(plan.venv).is_dir():
         environment = activate(environment, plan.venv)
-    python = next(
-        (
-            found
-            for name in ("python", "python3")
-            if (found := shutil.which(name, path=environment.get("PATH")))
-        ),
-        None,
-    )
+    path = environment.get("PATH")
+    python = shutil.which("python", path=path) or shutil.which("python3", path=path)
     return None if python is None else ([python, str(_GPU_SCRIPT), "cuda"], environment)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 
+from holdfast.errors import HoldfastError
 from holdfast.jobs.failure_cause import FailureCause, find_cause
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.history import add_change
@@ -43,6 +46,7 @@ _FULL_BYTES = 64 << 10
 """Free space of a disk that counts as full. Some file systems keep this little for themselves."""
 HEADLINE = "holdfast: "  # beginning of the first line of an attempt, which names its number
 _NUM_LINES = 200
+_SHOWN = attrgetter("status", "attempt", "reason")  # a change of these is recorded in the history
 
 
 class Controller(ABC):
@@ -94,10 +98,22 @@ class Controller(ABC):
             if not self._check():  # after a change, another action may be due
                 self._wait()
 
-    def give_up(self, why: str) -> None:
-        """End the job, because the controller cannot continue."""
-        self._abandon()
-        self._apply(ControllerFailed(why))
+    def serve_or_give_up(self, log: Path, *passed: type[HoldfastError]) -> None:
+        """Run the job until then, or end it because of an error of the controller.
+
+        Args:
+            log: file with the details of the error, for messages.
+            passed: errors that are passed on instead.
+        """
+        try:
+            self.serve()
+        except passed:
+            raise
+        except Exception as error:  # noqa: BLE001 - reported in the log and as the job's status
+            traceback.print_exc()
+            self._abandon()
+            why = error if isinstance(error, HoldfastError) else repr(error)
+            self._apply(ControllerFailed(f"{why} (see {log})"))
 
     # -- port to the engine ----------------------------------------------------------------------------------
 
@@ -186,11 +202,7 @@ class Controller(ABC):
         timers = self._timers.schedule(actions, self._clock.unix_s())
         if state.attempt != before.attempt:
             self._step_before = self._newest_step()
-        is_change = (state.status, state.attempt, state.reason) != (
-            before.status,
-            before.attempt,
-            before.reason,
-        )
+        is_change = _SHOWN(state) != _SHOWN(before)
         if is_change:
             self._log_change(state)  # first, so that a reader of the status also finds its change
         if (state, timers) != (before, self._timers) or answered is not None:
@@ -234,7 +246,8 @@ class Controller(ABC):
         status, is_new = state.status, state.status is not self.state.status
         reason = state.reason
         if is_new and status in (JobStatus.FAILED, JobStatus.FAILED_SETUP):
-            if _is_full(self._folder):
+            disk = os.statvfs(self._folder.path)
+            if disk.f_bavail * disk.f_frsize < _FULL_BYTES:
                 reason = f"{reason}; no space is left on the file system of {self._folder.path}"
             rank = next(iter(own_ends(state.outcomes)), 0)  # nodes that were stopped only followed it
             lines = "\n".join(f"  {line}" for line in last_lines(self._folder.log(rank), _NUM_LAST_LINES))
@@ -304,12 +317,6 @@ class Controller(ABC):
         return self._step_before is None or step > self._step_before
 
 
-def _is_full(folder: JobFolder) -> bool:
-    """Return True if the file system of a job's folder is full."""
-    found = os.statvfs(folder.path)
-    return found.f_bavail * found.f_frsize < _FULL_BYTES
-
-
 def event_of(request: JobRequest) -> JobEvent:
     """Return the event of a request."""
     if request.kind == "cancel":
@@ -320,12 +327,9 @@ def event_of(request: JobRequest) -> JobEvent:
 def attempt_lines(log: Path) -> list[str]:
     """Return the last lines of the newest attempt in a log, without its first one."""
     lines = last_lines(log, _NUM_LINES)
-    return lines[_last_headline(lines) + 1 :]
-
-
-def _last_headline(lines: Sequence[str]) -> int:
-    for number in range(len(lines) - 1, -1, -1):
-        line = lines[number]
-        if line.startswith(HEADLINE) and " attempt " in line and " starts" in line:
-            return number
-    return -1
+    starts = [
+        number
+        for number, line in enumerate(lines, start=1)
+        if line.startswith(HEADLINE) and " attempt " in line and " starts" in line
+    ]
+    return lines[starts[-1] if starts else 0 :]

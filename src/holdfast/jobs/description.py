@@ -5,17 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from holdfast.checkpoint.store import Store
+from holdfast.errors import HoldfastError
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.checks.disk import FEW_BYTES
-from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks
+from holdfast.jobs.node.checks.result import Check, NodeChecks, describe_failures, read_checks
 from holdfast.jobs.node.mounts.links import outside_path, read_links
 from holdfast.jobs.notifications.outbox import Delivery, read_deliveries
 from holdfast.jobs.output.tail import last_lines
+from holdfast.jobs.records import JobRecord, Records
 from holdfast.system.environment import read_progress
 from holdfast.system.units import format_bytes, plural
+
+if TYPE_CHECKING:
+    from holdfast.watch.report.summary import CheckedNode
 
 _NUM_LINES = 10
 _NUM_CHECKED = 20  # newest attempts whose checks are read
@@ -115,6 +122,45 @@ def durations_of(job: Job) -> Durations:
 
 def _folder(job: Job) -> JobFolder:
     return job_folder(state_dir(), job.id)
+
+
+def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:
+    """Return the checks of all jobs that have trained a run, oldest first.
+
+    Jobs of other users and of other state folders are not known.
+    """
+    try:
+        records = Records(state_dir()).all()
+    except HoldfastError:
+        return ()  # without jobs, or their folder cannot be used: `holdfast queue` has the reason
+    found = [one for record in records for one in _checked_nodes(record, home.url)]
+    return tuple(sorted(found, key=lambda one: one.unix_s))
+
+
+def _checked_nodes(record: JobRecord, home: str) -> Iterator[CheckedNode]:
+    from holdfast.watch.report.summary import CheckedNode
+
+    folder = job_folder(state_dir(), record.id)
+    if home not in recorded_homes(folder):
+        return
+    attempts = {one.number: one for one in list_attempts(read_changes(folder))}
+    for number, nodes in recorded_checks(folder, list(attempts.values()), record.spec.num_nodes).items():
+        attempt = attempts[number]
+        for node, checks in nodes.items():
+            cost_s = checks.added_s
+            if checks.was_refused and attempt.ended_unix_s is not None:
+                cost_s = attempt.ended_unix_s - attempt.started_unix_s
+            yield CheckedNode(
+                job=record.id,
+                attempt=number,
+                node=node,
+                machine=checks.machine,
+                unix_s=checks.unix_s,
+                num_checks=len(checks.checks),
+                failures=describe_failures(checks.failed),
+                was_refused=checks.was_refused,
+                cost_s=cost_s,
+            )
 
 
 _Values = Mapping[str, float]

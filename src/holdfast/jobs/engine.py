@@ -139,9 +139,9 @@ class Engine(ABC):
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
         """Return the keys of a task that this engine ignores or interprets differently."""
 
-    @abstractmethod
     def render(self, task: Task) -> list[str]:
         """Return the lines that this engine would submit to another system, if any."""
+        return []
 
     @abstractmethod
     def check(self, task: Task) -> None:

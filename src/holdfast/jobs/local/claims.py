@@ -206,6 +206,10 @@ class Claims:
         """Jobs that may start now, and the first of those that wait. Only these need a controller."""
         return (*self.allocation.given, *list(self.allocation.shortages)[:1])
 
+    def is_behind(self, number: int) -> bool:
+        """Return True if a job waits behind another one, and needs no controller for now."""
+        return bool(self.shortage(number)) and number not in self.leading
+
     def shortage(self, number: int) -> str:
         """Return why a job waits, for people. Empty if it may start, or needs nothing."""
         return self.allocation.shortages.get(number, "")

@@ -6,8 +6,8 @@ import dataclasses
 import os
 import select
 import signal
-import traceback
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -63,14 +63,19 @@ def supervise(state: Path, number: int) -> bool:
 
     Blocks: until the job has ended, or waits behind another one.
     """
+    records, folder = Records(state), job_folder(state, number)
     try:
-        return _supervise(Records(state), job_folder(state, number), number)
-    except (NotFound, Corrupt, Conflict) as error:
-        _log.error("job %s: controller stopped: %s", number, error)  # its nodes continue
-    except RetryLater as error:
-        # The records or a disk failed. Running nodes continue, and the next command starts a new controller.
+        with closing(LocalController(records, folder, records.get(number))) as controller:
+            controller.serve_or_give_up(folder.controller_log, RetryLater)
+        if controller.has_ended:
+            _clean_up(records, folder, number)
+            lead_on(records, state)
+    except (NotFound, Corrupt, Conflict, RetryLater) as error:
+        # The record is damaged, or a disk failed. Running nodes continue, and the next command starts a new
+        # controller.
         _log.error("job %s: controller stopped: %s", number, error)
-    return False
+        return False
+    return controller.is_idle
 
 
 def resume_if_due(state: Path, number: int) -> None:
@@ -83,24 +88,6 @@ def resume_if_due(state: Path, number: int) -> None:
         _log.error("job %s: %s", number, error)  # the next command looks again
 
 
-def _supervise(records: Records, folder: JobFolder, number: int) -> bool:
-    controller = LocalController(records, folder, records.get(number))
-    try:
-        controller.serve()
-    except RetryLater:
-        raise
-    except Exception as error:  # noqa: BLE001 - reported in the log and as the job's status
-        traceback.print_exc()
-        why = f"{error if isinstance(error, HoldfastError) else repr(error)} (see {folder.controller_log})"
-        controller.give_up(why)
-    finally:
-        controller.close()
-    if controller.has_ended:
-        _clean_up(records, folder, number)
-        lead_on(records, folder.path.parents[1])
-    return controller.is_idle
-
-
 def cancel_without_controller(records: Records, folder: JobFolder, number: int) -> bool:
     """Cancel a job that has not started and has no controller. Return True if it was one."""
     lock = locks.acquire(folder.lock)
@@ -110,11 +97,8 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
         if records.get(number).job_state.status is not JobStatus.PENDING:
             return False
         records.ask(number, "cancel", None)
-        controller = LocalController(records, folder, records.get(number))
-        try:
+        with closing(LocalController(records, folder, records.get(number))) as controller:
             controller.answer_requests()
-        finally:
-            controller.close()
         if controller.has_ended:
             _clean_up(records, folder, number)
         return controller.has_ended
@@ -141,9 +125,8 @@ def _clean_up(records: Records, folder: JobFolder, number: int) -> None:
 def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:
     """Wake the controllers of the jobs after this one, or start them."""
     for record in records.successors(number):
-        successor = job_folder(folder.path.parents[1], record.id)
         if not record.job_state.status.is_final:
-            rouse_controller(successor)
+            rouse_controller(job_folder(folder.path.parents[1], record.id))
 
 
 class LocalController(Controller):
@@ -161,13 +144,12 @@ class LocalController(Controller):
             step_before=record.step_before,
             clock=JobClock(record.clock),
         )
-        self._is_terminated = False
+        self._is_terminated = False  # this machine or process is to end: another controller continues
         self._is_next = False  # the job before this one has ended, but its controller is still running
         self.is_idle = False
         """True if the job waits for its claim behind another one, and needs no controller for now."""
         self._needs_claim = not demand(record.id, record.spec).is_empty
-        self._nodes = self._new_nodes()
-        self._teardown = Teardown(folder, self.state.attempt)
+        self._watch_attempt()
         self._wakeup = WakeupPipe(folder.wakeup)
 
     def close(self) -> None:
@@ -183,7 +165,7 @@ class LocalController(Controller):
     @override
     def _begin(self) -> None:
         adopt_orphans()
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_terminated", True))
         signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)  # a signal wakes the loop too
         if not self._is_waiting:
             self._apply(ControllerStarted())
@@ -274,12 +256,12 @@ class LocalController(Controller):
     @override
     def _prepare_attempt(self) -> None:
         self._nodes.close()
-        self._nodes = self._new_nodes()
-        self._teardown = Teardown(self._folder, self.state.attempt)
+        self._watch_attempt()
 
-    def _new_nodes(self) -> Nodes:
-        record = self._record
-        return Nodes(self._folder, record.task_id, self.state.attempt, record.spec.num_nodes)
+    def _watch_attempt(self) -> None:
+        record, attempt = self._record, self.state.attempt
+        self._nodes = Nodes(self._folder, record.task_id, attempt, record.spec.num_nodes)
+        self._teardown = Teardown(self._folder, attempt)
 
     # -- actions ---------------------------------------------------------------------------------------------
 
@@ -320,10 +302,6 @@ class LocalController(Controller):
             self._nodes.kill(with_keepers=False)
 
     # -- events ----------------------------------------------------------------------------------------------
-
-    def _on_sigterm(self, *_: object) -> None:
-        """Note that this machine shuts down, or that this process is to end. Another controller continues."""
-        self._is_terminated = True
 
     @override
     def _receive_signals(self) -> None:

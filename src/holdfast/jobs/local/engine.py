@@ -78,10 +78,6 @@ class LocalEngine(NodeEngine):
         return find_on_machines(self._in_image(task), _UNSUPPORTED_KEYS, bucket="a folder of this machine")
 
     @override
-    def render(self, task: Task) -> list[str]:
-        return []
-
-    @override
     def check(self, task: Task) -> None:
         _check_gpus(task, visible_gpus())
         check_workdir(task)
@@ -151,10 +147,8 @@ class LocalEngine(NodeEngine):
             release_containers(job_folder(self._state, record.id))
             remove_secrets_of_ended(job_folder(self._state, record.id))
             return
-        is_behind = claims.shortage(record.id) and record.id not in claims.leading
-        if is_behind or self._is_far_from_start(record):
-            return
-        rouse_controller(job_folder(self._state, record.id))
+        if not (claims.is_behind(record.id) or self._is_far_from_start(record)):
+            rouse_controller(job_folder(self._state, record.id))
 
     def _is_far_from_start(self, record: JobRecord) -> bool:
         """Return True if the job before this one in its pipeline has not started either."""
@@ -170,9 +164,7 @@ class LocalEngine(NodeEngine):
     def _job(self, record: JobRecord, claims: Claims) -> Job:
         shortage = claims.shortage(record.id)  # now, not when its controller last looked
         job_state = dataclasses.replace(record.job_state, reason=shortage) if shortage else record.job_state
-        if job_state.status in _HAS_NODES and is_of_earlier_boot(
-            record.clock
-        ):  # so none of its processes exists
+        if job_state.status in _HAS_NODES and is_of_earlier_boot(record.clock):  # its processes are gone
             job_state = dataclasses.replace(job_state, status=JobStatus.RECOVERING, reason=_RESTARTED)
         return Job.of(record, step=self._newest_step(record), job_state=job_state)
 
@@ -193,10 +185,9 @@ class LocalEngine(NodeEngine):
         records = self._records()
         claims = read_claims(records, self._state)
         found: dict[int, Job] = {}
-        for number in numbers:
-            is_behind = claims.shortage(number) and number not in claims.leading
+        for number in filter(claims.is_behind, numbers):
             with contextlib.suppress(HoldfastError):  # `cancel` raises it again
-                if is_behind and cancel_without_controller(records, job_folder(self._state, number), number):
+                if cancel_without_controller(records, job_folder(self._state, number), number):
                     found[number] = self._job(records.get(number), Claims())
         if found:
             lead_on(records, self._state)  # one of them may just have become the first that waits

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from holdfast.jobs.environment import Node, container_base, tag
@@ -17,7 +16,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node.processes import AGENT, Process
 from holdfast.jobs.node.roles import STOPPED, ProcessRole
-from holdfast.jobs.node_spec import Environment, NodeSpec, read_environment, read_outcome
+from holdfast.jobs.node_spec import NodeSpec, read_environment, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState
@@ -72,8 +71,7 @@ class Nodes:
         orphans = [
             one for one in found if one.pid not in ours and one.pid != os.getpid() and not one.exits_by_itself
         ]
-        if orphans:
-            processes.kill(orphans)
+        processes.kill(orphans)
 
     # -- status ----------------------------------------------------------------------------------------------
 
@@ -101,8 +99,10 @@ class Nodes:
             outcome = Outcome(Phase.RUN if node.folder.running.exists() else Phase.SETUP)
         if outcome is None:
             return
-        if not outcome.is_success and not outcome.is_lost and _is_after(node.folder.ended, killed_unix_s):
-            outcome = dataclasses.replace(outcome, is_stopped=True)
+        if not (outcome.is_success or outcome.is_lost or killed_unix_s is None):
+            # Within the resolution of timestamps, a failure after the kill was caused by it.
+            is_after = node.folder.ended.stat().st_mtime >= killed_unix_s - 0.01
+            outcome = dataclasses.replace(outcome, is_stopped=is_after)
         node.outcome = outcome
         _let_go(node)
 
@@ -184,8 +184,7 @@ def _agent(folder: NodeFolder) -> Process | None:
         pid, start = map(int, folder.pid.read_text().split())
     except (FileNotFoundError, ValueError):
         return None
-    found = processes.find(pid)
-    return found if found is not None and found.start == start else None
+    return processes.find(pid) if processes.is_running(pid, start) else None
 
 
 def _pidfd(agent: Process | None) -> int | None:
@@ -204,11 +203,6 @@ def _let_go(node: _Node) -> None:
     if node.agent is not None:
         with contextlib.suppress(ChildProcessError):  # an adopted agent is not a child
             os.waitpid(node.agent.pid, os.WNOHANG)
-
-
-def _is_after(path: Path, unix_s: float | None) -> bool:
-    """Return True if the file was modified at or after `unix_s`, within timestamp resolution."""
-    return unix_s is not None and path.stat().st_mtime >= unix_s - 0.01
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
@@ -231,44 +225,37 @@ def make_specs(record: JobRecord, job_state: JobState, folder: JobFolder) -> lis
     Args:
         job_state: current state, with the attempt and its reason.
     """
+    spec, attempt = record.spec, job_state.attempt
     environment = read_environment(folder)
-    if folder.image.exists():
-        environment = replace(environment, base=container_base(environment.base))
-    return [_plan(record, job_state, folder, rank, environment) for rank in range(record.spec.num_nodes)]
-
-
-def _plan(
-    record: JobRecord, job_state: JobState, folder: JobFolder, rank: int, environment: Environment
-) -> NodeSpec:
-    spec = record.spec
-    node = Node(
-        task_id=record.task_id,
-        job=record.id,
-        name=record.name,
-        attempt=job_state.attempt,
-        rank=rank,
-        addresses=addresses(spec.num_nodes, record.id),
-        num_gpus=spec.num_gpus,
-        user=spec.user,
-        notice=str(folder.node(job_state.attempt, rank).notice),
-        progress=str(folder.progress),
-        grace_s=record.policy.grace_s,
-        pipeline=environment.pipeline,
-        port=record.port,
-    )
-    return make_node_spec(
-        folder,
-        node,
-        environment.base,
-        environment.task,
-        begins=_begins(record, job_state, rank),
-        wakeup=folder.wakeup,
-        set_up=folder.set_up(rank) if spec.has_setup else None,
-        gpus=record.gpus,
-    )
-
-
-def _begins(record: JobRecord, job_state: JobState, rank: int) -> str:
-    where = f" on node {rank}" if record.spec.num_nodes > 1 else ""
+    base = container_base(environment.base) if folder.image.exists() else environment.base
     why = f", after: {job_state.reason}" if job_state.reason else ""
-    return f"attempt {job_state.attempt} of job {record.id} starts{where}{why}"
+    specs: list[NodeSpec] = []
+    for rank in range(spec.num_nodes):
+        node = Node(
+            task_id=record.task_id,
+            job=record.id,
+            name=record.name,
+            attempt=attempt,
+            rank=rank,
+            addresses=addresses(spec.num_nodes, record.id),
+            num_gpus=spec.num_gpus,
+            user=spec.user,
+            notice=str(folder.node(attempt, rank).notice),
+            progress=str(folder.progress),
+            grace_s=record.policy.grace_s,
+            pipeline=environment.pipeline,
+            port=record.port,
+        )
+        where = f" on node {rank}" if spec.num_nodes > 1 else ""
+        made = make_node_spec(
+            folder,
+            node,
+            base,
+            environment.task,
+            begins=f"attempt {attempt} of job {record.id} starts{where}{why}",
+            wakeup=folder.wakeup,
+            set_up=folder.set_up(rank) if spec.has_setup else None,
+            gpus=record.gpus,
+        )
+        specs.append(made)
+    return specs

@@ -31,11 +31,12 @@ def remove(records: Records, state: Path, number: int, *, force: bool) -> None:
     folder = job_folder(state, number)
     lock = _lock(folder, record)
     try:
-        _check_ended(record, has_lock=lock is not None)
-        _check_quiet(record)
-        _check_unneeded(records, record)
-        if not force:
-            _check_sent(folder, number)
+        _check(records, record, has_lock=lock is not None)
+        if not force and (summary := upload_status(folder).summary):
+            raise Conflict(
+                f"Job {number} was not removed: {summary}. `holdfast drain` waits for uploads. "
+                "With --force these files are lost."
+            )
         _remove_containers(folder, number)
         # Before anything is removed: below a mount are the bucket's files.
         fuse.unmount_below(folder.path)
@@ -54,39 +55,25 @@ def _lock(folder: JobFolder, record: JobRecord) -> int | None:
     return lock
 
 
-def _check_ended(record: JobRecord, *, has_lock: bool) -> None:
+def _check(records: Records, record: JobRecord, *, has_lock: bool) -> None:
+    """Check that a job has ended, that none of its processes is running, and that no other job needs it."""
     if not record.job_state.status.is_final or not has_lock:
         raise Conflict(
             f"Job {record.id} is {record.job_state.status.value}, so it was not removed. Use "
             f"`holdfast cancel {record.id}` to end it."
         )
-
-
-def _check_unneeded(records: Records, record: JobRecord) -> None:
-    for one in records.successors(record.id):
-        if not one.job_state.status.is_final:
-            raise Conflict(
-                f"Job {record.id} comes before job {one.id} ({one.name}) in a pipeline, so it was not "
-                "removed. Remove it when that job has ended."
-            )
-
-
-def _check_quiet(record: JobRecord) -> None:
     if left := processes.tagged(tag(record.task_id), processes.snapshot()):
         pids = ", ".join(str(one.pid) for one in left[:5])
         raise Conflict(
             f"Job {record.id} has ended, but some of its processes are still finishing (pid {pids}). "
             "It was not removed. Try again when they are gone."
         )
-
-
-def _check_sent(folder: JobFolder, number: int) -> None:
-    unsent = upload_status(folder)
-    if unsent.summary:
-        raise Conflict(
-            f"Job {number} was not removed: {unsent.summary}. `holdfast drain` waits for uploads. "
-            "With --force these files are lost."
-        )
+    for one in records.successors(record.id):
+        if not one.job_state.status.is_final:
+            raise Conflict(
+                f"Job {record.id} comes before job {one.id} ({one.name}) in a pipeline, so it was not "
+                "removed. Remove it when that job has ended."
+            )
 
 
 def _remove_containers(folder: JobFolder, number: int) -> None:

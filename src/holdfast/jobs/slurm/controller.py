@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
-from holdfast.jobs.slurm.cluster_mounts import ClusterMounts, UploadTerms
+from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.commands import choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.messages import Step
@@ -75,12 +74,7 @@ def supervise(folder: JobFolder) -> int:
     """
     files = JobFiles(folder)
     controller = SlurmController(files)
-    try:
-        controller.serve()
-    except Exception as error:  # noqa: BLE001 - reported in the log and as the job's status
-        traceback.print_exc()
-        why = f"{error if isinstance(error, HoldfastError) else repr(error)} (see {files.output})"
-        controller.give_up(why)
+    controller.serve_or_give_up(files.output)
     if controller.has_ended:
         controller.remove_links()
         remove_secrets(folder)
@@ -113,7 +107,6 @@ class SlurmController(Controller):
         self._signals: list[int] = []
         self._is_requeued = False
         self._mounts = ClusterMounts(files.job, self._job.spec.num_nodes, self._stored.uploads)
-        self._uploads = UploadTerms(self._job.policy)
         self._num_resumed = 0  # steps that only continue the uploads of the attempt
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -179,7 +172,6 @@ class SlurmController(Controller):
     def _prepare_attempt(self) -> None:
         self._num_listening, self._running, self._has_messages = {}, set(), False
         self._mounts.forget()
-        self._uploads = UploadTerms(self._job.policy)
         self._num_resumed = 0
         if self._stored.uploads:
             self._store(dataclasses.replace(self._stored, uploads={}))
@@ -188,7 +180,6 @@ class SlurmController(Controller):
     def _start_nodes(self) -> None:
         check_has_secrets(self._files.job)
         self._mounts.forget_step()
-        self._uploads.forget_step()
         self._store(dataclasses.replace(self._stored, machines=_own_names()))
         self._step = Step(self._files.job, self.state.attempt, self._job.spec.num_nodes, self._kill_wait_s)
 
@@ -210,7 +201,7 @@ class SlurmController(Controller):
 
     def _may_upload(self) -> bool:
         """Return True if all commands have ended, and the nodes have time for their uploads."""
-        terms = self._uploads.sent
+        terms = self._mounts.terms
         return terms is not None and (
             terms.until_unix_s is None or time.time() < terms.until_unix_s + _STUBBORN_S
         )
@@ -261,7 +252,7 @@ class SlurmController(Controller):
     def _notice(self, lead_s: float, source: str) -> JobEvent | None:
         """Return the event of a notice. One after the end of all commands limits their uploads."""
         if self._have_all_ended():
-            self._uploads.limit(time.time() + lead_s)
+            self._mounts.limit(time.time() + lead_s)
         return NoticeReceived(lead_s, source)
 
     def _have_all_ended(self) -> bool:
@@ -307,7 +298,7 @@ class SlurmController(Controller):
             if timers.notice_until_unix_s is None
             else self._clock.machine_unix_s(timers.notice_until_unix_s)
         )
-        if terms := self._uploads.take(self.state, notice_unix_s, leaves=self._leaves_machines()):
+        if terms := self._mounts.take_terms(self.state, notice_unix_s, leaves=self._leaves_machines()):
             step.send(terms)
         missing = self._mounts.missing()
         if missing and self.state.status in (JobStatus.RUNNING, JobStatus.WINDING_DOWN):
@@ -319,7 +310,7 @@ class SlurmController(Controller):
         after, _ = advance(self.state, event, self._policy)
         return (
             after.status.is_final
-            or self._uploads.is_limited
+            or self._mounts.is_limited
             or _needs_other_machines(self.state, self._job.spec.num_nodes)
         )
 
@@ -329,7 +320,7 @@ class SlurmController(Controller):
             self._have_all_ended()
             and all(one.is_success for one in self.state.outcomes.values())
             and not self._mounts.is_confirmed()
-            and not self._uploads.is_limited
+            and not self._mounts.is_limited
             and not self.state.is_noticed
             and self.state.status is not JobStatus.CANCELLING
             and self._num_resumed < _MAX_SILENT

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from holdfast.checkpoint.store import Store
 from holdfast.errors import HoldfastError
 from holdfast.jobs.engine import Job
-from holdfast.jobs.folder import JobFolder, job_folder, state_dir
+from holdfast.jobs.folder import JobFolder, job_folder, state_dir, state_path
 from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.checks.disk import FEW_BYTES
 from holdfast.jobs.node.checks.result import Check, NodeChecks, describe_failures, read_checks
@@ -130,8 +130,8 @@ def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:
     Jobs of other users and of other state folders are not known.
     """
     try:
-        records = Records(state_dir()).all()
-    except HoldfastError:
+        records = Records(state_path()).all()
+    except (HoldfastError, OSError):
         return ()  # without jobs, or their folder cannot be used: `holdfast queue` has the reason
     found = [one for record in records for one in _checked_nodes(record, home.url)]
     return tuple(sorted(found, key=lambda one: one.unix_s))
@@ -140,7 +140,7 @@ def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:
 def _checked_nodes(record: JobRecord, home: str) -> Iterator[CheckedNode]:
     from holdfast.watch.report.summary import CheckedNode
 
-    folder = job_folder(state_dir(), record.id)
+    folder = job_folder(state_path(), record.id)
     if home not in recorded_homes(folder):
         return
     attempts = {one.number: one for one in list_attempts(read_changes(folder))}

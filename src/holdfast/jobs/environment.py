@@ -115,17 +115,11 @@ def run_environment(
     }
     # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
     defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(node.grace_s))}
+    ports = {"MASTER_PORT": str(node.port)} if node.port is not None else {}
+    if ports and len(node.addresses) > 1:  # with one node, torchrun itself finds a free port
+        ports["PET_MASTER_PORT"] = str(node.port)  # torchrun's default for its option
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    return {**defaults, **base, **UNBUFFERED, **_ports(node), **task, **devices, **ours}
-
-
-def _ports(node: Node) -> dict[str, str]:
-    """Return the variables with the port of the rendezvous."""
-    if node.port is None:
-        return {}
-    # The second one is torchrun's default for its option. With one node, torchrun itself finds a free port.
-    names = ("MASTER_PORT", "PET_MASTER_PORT") if len(node.addresses) > 1 else ("MASTER_PORT",)
-    return dict.fromkeys(names, str(node.port))
+    return {**defaults, **base, **UNBUFFERED, **ports, **task, **devices, **ours}
 
 
 def setup_environment(

@@ -48,13 +48,11 @@ class Process:
         job's controller.
         """
         words = self._words
-        return (ROLES.encode() in words and AGENT.encode() not in words) or self._is_conmon
-
-    @property
-    def _is_conmon(self) -> bool:
-        """True for podman's process beside a container of a job, which outlives attempts."""
-        program, *words = self._words or [b""]
-        return program.endswith(b"conmon") and any(word.startswith(CONTAINER_PREFIX) for word in words)
+        if ROLES.encode() in words:
+            return AGENT.encode() not in words
+        # podman's process beside a container of a job outlives attempts.
+        is_conmon = bool(words) and words[0].endswith(b"conmon")
+        return is_conmon and any(word.startswith(CONTAINER_PREFIX) for word in words[1:])
 
     @property
     def _words(self) -> list[bytes]:

@@ -191,13 +191,10 @@ def _by_git(folder: Path) -> frozenset[str]:
             if not module and name == "./":
                 return frozenset()  # an outer repository ignores the whole folder, which cannot be intended
             found.add(os.path.normpath(Path(module, name)))
-        pending += [name for name in _submodules(folder, module) if (folder / name / ".git").exists()]
+        rows = _skyignore_git(folder / module, "ls-files", "-z", "--stage") or []
+        links = [str(Path(module, row.partition("\t")[2])) for row in rows if row.startswith(_GITLINK)]
+        pending += [name for name in links if (folder / name / ".git").exists()]
     return frozenset(found)
-
-
-def _submodules(folder: Path, module: str) -> list[str]:
-    rows = _skyignore_git(folder / module, "ls-files", "-z", "--stage") or []
-    return [str(Path(module, row.partition("\t")[2])) for row in rows if row.startswith(_GITLINK)]
 
 
 def _skyignore_git(folder: Path, *words: str) -> list[str] | None:
@@ -208,11 +205,11 @@ def _skyignore_git(folder: Path, *words: str) -> list[str] | None:
         done = run_program(command, timeout_s=_SKYIGNORE_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"git did not answer within {_SKYIGNORE_LIMIT_S:.0f} s in {folder}.") from error
-    output = done.error
-    if done.status and ("not a git repository" in output or "work tree" in output):
+    if done.status and ("not a git repository" in done.error or "work tree" in done.error):
         return None
     if done.status:
         raise RetryLater(
-            f"git could not list the ignored files of {folder}: {output}. Add a .skyignore file to avoid git."
+            f"git could not list the ignored files of {folder}: {done.error}. Add a .skyignore file to avoid "
+            "git."
         )
     return [os.fsdecode(name) for name in done.out.split(b"\0") if name]

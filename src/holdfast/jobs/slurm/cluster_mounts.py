@@ -36,9 +36,7 @@ class ClusterMounts:
         self.has_some = bool(read_mount_specs(job))  # true if the job has mounts in scratch folders
         self._has_caches = bool(caches(job))
         self.uploads = dict(uploads)
-        self._limit_unix_s: float | None = (
-            None  # for uploads, as Slurm is about to take the machines
-        )
+        self._limit_unix_s: float | None = None  # for uploads, as Slurm is about to take the machines
         self._ended_unix_s: float | None = None
         self.forget_step()
 

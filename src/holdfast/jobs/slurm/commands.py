@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,16 +94,15 @@ def _without(nodes: str) -> list[str]:
 
 def _outer_environment() -> dict[str, str]:
     """Return the variables for a submission."""
-    environment = dict(os.environ)
-    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if paths:
+    # Launched from within a job, whose nodes and limits do not apply. A job has no use for the secrets.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (NOTIFY, NOTIFY_ON) and (name == "SLURM_CONF" or not name.startswith("SLURM_"))
+    }
+    if paths := [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]:
         # The job runs in another folder, where relative paths would not work.
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
-    inherited = [name for name in environment if name.startswith("SLURM_") and name != "SLURM_CONF"]
-    for name in (NOTIFY, NOTIFY_ON):  # the job has no use for these secrets
-        environment.pop(name, None)
-    for name in inherited:  # launched from within a job, whose nodes and limits do not apply
-        del environment[name]
     return environment
 
 
@@ -124,14 +123,10 @@ def query_queue(ids: Sequence[str]) -> dict[str, Queued]:
 
 def query_accounting(number: str) -> str | None:
     """Return a job's final state from the accounting, or None."""
-    try:
-        output = _run(
-            ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}"]
-        )
-    except (RetryLater, Unsupported):
-        return None
-    lines = output.split()
-    return lines[0] if lines else None
+    words = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}"]
+    with contextlib.suppress(RetryLater, Unsupported):
+        return next(iter(_run(words).split()), None)
+    return None
 
 
 def cancel_waiting(number: str) -> None:
@@ -155,7 +150,7 @@ def leave_out(number: str, nodes: str) -> None:
     Args:
         nodes: their names, separated by commas.
     """
-    _run(["scontrol", "update", f"JobId={number}", f"ExcNodeList={nodes}"])
+    _run(["scontrol", "update", f"JobId={number}", f"ExcNodeList={nodes}"], num_tries=_NUM_TRIES)
 
 
 def usable_nodes(partition: str) -> tuple[str, ...]:
@@ -165,7 +160,8 @@ def usable_nodes(partition: str) -> tuple[str, ...]:
         partition: its name; empty: the default one.
     """
     words = ["sinfo", "--noheader", "--Node", "--format=%N|%T|%P"]
-    rows = [line.split("|") for line in _run([*words, *_of_partition(partition)]).splitlines()]
+    words += [f"--partition={partition}"] if partition else []
+    rows = [line.split("|") for line in _run(words).splitlines()]
     return tuple(
         dict.fromkeys(
             row[0]
@@ -180,10 +176,6 @@ def failed_nodes(nodes: Sequence[str]) -> frozenset[str]:
     words = ["sinfo", "--noheader", "--Node", "--format=%N|%T", f"--nodes={','.join(nodes)}"]
     rows = [line.split("|") for line in _run(words).splitlines()]
     return frozenset(row[0] for row in rows if len(row) == 2 and _has_failed(row[1]))
-
-
-def _of_partition(partition: str) -> list[str]:
-    return [f"--partition={partition}"] if partition else []
 
 
 def _has_failed(state: str) -> bool:
@@ -222,21 +214,15 @@ def addresses(nodelist: str) -> tuple[str, ...]:
         nodelist: the value of SLURM_JOB_NODELIST.
     """
     names = node_names(nodelist)
-    output = _run(["scontrol", "--oneliner", "show", "node", nodelist])
-    known = dict(_name_and_address(line.split()) for line in output.splitlines() if line.strip())
-    return tuple(_resolve(known.get(name) or name) for name in names)
-
-
-def _name_and_address(words: Iterable[str]) -> tuple[str, str]:
-    facts = dict(word.split("=", 1) for word in words if "=" in word)
-    return facts.get("NodeName", ""), facts.get("NodeAddr", "")
-
-
-def _resolve(name: str) -> str:
-    try:
-        return socket.gethostbyname(name)
-    except OSError:
-        return name
+    known: dict[str, str] = {}
+    for line in _run(["scontrol", "--oneliner", "show", "node", nodelist]).splitlines():
+        facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        known[facts.get("NodeName", "")] = facts.get("NodeAddr", "")
+    found = [known.get(name) or name for name in names]
+    for number, name in enumerate(found):
+        with contextlib.suppress(OSError):  # srun resolves it
+            found[number] = socket.gethostbyname(name)
+    return tuple(found)
 
 
 def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_tries: int = 1) -> str:
@@ -337,7 +323,7 @@ def _waiting(job_state: JobState, queued: Queued, *, is_cancelled: bool) -> JobS
 def _ended(job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str) -> JobState:
     """Return the state of a job that Slurm ended before its controller could record why."""
     state = "Slurm has forgotten the job" if queued is None else f"Slurm reports {queued.state}"
-    if is_cancelled or (queued is not None and queued.state.startswith("CANCELLED")):
+    if is_cancelled or (queued and queued.state.startswith("CANCELLED")):
         reason = "cancelled" if is_cancelled else "cancelled in Slurm"
         return dataclasses.replace(job_state, status=JobStatus.CANCELLED, is_active=False, reason=reason)
     cause = (

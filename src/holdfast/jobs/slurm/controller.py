@@ -58,12 +58,6 @@ _MAX_SILENT = 3
 _RETRY_S = 5.0
 _MAX_RETRIES = 60
 FAILED = 1
-_ABOUT_MOUNTS = (
-    messages.ScratchOpened,
-    messages.LeftoversSent,
-    messages.NodeUploading,
-    messages.UploadsEnded,
-)
 _T = TypeVar("_T")
 
 
@@ -112,7 +106,9 @@ class SlurmController(Controller):
 
     @override
     def _begin(self) -> None:
-        self._install_signals()
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # recorded, and each wakes the loop
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         assert self._stored.restart <= self._restart, "Slurm has started the job again elsewhere"
         self._stored = dataclasses.replace(self._stored, restart=self._restart, slurm_id=self._slurm_id)
         self._mounts.read_ends(self._files.job, self.state.attempt)
@@ -124,12 +120,6 @@ class SlurmController(Controller):
             self._requeue()
         elif not self.has_ended:
             self._apply(ControllerStarted() if self.state.status is JobStatus.PENDING else BackoffElapsed())
-
-    def _install_signals(self) -> None:
-        """Record signals, and wake the loop with each."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, _: self._signals.append(number))
-        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
 
     @override
     def _is_leaving(self) -> bool:
@@ -292,12 +282,8 @@ class SlurmController(Controller):
 
     def _upload(self, step: Step) -> Iterator[JobEvent]:
         """Give the nodes the terms of their uploads, and yield what is missing."""
-        timers = self._timers
-        notice_unix_s = (
-            None
-            if timers.notice_until_unix_s is None
-            else self._clock.machine_unix_s(timers.notice_until_unix_s)
-        )
+        until_unix_s = self._timers.notice_until_unix_s
+        notice_unix_s = None if until_unix_s is None else self._clock.machine_unix_s(until_unix_s)
         if terms := self._mounts.take_terms(self.state, notice_unix_s, leaves=self._leaves_machines()):
             step.send(terms)
         missing = self._mounts.missing()
@@ -339,9 +325,7 @@ class SlurmController(Controller):
             return NoticeDelivered(attempt, sum(self._num_listening.values())) if is_complete else None
         if isinstance(message, messages.NodeEnded):
             return NodeExited(attempt, message.node, message.outcome)
-        if not isinstance(message, (messages.RunnerStarted, *_ABOUT_MOUNTS)):
-            _log.warning("unexpected message: %s", message)
-        return None
+        return None  # the others only show that runners are alive, or are about mounts
 
     def _end_attempt(self) -> Iterator[JobEvent]:
         """Yield the events of an attempt's end, after srun has exited."""
@@ -379,7 +363,8 @@ class SlurmController(Controller):
             commands.sweep(self._job.spec.num_nodes, self._files.job.path)
         # Cancelling in Slurm has priority, and a requeue would undo a user's scancel. A job that Slurm itself
         # has requeued is not running any more either.
-        if _with_retries(lambda: _is_running(self._slurm_id)):
+        queued = _with_retries(lambda: commands.query_queue([self._slurm_id])).get(self._slurm_id)
+        if queued is not None and queued.state == "RUNNING":
             left_out = self._choose_left_out()
             _with_retries(lambda: commands.requeue(self._slurm_id))
             self._leave_out(left_out)
@@ -408,11 +393,9 @@ class SlurmController(Controller):
         """Have Slurm leave nodes out of the next start. It ends this process soon, so it is asked at once."""
         nodes = joined(names, self._job.spec.exclude)
         try:
-            try:
-                commands.leave_out(self._slurm_id, nodes)
-            except RetryLater:  # Slurm's signal to all processes has killed scontrol, or the job is cancelled
-                commands.leave_out(self._slurm_id, nodes)
-        except RetryLater as error:
+            # Repeated, as Slurm's signal to all processes may kill scontrol.
+            commands.leave_out(self._slurm_id, nodes)
+        except RetryLater as error:  # the job is cancelled
             _log.warning("no node is left out: %s", error)
 
     # -- waiting ---------------------------------------------------------------------------------------------
@@ -431,11 +414,6 @@ class SlurmController(Controller):
 def _own_names() -> tuple[str, ...]:
     """Return the names of the job's nodes, by rank."""
     return _with_retries(lambda: commands.node_names(os.environ["SLURM_JOB_NODELIST"]))
-
-
-def _is_running(slurm_id: str) -> bool:
-    found = commands.query_queue([slurm_id]).get(slurm_id)
-    return found is not None and found.state == "RUNNING"
 
 
 def _with_retries(call: Callable[[], _T]) -> _T:

@@ -26,7 +26,7 @@ from holdfast.jobs.node.mounts.scratch import (
     write_scratch_mounts,
 )
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
-from holdfast.jobs.node.roles import STOPPED
+from holdfast.jobs.node.roles import STOPPED, ProcessRole
 from holdfast.jobs.writeback import status_of
 from holdfast.system.log import get_logger
 
@@ -74,7 +74,7 @@ class NodeMounts:
         Args:
             wakeup: FIFO that wakes this process.
         """
-        scratch = self._locate()
+        scratch = scratch_folder(scratch_parent(self._environment), self._job, self._owner.task_id)
         open_scratch(scratch, self._owner)
         path = scratch.attempt(self._attempt)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class NodeMounts:
         Returns:
             False if the node was on another machine.
         """
-        scratch = self._locate()
+        scratch = scratch_folder(scratch_parent(self._environment), self._job, self._owner.task_id)
         if not scratch.path.is_dir() or read_scratch_owner(scratch) != self._owner:
             return False
         open_scratch(scratch, self._owner)
@@ -109,12 +109,12 @@ class NodeMounts:
     @property
     def are_leftovers_sent(self) -> bool:
         """True if everything that earlier attempts have left here is uploaded."""
-        return (self._mounter / SENT).exists()
+        return (self._mounter.folder / SENT).exists()
 
     def allow(self) -> None:
         """Let the mounter mount: no machine has leftovers any more."""
-        self._mounter.mkdir(mode=0o700, exist_ok=True)
-        (self._mounter / OPEN).touch()
+        self._mounter.folder.mkdir(mode=0o700, exist_ok=True)
+        (self._mounter.folder / OPEN).touch()
 
     def stop(self) -> None:
         """Let a node that waits for its mounts end."""
@@ -148,7 +148,7 @@ class NodeMounts:
 
         Blocks: for a scan of all files, and some seconds for uploaders.
         """
-        mounter_of(self.scratch.attempt(self._attempt)).kill()
+        self._mounter.kill()
         for spec in caches(self.scratch):
             _end_uploader(Path(spec.path))
         unsent = upload_status(self.scratch)
@@ -164,9 +164,6 @@ class NodeMounts:
 
     # -- folders ---------------------------------------------------------------------------------------------
 
-    def _locate(self) -> JobFolder:
-        return scratch_folder(scratch_parent(self._environment), self._job, self._owner.task_id)
-
     def _use(self, scratch: JobFolder, wakeup: Path) -> None:
         scratch.wakeup.unlink(missing_ok=True)
         scratch.wakeup.symlink_to(wakeup)
@@ -176,8 +173,8 @@ class NodeMounts:
         )
 
     @property
-    def _mounter(self) -> Path:
-        return mounter_of(self.scratch.attempt(self._attempt)).folder
+    def _mounter(self) -> ProcessRole:
+        return mounter_of(self.scratch.attempt(self._attempt))
 
 
 def _end_uploader(path: Path) -> None:

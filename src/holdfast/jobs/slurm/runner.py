@@ -8,13 +8,13 @@ import os
 import select
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.jobs.environment import Node, container_base, tag
-from holdfast.jobs.folder import ContainerFolder, JobFolder, NodeFolder
+from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import (
@@ -144,29 +144,45 @@ class _Runner:
         for fd in (0, self._wakeup.fd):
             self._poller.register(fd, select.POLLIN)
         if read_outcome(self._node.ended) is not None:
-            self._reopen_mounts()  # an earlier runner of the attempt was killed during its uploads
+            # An earlier runner of the attempt was killed during its uploads.
+            if self._mounts is not None and self._mounts.reopen(self._wakeup_fifo):
+                self._use_scratch(self._mounts.scratch)
         elif why := self._open_mounts() or self._open_container():
             self._refuse(why)
         else:
-            self._start()
+            self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._plan.write(self._node.plan)
+            words = ("holdfast.jobs.slurm", "agent", str(self._node.path))
+            self._agent = spawn(words, Path(self._plan.log))
         while not self._has_ended():
             self._turn()
         self._send(messages.NodeEnded(self._rank, self._outcome()))
-        self._let_keepers_finish()
+        # Keepers may hold the last save, and Slurm kills them when the runner exits.
+        self._turn_until(lambda: self._kills_keepers or not self._has_keepers(), self._job.policy.grace_s)
         if self._container is not None and self._container.image.exists():
             self._container.unneeded.touch()
             start_warden(self._folder, self._container, Path(self._plan.log))
         if self._has_scratch:
             self._end_mounts()
-        if self._container is not None:
-            self._await_removal(self._container)
+        if (container := self._container) is not None:  # Slurm kills its warden when the runner exits
+            role = warden_of(container)
+            self._turn_until(lambda: container.removed.exists() or not role.is_alive, _REMOVAL_S)
+
+    def _turn_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
+        """Serve the node until a condition is true, or the time is over."""
+        give_up_s = time.monotonic() + limit_s
+        while not is_over() and time.monotonic() < give_up_s:
+            self._turn()
+            processes.reap()
 
     def _turn(self) -> None:
         """Wait for an event, and handle what has happened."""
         for fd, _ in self._poller.poll(_LOOK_S * 1000):
             if fd == 0 and not self._handle_requests():
                 self._poller.unregister(0)
-                self._terms = self._terms or messages.EndUploads(time.time() + self._grace_s, removes=False)
+                self._terms = self._terms or messages.EndUploads(
+                    time.time() + self._job.policy.grace_s, removes=False
+                )
         self._wakeup.clear()
         self._poll()
 
@@ -236,10 +252,6 @@ class _Runner:
         self._use_scratch(self._mounts.scratch)
         return ""
 
-    def _reopen_mounts(self) -> None:
-        if self._mounts is not None and self._mounts.reopen(self._wakeup_fifo):
-            self._use_scratch(self._mounts.scratch)
-
     def _use_scratch(self, scratch: JobFolder) -> None:
         self._has_scratch = True
         self._plan = dataclasses.replace(self._plan, scratch=str(scratch.path))
@@ -257,7 +269,10 @@ class _Runner:
         """Unmount, and upload until everything is in the buckets, or the time is over."""
         assert self._mounts is not None
         shown = ""
-        while not self._mounts.are_over(self._upload_until_unix_s(), self._has_keepers):
+        while True:
+            until_unix_s = None if self._terms is None else self._terms.until_unix_s
+            if self._mounts.are_over(0.0 if self._kills_keepers else until_unix_s, self._has_keepers):
+                break
             if (missing := self._mounts.missing()) and missing != shown:
                 shown = missing
                 self._send(messages.NodeUploading(self._rank, missing))
@@ -270,11 +285,6 @@ class _Runner:
         if self._terms.removes:
             self._mounts.remove()
         self._send(messages.UploadsEnded(self._rank, unsent.summary, unsent.is_settled))
-
-    def _upload_until_unix_s(self) -> float | None:
-        if self._kills_keepers:
-            return 0.0
-        return None if self._terms is None else self._terms.until_unix_s
 
     # -- container -------------------------------------------------------------------------------------------
 
@@ -312,21 +322,7 @@ class _Runner:
             )
         return runtime
 
-    def _await_removal(self, container: ContainerFolder) -> None:
-        """Wait until the container is removed: Slurm kills its warden when the runner exits."""
-        give_up_s = time.monotonic() + _REMOVAL_S
-        while not container.removed.exists() and warden_of(container).is_alive:
-            if time.monotonic() >= give_up_s:
-                return
-            self._turn()
-            processes.reap()
-
     # -- the agent ------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._plan.write(self._node.plan)
-        self._agent = spawn(("holdfast.jobs.slurm", "agent", str(self._node.path)), Path(self._plan.log))
 
     def _has_ended(self) -> bool:
         """Return True once the agent has exited. Reaps adopted children."""
@@ -354,16 +350,12 @@ class _Runner:
         if not self._has_run and self._node.running.exists():
             self._has_run = True
             self._send(messages.NodeRunning(self._rank))
-        if self._has_scratch and not self._has_sent_leftovers:
-            self._poll_leftovers()
+        if self._mounts is not None and self._has_scratch and not self._has_sent_leftovers:
+            self._has_sent_leftovers = self._mounts.are_leftovers_sent
+            if self._has_sent_leftovers:
+                self._send(messages.LeftoversSent(self._rank))
         if self._is_killed and (left := self._left()):
             processes.kill(left)
-
-    def _poll_leftovers(self) -> None:
-        assert self._mounts is not None
-        if self._mounts.are_leftovers_sent:
-            self._has_sent_leftovers = True
-            self._send(messages.LeftoversSent(self._rank))
 
     # -- notices and orders ----------------------------------------------------------------------------------
 
@@ -412,22 +404,11 @@ class _Runner:
             if one.pid != self._agent and (self._kills_keepers or not one.exits_by_itself)
         ]
 
-    def _let_keepers_finish(self) -> None:
-        """Wait for keepers, which may hold the last save: Slurm kills them when the runner exits."""
-        give_up_s = time.monotonic() + self._grace_s
-        while self._has_keepers() and not self._kills_keepers and time.monotonic() < give_up_s:
-            self._turn()
-            processes.reap()
-
     def _has_keepers(self) -> bool:
         found = processes.descendants(os.getpid(), processes.snapshot())
         if self._has_scratch:  # uploaders have a deadline of their own
             return any(one.is_keeper for one in found)
         return any(one.exits_by_itself for one in found)
-
-    @property
-    def _grace_s(self) -> float:
-        return self._job.policy.grace_s
 
     def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # srun is gone, so Slurm ends the runner

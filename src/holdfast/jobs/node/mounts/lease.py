@@ -140,7 +140,8 @@ class Teardown:
         fuse.unmount_below(self._folder.path)
         if not self._caches:
             return True
-        if until_unix_s is None and time.monotonic() < self._keepers_until_s() and has_keepers():
+        self._keepers_s = self._keepers_s or time.monotonic() + _KEEPERS_LIMIT_S
+        if until_unix_s is None and time.monotonic() < self._keepers_s and has_keepers():
             return False
         return self._is_sent(until_unix_s)
 
@@ -150,8 +151,7 @@ class Teardown:
 
     def missing(self) -> str:
         """Return which files are not uploaded. Empty for none, or if that has not been checked."""
-        unsent = self.unsent()
-        return unsent.summary if unsent is not None else ""
+        return unsent.summary if (unsent := self.unsent()) else ""
 
     def last_missing(self) -> str:
         """Return which files of an ended job are missing, and upload them in the background.
@@ -160,7 +160,7 @@ class Teardown:
         """
         if not self._caches:
             return ""
-        # Here, because it takes as long to import as all else, and most jobs do not need it.
+        # Most jobs do not need it, and its import takes as long as all others.
         from holdfast.jobs.node.mounts.uploads import upload_status
 
         unsent = upload_status(self._folder)
@@ -168,17 +168,11 @@ class Teardown:
             self._upload()
         return unsent.summary
 
-    def _keepers_until_s(self) -> float:
-        if self._keepers_s is None:
-            self._keepers_s = time.monotonic() + _KEEPERS_LIMIT_S
-        return self._keepers_s
-
     def _is_released(self) -> bool:
         """Return True if no mounter holds the mounts any more. Kills one that hangs."""
         if not self._mounter.is_alive or (self._mounter.folder / UPLOADS).exists():
             return True
-        if self._give_up_s is None:
-            self._give_up_s = time.monotonic() + _RELEASE_LIMIT_S
+        self._give_up_s = self._give_up_s or time.monotonic() + _RELEASE_LIMIT_S
         if time.monotonic() > self._give_up_s:
             self._mounter.kill()
         return False

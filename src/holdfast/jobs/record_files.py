@@ -87,9 +87,6 @@ def first_state(spec: JobSpec) -> JobState:
     return JobState(reason=f"waits for job {spec.after}" if spec.after is not None else "")
 
 
-# -- the submission --------------------------------------------------------------------------------------
-
-
 def write_submission(folder: JobFolder, submission: Submission) -> None:
     """Write what was submitted, twice. Files that are intact are left as they are."""
     text = journal.encode(submission)
@@ -147,9 +144,6 @@ def _check_submission(path: Path, submission: Submission) -> Submission:
     return submission
 
 
-# -- the journal -----------------------------------------------------------------------------------------
-
-
 def append_state(folder: JobFolder, state: StoredState) -> None:
     """Append a state to the journal durably."""
     journal.append_value(folder.states, state)
@@ -166,9 +160,6 @@ def _decoded(folder: JobFolder, lines: Iterator[bytes]) -> Iterator[StoredState]
             yield decode_dataclass(StoredState, line, str(folder.states), any_text=True)
         except Corrupt:
             continue  # torn by a kill, or damaged: its neighbours are read
-
-
-# -- requests --------------------------------------------------------------------------------------------
 
 
 def add_request(folder: JobFolder, kind: str, lead_s: float | None) -> None:

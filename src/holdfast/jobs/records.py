@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -21,7 +22,6 @@ from typing import Any
 from holdfast.errors import Conflict, Corrupt, Internal, NotFound, RetryLater
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.node_spec import NodeSpec, read_outcome
-from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.record_files import (
     JobRequest,
     JobSpec,
@@ -362,14 +362,13 @@ def _status(folder: JobFolder, submission: Submission, attempt: int) -> JobStatu
 
 def _num_errors(folder: JobFolder, submission: Submission, attempt: int) -> int:
     """Return the number of earlier attempts that ended by an error of the job."""
-    policy = submission.policy
-    return sum(
-        any(
-            outcome is not None and outcome.is_failed_command and outcome.code not in policy.free_codes
-            for outcome in (_outcome(folder, number, rank) for rank in range(policy.num_nodes))
-        )
-        for number in range(1, attempt)
-    )
+    policy, failed = submission.policy, set[int]()
+    for number, rank in itertools.product(range(1, attempt), range(policy.num_nodes)):
+        with contextlib.suppress(Internal):
+            outcome = read_outcome(folder.node(number, rank).ended)
+            if outcome is not None and outcome.is_failed_command and outcome.code not in policy.free_codes:
+                failed.add(number)
+    return len(failed)
 
 
 def _newest_plan(folder: JobFolder, submission: Submission, attempt: int) -> NodeSpec | None:
@@ -379,13 +378,6 @@ def _newest_plan(folder: JobFolder, submission: Submission, attempt: int) -> Nod
             with contextlib.suppress(FileNotFoundError, Corrupt):
                 return NodeSpec.read(folder.node(number, rank).plan)
     return None
-
-
-def _outcome(folder: JobFolder, attempt: int, rank: int) -> Outcome | None:
-    try:
-        return read_outcome(folder.node(attempt, rank).ended)
-    except Internal:
-        return None
 
 
 def _final_change(folder: JobFolder) -> tuple[JobStatus, str] | None:

@@ -98,13 +98,9 @@ def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Itera
         if shortage:
             shortages[demand.job] = shortage
         else:
-            given[demand.job] = _by_node(gpus, demand)
+            each, ranks = demand.gpus_per_node, range(demand.num_nodes)
+            given[demand.job] = tuple(tuple(gpus[rank * each : (rank + 1) * each]) for rank in ranks)
     return Allocation(given, shortages)
-
-
-def _by_node(gpus: Sequence[str], demand: Demand) -> Devices:
-    each = demand.gpus_per_node
-    return tuple(tuple(gpus[rank * each : (rank + 1) * each]) for rank in range(demand.num_nodes))
 
 
 class _Machine:
@@ -125,17 +121,13 @@ class _Machine:
             users |= {one.job for one in self._taken if set(one.gpus) & set(demand.devices)}
         cpus, memory_mib = self._needs(demand)
         if cpus > self._free_cpus() + _ROUNDING:
-            needs.append(f"{_cpus(cpus)} ({self._free_cpus():g} free)")
+            needs.append(f"{cpus:g} CPU{'' if cpus == 1 else 's'} ({self._free_cpus():g} free)")
             users |= {one.job for one in self._taken if one.cpus}
         if memory_mib > self._free_memory_mib():
             needs.append(f"{_amount(memory_mib)} of memory ({_amount(self._free_memory_mib())} free)")
             users |= {one.job for one in self._taken if one.memory_mib}
-        needs += [
-            f"port {port} of job {one.job}"
-            for port in demand.ports
-            for one in self._taken
-            if port in one.ports
-        ]
+        for port in demand.ports:
+            needs += [f"port {port} of job {one.job}" for one in self._taken if port in one.ports]
         return f"waits for {' and '.join(needs)}{self._who(users)}" if needs else ""
 
     def take(self, demand: Demand, *, is_waiting: bool) -> list[str]:
@@ -172,10 +164,6 @@ class _Machine:
 
 def _jobs(numbers: Sequence[int]) -> str:
     return f"{'job' if len(numbers) == 1 else 'jobs'} {', '.join(map(str, numbers))}"
-
-
-def _cpus(number: float) -> str:
-    return f"{number:g} CPU{'' if number == 1 else 's'}"
 
 
 def _amount(mib: int) -> str:

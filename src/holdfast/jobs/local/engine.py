@@ -71,8 +71,6 @@ class LocalEngine(NodeEngine):
     can_notify = True
     is_here = True
 
-    # -- submission ------------------------------------------------------------------------------------------
-
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
         return find_on_machines(self._in_image(task), _UNSUPPORTED_KEYS, bucket="a folder of this machine")
@@ -120,8 +118,6 @@ class LocalEngine(NodeEngine):
     def _start(self, task: Task, submission: Submission) -> None:
         start_controller(job_folder(self._state, submission.number))
 
-    # -- status ----------------------------------------------------------------------------------------------
-
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
         claims = self._claims(records)
@@ -167,8 +163,6 @@ class LocalEngine(NodeEngine):
         if job_state.status in _HAS_NODES and is_of_earlier_boot(record.clock):  # its processes are gone
             job_state = dataclasses.replace(job_state, status=JobStatus.RECOVERING, reason=_RESTARTED)
         return Job.of(record, step=self._newest_step(record), job_state=job_state)
-
-    # -- requests --------------------------------------------------------------------------------------------
 
     @override
     def cancel(self, number: int) -> Job:

@@ -34,6 +34,19 @@ class _Node:
     fd: int | None = None  # pidfd of the agent
     outcome: Outcome | None = None
 
+    def watch(self, agent: Process | None) -> None:
+        """Begin to watch the agent."""
+        self.agent, self.fd = agent, None if agent is None else processes.open_pidfd(agent)
+
+    def let_go(self) -> None:
+        """Stop watching."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        if self.agent is not None:
+            with contextlib.suppress(ChildProcessError):  # an adopted agent is not a child
+                os.waitpid(self.agent.pid, os.WNOHANG)
+
 
 class Nodes:
     """Nodes of an attempt. A new controller finds their state in their folders."""
@@ -48,16 +61,13 @@ class Nodes:
     def close(self) -> None:
         """Stop watching."""
         for node in self._nodes:
-            _let_go(node)
-
-    # -- start -----------------------------------------------------------------------------------------------
+            node.let_go()
 
     def start(self, make_specs: list[NodeSpec]) -> None:
         """Start the agents of all nodes that do not have one yet."""
         for node, plan in zip(self._nodes, make_specs, strict=True):
             if not node.folder.path.exists():
-                node.agent = processes.find(_start(node.folder, plan))
-                node.fd = _pidfd(node.agent)
+                node.watch(processes.find(_start(node.folder, plan)))
 
     def end_earlier(self) -> None:
         """Kill all processes of other attempts, so that two attempts never run at once.
@@ -72,8 +82,6 @@ class Nodes:
             one for one in found if one.pid not in ours and one.pid != os.getpid() and not one.exits_by_itself
         ]
         processes.kill(orphans)
-
-    # -- status ----------------------------------------------------------------------------------------------
 
     def fds(self) -> list[int]:
         """Return descriptors that become readable when an agent exits."""
@@ -92,8 +100,7 @@ class Nodes:
     def _poll_node(self, node: _Node, killed_unix_s: float | None) -> None:
         is_alive = locks.is_held(node.folder.lock)  # first, as the outcome is written under the lock
         if is_alive and node.agent is None:
-            node.agent = _agent(node.folder)
-            node.fd = _pidfd(node.agent)
+            node.watch(_agent(node.folder))
         outcome = read_outcome(node.folder.ended)
         if outcome is None and not is_alive:
             outcome = Outcome(Phase.RUN if node.folder.running.exists() else Phase.SETUP)
@@ -104,7 +111,7 @@ class Nodes:
             is_after = node.folder.ended.stat().st_mtime >= killed_unix_s - 0.01
             outcome = dataclasses.replace(outcome, is_stopped=is_after)
         node.outcome = outcome
-        _let_go(node)
+        node.let_go()
 
     @property
     def has_unknown(self) -> bool:
@@ -119,8 +126,6 @@ class Nodes:
     def outcomes(self) -> Mapping[int, Outcome]:
         """Return the outcomes of the nodes that have exited."""
         return {rank: node.outcome for rank, node in enumerate(self._nodes) if node.outcome is not None}
-
-    # -- end -------------------------------------------------------------------------------------------------
 
     def notify(self, source: str, deadline_unix_s: float) -> int:
         """Send every node a notice, as a file and SIGTERM. Return how many processes handle SIGTERM."""
@@ -185,24 +190,6 @@ def _agent(folder: NodeFolder) -> Process | None:
     except (FileNotFoundError, ValueError):
         return None
     return processes.find(pid) if processes.is_running(pid, start) else None
-
-
-def _pidfd(agent: Process | None) -> int | None:
-    if agent is None:
-        return None
-    try:
-        return os.pidfd_open(agent.pid)
-    except OSError:
-        return None
-
-
-def _let_go(node: _Node) -> None:
-    if node.fd is not None:
-        os.close(node.fd)
-        node.fd = None
-    if node.agent is not None:
-        with contextlib.suppress(ChildProcessError):  # an adopted agent is not a child
-            os.waitpid(node.agent.pid, os.WNOHANG)
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:

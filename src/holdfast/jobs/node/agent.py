@@ -19,10 +19,16 @@ from holdfast.jobs.node.containers.lease import ContainerLease
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
 from holdfast.jobs.node.mounts.links import enter_private_links
 from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
-from holdfast.jobs.node.parent_python import find_parent
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.roles import Lease, start_controller
-from holdfast.jobs.node.virtual_environment import DEFAULT, NONE, VENV, activate, make_virtual_environment
+from holdfast.jobs.node.virtual_environment import (
+    DEFAULT,
+    NONE,
+    VENV,
+    activate,
+    find_parent,
+    make_virtual_environment,
+)
 from holdfast.jobs.node_spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.output import log_times
@@ -89,6 +95,8 @@ class _Agent:
             self._leases.append(self._container)
         limit = plan.environment.get(log_times.LIMIT, log_times.DEFAULT)
         self._sampler = LogSampler(Path(plan.log), log, limit)
+        self._is_preempted: Callable[[], bool] = lambda: False  # the newest report of the training
+        self._signalled: set[Process] = set()
 
     def _mounter_environment(self) -> dict[str, str]:
         if not self._plan.scratch:
@@ -177,8 +185,8 @@ class _Agent:
         pid = os.fork()
         if pid == 0:
             self._become_shell(phase)
-        orphans = _Orphans(lambda: ended_preempted(progress, after=begin))
-        outcome = _outcome(phase, self._wait_for(pid, orphans))
+        self._is_preempted = lambda: ended_preempted(progress, after=begin)
+        outcome = _outcome(phase, self._wait_for(pid))
         if outcome.is_failed_command and was_preempted(progress, after=begin):
             outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
         if outcome.is_success and ended_preempted(progress, after=begin):
@@ -188,13 +196,21 @@ class _Agent:
         if not outcome.is_success and (reason := find_divergence(progress, after=begin)) is not None:
             outcome = Outcome(phase, code=outcome.code, killed_by=outcome.killed_by, diverged=reason)
         if _may_still_save(outcome, notice):
-            orphans.end(None)
+            self._end_orphans()
             processes.wait_exited(_rest(), self._plan.grace_s)
         deadline = time.monotonic() + _SWEEP_S
         while (rest := _rest()) and time.monotonic() < deadline:  # a process may have started others
             processes.kill(rest)
             processes.reap()
         return outcome
+
+    def _end_orphans(self, shell: int | None = None) -> None:
+        """Send SIGTERM, once, to the children of trainers that have exited after a preemption."""
+        if self._is_preempted():  # they may keep a pipe open; one that handles the signal may still save
+            for one in processes.children(os.getpid()):
+                if one.pid != shell and not one.exits_by_itself and one not in self._signalled:
+                    self._signalled.add(one)
+                    processes.send(one, signal.SIGTERM)
 
     def _become_shell(self, phase: Phase) -> None:
         """Replace this new process with bash. Never returns."""
@@ -228,7 +244,7 @@ class _Agent:
         finally:
             os._exit(_CANNOT_START)
 
-    def _wait_for(self, pid: int, orphans: _Orphans) -> int:
+    def _wait_for(self, pid: int) -> int:
         """Return the wait status of the shell. Reaps adopted children."""
         fd = os.pidfd_open(pid)
         poll = select.poll()
@@ -240,7 +256,7 @@ class _Agent:
                 ) and one.si_pid != pid:
                     os.waitpid(one.si_pid, 0)
                 self._poll()
-                orphans.end(pid)
+                self._end_orphans(pid)
         finally:
             os.close(fd)
         return os.waitpid(pid, 0)[1]
@@ -253,23 +269,6 @@ def _exec_bash(script: str, environment: Mapping[str, str]) -> None:
         if os.access(name, os.X_OK):
             os.execve(name, ["bash", script], dict(environment))
     raise FileNotFoundError(errno.ENOENT, "not found on the PATH", "bash")
-
-
-class _Orphans:
-    """Children of trainers that have exited after a preemption. They may keep a pipe open."""
-
-    def __init__(self, is_preempted: Callable[[], bool]) -> None:
-        self._is_preempted = is_preempted
-        self._signalled: set[Process] = set()
-
-    def end(self, shell: int | None) -> None:
-        """Send SIGTERM to each, once. One that handles it may still save."""
-        if not self._is_preempted():
-            return
-        for one in processes.children(os.getpid()):
-            if one.pid != shell and not one.exits_by_itself and one not in self._signalled:
-                self._signalled.add(one)
-                processes.send(one, signal.SIGTERM)
 
 
 def _outcome(phase: Phase, status: int) -> Outcome:

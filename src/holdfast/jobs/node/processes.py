@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,19 +153,28 @@ def topmost_handlers(root: int) -> list[Process]:
 
 def send(process: Process, number: int) -> bool:
     """Send a signal, unless the pid belongs to another process now. Return True if it was sent."""
-    try:
-        fd = os.pidfd_open(process.pid)
-    except OSError:
+    fd = open_pidfd(process)
+    if fd is None:
         return False
     try:
-        if not is_running(process.pid, process.start):
-            return False
         signal.pidfd_send_signal(fd, number)
     except OSError:
         return False
     finally:
         os.close(fd)
     return True
+
+
+def open_pidfd(process: Process) -> int | None:
+    """Return a descriptor that becomes readable when a process exits, or None if it has exited."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    if is_running(process.pid, process.start):
+        return fd
+    os.close(fd)
+    return None
 
 
 def wait_exited(processes: Iterable[Process], timeout_s: float) -> bool:
@@ -178,7 +187,7 @@ def wait_exited(processes: Iterable[Process], timeout_s: float) -> bool:
         poll = select.poll()
         left = 0
         for process in processes:
-            for fd in _open(process):
+            if (fd := open_pidfd(process)) is not None:
                 stack.callback(os.close, fd)
                 poll.register(fd, select.POLLIN)
                 left += 1
@@ -190,17 +199,6 @@ def wait_exited(processes: Iterable[Process], timeout_s: float) -> bool:
                 poll.unregister(fd)
                 left -= 1
     return True
-
-
-def _open(process: Process) -> Iterator[int]:
-    try:
-        fd = os.pidfd_open(process.pid)
-    except OSError:
-        return
-    if not is_running(process.pid, process.start):
-        os.close(fd)
-        return
-    yield fd
 
 
 def kill(processes: list[Process]) -> None:

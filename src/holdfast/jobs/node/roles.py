@@ -14,8 +14,8 @@ from pathlib import Path
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import STATE, JobFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.parent_python import own_python
 from holdfast.jobs.node.processes import ROLES
+from holdfast.jobs.node.virtual_environment import own_python
 from holdfast.system import backoff
 from holdfast.system.entry import command
 from holdfast.system.environment import NOTIFY, NOTIFY_ON

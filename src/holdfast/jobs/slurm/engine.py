@@ -19,7 +19,7 @@ from holdfast.jobs.node.job_secrets import remove_secrets
 from holdfast.jobs.node.mounts.links import create_links, is_private_target, link_user, remove_links
 from holdfast.jobs.node.mounts.mount_plan import validate
 from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
-from holdfast.jobs.node.parent_python import own_python
+from holdfast.jobs.node.virtual_environment import own_python
 from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import NodeEngine, check_active, no_process

@@ -154,20 +154,12 @@ class Inbox:
         """Yield the messages that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            message = _read(line)
-            if message is not None:
-                yield message
-            elif line.strip():
-                self.others.append(line.decode("utf-8", "replace"))
-
-
-def _read(line: bytes) -> Message | None:
-    try:
-        members = decode_object(line, "a line", any_text=True).members
-        kind = _KINDS.get(str(members.pop("holdfast", "")))
-        return None if kind is None else read_dataclass(kind, members, "a message")
-    except Corrupt:
-        return None
+            try:
+                members = decode_object(line, "a line", any_text=True).members
+                yield read_dataclass(_KINDS[str(members.pop("holdfast", ""))], members, "a message")
+            except (Corrupt, KeyError):
+                if line.strip():
+                    self.others.append(line.decode("utf-8", "replace"))
 
 
 class Step:

@@ -104,8 +104,6 @@ class NodeMounts:
         self._use(scratch, wakeup)
         return True
 
-    # -- before the commands ---------------------------------------------------------------------------------
-
     @property
     def are_leftovers_sent(self) -> bool:
         """True if everything that earlier attempts have left here is uploaded."""
@@ -119,8 +117,6 @@ class NodeMounts:
     def stop(self) -> None:
         """Let a node that waits for its mounts end."""
         (self.scratch.attempt(self._attempt) / STOPPED).touch()
-
-    # -- after the commands ----------------------------------------------------------------------------------
 
     def are_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
         """Make progress with unmounting and uploading; return True if nothing more happens.
@@ -161,8 +157,6 @@ class NodeMounts:
             remove_scratch(self.scratch)
         except (HoldfastError, OSError) as error:  # it costs disk space only
             _log.warning("%s on %s was not removed: %s", self.scratch.path, self._owner.machine, error)
-
-    # -- folders ---------------------------------------------------------------------------------------------
 
     def _use(self, scratch: JobFolder, wakeup: Path) -> None:
         scratch.wakeup.unlink(missing_ok=True)

@@ -184,8 +184,6 @@ class NodeContainer:
                 own_files(namespaces, self._job.path)
         self._run("rm", "--force", "--volumes", container)
 
-    # -- the image -------------------------------------------------------------------------------------------
-
     def _create(self) -> str:
         image_id = self._find_image() or self._pull()
         log_line(f"creating a container of {self._spec.image} with {self._spec.runtime.value}")
@@ -217,8 +215,6 @@ class NodeContainer:
         if user.partition(":")[0] not in _ROOT_NAMES and not self._folder.linked.exists():
             log_line(f"commands run as root in the image, whose own user is {user}: so the files are yours")
         return environment
-
-    # -- the container ---------------------------------------------------------------------------------------
 
     def _find(self) -> str | None:
         return next(iter(self._list(_NODE_LABEL, _node(self._spec, self._rank))), None)

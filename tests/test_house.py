@@ -36,7 +36,7 @@ FLOORS = {
     """,
     "watch": "* | pace | defaults report",
     "jobs": """
-        conda environment folder journal outcome output status writeback
+        environment folder journal outcome output status writeback
         | failure_cause node_spec task | state_machine | history timers | record_files
         | records | engine node | machines notifications registry unsupported_keys
         | controller description recorded | interface k8s local sky slurm

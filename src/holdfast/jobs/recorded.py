@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import os
 import shutil
 import time
 from abc import abstractmethod
@@ -14,13 +15,17 @@ from typing_extensions import override
 
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.engine import Engine, Job
-from holdfast.jobs.environment import JobPipeline, create_task_id
+from holdfast.jobs.environment import JobPipeline, create_task_id, tag
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.journal import write_document
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.containers.lease import containers, release_containers
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.links import remove_links
 from holdfast.jobs.node.mounts.mount_plan import validate_sources
+from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
-from holdfast.jobs.node.removal import remove
 from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications.notifier import announce
 from holdfast.jobs.notifications.outbox import write_plan
@@ -32,9 +37,13 @@ from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import GRACE_S, JobState, RestartPolicy
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.system.environment import read_progress
+from holdfast.system.linux import locks
 from holdfast.system.units import plural
 
 _QUERY_S = 0.2  # pause between two queries of a followed job's status
+_LOCK_LIMIT_S = 10.0
+_POLL_S = 0.02
+_CONTAINERS_LIMIT_S = 60.0
 
 
 class RecordedEngine(Engine):
@@ -62,7 +71,7 @@ class RecordedEngine(Engine):
 
     @override
     def forget(self, number: int, *, force: bool = False) -> None:
-        remove(self._records(), self._state, number, force=force)
+        _remove_job(self._records(), self._state, number, force=force)
 
     @override
     def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
@@ -233,3 +242,84 @@ def check_active(job: Job) -> None:
 def no_process(job: Job) -> Conflict:
     """Return the error for a preemption of a job without processes."""
     return Conflict(f"Job {job.id} is {job.status.value} and has no process to preempt. Nothing was changed.")
+
+
+def _remove_job(records: Records, state: Path, number: int, *, force: bool) -> None:
+    """Remove a job. First completes removals that were interrupted."""
+    for left in records.folders_set_aside():
+        _remove_folder(left)
+    record = records.get(number)
+    folder = job_folder(state, number)
+    lock = _lock(folder, record)
+    try:
+        _check_removable(records, record, has_lock=lock is not None)
+        if not force and (summary := upload_status(folder).summary):
+            raise Conflict(
+                f"Job {number} was not removed: {summary}. `holdfast drain` waits for uploads. "
+                "With --force these files are lost."
+            )
+        _remove_containers(folder, number)
+        # Before anything is removed: below a mount are the bucket's files.
+        fuse.unmount_below(folder.path)
+        remove_links(folder)
+        _remove_folder(records.set_aside(number))
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: JobFolder, record: JobRecord) -> int | None:
+    """Acquire the controller's lock. Waits if the job has only just ended."""
+    give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.job_state.status.is_final else 0.0)
+    while (lock := locks.acquire(folder.lock)) is None and time.monotonic() < give_up_s:
+        time.sleep(_POLL_S)
+    return lock
+
+
+def _check_removable(records: Records, record: JobRecord, *, has_lock: bool) -> None:
+    """Check that a job has ended, that none of its processes is running, and that no other job needs it."""
+    if not record.job_state.status.is_final or not has_lock:
+        raise Conflict(
+            f"Job {record.id} is {record.job_state.status.value}, so it was not removed. Use "
+            f"`holdfast cancel {record.id}` to end it."
+        )
+    if left := processes.tagged(tag(record.task_id), processes.snapshot()):
+        pids = ", ".join(str(one.pid) for one in left[:5])
+        raise Conflict(
+            f"Job {record.id} has ended, but some of its processes are still finishing (pid {pids}). "
+            "It was not removed. Try again when they are gone."
+        )
+    for one in records.successors(record.id):
+        if not one.job_state.status.is_final:
+            raise Conflict(
+                f"Job {record.id} comes before job {one.id} ({one.name}) in a pipeline, so it was not "
+                "removed. Remove it when that job has ended."
+            )
+
+
+def _remove_containers(folder: JobFolder, number: int) -> None:
+    """Wait until the containers of a job are removed, which its wardens do."""
+    release_containers(folder)
+    give_up_s = time.monotonic() + _CONTAINERS_LIMIT_S
+    while left := containers(folder):
+        if time.monotonic() > give_up_s or not any(locks.is_held(one.lock) for _, one in left):
+            raise RetryLater(
+                f"Job {number} was not removed: its container on node {left[0][0]} could not be removed "
+                f"(see {folder.log(left[0][0])}). Try again, or remove the container yourself."
+            )
+        time.sleep(_POLL_S)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder that was set aside."""
+    if mounted := fuse.mounted_below(folder):
+        raise Conflict(f"{mounted[0]} is mounted, so {folder} was not removed.")
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RetryLater(
+            f"Cannot remove {folder}: {error}. The job is no longer listed. The next `holdfast "
+            "forget` tries again, or remove the folder yourself."
+        ) from error

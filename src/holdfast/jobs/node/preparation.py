@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from holdfast.errors import Conflict, InvalidInput, Unsupported
-from holdfast.jobs.conda import activates_conda, conda_start
-from holdfast.jobs.environment import Node, run_environment, setup_environment
+from holdfast.jobs.environment import Node, activates_conda, conda_start, run_environment, setup_environment
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.links import Link, link_user
 from holdfast.jobs.node.mounts.mount_plan import place

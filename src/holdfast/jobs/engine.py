@@ -145,11 +145,19 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, task: Task) -> None:
-        """Check that the engine can run a task, without changing or sending anything."""
+        """Check that the engine can run a task, without changing or sending anything.
+
+        Raises:
+            Unsupported: this version cannot run the task.
+            InvalidInput: the task is invalid.
+        """
 
     @abstractmethod
     def submit(self, task: Task) -> Job:
         """Submit a task. From then on the job is independent of the calling process.
+
+        Raises:
+            HoldfastError: see `check`, or the job could not be recorded. Nothing was started.
 
         Blocks: while the workdir is copied.
         """
@@ -197,7 +205,12 @@ class Engine(ABC):
 
     @abstractmethod
     def cancel(self, number: int) -> Job:
-        """Cancel a job: send a notice, so that it can save, and kill it after the grace period."""
+        """Cancel a job: send a notice, so that it can save, and kill it after the grace period.
+
+        Raises:
+            NotFound: the job does not exist.
+            Conflict: the job has ended.
+        """
 
     def cancel_all(self, numbers: Sequence[int]) -> list[Job | HoldfastError]:
         """Cancel all jobs that can be, and return each, or the error of `cancel`."""
@@ -205,7 +218,12 @@ class Engine(ABC):
 
     @abstractmethod
     def preempt(self, number: int, *, lead_s: float) -> Job:
-        """Simulate a preemption: send a notice, and kill all processes after `lead_s` seconds."""
+        """Simulate a preemption: send a notice, and kill all processes after `lead_s` seconds.
+
+        Raises:
+            NotFound: the job does not exist.
+            Conflict: the job has no process to preempt.
+        """
 
     @abstractmethod
     def forget(self, number: int, *, force: bool = False) -> None:
@@ -213,6 +231,10 @@ class Engine(ABC):
 
         Args:
             force: remove the job even if this loses files that are not in a bucket.
+
+        Raises:
+            NotFound: the job does not exist.
+            Conflict: the job has not ended or, without `force`, has files that are not in their bucket.
         """
 
     @abstractmethod
@@ -247,7 +269,7 @@ def sorted_out(results: Iterable[_R | HoldfastError]) -> tuple[list[_R], list[Ho
 
 
 def all_of(results: Iterable[_R | HoldfastError]) -> list[_R]:
-    """Return the results."""
+    """Return the results, or raise an error of the class of the first and with the messages of all."""
     done, errors = sorted_out(results)
     if errors:
         raise type(errors[0])("\n".join(map(str, errors))) from errors[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,15 +151,10 @@ def append_state(folder: JobFolder, state: StoredState) -> None:
 
 def newest_state(folder: JobFolder) -> StoredState | None:
     """Return the newest state that can be read, or None."""
-    return next(_decoded(folder, journal.newest_first(folder.states)), None)
-
-
-def _decoded(folder: JobFolder, lines: Iterator[bytes]) -> Iterator[StoredState]:
-    for line in lines:
-        try:
-            yield decode_dataclass(StoredState, line, str(folder.states), any_text=True)
-        except Corrupt:
-            continue  # torn by a kill, or damaged: its neighbours are read
+    for line in journal.newest_first(folder.states):
+        with contextlib.suppress(Corrupt):  # torn by a kill, or damaged: its neighbours are read
+            return decode_dataclass(StoredState, line, str(folder.states), any_text=True)
+    return None
 
 
 def add_request(folder: JobFolder, kind: str, lead_s: float | None) -> None:

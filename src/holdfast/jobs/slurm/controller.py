@@ -26,10 +26,10 @@ from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
-from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.commands import choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.messages import Step
+from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import (
     AttemptExited,
     BackoffElapsed,

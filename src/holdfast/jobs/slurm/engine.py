@@ -25,9 +25,9 @@ from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import NodeEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.slurm import commands
-from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
 from holdfast.jobs.slurm.commands import Queued, choose_left_out, current_state, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
+from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.slurm.options import (
     FURTHER,
     Options,
@@ -344,47 +344,37 @@ def _quoted(value: str) -> str:
 
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
-    further = [*_sizes(task), *_choices(task), *_infra(task), *_config(task)]
-    return find_on_machines(task, _UNSUPPORTED_KEYS, further, bucket="a folder beside those of the jobs")
+    return find_on_machines(
+        task, _UNSUPPORTED_KEYS, _further_keys(task), bucket="a folder beside those of the jobs"
+    )
 
 
-def _sizes(task: Task) -> Iterator[UnsupportedKey]:
+def _further_keys(task: Task) -> Iterator[UnsupportedKey]:
+    """Yield the keys that Slurm ignores or changes because of their values."""
     memory = value_at(task.document, "resources.memory")
     if memory is not None and memory_mib(memory) is None:
-        yield UnsupportedKey(
-            "resources.memory", task.line_of("resources.memory"), "not passed on: not a fixed amount"
-        )
+        yield _key(task, "resources.memory", "not passed on: not a fixed amount")
     for key in ("resources.cpus", "resources.memory"):
         value = str(value_at(task.document, key) or "")
         if value.endswith("+"):
-            yield UnsupportedKey(
-                key, task.line_of(key), f"as {value[:-1]}: Slurm allocates exactly what is requested"
-            )
-
-
-def _choices(task: Task) -> Iterator[UnsupportedKey]:
+            yield _key(task, key, f"as {value[:-1]}: Slurm allocates exactly what is requested")
     choices = task.accelerators.choices
-    key = "resources.accelerators"
     if len(choices) > 1:
         what = f"only the first, {choices[0][0]}: sbatch does not support alternatives of GPUs"
-        yield UnsupportedKey(key, task.line_of(key), what)
+        yield _key(task, "resources.accelerators", what)
     elif choices:
         what = f"as --gres=gpu:{choices[0][0].lower()}:{int(choices[0][1])}; if the cluster calls its GPUs "
-        yield UnsupportedKey(key, task.line_of(key), what + f"otherwise, give gres in {FURTHER}")
-
-
-def _infra(task: Task) -> Iterator[UnsupportedKey]:
+        yield _key(task, "resources.accelerators", what + f"otherwise, give gres in {FURTHER}")
     infra = value_at(task.document, "resources.infra")
     if infra is not None:
         parts = str(infra).split("/")
-        is_slurm = parts[0].lower() == "slurm"
-        what = f"the partition {parts[2]!r} of it" if is_slurm and len(parts) == 3 else _CHOICE
-        yield UnsupportedKey("resources.infra", task.line_of("resources.infra"), what)
-
-
-def _config(task: Task) -> Iterator[UnsupportedKey]:
+        is_partition = parts[0].lower() == "slurm" and len(parts) == 3
+        yield _key(task, "resources.infra", f"the partition {parts[2]!r} of it" if is_partition else _CHOICE)
     config: Any = task.document.get("config")
     for name in config if isinstance(config, Mapping) else ():
         if name != "slurm":
-            what = "settings of clouds and clusters; kept for other engines"
-            yield UnsupportedKey(f"config.{name}", task.line_of(f"config.{name}"), what)
+            yield _key(task, f"config.{name}", "settings of clouds and clusters; kept for other engines")
+
+
+def _key(task: Task, key: str, what: str) -> UnsupportedKey:
+    return UnsupportedKey(key, task.line_of(key), what)

@@ -49,7 +49,7 @@ from holdfast.watch.preemption.file import write_notice
 from holdfast.watch.preemption.notice import Notice
 
 if TYPE_CHECKING:
-    from holdfast.jobs.slurm.node_mounts import NodeMounts
+    from holdfast.jobs.slurm.mounts import NodeMounts
 
 _LOOK_S = 1.0
 _REMOVAL_S = 20.0
@@ -230,7 +230,7 @@ class _Runner:
         if not read_mount_specs(self._folder):
             return None
         # Here, because it takes as long to import as all else, and most jobs do not need it.
-        from holdfast.jobs.slurm.node_mounts import NodeMounts
+        from holdfast.jobs.slurm.mounts import NodeMounts
 
         return NodeMounts(
             self._folder,

@@ -17,7 +17,7 @@ from holdfast.jobs.node.mounts.lease import HOLDERS, READY, UNSENT, UPLOADS, Mou
 from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
-from holdfast.jobs.node.mounts.uploads import Uploads, mount_write_back, remove_copies, send_leftovers
+from holdfast.jobs.node.mounts.uploads import mount_write_back, remove_copies, send_leftovers, upload_all
 from holdfast.jobs.node.roles import log_line, start_controller
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.writeback import Mount
@@ -90,11 +90,8 @@ def _upload(job: JobFolder, attempt: Path, owner: str, *, is_scratch: bool) -> N
         write_document(attempt / UNSENT, unsent)
         wake(job.wakeup)
 
-    uploads = Uploads(job, owner, number, notify)
-    try:
-        uploads.run(_runner_need() if is_scratch else _job_need(job, number))
-    finally:
-        uploads.close()
+    is_needed = _runner_need() if is_scratch else _job_need(job, number)
+    upload_all(job, owner, number, on_status=notify, is_wanted=is_needed)
     if not is_scratch and _record(job).job_state.status.is_final:
         remove_copies(job)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from holdfast.errors import Conflict, Denied, HoldfastError, NotFound, RetryLater
@@ -139,48 +139,38 @@ def upload_status(folder: JobFolder) -> UnsentFiles:
     return _sum([_Cache(spec, "", 0) for spec in caches(folder)])
 
 
-class Uploads:
-    """Uploads of all write-back directories of a job.
+def upload_all(
+    folder: JobFolder,
+    owner: str,
+    attempt: int,
+    *,
+    on_status: Callable[[UnsentFiles], None],
+    is_wanted: Callable[[float], bool],
+) -> None:
+    """Upload all write-back directories of a job, as far as possible.
+
+    Their uploaders exit when everything is uploaded.
 
     Args:
         attempt: attempt for which a directory is mounted if its uploader is dead.
         on_status: called with each new status.
+        is_wanted: waits for at most the given seconds, and returns False to stop.
+
+    Blocks: until everything is uploaded, uploads cannot succeed, or the attempt is obsolete.
     """
-
-    def __init__(
-        self, folder: JobFolder, owner: str, attempt: int, on_status: Callable[[UnsentFiles], None]
-    ) -> None:
-        self._caches = [_Cache(spec, owner, attempt) for spec in caches(folder)]
-        self._on_status = on_status
-
-    def run(self, is_wanted: Callable[[float], bool]) -> UnsentFiles:
-        """Upload until everything is uploaded, uploads cannot succeed, or the attempt is obsolete.
-
-        Args:
-            is_wanted: waits for at most the given seconds, and returns False to stop.
-
-        Blocks: until then.
-        """
-        pause_s = _CHECK_S
-        unsent = UnsentFiles(is_settled=False, is_hopeless=False, summary="")
-        while is_wanted(pause_s if unsent.summary else 0.0):
+    unsent = UnsentFiles(is_settled=False, is_hopeless=False, summary="")
+    pause_s = 0.0
+    with ExitStack() as stack:
+        found = [stack.enter_context(closing(_Cache(spec, owner, attempt))) for spec in caches(folder)]
+        while not (unsent.is_settled or unsent.is_hopeless) and is_wanted(pause_s):
             began_s = time.monotonic()
-            for cache in self._caches:
+            for cache in found:
                 cache.keep_uploading(lambda: is_wanted(0.0))
-            now = _sum(self._caches)
-            if now != unsent:
-                self._on_status(now)
+            if (now := _sum(found)) != unsent:
+                on_status(now)
             unsent = now
-            if unsent.is_settled or unsent.is_hopeless:
-                break
             # A scan of very many files takes long, and must not use a whole core.
             pause_s = min(_LONGEST_CHECK_S, max(_CHECK_S, 5 * (time.monotonic() - began_s)))
-        return unsent
-
-    def close(self) -> None:
-        """Release the directories. Their uploaders exit when everything is uploaded."""
-        for cache in self._caches:
-            cache.close()
 
 
 class _Cache:

@@ -37,21 +37,15 @@ def fork_guarded() -> None:
         if pid == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return
-        status = _wait(pid)
+        signal.signal(signal.SIGTERM, lambda *_, pid=pid: os.kill(pid, signal.SIGTERM))  # it is passed on
+        status = os.waitpid(pid, 0)[1]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Without the lock, the child had released it and another controller may be running.
         if not os.WIFSIGNALED(status) or not locks.retake_inherited():
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
         num_kills = 1 if time.monotonic() - begin_s > _LONGEST_S else num_kills + 1
         _log.error("the controller was killed by signal %d and is started again", os.WTERMSIG(status))
         time.sleep(doubled(num_kills, _FIRST_S, _LONGEST_S))
-
-
-def _wait(pid: int) -> int:
-    """Return the wait status of a child, once it has ended. SIGTERM is passed on to it."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
-    status = os.waitpid(pid, 0)[1]
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return status
 
 
 _SERVERS = {

@@ -57,6 +57,7 @@ class Controller(ABC):
 
     Args:
         task_id: the job's SKYPILOT_TASK_ID.
+        log: file with the messages of the controller and of the notifier. Default: that of the folder.
         timers: deadlines on the job's clock.
         step_before: newest checkpoint before the current attempt.
         clock: the job's clock. Default: a new one.
@@ -69,12 +70,14 @@ class Controller(ABC):
         state: JobState,
         *,
         task_id: str,
+        log: Path | None = None,
         timers: Timers | None = None,
         step_before: int | None = None,
         clock: JobClock | None = None,
     ) -> None:
         self._clock = clock or JobClock()
         self._folder, self._policy, self._task_id = folder, policy, task_id
+        self._own_log = log or folder.controller_log
         self._timers = timers or Timers()
         self._step_before = step_before
         self._is_started = False  # True once this process has started the attempt's nodes
@@ -98,11 +101,10 @@ class Controller(ABC):
             if not self._check():  # after a change, another action may be due
                 self._wait()
 
-    def serve_or_give_up(self, log: Path, *passed: type[HoldfastError]) -> None:
+    def serve_or_give_up(self, *passed: type[HoldfastError]) -> None:
         """Run the job until then, or end it because of an error of the controller.
 
         Args:
-            log: file with the details of the error, for messages.
             passed: errors that are passed on instead.
         """
         try:
@@ -113,7 +115,7 @@ class Controller(ABC):
             traceback.print_exc()
             self._abandon()
             why = error if isinstance(error, HoldfastError) else repr(error)
-            self._apply(ControllerFailed(f"{why} (see {log})"))
+            self._apply(ControllerFailed(f"{why} (see {self._own_log})"))
 
     # -- port to the engine ----------------------------------------------------------------------------------
 
@@ -182,10 +184,6 @@ class Controller(ABC):
     def _start_if_due(self) -> None:  # noqa: B027 - only jobs of some engines wait
         """Start the first attempt, if the job waits and nothing is in its way."""
 
-    def _notifier_log(self) -> Path:
-        """Return the file for the messages of the notifier."""
-        return self._folder.controller_log
-
     def _missing_uploads(self) -> str:
         """Return which files of a job that has just ended are not uploaded."""
         return ""
@@ -239,7 +237,7 @@ class Controller(ABC):
 
     def _announce(self) -> None:
         """Have the present status sent to the user's commands and webhooks, by another process."""
-        announce(self._folder, self.state, log=self._notifier_log())
+        announce(self._folder, self.state, log=self._own_log)
 
     def _with_details(self, state: JobState) -> JobState:
         """Return the state with details of the job's end, if it has just ended."""

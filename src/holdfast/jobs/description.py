@@ -14,7 +14,7 @@ from holdfast.jobs.folder import JobFolder, job_folder, state_dir, state_path
 from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.checks.disk import FEW_BYTES
 from holdfast.jobs.node.checks.result import Check, NodeChecks, describe_failures, read_checks
-from holdfast.jobs.node.mounts.links import outside_path, read_links
+from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
 from holdfast.jobs.notifications.outbox import Delivery, read_deliveries
 from holdfast.jobs.output.tail import last_lines
 from holdfast.jobs.records import JobRecord, Records

@@ -22,8 +22,8 @@ from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import containers, release_containers
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.links import remove_links
 from holdfast.jobs.node.mounts.mount_plan import validate_sources
+from holdfast.jobs.node.mounts.mount_records import remove_links
 from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.engine import UnsupportedKey
-from holdfast.jobs.node.mounts.links import private_mounts, private_note
+from holdfast.jobs.node.mounts.mount_records import private_mounts, private_note
 from holdfast.jobs.task.model import Task
 
 _NO_VOLUMES = "no volumes are created; kept for other engines"

@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs import describe
 from holdfast.jobs.node.mounts import mount_plan
-from holdfast.jobs.node.mounts.links import private_note
+from holdfast.jobs.node.mounts.mount_records import private_note
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 from jobs.harness import JobHarness, needs_namespaces

@@ -22,8 +22,13 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.lease import Teardown
-from holdfast.jobs.node.mounts.links import create_links, link_user, remove_links, visible_links
-from holdfast.jobs.node.mounts.mount_spec import caches
+from holdfast.jobs.node.mounts.mount_records import (
+    caches,
+    create_links,
+    link_user,
+    remove_links,
+    visible_links,
+)
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.record_files import JobRequest
@@ -66,7 +71,7 @@ def supervise(state: Path, number: int) -> bool:
     records, folder = Records(state), job_folder(state, number)
     try:
         with closing(LocalController(records, folder, records.get(number))) as controller:
-            controller.serve_or_give_up(folder.controller_log, RetryLater)
+            controller.serve_or_give_up(RetryLater)
         if controller.has_ended:
             _clean_up(records, folder, number)
             lead_on(records, state)

@@ -17,8 +17,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.checks.gate import Admission
 from holdfast.jobs.node.containers.lease import ContainerLease
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
-from holdfast.jobs.node.mounts.links import enter_private_links
-from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import enter_private_links, read_mount_specs
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.roles import Lease, start_controller
 from holdfast.jobs.node.virtual_environment import (
@@ -186,7 +185,8 @@ class _Agent:
         if pid == 0:
             self._become_shell(phase)
         self._is_preempted = lambda: ended_preempted(progress, after=begin)
-        outcome = _outcome(phase, self._wait_for(pid))
+        code = os.waitstatus_to_exitcode(self._wait_for(pid))
+        outcome = Outcome(phase, code=code) if code >= 0 else Outcome(phase, killed_by=-code)
         if outcome.is_failed_command and was_preempted(progress, after=begin):
             outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
         if outcome.is_success and ended_preempted(progress, after=begin):
@@ -269,12 +269,6 @@ def _exec_bash(script: str, environment: Mapping[str, str]) -> None:
         if os.access(name, os.X_OK):
             os.execve(name, ["bash", script], dict(environment))
     raise FileNotFoundError(errno.ENOENT, "not found on the PATH", "bash")
-
-
-def _outcome(phase: Phase, status: int) -> Outcome:
-    if os.WIFSIGNALED(status):
-        return Outcome(phase, killed_by=os.WTERMSIG(status))
-    return Outcome(phase, code=os.WEXITSTATUS(status))
 
 
 def _may_still_save(outcome: Outcome, notice: Path) -> bool:

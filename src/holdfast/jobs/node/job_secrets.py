@@ -21,6 +21,13 @@ _log = get_logger("jobs")
 
 _CREDENTIALS = re.compile(rb"(?i)(https?://)[^\s/]+@")
 """User and password, or a token, in the URL of a repository."""
+_LEFT_BY_KILLS = (
+    ".*.json.*",
+    "attempts/*/*/.plan.json.*",
+    "attempts/*/.*/plan.json",
+    "attempts/*/.*/.plan.json.*",
+)
+"""Files that a process was writing when it was killed."""
 
 
 def has_secrets(folder: JobFolder) -> bool:
@@ -50,10 +57,13 @@ def remove_secrets(folder: JobFolder) -> None:
         for plan in folder.path.glob("attempts/*/*/plan.json"):
             _remove_environment(plan)
         failpoint("jobs.plans")
-        for path in _left_by_kills(folder):
-            path.unlink(missing_ok=True)
+        for pattern in _LEFT_BY_KILLS:
+            for path in folder.path.glob(pattern):
+                path.unlink(missing_ok=True)
         for config in _settings_of_git(folder):
-            _remove_credentials(config)
+            text = config.read_bytes()
+            if (without := _CREDENTIALS.sub(rb"\1", text)) != text:
+                write_atomic(config, without)
         folder.environment.unlink(missing_ok=True)
         folder.without_secrets.touch(mode=0o600)
     except FileNotFoundError:
@@ -84,14 +94,6 @@ def _remove_environment(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _left_by_kills(folder: JobFolder) -> Iterator[Path]:
-    """Yield files that a process was writing when it was killed."""
-    yield from folder.path.glob(".*.json.*")
-    yield from folder.path.glob("attempts/*/*/.plan.json.*")
-    yield from folder.path.glob("attempts/*/.*/plan.json")
-    yield from folder.path.glob("attempts/*/.*/.plan.json.*")
-
-
 def _settings_of_git(folder: JobFolder) -> Iterator[Path]:
     """Yield git's settings in workdirs, also those of submodules. Nothing outside of the job's folder."""
     own = folder.path.resolve()
@@ -99,10 +101,3 @@ def _settings_of_git(folder: JobFolder) -> Iterator[Path]:
         for path in (repository / "config", *repository.glob("modules/**/config")):
             if path.resolve().is_relative_to(own) and path.is_file():
                 yield path
-
-
-def _remove_credentials(settings: Path) -> None:
-    """Remove the credentials of a repository's URLs from its settings."""
-    text = settings.read_bytes()
-    if (without := _CREDENTIALS.sub(rb"\1", text)) != text:
-        write_atomic(settings, without)

@@ -13,8 +13,8 @@ from pathlib import Path
 from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs.environment import Node, activates_conda, conda_start, run_environment, setup_environment
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.mounts.links import Link, link_user
 from holdfast.jobs.node.mounts.mount_plan import place
+from holdfast.jobs.node.mounts.mount_records import Link, link_user
 from holdfast.jobs.node.virtual_environment import install_here, is_wanted
 from holdfast.jobs.node.workdir import create_workdir
 from holdfast.jobs.node_spec import NodeSpec

@@ -19,7 +19,7 @@ from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets, remove_secrets
-from holdfast.jobs.node.mounts.links import create_links, link_user
+from holdfast.jobs.node.mounts.mount_records import create_links, link_user
 from holdfast.jobs.node.mounts.scratch import is_scratch_path, moved_links, remove_shared_links, shared_links
 from holdfast.jobs.notifications.notifier import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
@@ -68,7 +68,7 @@ def supervise(folder: JobFolder) -> int:
     """
     files = JobFiles(folder)
     controller = SlurmController(files)
-    controller.serve_or_give_up(files.output)
+    controller.serve_or_give_up()
     if controller.has_ended:
         controller.remove_links()
         remove_secrets(folder)
@@ -89,6 +89,7 @@ class SlurmController(Controller):
             self._job.policy,
             self._stored.job_state,
             task_id=self._job.task_id,
+            log=files.output,
             step_before=self._stored.step_before,
         )
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
@@ -216,10 +217,6 @@ class SlurmController(Controller):
         return frozenset()
 
     @override
-    def _notifier_log(self) -> Path:
-        return self._files.output
-
-    @override
     def _abandon(self) -> None:
         if self._step is not None:
             with contextlib.suppress(HoldfastError):
@@ -294,10 +291,12 @@ class SlurmController(Controller):
         """Return True if the job ends with this attempt, or continues on other machines."""
         event = AttemptExited(self.state.attempt, self._has_advanced())
         after, _ = advance(self.state, event, self._policy)
+        own = own_ends(dict(enumerate(_outcomes(self.state, self._job.spec.num_nodes)))).values()
         return (
             after.status.is_final
             or self._mounts.is_limited
-            or _needs_other_machines(self.state, self._job.spec.num_nodes)
+            or self.state.is_noticed
+            or any(one.is_lost or one.is_preempted or one.unfit for one in own)  # because of its machines
         )
 
     def _can_resume(self) -> bool:
@@ -425,12 +424,6 @@ def _with_retries(call: Callable[[], _T]) -> _T:
             _log.warning("retrying in %.0f s: %s", _RETRY_S, error)
             time.sleep(_RETRY_S)
     return call()
-
-
-def _needs_other_machines(state: JobState, num_nodes: int) -> bool:
-    """Return True if the attempt ended because of its machines."""
-    own = own_ends(dict(enumerate(_outcomes(state, num_nodes)))).values()
-    return state.is_noticed or any(one.is_lost or one.is_preempted or one.unfit for one in own)
 
 
 def _outcomes(state: JobState, num_nodes: int) -> list[Outcome]:

@@ -16,8 +16,8 @@ from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey, each
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import remove_secrets
-from holdfast.jobs.node.mounts.links import create_links, is_private_target, link_user, remove_links
 from holdfast.jobs.node.mounts.mount_plan import validate
+from holdfast.jobs.node.mounts.mount_records import create_links, is_private_target, link_user, remove_links
 from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
 from holdfast.jobs.node.virtual_environment import own_python
 from holdfast.jobs.node.workdir import check_workdir

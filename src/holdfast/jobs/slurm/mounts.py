@@ -13,8 +13,7 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.lease import Teardown, UnsentFiles, mounter_of
-from holdfast.jobs.node.mounts.links import create_links
-from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import caches, create_links, read_mount_specs
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
 from holdfast.jobs.node.mounts.scratch import (
     SCRATCH,

@@ -25,7 +25,7 @@ from holdfast.jobs.node.containers.lease import (
     start_warden,
     warden_of,
 )
-from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node.roles import STOPPED, spawn

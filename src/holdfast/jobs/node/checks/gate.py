@@ -34,7 +34,7 @@ from holdfast.jobs.node.checks.result import (
     write_checks,
     write_result,
 )
-from holdfast.jobs.node.mounts.links import outside_path, read_links
+from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
 from holdfast.jobs.node.virtual_environment import activate
 from holdfast.jobs.node_spec import NodeSpec, machine_name
 from holdfast.system.environment import read_progress

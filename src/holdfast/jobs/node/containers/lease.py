@@ -19,8 +19,7 @@ from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.links import read_links
-from holdfast.jobs.node.mounts.mount_spec import MountKind, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import MountKind, read_links, read_mount_specs
 from holdfast.jobs.node.roles import Lease, ProcessRole
 from holdfast.jobs.node_spec import read_environment
 from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces

@@ -19,7 +19,7 @@ from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.journal import read_document, write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import ContainerRuntime, ContainerState, ImageSpec
-from holdfast.jobs.node.mounts.links import Link, read_links, write_links
+from holdfast.jobs.node.mounts.mount_records import Link, read_links, write_links
 from holdfast.jobs.node.processes import CONTAINER_PREFIX
 from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.task.image import qualified
@@ -185,7 +185,12 @@ class NodeContainer:
         self._run("rm", "--force", "--volumes", container)
 
     def _create(self) -> str:
-        image_id = self._find_image() or self._pull()
+        image_id = self._find_image()
+        if image_id is None:
+            name = qualified(self._spec.image)
+            log_line(f"pulling {name} with {self._spec.runtime.value}")
+            self._run("pull", name, on_output=lambda data: os.write(sys.stdout.fileno(), data))
+            image_id = self._ask("image", "inspect", name).text("Id")
         log_line(f"creating a container of {self._spec.image} with {self._spec.runtime.value}")
         with self._bash_expected():
             return self._run(*create_command(self._spec, self._rank, image_id)[1:]).splitlines()[-1]
@@ -197,12 +202,6 @@ class NodeContainer:
             ):  # this machine does not have it, or pulling it fails for the same reason
                 return self._ask("image", "inspect", name).text("Id")
         return None
-
-    def _pull(self) -> str:
-        name = qualified(self._spec.image)
-        log_line(f"pulling {name} with {self._spec.runtime.value}")
-        self._run("pull", name, on_output=lambda data: os.write(sys.stdout.fileno(), data))
-        return self._ask("image", "inspect", name).text("Id")
 
     def _environment(self, image_id: str, namespaces: JoinedNamespaces) -> dict[str, str]:
         """Return the variables that the image defines, with HOME and PATH."""

@@ -19,7 +19,7 @@ from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import caches, read_mount_specs
 from holdfast.jobs.node.roles import Lease, ProcessRole
 from holdfast.jobs.node_spec import read_environment
 

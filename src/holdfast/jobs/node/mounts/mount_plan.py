@@ -17,16 +17,18 @@ from holdfast.jobs.folder import JobFolder, bucket_folder
 from holdfast.jobs.node.copies import check_copy, copy_file, copy_tree, left_out
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.download import exists
-from holdfast.jobs.node.mounts.links import (
+from holdfast.jobs.node.mounts.mount_records import (
     Link,
+    MountKind,
+    MountSpec,
     is_coverable,
     is_private_target,
     normal_target,
     private_mounts,
     why_unavailable,
     write_links,
+    write_mount_specs,
 )
-from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import FileMount, MountMode, Task
 from holdfast.system.units import format_bytes

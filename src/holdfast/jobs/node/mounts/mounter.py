@@ -14,7 +14,7 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node.mounts.download import download
 from holdfast.jobs.node.mounts.lease import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
-from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
 from holdfast.jobs.node.mounts.uploads import mount_write_back, remove_copies, send_leftovers, upload_all

@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address, parse_address
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.mount_spec import MountSpec
+from holdfast.jobs.node.mounts.mount_records import MountSpec
 from holdfast.system.linux.processes import dying_with_parent
 
 _REMOTE = "HOLDFAST"

@@ -20,8 +20,15 @@ from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import encode, read_document
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.links import Link, read_links, visible_links, write_links
-from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs, write_mount_specs
+from holdfast.jobs.node.mounts.mount_records import (
+    Link,
+    caches,
+    read_links,
+    read_mount_specs,
+    visible_links,
+    write_links,
+    write_mount_specs,
+)
 from holdfast.jobs.node.mounts.uploads import remove_copies
 from holdfast.system.privacy import is_private
 

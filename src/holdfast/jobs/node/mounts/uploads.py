@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.errors import Conflict, Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.lease import UnsentFiles
-from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
+from holdfast.jobs.node.mounts.mount_records import MountSpec, caches
 from holdfast.jobs.writeback import DirectoryStatus, Mount, mount, remove_uploaded, status_of
 from holdfast.jobs.writeback.journal import Journal
 from holdfast.jobs.writeback.status import FENCED, STARTING, has_uploader
@@ -192,9 +192,10 @@ class _Cache:
             if (status.is_running and self._held is not None) or time.monotonic() < self._again_s:
                 return
             self.close()
-            self._held = mount_write_back(
-                self._spec, self._owner, self._attempt_of_files(), is_wanted, fetch=False
-            )
+            # A new attempt would set aside what an earlier one has left in a shared directory.
+            found = mounting_attempt(Path(self._spec.path), self._owner) if self._spec.is_shared else None
+            attempt = found or self._attempt
+            self._held = mount_write_back(self._spec, self._owner, attempt, is_wanted, fetch=False)
             self._trouble, self._num_failures = "", 0
         except (Denied, RetryLater) as error:
             self._trouble = str(error)
@@ -202,12 +203,6 @@ class _Cache:
             self._again_s = time.monotonic() + backoff.doubled(self._num_failures, _PAUSE_S, _LONGEST_PAUSE_S)
         except HoldfastError as error:
             self._trouble, self._is_hopeless = str(error), True
-
-    def _attempt_of_files(self) -> int:
-        """Return the attempt to mount the directory for."""
-        # A new attempt would set aside what an earlier one has left in a shared directory.
-        found = mounting_attempt(Path(self._spec.path), self._owner) if self._spec.is_shared else None
-        return found or self._attempt
 
     def poll(self) -> UnsentFiles:
         """Return the status of the directory's uploads."""

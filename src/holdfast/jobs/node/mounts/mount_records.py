@@ -1,4 +1,4 @@
-"""Symbolic links of a job: recorded, and created for all programs or for the job's own processes only.
+"""Mounts and links of a job: recorded in its folder; links are created for all programs or for the job only.
 
 Private links are at paths such as /checkpoints. Every job can have its own, and none needs permission to
 write to /. They are in a mount namespace, which each shell of the job enters before its commands begin.
@@ -13,6 +13,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from holdfast.errors import Conflict, InvalidInput
@@ -25,9 +26,45 @@ from holdfast.system.entry import command
 from holdfast.system.linux.mount_namespace import add_links, enter
 from holdfast.system.linux.program_runs import run_program
 
-_LINKS = "mounts.json"
+_MOUNTS, _LINKS = "supplies.json", "mounts.json"
 _TRIAL_S = 60.0
 ROOT = Path("/")
+
+
+class MountKind(str, Enum):
+    """Kind of a mount."""
+
+    COPY = "copy"  # all objects, copied once
+    BUCKET = "bucket"  # a file system served by rclone
+    CACHE = "cache"  # a write-back directory
+
+
+@dataclass(frozen=True, slots=True)
+class MountSpec:
+    """Specification of a mount, shared by all nodes of a job."""
+
+    kind: MountKind
+    place: str  # path or URL
+    path: str  # absolute, in the job's folder
+    key: str  # key in the task file, for messages
+    is_read_only: bool = False
+    fetch_bytes: int | None = None  # limit for the download into a write-back directory
+    is_shared: bool = False  # other machines mount the same place in the same attempt
+
+
+def write_mount_specs(folder: JobFolder, specs: list[MountSpec]) -> None:
+    """Write the specifications of a job's mounts."""
+    write_list(folder.path / _MOUNTS, specs)
+
+
+def read_mount_specs(folder: JobFolder) -> list[MountSpec]:
+    """Return the specifications of a job's mounts."""
+    return read_list(folder.path / _MOUNTS, MountSpec)
+
+
+def caches(folder: JobFolder) -> list[MountSpec]:
+    """Return the write-back directories among a job's mounts."""
+    return [spec for spec in read_mount_specs(folder) if spec.kind is MountKind.CACHE]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -163,9 +164,6 @@ def _checked_nodes(record: JobRecord, home: str) -> Iterator[CheckedNode]:
             )
 
 
-_Values = Mapping[str, float]
-
-
 def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
     """Yield one line per node and check, those of a node behind its own line.
 
@@ -183,51 +181,35 @@ def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
 
 
 def _result(check: Check) -> str:
-    numbers = _NUMBERS[check.name](check.values) if check.name in _NUMBERS and check.values else ""
+    numbers = _numbers(check) if check.values else ""
     return "; ".join(filter(None, (check.trouble, numbers))) or "passed"
 
 
-def _rate(num_bytes: float, seconds: float) -> str:
-    return f"{format_bytes(num_bytes / seconds)}/s" if seconds > 0 else "-"
+def _numbers(check: Check) -> str:
+    """Return the numbers that a check has measured, for people."""
+    values = defaultdict(float, check.values)
 
+    def size(name: str) -> str:
+        return format_bytes(values[name])
 
-def _disk(values: _Values) -> str:
-    size = values.get("written_bytes", 0.0)
-    if size <= FEW_BYTES:  # too few for a rate
-        return f"{format_bytes(size)} written and synced in {1000 * values.get('write_s', 0.0):.0f} ms"
-    write, read = (_rate(size, values.get(name, 0.0)) for name in ("write_s", "read_s"))
-    return f"{format_bytes(size)} written and synced at {write}, read back at {read}"
+    def rate(name: str, seconds: str) -> str:
+        return f"{format_bytes(values[name] / values[seconds])}/s" if values[seconds] > 0 else "-"
 
-
-def _space(values: _Values) -> str:
-    needed, free = (format_bytes(values.get(name, 0.0)) for name in ("needed_bytes", "free_bytes"))
-    return f"the next save takes {needed}, {free} free"
-
-
-def _memory(values: _Values) -> str:
-    free, total = (format_bytes(values.get(name, 0.0)) for name in ("available_bytes", "total_bytes"))
-    return f"{free} of {total} free"
-
-
-def _copy(values: _Values) -> str:
-    return _rate(values.get("copied_bytes", 0.0), values.get("copy_s", 0.0))
-
-
-def _product(values: _Values) -> str:
-    size = values.get("size", 0.0)
-    return f"matrices of {size:.0f} x {size:.0f}, in {1000 * values.get('products_s', 0.0):.0f} ms"
-
-
-def _clock(values: _Values) -> str:
-    return f"{values.get('offset_s', 0.0) + 0.0:+.2f} s"
-
-
-_NUMBERS: Mapping[str, Callable[[_Values], str]] = {
-    "disk": _disk,
-    "space": _space,
-    "memory": _memory,
-    "copy": _copy,
-    "gpu": _copy,
-    "product": _product,
-    "clock": _clock,
-}
+    match check.name:
+        case "disk" if values["written_bytes"] <= FEW_BYTES:  # too few for a rate
+            return f"{size('written_bytes')} written and synced in {1000 * values['write_s']:.0f} ms"
+        case "disk":
+            write, read = (rate("written_bytes", name) for name in ("write_s", "read_s"))
+            return f"{size('written_bytes')} written and synced at {write}, read back at {read}"
+        case "space":
+            return f"the next save takes {size('needed_bytes')}, {size('free_bytes')} free"
+        case "memory":
+            return f"{size('available_bytes')} of {size('total_bytes')} free"
+        case "copy" | "gpu":
+            return rate("copied_bytes", "copy_s")
+        case "product":
+            shape = f"{values['size']:.0f} x {values['size']:.0f}"
+            return f"matrices of {shape}, in {1000 * values['products_s']:.0f} ms"
+        case "clock":
+            return f"{values['offset_s'] + 0.0:+.2f} s"
+    return ""

@@ -73,11 +73,6 @@ class Node:
     pipeline: JobPipeline | None = None
     port: int | None = None  # chosen for the rendezvous of its nodes
 
-    @property
-    def tag(self) -> str:
-        """The value of `TAG`."""
-        return tag(self.task_id, self.attempt, self.rank)
-
 
 def tag(task_id: str, attempt: int | None = None, rank: int | None = None) -> str:
     """Return the tag prefix of a job, an attempt, or one of its nodes."""
@@ -137,7 +132,7 @@ def run_environment(
         ),
         "HOLDFAST_JOB": str(node.job),
         "HOLDFAST_ATTEMPT": str(node.attempt),
-        TAG: node.tag,
+        TAG: tag(node.task_id, node.attempt, node.rank),
         PROGRESS: node.progress,
         PREEMPTION: add_notice_file({**base, **task}.get(PREEMPTION, "auto"), node.notice),
     }

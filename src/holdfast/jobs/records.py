@@ -92,8 +92,6 @@ class Records:
         self._state = state
         self._jobs = jobs_folder(state)
 
-    # -- jobs ------------------------------------------------------------------------------------------------
-
     def reserve(self) -> int:
         """Reserve a number for a job, and create its folder. The job is not listed before `complete`."""
         with self._translate_errors():
@@ -242,8 +240,6 @@ class Records:
             if found is None or _record(submission, found) != record:
                 append_state(folder, _stored(record, time.time()))
 
-    # -- requests --------------------------------------------------------------------------------------------
-
     def ask(self, number: int, kind: str, lead_s: float | None = None) -> None:
         """Add a request to a job's controller."""
         with self._translate_errors():
@@ -254,8 +250,6 @@ class Records:
         with self._translate_errors():
             found = read_requests(self._folder(record.id))
         return [one for one in found if one.id not in record.answered]
-
-    # -- files -----------------------------------------------------------------------------------------------
 
     def _folder(self, number: int) -> JobFolder:
         return job_folder(self._state, number)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from holdfast.jobs.environment import Node, container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.preparation import make_node_spec
-from holdfast.jobs.node.processes import AGENT, Process
-from holdfast.jobs.node.roles import STOPPED, ProcessRole
+from holdfast.jobs.node.processes import AGENT, ROLES, Process
+from holdfast.jobs.node.roles import STOPPED, spawn
 from holdfast.jobs.node_spec import NodeSpec, read_environment, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRecord
@@ -173,12 +174,12 @@ def _start(folder: NodeFolder, plan: NodeSpec) -> int:
     making = folder.path.with_name(f".{folder.path.name}.{os.getpid()}")
     making.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = NodeFolder(making)
-    plan.write(beside.plan)
+    write_document(beside.plan, plan)
     lock = locks.acquire(beside.lock)
     assert lock is not None, "no other process has this folder"
     making.rename(folder.path)  # from here on the node exists, with its lock held
     try:
-        return ProcessRole(AGENT, folder.path, folder.lock).spawn(Path(plan.log), lock)
+        return spawn((ROLES, AGENT, str(folder.path)), Path(plan.log), lock=lock)
     finally:
         os.close(lock)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node_spec import NodeSpec
 from holdfast.system.failpoint import failpoint
 from holdfast.system.linux import locks
@@ -87,7 +88,7 @@ def _remove_environment(path: Path) -> None:
     try:
         plan = NodeSpec.read(path)
         if plan.environment or plan.setup_environment:
-            dataclasses.replace(plan, environment={}, setup_environment={}).write(path)
+            write_document(path, dataclasses.replace(plan, environment={}, setup_environment={}))
     except FileNotFoundError:
         return
     except (Corrupt, OSError):  # damaged, or the disk is full

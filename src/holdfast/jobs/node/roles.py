@@ -75,14 +75,11 @@ class ProcessRole:
             return False
         try:
             before()
-            self.spawn(log, lock, environment=environment)
+            words = (ROLES, self.name, str(self.folder))
+            spawn(words, log, lock=lock, environment=environment)
         finally:
             os.close(lock)
         return True
-
-    def spawn(self, log: Path, lock: int, *, environment: Mapping[str, str] | None = None) -> int:
-        """Start the process with a descriptor of its lock, and return its pid."""
-        return spawn((ROLES, self.name, str(self.folder)), log, lock=lock, environment=environment)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL, and wait until it is gone."""

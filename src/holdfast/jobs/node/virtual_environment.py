@@ -211,7 +211,13 @@ def _write(making: Path, folder: Path, parent: ParentPython) -> None:
     for one in (programs, packages):
         one.mkdir(mode=0o700, parents=True)
     (making / "lib64").symlink_to("lib")
-    (making / "pyvenv.cfg").write_bytes(os.fsencode(_config(parent)))
+    config = (
+        f"home = {parent.home}\n"
+        f"include-system-site-packages = {str(parent.sees_system).lower()}\n"
+        f"version = {parent.version}\n"
+        f"{PARENT} = {parent.executable}\n"
+    )
+    (making / "pyvenv.cfg").write_bytes(os.fsencode(config))
     _write_packages(packages, parent)
     for name in ("python", "python3", f"python{parent.version}"):
         (programs / name).symlink_to(parent.binary)
@@ -222,15 +228,6 @@ def _write(making: Path, folder: Path, parent: ParentPython) -> None:
     for name, text in scripts.items():
         (programs / name).write_bytes(text)
         (programs / name).chmod(0o755)
-
-
-def _config(parent: ParentPython) -> str:
-    return (
-        f"home = {parent.home}\n"
-        f"include-system-site-packages = {str(parent.sees_system).lower()}\n"
-        f"version = {parent.version}\n"
-        f"{PARENT} = {parent.executable}\n"
-    )
 
 
 def _write_packages(packages: Path, parent: ParentPython) -> None:

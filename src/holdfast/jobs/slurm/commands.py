@@ -240,9 +240,6 @@ def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_
     return done.out.decode("utf-8", "replace")
 
 
-# -- nodes that a job leaves out, because they stand out -------------------------------------------------
-
-
 def choose_left_out(state: Path, script: Path, spec: JobSpec, *, partition: str) -> tuple[str, ...]:
     """Return the nodes that stand out and that a job can do without.
 
@@ -283,9 +280,6 @@ def choose_excluded(
     room = min(max(1, int(len(usable) * MAX_SHARE)), len(usable) - num_nodes)
     chosen = [one.name for one in standings if one.stands_out and one.name in usable]
     return tuple(chosen[: max(0, room)])
-
-
-# -- state of a job ---------------------------------------------------------------------------------------
 
 
 def current_state(

@@ -97,8 +97,6 @@ class SlurmEngine(NodeEngine):
     poll_s = 2.0  # writes on other machines do not wake this one
     script_prefix = "trap '' USR1; "  # Slurm may signal all processes of a job, and SIGUSR1 kills most
 
-    # -- submission ------------------------------------------------------------------------------------------
-
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
         return unsupported_keys(self._in_image(task))
@@ -188,8 +186,6 @@ class SlurmEngine(NodeEngine):
             output=str(JobFiles(JobFolder(folder)).output),
         )
 
-    # -- status ----------------------------------------------------------------------------------------------
-
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
         # Slurm is queried once, for all jobs that have not ended.
@@ -270,8 +266,6 @@ class SlurmEngine(NodeEngine):
             output=str(files.output),
             missing=ClusterMounts(files.job, record.spec.num_nodes, story.uploads).left(),
         )
-
-    # -- requests --------------------------------------------------------------------------------------------
 
     @override
     def cancel(self, number: int) -> Job:

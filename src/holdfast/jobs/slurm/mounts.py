@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.errors import Conflict, HoldfastError, Internal, NotFound
+from holdfast.errors import Conflict, HoldfastError, NotFound
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
@@ -28,7 +28,7 @@ from holdfast.jobs.node.mounts.scratch import (
     write_scratch_mounts,
 )
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
-from holdfast.jobs.node.roles import STOPPED, ProcessRole
+from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import NodeUploads
 from holdfast.jobs.slurm.messages import EndUploads
@@ -50,6 +50,7 @@ class NodeMounts:
         owner: owner of the scratch folder.
         log: file for the output of the mounts' processes.
         environment: environment of the job, with its credentials.
+        wakeup: FIFO that wakes the runner.
     """
 
     def __init__(
@@ -61,55 +62,50 @@ class NodeMounts:
         *,
         log: Path,
         environment: Mapping[str, str],
+        wakeup: Path,
     ) -> None:
-        self._job, self._owner = job, owner
-        self._attempt, self._rank = attempt, rank
-        self._log, self._environment = log, environment
-        self._scratch: JobFolder | None = None
+        self.scratch = scratch_folder(scratch_parent(environment), job, owner.task_id)
+        self._job, self._owner, self._attempt, self._rank = job, owner, attempt, str(rank)
+        self._log, self._environment, self._wakeup = log, environment, wakeup
+        self._path = self.scratch.attempt(attempt)
+        self._mounter = mounter_of(self._path)
         self._teardown: Teardown | None = None
 
-    @property
-    def scratch(self) -> JobFolder:
-        """The scratch folder, once it is open."""
-        if self._scratch is None:
-            raise Internal("the scratch folder of the job is not open")
-        return self._scratch
-
-    def open(self, wakeup: Path, *, num_nodes: int) -> None:
-        """Open the scratch folder for a new attempt, and create the workdir's links.
-
-        Args:
-            wakeup: FIFO that wakes this process.
-        """
-        scratch = scratch_folder(scratch_parent(self._environment), self._job, self._owner.task_id)
-        open_scratch(scratch, self._owner)
-        path = scratch.attempt(self._attempt)
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (path / _RANK).write_text(str(self._rank))
-        write_scratch_mounts(self._job, scratch, is_shared=num_nodes > 1)
-        workdir = self._job.workdir(self._rank)
+    def open(self, *, num_nodes: int) -> bool:
+        """Open the scratch folder for a new attempt, and create the workdir's links. Return True."""
+        open_scratch(self.scratch, self._owner)
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self._path / _RANK).write_text(self._rank)
+        write_scratch_mounts(self._job, self.scratch, is_shared=num_nodes > 1)
+        links, workdir = moved_links(self._job, self.scratch), self._job.workdir(int(self._rank))
         create_links(
-            [link for link in moved_links(self._job, scratch) if Path(link.target).is_relative_to(workdir)],
+            [link for link in links if Path(link.target).is_relative_to(workdir)],
             is_in_use=lambda _: False,
             is_of_job=is_scratch_path,
         )
-        self._use(scratch, wakeup)
+        self._use()
+        return True
 
-    def reopen(self, wakeup: Path) -> bool:
+    def reopen(self) -> bool:
         """Open the scratch folder to end the uploads of an attempt whose runner was killed.
 
         Returns:
             False if the node was on another machine.
         """
-        scratch = scratch_folder(scratch_parent(self._environment), self._job, self._owner.task_id)
-        if not scratch.path.is_dir() or read_scratch_owner(scratch) != self._owner:
+        if not self.scratch.path.is_dir() or read_scratch_owner(self.scratch) != self._owner:
             return False
-        open_scratch(scratch, self._owner)
-        rank = scratch.attempt(self._attempt) / _RANK
-        if not rank.exists() or rank.read_text() != str(self._rank):
+        open_scratch(self.scratch, self._owner)
+        rank = self._path / _RANK
+        if not rank.exists() or rank.read_text() != self._rank:
             return False
-        self._use(scratch, wakeup)
+        self._use()
         return True
+
+    def _use(self) -> None:
+        self.scratch.wakeup.unlink(missing_ok=True)
+        self.scratch.wakeup.symlink_to(self._wakeup)
+        environment = self._environment
+        self._teardown = Teardown(self.scratch, self._attempt, log=self._log, environment=lambda: environment)
 
     @property
     def are_leftovers_sent(self) -> bool:
@@ -123,7 +119,7 @@ class NodeMounts:
 
     def stop(self) -> None:
         """Let a node that waits for its mounts end."""
-        (self.scratch.attempt(self._attempt) / STOPPED).touch()
+        (self._path / STOPPED).touch()
 
     def are_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
         """Make progress with unmounting and uploading; return True if nothing more happens.
@@ -164,18 +160,6 @@ class NodeMounts:
             remove_scratch(self.scratch)
         except (HoldfastError, OSError) as error:  # it costs disk space only
             _log.warning("%s on %s was not removed: %s", self.scratch.path, self._owner.machine, error)
-
-    def _use(self, scratch: JobFolder, wakeup: Path) -> None:
-        scratch.wakeup.unlink(missing_ok=True)
-        scratch.wakeup.symlink_to(wakeup)
-        self._scratch = scratch
-        self._teardown = Teardown(
-            scratch, self._attempt, log=self._log, environment=lambda: self._environment
-        )
-
-    @property
-    def _mounter(self) -> ProcessRole:
-        return mounter_of(self.scratch.attempt(self._attempt))
 
 
 def _end_uploader(path: Path) -> None:

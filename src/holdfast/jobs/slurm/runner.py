@@ -116,9 +116,9 @@ class _Runner:
         self._wakeup_fifo = self._room.__enter__() / "wakeup"
         self._wakeup = WakeupPipe(self._wakeup_fifo)
         self._plan = self._make_plan(addresses)
-        self._mounts = self._find_mounts()
+        self._mounts: NodeMounts | None = None  # once they are open
         self._container = self._node.container if self._job.spec.image else None
-        self._has_scratch = self._has_sent_leftovers = False
+        self._has_sent_leftovers = False
         self._terms: messages.EndUploads | None = None  # for the uploads, from the controller
         self._inbox = Inbox()
         self._is_notified = self._is_killed = self._has_run = False
@@ -144,14 +144,12 @@ class _Runner:
         for fd in (0, self._wakeup.fd):
             self._poller.register(fd, select.POLLIN)
         if read_outcome(self._node.ended) is not None:
-            # An earlier runner of the attempt was killed during its uploads.
-            if self._mounts is not None and self._mounts.reopen(self._wakeup_fifo):
-                self._use_scratch(self._mounts.scratch)
-        elif why := self._open_mounts() or self._open_container():
+            self._open_mounts(is_new=False)  # an earlier runner was killed during the uploads
+        elif why := self._open_mounts(is_new=True) or self._open_container():
             self._refuse(why)
         else:
             self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._plan.write(self._node.plan)
+            write_document(self._node.plan, self._plan)
             words = ("holdfast.jobs.slurm", "agent", str(self._node.path))
             self._agent = spawn(words, Path(self._plan.log))
         while not self._has_ended():
@@ -162,8 +160,8 @@ class _Runner:
         if self._container is not None and self._container.image.exists():
             self._container.unneeded.touch()
             start_warden(self._folder, self._container, Path(self._plan.log))
-        if self._has_scratch:
-            self._end_mounts()
+        if self._mounts is not None:
+            self._end_mounts(self._mounts)
         if (container := self._container) is not None:  # Slurm kills its warden when the runner exits
             role = warden_of(container)
             self._turn_until(lambda: container.removed.exists() or not role.is_alive, _REMOVAL_S)
@@ -225,37 +223,33 @@ class _Runner:
 
     # -- mounts ----------------------------------------------------------------------------------------------
 
-    def _find_mounts(self) -> NodeMounts | None:
-        """Return the mounts on the node's disk. None: the job does not have any."""
+    def _open_mounts(self, *, is_new: bool) -> str:
+        """Open the mounts on the node's disk, if the job has some. Return why that is not possible, or ""."""
         if not read_mount_specs(self._folder):
-            return None
+            return ""
         # Here, because it takes as long to import as all else, and most jobs do not need it.
         from holdfast.jobs.slurm.mounts import NodeMounts
 
-        return NodeMounts(
-            self._folder,
-            ScratchOwner(self._job.task_id, str(self._folder.path), machine_name()),
-            self._attempt,
-            self._rank,
-            log=self._folder.log(self._rank),
-            environment={**os.environ, **self._variables},
-        )
-
-    def _open_mounts(self) -> str:
-        """Open the mounts of a new attempt. Return why that is not possible, or an empty string."""
-        if self._mounts is None:
-            return ""
         try:
-            self._mounts.open(self._wakeup_fifo, num_nodes=self._job.spec.num_nodes)
+            mounts = NodeMounts(
+                self._folder,
+                ScratchOwner(self._job.task_id, str(self._folder.path), machine_name()),
+                self._attempt,
+                self._rank,
+                log=self._folder.log(self._rank),
+                environment={**os.environ, **self._variables},
+                wakeup=self._wakeup_fifo,
+            )
+            is_open = mounts.open(num_nodes=self._job.spec.num_nodes) if is_new else mounts.reopen()
         except (HoldfastError, OSError) as error:
+            if not is_new:
+                raise
             return str(error)
-        self._use_scratch(self._mounts.scratch)
+        if is_open:
+            scratch = str(mounts.scratch.path)
+            self._mounts, self._plan = mounts, dataclasses.replace(self._plan, scratch=scratch)
+            self._send(messages.ScratchOpened(self._rank, machine_name(), scratch))
         return ""
-
-    def _use_scratch(self, scratch: JobFolder) -> None:
-        self._has_scratch = True
-        self._plan = dataclasses.replace(self._plan, scratch=str(scratch.path))
-        self._send(messages.ScratchOpened(self._rank, machine_name(), str(scratch.path)))
 
     def _refuse(self, why: str) -> None:
         """End the node without starting its commands."""
@@ -265,25 +259,24 @@ class _Runner:
         reserve_outcome(self._node.ended)
         write_outcome(self._node.ended, unstarted(why))
 
-    def _end_mounts(self) -> None:
+    def _end_mounts(self, mounts: NodeMounts) -> None:
         """Unmount, and upload until everything is in the buckets, or the time is over."""
-        assert self._mounts is not None
         shown = ""
         while True:
             until_unix_s = None if self._terms is None else self._terms.until_unix_s
-            if self._mounts.are_over(0.0 if self._kills_keepers else until_unix_s, self._has_keepers):
+            if mounts.are_over(0.0 if self._kills_keepers else until_unix_s, self._has_keepers):
                 break
-            if (missing := self._mounts.missing()) and missing != shown:
+            if (missing := mounts.missing()) and missing != shown:
                 shown = missing
                 self._send(messages.NodeUploading(self._rank, missing))
             self._turn()
             processes.reap()
         while self._terms is None:  # all nodes end their commands before one gives its machine back
             self._turn()
-        unsent = self._mounts.end()
+        unsent = mounts.end()
         write_document(self._node.unsent, unsent)  # a controller that takes over reads it
         if self._terms.removes:
-            self._mounts.remove()
+            mounts.remove()
         self._send(messages.UploadsEnded(self._rank, unsent.summary, unsent.is_settled))
 
     # -- container -------------------------------------------------------------------------------------------
@@ -350,7 +343,7 @@ class _Runner:
         if not self._has_run and self._node.running.exists():
             self._has_run = True
             self._send(messages.NodeRunning(self._rank))
-        if self._mounts is not None and self._has_scratch and not self._has_sent_leftovers:
+        if self._mounts is not None and not self._has_sent_leftovers:
             self._has_sent_leftovers = self._mounts.are_leftovers_sent
             if self._has_sent_leftovers:
                 self._send(messages.LeftoversSent(self._rank))
@@ -374,11 +367,11 @@ class _Runner:
             elif isinstance(message, messages.KillProcesses):
                 self._is_killed = True
                 self._kills_keepers = message.with_keepers
-                if self._mounts is not None and self._has_scratch:
+                if self._mounts is not None:
                     self._mounts.stop()
                 if self._container is not None:  # an agent that waits for it ends
                     (self._folder.attempt(self._attempt) / STOPPED).touch()
-            elif isinstance(message, messages.OpenMounts) and self._mounts is not None and self._has_scratch:
+            elif isinstance(message, messages.OpenMounts) and self._mounts is not None:
                 self._mounts.allow()
             elif isinstance(message, messages.EndUploads):
                 self._terms = message
@@ -406,7 +399,7 @@ class _Runner:
 
     def _has_keepers(self) -> bool:
         found = processes.descendants(os.getpid(), processes.snapshot())
-        if self._has_scratch:  # uploaders have a deadline of their own
+        if self._mounts is not None:  # uploaders have a deadline of their own
             return any(one.is_keeper for one in found)
         return any(one.exits_by_itself for one in found)
 

@@ -9,6 +9,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,11 +72,9 @@ def run_node(folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s:
 
     Blocks: as long as the node's commands run and keepers finish staged saves.
     """
-    runner = _Runner(folder, attempt, addresses, kill_wait_s)
-    try:
-        runner.serve()
-    finally:
-        runner.close()
+    # Not in the job's folder, whose file system may not support pipes.
+    with temporary_folder("node") as room, closing(WakeupPipe(room / "wakeup")) as wakeup:
+        _Runner(folder, attempt, addresses, kill_wait_s, wakeup, room / "wakeup").serve()
 
 
 def sweep(folder: JobFolder, attempt: int | None) -> None:
@@ -91,8 +90,7 @@ def sweep(folder: JobFolder, attempt: int | None) -> None:
     own = {process.pid for process in kept}
     found = processes.tagged(tag(task_id), table)
     left = [one for one in found if one.pid not in own and not one.exits_by_itself]
-    if left:
-        processes.kill(left)
+    processes.kill(left)
 
 
 def die_with_runner() -> None:
@@ -103,18 +101,22 @@ def die_with_runner() -> None:
 
 
 class _Runner:
-    def __init__(self, folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
-        self._folder, self._attempt = folder, attempt
-        self._kill_wait_s = kill_wait_s
+    def __init__(
+        self,
+        folder: JobFolder,
+        attempt: int,
+        addresses: list[str],
+        kill_wait_s: float,
+        wakeup: WakeupPipe,
+        fifo: Path,
+    ) -> None:
+        self._folder, self._attempt, self._kill_wait_s = folder, attempt, kill_wait_s
+        self._wakeup, self._wakeup_fifo = wakeup, fifo
         self._job = JobFiles(folder).read_job()
         self._variables = read_environment(folder).task
         self._rank = read_integer("SLURM_NODEID", 0)
         self._num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._job.spec.num_gpus)
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
-        # Not in the job's folder, whose file system may not support pipes.
-        self._room = temporary_folder("node")
-        self._wakeup_fifo = self._room.__enter__() / "wakeup"
-        self._wakeup = WakeupPipe(self._wakeup_fifo)
         self._plan = self._make_plan(addresses)
         self._mounts: NodeMounts | None = None  # once they are open
         self._container = self._node.container if self._job.spec.image else None
@@ -125,10 +127,6 @@ class _Runner:
         self._kills_keepers = False
         self._agent: int | None = None
         self._signals: list[int] = []
-
-    def close(self) -> None:
-        self._wakeup.close()
-        self._room.__exit__(None, None, None)
 
     def serve(self) -> None:
         """Serve the node until the agent and all keepers have exited."""

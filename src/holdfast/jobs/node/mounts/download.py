@@ -28,8 +28,7 @@ def exists(url: str) -> bool:
         address = dataclasses.replace(address, options=(*address.options, ("timeout", _TIMEOUT_S)))
     if next(iter(open_store(address.url).list()), None) is not None:
         return True
-    parent, name = _split(address.url)
-    return parent is not None and parent.size(name) is not None
+    return _one(address.url) is not None
 
 
 def download(
@@ -76,11 +75,9 @@ def _listed(url: str) -> tuple[Store, list[ObjectInfo], bool]:
     if entries:
         _check_names([entry.name for entry in entries], url)
         return store, entries, False
-    parent, name = _split(url)
-    num_bytes = parent.size(name) if parent is not None else None
-    if parent is None or num_bytes is None:
+    if (found := _one(url)) is None:
         raise NotFound(f"Nothing exists at {store.url}.")
-    return parent, [ObjectInfo(name, num_bytes)], True
+    return found[0], [found[1]], True
 
 
 def _download_missing(
@@ -146,13 +143,15 @@ def _check_names(names: list[str], url: str) -> None:
                 )
 
 
-def _split(url: str) -> tuple[Store | None, str]:
-    """Return an object's parent store and its name there, or None for a whole bucket."""
+def _one(url: str) -> tuple[Store, ObjectInfo] | None:
+    """Return the object that a URL names, with the store of the folder that has it; None if it has none."""
     address = parse_address(url)
     parent, _, name = address.prefix.rpartition("/")
     if not name:
-        return None, ""
-    return open_store(dataclasses.replace(address, prefix=parent).url), name
+        return None  # a whole bucket
+    store = open_store(dataclasses.replace(address, prefix=parent).url)
+    num_bytes = store.size(name)
+    return None if num_bytes is None else (store, ObjectInfo(name, num_bytes))
 
 
 def _size(path: Path) -> int | None:

@@ -88,8 +88,9 @@ def _check_source(mount: FileMount, where: str, state: Path, *, runs_here: bool)
         with _located(where):
             check_endpoint(mount.source, "The task file")
             open_store(mount.source)
-        if runs_here and mount.mode is MountMode.MOUNT and (lacking := fuse.missing_programs()):
-            raise Unsupported(f"{where}: {fuse.missing_message(mount.source, lacking)} Nothing was started.")
+        needs_fuse = runs_here and mount.mode is MountMode.MOUNT
+        if needs_fuse and (why := fuse.why_not_mountable(mount.source)):
+            raise Unsupported(f"{where}: {why} Nothing was started.")
     place = None if mount.is_remote else _local_place(mount, state)
     if mount.mode is MountMode.MOUNT_CACHED:
         with _located(where):

@@ -54,8 +54,8 @@ class BucketMount:
 
         Blocks: until the kernel lists the mount.
         """
-        if lacking := fuse.missing_programs():
-            raise Unsupported(f"{self._spec.key}: {fuse.missing_message(self._spec.place, lacking)}")
+        if why := fuse.why_not_mountable(self._spec.place):
+            raise Unsupported(f"{self._spec.key}: {why}")
         self.close()
         fuse.unmount_below(self._path)
         self._path.mkdir(parents=True, exist_ok=True)

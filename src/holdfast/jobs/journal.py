@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_TAIL_BYTES = 4 << 20  # part of a journal that is searched for its last valid lines
 _RESERVED_BYTES = 16 << 10
 """Space behind the last line that is kept for further ones, so that an end can be recorded on a full disk."""
 
@@ -119,8 +118,3 @@ def lines(path: Path, *, tail_bytes: int | None = None) -> list[bytes]:
     except FileNotFoundError:
         return []
     return [line for line in found[:-1] if line]
-
-
-def newest_first(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines at the end of a file, newest first."""
-    yield from reversed(lines(path, tail_bytes=_TAIL_BYTES))

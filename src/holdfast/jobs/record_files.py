@@ -18,6 +18,7 @@ from holdfast.system.linux.files import open_regular, write_atomic
 
 VERSION = 1
 ENGINE_NAMES = ("local", "slurm", "sky", "k8s", "kubeflow")  # names of engines, as in `--on`
+_TAIL_BYTES = 4 << 20  # part of a journal that is searched for its last valid lines
 _MAX_NODES = 1_000_000
 _MAX_UNIX_S = 253_402_300_799.0  # end of the year 9999
 
@@ -151,7 +152,7 @@ def append_state(folder: JobFolder, state: StoredState) -> None:
 
 def newest_state(folder: JobFolder) -> StoredState | None:
     """Return the newest state that can be read, or None."""
-    for line in journal.newest_first(folder.states):
+    for line in reversed(journal.lines(folder.states, tail_bytes=_TAIL_BYTES)):
         with contextlib.suppress(Corrupt):  # torn by a kill, or damaged: its neighbours are read
             return decode_dataclass(StoredState, line, str(folder.states), any_text=True)
     return None

@@ -85,7 +85,6 @@ def create_task_id(name: str, job: int, now_unix_s: float, task: int = 0) -> str
 
     Args:
         job: number of the job, or of the first one of a pipeline.
-        task: position in the pipeline, from 0.
     """
     moment = datetime.datetime.fromtimestamp(now_unix_s, datetime.timezone.utc)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)

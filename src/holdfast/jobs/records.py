@@ -83,9 +83,6 @@ class Records:
 
     Each job's record is in its folder, and depends on no other file. A damaged one costs only itself, and no
     process of a job.
-
-    Args:
-        state: folder of all jobs.
     """
 
     def __init__(self, state: Path) -> None:

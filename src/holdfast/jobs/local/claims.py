@@ -265,11 +265,7 @@ def read_claims(records: Records, state: Path) -> Claims:
 
 
 def lead_on(records: Records, state: Path, *, besides: int | None = None) -> None:
-    """Wake or start the controllers of the leading jobs.
-
-    Args:
-        besides: job whose controller calls this.
-    """
+    """Wake or start the controllers of the leading jobs, besides the job that calls this."""
     for number in read_claims(records, state).leading:
         if number != besides:
             rouse_controller(job_folder(state, number))
@@ -343,7 +339,6 @@ def choose_port(folder: Path, taken: Collection[int]) -> int:
     Args:
         folder: folder of the job. The search begins at its hash: jobs of other users, whose ports are not in
             `taken`, may not listen yet.
-        taken: ports of other jobs in the same state folder.
     """
     start = zlib.crc32(os.fsencode(folder))
     for offset in range(_NUM_PORTS):

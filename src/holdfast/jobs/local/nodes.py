@@ -208,11 +208,7 @@ def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
 
 
 def make_specs(record: JobRecord, job_state: JobState, folder: JobFolder) -> list[NodeSpec]:
-    """Return the specifications of an attempt's nodes, by rank.
-
-    Args:
-        job_state: current state, with the attempt and its reason.
-    """
+    """Return the specifications of an attempt's nodes, by rank."""
     spec, attempt = record.spec, job_state.attempt
     environment = read_environment(folder)
     base = container_base(environment.base) if folder.image.exists() else environment.base

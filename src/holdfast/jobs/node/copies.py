@@ -36,8 +36,6 @@ def check_copy(
 
     Args:
         ignore: names what is left out, as for `shutil.copytree`.
-        envs: variables of the task.
-        num_copies: copies that will be made.
         what: name for messages, with its place in the task file.
         way_out: sentence about how to copy less.
     """

@@ -34,7 +34,6 @@ def prepare(task: Task, folder: JobFolder, records: Records, state: Path, *, pre
     """Write the scripts, workdirs and mounts of a job.
 
     Args:
-        state: folder of all jobs.
         prefix: commands for the beginning of each script's first line. Line numbers in messages stay those of
             the task.
 
@@ -65,12 +64,8 @@ def make_node_spec(
 
     Args:
         base: variables of the shell that launched the job.
-        variables: those of its task.
         begins: beginning of the attempt, for the first line in the log.
         set_up: file that exists once `setup` has succeeded. None: there is no `setup`.
-        has_venv: the node may have a virtual environment of its own.
-        machine: see `JobFolder.venv`.
-        gpus: GPUs given to each node.
     """
     rank = node.rank
     own = _node_variables(variables, folder, rank)

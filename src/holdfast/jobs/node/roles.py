@@ -66,8 +66,6 @@ class ProcessRole:
         """Start the process, unless it is running. Return True if it was started.
 
         Args:
-            log: file for its output.
-            environment: all its variables. Default: those of this process.
             before: called under the lock, before the start.
         """
         lock = locks.acquire(self.lock)
@@ -93,9 +91,7 @@ def spawn(
 
     Args:
         words: module and arguments.
-        log: file for its output.
         lock: descriptor of a lock that it holds from the start. None: it stays in this session, without one.
-        environment: all its variables. Default: those of this process.
     """
     python = own_python()
     return os.posix_spawn(
@@ -115,11 +111,7 @@ def spawn(
 
 
 def own_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of Holdfast's own processes, which do not belong to a node.
-
-    Args:
-        environment: environment to start from. Default: that of this process.
-    """
+    """Return the environment of Holdfast's own processes, which do not belong to a node."""
     given = os.environ if environment is None else environment
     kept = {name: value for name, value in given.items() if name not in (TAG, NOTIFY, NOTIFY_ON, _PATH)}
     # Not the job's PYTHONPATH, which may contain other versions of the modules imported here.
@@ -149,8 +141,6 @@ class Lease(ABC):
     """Lease of one attempt on a process that serves its node: starts it, waits for it, replaces a dead one.
 
     Args:
-        attempt: folder of the attempt.
-        role: the process.
         ready: "its mounts were ready", for messages.
     """
 
@@ -160,9 +150,6 @@ class Lease(ABC):
 
     def wait_until_ready(self, meanwhile: Callable[[], None]) -> str | None:
         """Wait until the process is ready.
-
-        Args:
-            meanwhile: called repeatedly.
 
         Returns:
             Why it failed, or None.

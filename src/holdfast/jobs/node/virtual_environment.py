@@ -114,10 +114,6 @@ def find_parent(environment: Mapping[str, str], workdir: Path) -> ParentPython |
 
     A virtual environment is read from its files. Any other Python is called once: it may be a shim, which
     chooses a version by the current directory.
-
-    Args:
-        environment: all variables of the job's commands.
-        workdir: their working directory.
     """
     path = environment.get("PATH", os.defpath)
     found = shutil.which("python3", path=path) or shutil.which("python", path=path)
@@ -288,13 +284,7 @@ def _read_script(entry: os.DirEntry[str]) -> bytes | None:
 
 
 def rewrite(script: bytes, python: str, is_parent: Callable[[str], bool]) -> bytes | None:
-    """Return a script of the parent for another Python, or None for a different file.
-
-    Args:
-        script: contents of the file.
-        python: path of the other Python.
-        is_parent: returns True for a path of the parent's Python.
-    """
+    """Return a script of the parent for another Python, or None for a different file."""
     first, _, rest = script.partition(b"\n")
     match = _FIRST.fullmatch(first.rstrip())
     if match is None:
@@ -348,11 +338,7 @@ def install_here(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def activate(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables of commands in a virtual environment.
-
-    Args:
-        folder: folder of the environment.
-    """
+    """Return the variables of commands in a virtual environment."""
     kept = {name: value for name, value in environment.items() if name != "PYTHONHOME"}
     path = environment.get("PATH", os.defpath)
     return {**kept, "VIRTUAL_ENV": folder, "PATH": f"{folder}/bin:{path}"}

@@ -91,9 +91,6 @@ def check_git(where: str) -> None:
 def clone(repository: Repository, to: Path) -> str:
     """Clone a repository with its history into a folder, and return the commit.
 
-    Args:
-        to: folder that does not exist yet.
-
     Blocks: while git fetches the repository.
     """
     _git("clone", "--no-checkout", "--", repository.url, str(to), about=repository)

@@ -145,20 +145,12 @@ def requeue(number: str) -> None:
 
 
 def leave_out(number: str, nodes: str) -> None:
-    """Replace the nodes that a pending job leaves out. Slurm refuses that for one that is running.
-
-    Args:
-        nodes: their names, separated by commas.
-    """
+    """Replace the nodes that a pending job leaves out. Slurm refuses that for one that is running."""
     _run(["scontrol", "update", f"JobId={number}", f"ExcNodeList={nodes}"], num_tries=_NUM_TRIES)
 
 
 def usable_nodes(partition: str) -> tuple[str, ...]:
-    """Return the nodes of a partition that run jobs now, or will.
-
-    Args:
-        partition: its name; empty: the default one.
-    """
+    """Return the nodes of a partition, or of the default one, that run jobs now, or will."""
     words = ["sinfo", "--noheader", "--Node", "--format=%N|%T|%P"]
     words += [f"--partition={partition}"] if partition else []
     rows = [line.split("|") for line in _run(words).splitlines()]
@@ -208,11 +200,7 @@ def node_names(nodelist: str) -> tuple[str, ...]:
 
 
 def addresses(nodelist: str) -> tuple[str, ...]:
-    """Return the addresses of nodes, in Slurm's order, which is that of SLURM_NODEID.
-
-    Args:
-        nodelist: the value of SLURM_JOB_NODELIST.
-    """
+    """Return the addresses of nodes, in Slurm's order, which is that of SLURM_NODEID."""
     names = node_names(nodelist)
     known: dict[str, str] = {}
     for line in _run(["scontrol", "--oneliner", "show", "node", nodelist]).splitlines():
@@ -244,9 +232,7 @@ def choose_left_out(state: Path, script: Path, spec: JobSpec, *, partition: str)
     """Return the nodes that stand out and that a job can do without.
 
     Args:
-        state: folder of all jobs.
         script: the job's script, which Slurm tests without them.
-        partition: its partition; empty: the default one.
     """
     standings = [] if spec.is_pinned else judge(read_events(state))
     if not any(one.stands_out for one in standings):
@@ -274,8 +260,6 @@ def choose_excluded(
 
     Args:
         standings: all machines, the most conspicuous first.
-        usable: machines on which the job may run now or soon.
-        num_nodes: machines that the job needs.
     """
     room = min(max(1, int(len(usable) * MAX_SHARE)), len(usable) - num_nodes)
     chosen = [one.name for one in standings if one.stands_out and one.name in usable]
@@ -290,7 +274,6 @@ def current_state(
     Args:
         job_state: state recorded by the job's controller. A final state is returned unchanged.
         queued: Slurm's answer, or None if Slurm has forgotten the job.
-        is_cancelled: True if a user has cancelled the job.
         output: file with more details, for messages.
         missing: files that are not in their buckets, as far as known.
     """

@@ -82,11 +82,7 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 
 
 class SlurmEngine(NodeEngine):
-    """Engine that runs jobs on the Slurm cluster of this login node.
-
-    Args:
-        state: folder of all jobs, on a file system that all nodes share. Default: that of this user.
-    """
+    """Engine that runs jobs on the Slurm cluster of this login node, which shares the folder of all jobs."""
 
     name = "slurm"
     can_notify = True
@@ -310,8 +306,6 @@ def batch_script(
 
     Args:
         controller: command line of the controller, with paths that exist on every node.
-        folder: folder of the job, on a file system that all nodes share.
-        output: file for the output of the controller and of Slurm.
     """
     ours: Options = {
         "job-name": name,

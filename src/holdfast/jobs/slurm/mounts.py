@@ -43,15 +43,7 @@ _RANK = "rank"
 
 
 class NodeMounts:
-    """Mounts of a node, from opening the scratch folder to the end of uploads.
-
-    Args:
-        job: folder of the job.
-        owner: owner of the scratch folder.
-        log: file for the output of the mounts' processes.
-        environment: environment of the job, with its credentials.
-        wakeup: FIFO that wakes the runner.
-    """
+    """Mounts of a node, from opening the scratch folder to the end of uploads."""
 
     def __init__(
         self,
@@ -122,12 +114,7 @@ class NodeMounts:
         (self._path / STOPPED).touch()
 
     def are_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
-        """Make progress with unmounting and uploading; return True if nothing more happens.
-
-        Args:
-            until_unix_s: deadline of uploads. None: as long as it takes.
-            has_keepers: returns True if keepers of the attempt may still write.
-        """
+        """Make progress with unmounting and uploading; return True if nothing more happens."""
         assert self._teardown is not None
         try:
             if self._teardown.is_over(until_unix_s, has_keepers):
@@ -235,11 +222,7 @@ class ClusterMounts:
         return len(self._sent) == self._num_nodes
 
     def common_path(self, key: str) -> str:
-        """Return the path of the scratch folders, for a link that all nodes see.
-
-        Args:
-            key: key of the mount in the task file.
-        """
+        """Return the path of the scratch folders, for a link that all nodes see."""
         paths = {one.path: one.machine for one in self.uploads.values()}
         if len(paths) > 1:
             found = ", ".join(f"{path} on {machine}" for path, machine in paths.items())

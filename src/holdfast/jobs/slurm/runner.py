@@ -67,9 +67,6 @@ _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.S
 def run_node(folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
     """Run this node's part of an attempt. Called by srun, once per node.
 
-    Args:
-        kill_wait_s: see `commands.kill_wait_s`.
-
     Blocks: as long as the node's commands run and keepers finish staged saves.
     """
     # Not in the job's folder, whose file system may not support pipes.

@@ -90,7 +90,6 @@ class NodeGate:
     """Checks of a node that are running.
 
     Args:
-        machine: name of this machine.
         plan: the checks, by name. Each runs in a process of its own, because a disk may hang.
         gpus: command that checks the GPUs and prints results as lines, with its environment; or None.
     """
@@ -111,9 +110,6 @@ class NodeGate:
 
     def wait(self, meanwhile: Callable[[], None]) -> NodeChecks:
         """Return the results.
-
-        Args:
-            meanwhile: called about once a second.
 
         Blocks: until all checks have ended, or their time is over.
         """
@@ -235,11 +231,7 @@ def _execute(command: list[str], environment: Mapping[str, str], writer: int) ->
 
 
 def check_copy(available: int) -> Iterator[Check]:
-    """Yield the result of copies within the memory of this machine.
-
-    Args:
-        available: free memory, which limits the size of the copy.
-    """
+    """Yield the result of copies within the memory of this machine."""
     num_bytes = COPY_BYTES if available > 8 * COPY_BYTES else _FEW_COPY_BYTES
     source = os.urandom(_PIECE_BYTES) * (num_bytes // _PIECE_BYTES)
     copy = bytearray(num_bytes)
@@ -380,8 +372,6 @@ class Admission:
     """Checks of a node that run while the attempt is prepared.
 
     Args:
-        job: folder of the job.
-        log: descriptor of the node's log.
         is_contained: the commands run in a container, which has temporary files and programs of its own.
     """
 
@@ -404,9 +394,6 @@ class Admission:
 
     def refusal(self, meanwhile: Callable[[], None]) -> str:
         """Return why the attempt is not started on this node, or an empty string.
-
-        Args:
-            meanwhile: called repeatedly.
 
         Blocks: until all checks have ended, or their time is over.
         """

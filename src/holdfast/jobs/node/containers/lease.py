@@ -136,13 +136,7 @@ class ContainerState:
 
 
 class ContainerLease(Lease):
-    """Lease of one attempt on the container of its node, which a warden holds.
-
-    Args:
-        attempt: folder of the attempt.
-        folder: files of the container.
-        log: log of the node, for a warden that this process starts.
-    """
+    """Lease of one attempt on the container of its node, which a warden holds."""
 
     def __init__(self, attempt: Path, folder: ContainerFolder, log: Path) -> None:
         super().__init__(attempt, warden_of(folder), "its container was running")

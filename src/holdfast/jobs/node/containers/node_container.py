@@ -48,9 +48,6 @@ _REMOVALS = 3  # limit of attempts to remove a container. The next command about
 def serve(folder: Path) -> None:
     """Run the warden. The caller holds its lock.
 
-    Args:
-        folder: folder of the container.
-
     Blocks: until the container is unneeded and its processes are gone.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
@@ -126,7 +123,6 @@ class NodeContainer:
     """Container of one node of a job. Those of other jobs and nodes are never changed.
 
     Args:
-        folder: files of the container.
         is_wanted: returns False once the container need not run any more, which stops its preparation.
     """
 

@@ -40,8 +40,6 @@ def download(
     attempts of a job see the same files.
 
     Args:
-        url: prefix of a bucket, or one object.
-        log: called with progress messages.
         is_wanted: polled, and stops the download by returning False.
 
     Blocks: until the download is complete.

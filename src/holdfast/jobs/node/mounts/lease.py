@@ -67,8 +67,6 @@ class MountLease(Lease):
     """Lease that keeps an attempt's mounts in place as long as this process lives.
 
     Args:
-        attempt: folder of the attempt.
-        log: log of the mounter, if this node starts it.
         environment: returns the environment of the mounter, with the job's credentials. It raises
             `FileNotFoundError` if the job has ended.
     """
@@ -104,7 +102,6 @@ class Teardown:
     Args:
         folder: folder of the job, or its scratch folder on this machine.
         log: file for the output of the mounter. Default: that of the first node.
-        environment: returns the environment of the mounter. Default: that of the job.
     """
 
     def __init__(
@@ -131,7 +128,6 @@ class Teardown:
 
         Args:
             until_unix_s: deadline for waiting for uploads. None: wait as long as it takes.
-            has_keepers: returns True if keepers of the attempt may still write.
         """
         if not self._specs:
             return True

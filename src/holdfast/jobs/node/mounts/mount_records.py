@@ -107,7 +107,6 @@ def create_links(
     """Create links of a job that do not exist yet.
 
     Args:
-        links: its links; see `visible_links`.
         is_in_use: returns something true if another running job needs the link at a path; see `link_user`.
         is_of_job: returns True if a path is of a job. Unused links to such paths may be replaced.
     """
@@ -205,9 +204,6 @@ def is_coverable(target: Path, state: Path) -> bool:
     """Return True if a private link may cover what is at a path.
 
     That is nothing, an empty folder, or a link of a job.
-
-    Args:
-        state: folder of all jobs.
     """
     if target.is_symlink():
         return target.readlink().is_relative_to(state)

@@ -42,9 +42,6 @@ SENT, OPEN = "sent", "open"
 def serve(folder: Path) -> None:
     """Run the mounter. The caller holds its lock.
 
-    Args:
-        folder: folder of the mounter, in that of the attempt.
-
     Blocks: as long as a node holds its mounts, or until everything is uploaded.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

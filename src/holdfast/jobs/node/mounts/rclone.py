@@ -34,9 +34,6 @@ class BucketMount:
 
     Nothing is cached on this machine: a file is uploaded while it is written, and closing it waits for the
     upload. So files must be written sequentially.
-
-    Args:
-        log: file for rclone's output.
     """
 
     def __init__(self, spec: MountSpec, log: Path) -> None:
@@ -142,11 +139,7 @@ class BucketMount:
 
 
 def rclone_environment(address: Address, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an rclone for a store.
-
-    Args:
-        environment: variables with credentials, as for `open_store`.
-    """
+    """Return the environment of an rclone for a store."""
     found = {**environment, **settings(address, environment)}
     if bundle := found.pop("AWS_CA_BUNDLE", None):
         # rclone fails with this variable, and has another one for the same purpose.

@@ -77,9 +77,7 @@ def send_leftovers(
     and the next mount sets these files aside.
 
     Args:
-        attempt: attempt that begins.
         is_wanted: polled, and stops the call by returning False.
-        log: called with progress messages.
 
     Blocks: until everything is uploaded.
     """
@@ -153,7 +151,6 @@ def upload_all(
 
     Args:
         attempt: attempt for which a directory is mounted if its uploader is dead.
-        on_status: called with each new status.
         is_wanted: waits for at most the given seconds, and returns False to stop.
 
     Blocks: until everything is uploaded, uploads cannot succeed, or the attempt is obsolete.

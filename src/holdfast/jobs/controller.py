@@ -90,10 +90,7 @@ class Controller(ABC):
         return self.state.status.is_final
 
     def serve(self) -> None:
-        """Run the job until it ends, or another controller must continue.
-
-        Blocks: until then.
-        """
+        """Run the job until it ends, or another controller must continue."""
         self._announce()  # another controller may have been killed before it did so
         self._begin()
         while not (self.has_ended or self._is_leaving()):

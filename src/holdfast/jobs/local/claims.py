@@ -177,17 +177,11 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """Claims of all jobs on this machine, and the jobs that wait for theirs.
+    """Claims of all jobs on this machine, and the jobs that wait for theirs."""
 
-    Attributes:
-        holders: jobs that have started and not ended, whatever they need.
-        allocation: jobs that may start now, and why the others wait.
-        ports: ports of the jobs that have started, and those that waiting ones name.
-    """
-
-    holders: tuple[int, ...] = ()
+    holders: tuple[int, ...] = ()  # jobs that have started and not ended, whatever they need
     allocation: Allocation = field(default_factory=Allocation)
-    ports: frozenset[int] = frozenset()
+    ports: frozenset[int] = frozenset()  # of the jobs that have started, and those that waiting ones name
 
     @property
     def leading(self) -> tuple[int, ...]:

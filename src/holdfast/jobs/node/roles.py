@@ -39,17 +39,11 @@ _MAX_STARTS = 3  # limit of starts of a process that dies before it is ready
 
 @dataclass(frozen=True, slots=True)
 class ProcessRole:
-    """Process of a job that runs at most once.
+    """Process of a job that runs at most once."""
 
-    Attributes:
-        name: what it does, as `python -m holdfast.jobs` expects it.
-        folder: where it works.
-        lock: its lock, which it holds as long as it lives.
-    """
-
-    name: str
-    folder: Path
-    lock: Path
+    name: str  # as `python -m holdfast.jobs` expects it
+    folder: Path  # in which it works
+    lock: Path  # which it holds as long as it lives
 
     @property
     def is_alive(self) -> bool:

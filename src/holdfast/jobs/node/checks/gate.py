@@ -71,19 +71,12 @@ Products = Mapping[tuple[int, str], Callable[[], bytes]]
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlaces:
-    """Places that a job uses on a node.
+    """Places that a job uses on a node."""
 
-    Attributes:
-        folder: the job's folder, or its working directory.
-        temporary: its TMPDIR.
-        homes: folders to which its training saves, from what it has reported.
-        num_nodes: nodes of the job, which stage equal parts of a save.
-    """
-
-    folder: Path
-    temporary: Path
-    homes: tuple[str, ...] = ()
-    num_nodes: int = 1
+    folder: Path  # of the job, or its working directory
+    temporary: Path  # its TMPDIR
+    homes: tuple[str, ...] = ()  # folders to which its training saves, from what it has reported
+    num_nodes: int = 1  # of the job, which stage equal parts of a save
 
 
 class NodeGate:

@@ -124,10 +124,7 @@ def make_image_spec(
 
 @dataclass(frozen=True, slots=True)
 class ContainerState:
-    """Process that holds the namespaces of a container, or the reason why it cannot run.
-
-    Its warden writes it, and the node's agent reads it.
-    """
+    """Process that holds the namespaces of a container, or the reason why it cannot run, from its warden."""
 
     pid: int = 0
     start: int = 0  # clock ticks since boot, to distinguish it from another process with this pid

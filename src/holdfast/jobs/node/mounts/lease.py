@@ -34,15 +34,11 @@ _PAUSE_S = 1.0  # pause between two starts of a mounter that uploads
 
 @dataclass(frozen=True, slots=True)
 class UnsentFiles:
-    """Files of a job's write-back directories that are not uploaded.
+    """Files of a job's write-back directories that are not uploaded."""
 
-    `is_settled` is True if nothing more can be uploaded. `is_hopeless` is True if no uploader will continue.
-    `summary` has a sentence for each directory with missing files.
-    """
-
-    is_settled: bool
-    is_hopeless: bool
-    summary: str
+    is_settled: bool  # nothing more can be uploaded
+    is_hopeless: bool  # no uploader will continue
+    summary: str  # a sentence for each directory with missing files
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,10 +201,7 @@ def why_unavailable() -> str | None:
 
 
 def is_coverable(target: Path, state: Path) -> bool:
-    """Return True if a private link may cover what is at a path.
-
-    That is nothing, an empty folder, or a link of a job.
-    """
+    """Return True if a private link may cover what is at a path: an empty folder, or a job's link."""
     if target.is_symlink():
         return target.readlink().is_relative_to(state)
     try:
@@ -216,10 +213,7 @@ def is_coverable(target: Path, state: Path) -> bool:
 
 
 def enter_private_links(folder: JobFolder) -> None:
-    """Move this process, of one thread, to where its job's private links are.
-
-    Does nothing if the job has none.
-    """
+    """Move this process, of one thread, to where its job's private links are, if it has some."""
     groups: dict[Path, dict[str, str]] = defaultdict(dict)
     for link in read_links(folder):
         if link.is_private:

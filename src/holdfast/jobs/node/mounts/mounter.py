@@ -157,12 +157,8 @@ class Mounter:
         (self._folder / SENT).touch()
 
     def wait_for_others(self) -> None:
-        """Wait until all machines have sent their leftovers.
-
-        Otherwise an old file of one could replace a new one of another.
-
-        Blocks: until then.
-        """
+        """Wait until all machines have sent their leftovers."""
+        # Otherwise an old file of one could replace a new one of another.
         while not (self._folder / OPEN).exists():
             if not self.is_wanted(_OPEN_S):
                 raise RetryLater("the attempt was ended while it waited for the other nodes")
@@ -181,10 +177,7 @@ class Mounter:
         write_document(self._folder / READY, MountResult())
 
     def keep(self) -> None:
-        """Replace mounts that disappear until the last node has released them.
-
-        Blocks: until then.
-        """
+        """Replace mounts that disappear until the last node has released them."""
         troubles: dict[MountSpec, str] = {}
         while self.is_wanted(_CHECK_S):
             for spec in self._specs:

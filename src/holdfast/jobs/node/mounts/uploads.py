@@ -259,10 +259,7 @@ def remove_copies(folder: JobFolder) -> None:
 
 
 def wait_without_uploader(path: Path) -> None:
-    """Wait until the uploader of a directory has exited, which has nothing left to do.
-
-    Blocks: at most some seconds.
-    """
+    """Wait some seconds until the uploader of a directory has exited, which has nothing left to do."""
     give_up_s = time.monotonic() + _EXIT_S
     while has_uploader(path) and time.monotonic() < give_up_s:
         time.sleep(_POLL_S)

@@ -306,12 +306,6 @@ def elements(size: int, greatest: int, seed: int) -> list[int]:
     return [_mixed(index, seed, 1) % (2 * greatest + 1) - greatest for index in range(size * size)]
 
 
-def exact_product(size: int, dtype: str) -> bytes:
-    """Return a product that is computed with Python's integers."""
-    left, right = (elements(size, GREATEST[dtype], seed) for seed in (1, 2))
-    return _multiply(size, left, right)
-
-
 def numpy_products() -> Products | None:
     """Return the products with numpy, and so with the vector units. None: it is not installed."""
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")

@@ -13,6 +13,7 @@ from pathlib import Path
 from holdfast.checkpoint.store import ObjectInfo, Store, open_store
 from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater
+from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.writeback.ownership import FOLDER
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import format_bytes, plural
@@ -31,9 +32,7 @@ def exists(url: str) -> bool:
     return _one(address.url) is not None
 
 
-def download(
-    url: str, to: Path, *, log: Callable[[str], None], is_wanted: Callable[[], bool] = lambda: True
-) -> None:
+def download(url: str, to: Path, is_wanted: Callable[[], bool]) -> None:
     """Download an object, or a folder with all objects below a URL, to a path.
 
     Files of an interrupted download are not copied again. A complete download is left unchanged, so that all
@@ -52,7 +51,7 @@ def download(
     folder = to.with_name(f"{to.name}.objects") if is_one else to
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _download_missing(url, store, entries, folder, log, is_wanted)
+        _download_missing(url, store, entries, folder, is_wanted)
         if is_one:
             (folder / entries[0].name).replace(to)
             shutil.rmtree(folder)
@@ -63,7 +62,7 @@ def download(
         raise RetryLater(f"Cannot copy {url} to {to}: {error}.") from error
     total = format_bytes(sum(entry.num_bytes for entry in entries))
     seconds = time.monotonic() - began_s
-    log(f"copied {url} to {to}: {plural(len(entries), 'file')}, {total}, {seconds:.1f} s")
+    log_line(f"copied {url} to {to}: {plural(len(entries), 'file')}, {total}, {seconds:.1f} s")
 
 
 def _listed(url: str) -> tuple[Store, list[ObjectInfo], bool]:
@@ -79,12 +78,7 @@ def _listed(url: str) -> tuple[Store, list[ObjectInfo], bool]:
 
 
 def _download_missing(
-    url: str,
-    store: Store,
-    entries: list[ObjectInfo],
-    folder: Path,
-    log: Callable[[str], None],
-    is_wanted: Callable[[], bool],
+    url: str, store: Store, entries: list[ObjectInfo], folder: Path, is_wanted: Callable[[], bool]
 ) -> None:
     """Download the objects that are not in a folder yet, and check the sizes of all."""
     # Here, because it takes as long to import as all else, and a launch needs only `exists`.
@@ -106,7 +100,7 @@ def _download_missing(
             if time.monotonic() - logged_s >= _REPORT_S:
                 logged_s = time.monotonic()
                 files = f"{num_done} of {plural(len(entries), 'file')}"
-                log(f"copying {url}: {files}, {format_bytes(num_bytes)} of {format_bytes(total)}")
+                log_line(f"copying {url}: {files}, {format_bytes(num_bytes)} of {format_bytes(total)}")
 
     beside = folder.with_name(f"{folder.name}.part")
     copy = Download(store, folder, folder=beside, on_block=on_block)

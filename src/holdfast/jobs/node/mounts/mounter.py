@@ -149,11 +149,8 @@ class Mounter:
         """Upload what earlier attempts have left on this machine, and record that."""
         for spec in self._specs:
             if spec.kind is MountKind.CACHE:
-                self._patiently(
-                    lambda spec=spec: send_leftovers(
-                        spec, self._owner, self._attempt, is_wanted=self.is_wanted, log=log_line
-                    )
-                )
+                about = (spec, self._owner, self._attempt, self.is_wanted)
+                self._patiently(lambda about=about: send_leftovers(*about))
         (self._folder / SENT).touch()
 
     def wait_for_others(self) -> None:
@@ -221,7 +218,7 @@ class Mounter:
 
     def _mount_one(self, spec: MountSpec) -> None:
         if spec.kind is MountKind.COPY:
-            download(spec.place, Path(spec.path), log=log_line, is_wanted=self.is_wanted)
+            download(spec.place, Path(spec.path), self.is_wanted)
         elif spec.kind is MountKind.CACHE:
             self._mount_cache(spec)
         else:

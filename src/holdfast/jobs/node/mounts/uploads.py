@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from holdfast.errors import Conflict, Denied, HoldfastError, NotFound, RetryLate
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.lease import UnsentFiles
 from holdfast.jobs.node.mounts.mount_records import MountSpec, caches
+from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.writeback import DirectoryStatus, Mount, mount, remove_uploaded, status_of
 from holdfast.jobs.writeback.journal import Journal
 from holdfast.jobs.writeback.status import FENCED, STARTING, has_uploader
@@ -37,24 +39,23 @@ def mount_write_back(
 
     Blocks: until it is mounted or no longer wanted.
     """
-    held: list[Mount | HoldfastError] = []
+    made: Future[Mount] = Future()
 
     def make() -> None:
         try:
-            held.append(
-                mount(
-                    spec.path,
-                    spec.place,
-                    fetch=fetch,
-                    fetch_bytes=spec.fetch_bytes,
-                    owner=owner,
-                    attempt=attempt,
-                    is_shared=spec.is_shared,
-                    timeout_s=None,
-                )
+            held = mount(
+                spec.path,
+                spec.place,
+                fetch=fetch,
+                fetch_bytes=spec.fetch_bytes,
+                owner=owner,
+                attempt=attempt,
+                is_shared=spec.is_shared,
+                timeout_s=None,
             )
+            made.set_result(held)
         except HoldfastError as error:
-            held.append(error)
+            made.set_exception(error)
 
     # In a thread, as it may take as long as the bucket's retries, while this process may have to exit.
     making = threading.Thread(target=make, daemon=True)
@@ -63,14 +64,10 @@ def mount_write_back(
         making.join(_SLICE_S)
         if making.is_alive() and not is_wanted():
             raise RetryLater(f"Mounting {spec.place} was stopped: no process waits for it any more.")
-    if isinstance(held[0], HoldfastError):
-        raise held[0]
-    return held[0]
+    return made.result(timeout=0)
 
 
-def send_leftovers(
-    spec: MountSpec, owner: str, attempt: int, *, is_wanted: Callable[[], bool], log: Callable[[str], None]
-) -> None:
+def send_leftovers(spec: MountSpec, owner: str, attempt: int, is_wanted: Callable[[], bool]) -> None:
     """Upload what an earlier attempt has left in a write-back directory, and end its uploader.
 
     It is uploaded in the name of that attempt. So if a newer one has mounted the place elsewhere, nothing is,
@@ -88,11 +85,11 @@ def send_leftovers(
     status = status_of(path)
     if status.is_settled and not status.is_running:
         return
-    log(f"uploading what attempt {before} has left in {path} to {spec.place}")
+    log_line(f"uploading what attempt {before} has left in {path} to {spec.place}")
     try:
         held = mount_write_back(spec, owner, before, is_wanted, fetch=False)
     except Conflict as error:
-        log(f"{error} What it has left stays in {path}.")
+        log_line(f"{error} What it has left stays in {path}.")
         return
     held.close()
     status = _wait_until_sent(spec, path, is_wanted)

@@ -235,10 +235,8 @@ class _Agent:
                 environment = {**self._container.environment, **environment}
             else:
                 enter_private_links(self._mounts)
-            if plan.venv is not None and Path(plan.venv).is_dir():
-                environment = activate(environment, plan.venv)
             os.chdir(plan.workdir)
-            _exec_bash(script, environment)
+            _exec_bash(script, activate(environment, plan.venv))
         except (OSError, ValueError) as error:
             os.write(2, f"holdfast: cannot start bash in {plan.workdir}: {error}\n".encode())
         finally:

@@ -337,8 +337,10 @@ def install_here(base: Mapping[str, str]) -> dict[str, str]:
     return {**{name: value for name, value in base.items() if name not in _ELSEWHERE}, **_NOT_IN_USER_SITE}
 
 
-def activate(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables of commands in a virtual environment."""
+def activate(environment: Mapping[str, str], folder: str | None) -> Mapping[str, str]:
+    """Return the variables of commands in a virtual environment, if there is one."""
+    if folder is None or not Path(folder).is_dir():
+        return environment
     kept = {name: value for name, value in environment.items() if name != "PYTHONHOME"}
     path = environment.get("PATH", os.defpath)
     return {**kept, "VIRTUAL_ENV": folder, "PATH": f"{folder}/bin:{path}"}

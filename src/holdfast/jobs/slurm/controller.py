@@ -291,13 +291,17 @@ class SlurmController(Controller):
         """Return True if the job ends with this attempt, or continues on other machines."""
         event = AttemptExited(self.state.attempt, self._has_advanced())
         after, _ = advance(self.state, event, self._policy)
-        own = own_ends(dict(enumerate(_outcomes(self.state, self._job.spec.num_nodes)))).values()
+        own = own_ends(dict(enumerate(self._outcomes()))).values()
         return (
             after.status.is_final
             or self._mounts.is_limited
             or self.state.is_noticed
             or any(one.is_lost or one.is_preempted or one.unfit for one in own)  # because of its machines
         )
+
+    def _outcomes(self) -> list[Outcome]:
+        """Return the outcome of each node. A node without one was lost."""
+        return [self.state.outcomes.get(node, Outcome(Phase.RUN)) for node in range(self._job.spec.num_nodes)]
 
     def _can_resume(self) -> bool:
         """Return True if only the uploads of the attempt are incomplete, and can be continued."""
@@ -358,7 +362,7 @@ class SlurmController(Controller):
         """Let Slurm start the job again, on the machines that it then finds."""
         self._is_requeued = True
         self._store(self._stored)
-        if any(one.is_lost for one in _outcomes(self.state, self._job.spec.num_nodes)):
+        if any(one.is_lost for one in self._outcomes()):
             commands.sweep(self._job.spec.num_nodes, self._files.job.path)
         # Cancelling in Slurm has priority, and a requeue would undo a user's scancel. A job that Slurm itself
         # has requeued is not running any more either.
@@ -424,8 +428,3 @@ def _with_retries(call: Callable[[], _T]) -> _T:
             _log.warning("retrying in %.0f s: %s", _RETRY_S, error)
             time.sleep(_RETRY_S)
     return call()
-
-
-def _outcomes(state: JobState, num_nodes: int) -> list[Outcome]:
-    """Return the outcome of each node. A node without one was lost."""
-    return [state.outcomes.get(node, Outcome(Phase.RUN)) for node in range(num_nodes)]

@@ -419,9 +419,7 @@ def _gpu_command(plan: NodeSpec) -> tuple[list[str], Mapping[str, str]] | None:
     num_gpus = plan.environment.get(_NUM_GPUS, "0")
     if not (num_gpus.isdecimal() and int(num_gpus)) or not any(path.exists() for path in _GPU_DEVICES):
         return None
-    environment = dict(plan.environment)
-    if plan.venv is not None and Path(plan.venv).is_dir():
-        environment = activate(environment, plan.venv)
+    environment = activate(plan.environment, plan.venv)
     path = environment.get("PATH")
     python = shutil.which("python", path=path) or shutil.which("python3", path=path)
     return None if python is None else ([python, str(_GPU_SCRIPT), "cuda"], environment)

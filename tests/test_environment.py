@@ -13,8 +13,11 @@ from holdfast.adapters.nebula.tag_coordinator import own_rank, world
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.errors import InvalidInput
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import write_document
+from holdfast.jobs.node_spec import Environment
+from holdfast.jobs.record_files import JobSpec, Submission, write_submission
 from holdfast.jobs.slurm.controller import SlurmController
-from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
+from holdfast.jobs.slurm.job_files import JobFiles
 from holdfast.jobs.slurm.runner import run_node
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.system.environment import (
@@ -83,9 +86,12 @@ STARTS: dict[str, Callable[[JobFolder], Any]] = {
 
 @pytest.mark.parametrize("name", STARTS)
 def test_variables_of_slurm_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    folder = JobFolder(tmp_path)
-    job = SubmittedJob(3, "n", "id", 1, 0, False, "me", RestartPolicy(2, 1, frozenset(), grace_s=9.0), {})
-    JobFiles(folder).write_job(job)
+    folder = JobFolder(tmp_path / "3")
+    folder.path.mkdir()
+    policy = RestartPolicy(2, 1, frozenset(), grace_s=9.0)
+    write_submission(folder, Submission(3, "n", "id", "slurm", JobSpec(1, 0, False, "me"), policy, 1.0))
+    write_document(folder.environment, Environment({}, {}))
+    JobFiles(folder).create()
     monkeypatch.setenv(name, "many")
     with pytest.raises(InvalidInput, match=f"{name} is 'many'"):
         STARTS[name](folder)

@@ -36,10 +36,10 @@ FLOORS = {
     """,
     "watch": "* | pace | defaults report",
     "jobs": """
-        conda environment folder job_numbers journal outcome output status writeback
+        environment folder journal outcome output status writeback
         | failure_cause node_spec task | state_machine | history timers | record_files
         | records | engine node | machines notifications registry unsupported_keys
-        | controller description recorded | interface k8s local node_checks sky slurm
+        | controller description recorded | interface k8s local sky slurm
         | __main__ dash service
     """,
 }

@@ -164,6 +164,6 @@ def test_a_directory_with_very_many_entries_is_refused(folder: Path) -> None:
 
 def test_a_process_with_threads_can_try_it() -> None:
     code = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    code += "from holdfast.jobs.node.mounts.private_links import why_unavailable\nprint(why_unavailable())"
+    code += "from holdfast.jobs.node.mounts.mount_records import why_unavailable\nprint(why_unavailable())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None"

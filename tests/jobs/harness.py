@@ -17,7 +17,7 @@ from holdfast.jobs.environment import tag
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.private_links import why_unavailable
+from holdfast.jobs.node.mounts.mount_records import why_unavailable
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.output.tail import FolderWatch
 from holdfast.jobs.records import JobRecord, Records

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.format.run import Done
-from holdfast.jobs.node_checks import CheckedNode
 from holdfast.watch.pace.slow_periods import SlowAttempt, SlowPeriod
 from holdfast.watch.pace.windows import PaceReading
 from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share
+from holdfast.watch.report.summary import CheckedNode
 from report.browser import find_browser, load
 from report.made_up_run import START, Fate, MadeUpRun, simulate
 

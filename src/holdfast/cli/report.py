@@ -14,7 +14,7 @@ from holdfast.cli.homes import open_home
 from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import print_fields, print_json, print_text
 from holdfast.errors import InvalidInput, RetryLater
-from holdfast.jobs.node_checks import read_node_checks
+from holdfast.jobs.description import read_node_checks
 from holdfast.system.units import format_bytes
 from holdfast.watch.report.page import headline, headline_numbers, tear_check
 from holdfast.watch.report.summary import RunSummary, read_summary

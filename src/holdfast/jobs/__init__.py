@@ -29,29 +29,19 @@ if TYPE_CHECKING:
     from holdfast.jobs.status import JobStatus
 
 _PLACES = {
-    "Check": "node.checks.result",
-    "Delivery": "notifications.outbox",
-    "Durations": "history",
-    "Job": "engine",
-    "JobAttempt": "history",
-    "JobDescription": "description",
-    "JobStatus": "status",
-    "Line": "engine",
-    "NodeChecks": "node.checks.result",
-    "NodeStanding": "machines.judgement",
-    "cancel": "interface",
-    "clear_node": "interface",
-    "describe": "interface",
-    "find": "interface",
-    "forget": "interface",
-    "job": "interface",
-    "launch": "interface",
-    "logs": "interface",
-    "nodes": "interface",
-    "preempt": "interface",
-    "queue": "interface",
-    "wait": "interface",
+    "description": ("JobDescription",),
+    "engine": ("Job", "Line"),
+    "history": ("Durations", "JobAttempt"),
+    "interface": (
+        *("cancel", "clear_node", "describe", "find", "forget", "job"),
+        *("launch", "logs", "nodes", "preempt", "queue", "wait"),
+    ),
+    "machines.judgement": ("NodeStanding",),
+    "node.checks.result": ("Check", "NodeChecks"),
+    "notifications.outbox": ("Delivery",),
+    "status": ("JobStatus",),
 }
+"""Public names by the file that defines them."""
 
 __all__ = [
     "Check",
@@ -81,6 +71,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: agents and controllers need only their own modules."""
-    if name not in _PLACES:
-        raise AttributeError(f"module 'holdfast.jobs' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"holdfast.jobs.{_PLACES[name]}"), name)
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"holdfast.jobs.{place}"), name)
+    raise AttributeError(f"module 'holdfast.jobs' has no attribute {name!r}")

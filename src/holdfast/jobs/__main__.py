@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 from holdfast.system.backoff import doubled
@@ -18,46 +19,7 @@ from holdfast.system.log import get_logger, write_times
 _log = get_logger("jobs")
 
 _FIRST_S = 1.0
-_LONGEST_S = 60.0
-"""Longest pause between two controllers, and the time after which one counts as healthy."""
-
-
-def _agent(folder: Path) -> None:
-    from holdfast.jobs.folder import NodeFolder
-    from holdfast.jobs.node.agent import serve
-
-    serve(NodeFolder(folder), replaces_controller=True)
-
-
-def _controller(folder: Path) -> None:
-    write_times()
-    fork_guarded()  # before the imports that the guardian does not need
-    from holdfast.jobs.local.controller import resume_if_due, supervise
-
-    state, number = folder.parents[1], int(folder.name)
-    if supervise(state, number):
-        # A request that found this controller leaving did not start another one.
-        locks.release_inherited()
-        resume_if_due(state, number)
-
-
-def _mounter(folder: Path) -> None:
-    from holdfast.jobs.node.mounts.mounter import serve
-
-    serve(folder)
-
-
-def _notifier(folder: Path) -> None:
-    write_times()
-    from holdfast.jobs.notifications.notifier import serve
-
-    serve(folder)
-
-
-def _warden(folder: Path) -> None:
-    from holdfast.jobs.node.containers.warden import serve
-
-    serve(folder)
+_LONGEST_S = 60.0  # longest pause between two controllers, and the time after which one counts as healthy
 
 
 def fork_guarded() -> None:
@@ -75,7 +37,9 @@ def fork_guarded() -> None:
         if pid == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return
-        status = _wait(pid)
+        signal.signal(signal.SIGTERM, lambda *_, pid=pid: os.kill(pid, signal.SIGTERM))  # it is passed on
+        status = os.waitpid(pid, 0)[1]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Without the lock, the child had released it and another controller may be running.
         if not os.WIFSIGNALED(status) or not locks.retake_inherited():
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
@@ -84,23 +48,37 @@ def fork_guarded() -> None:
         time.sleep(doubled(num_kills, _FIRST_S, _LONGEST_S))
 
 
-def _wait(pid: int) -> int:
-    """Return the wait status of a child, once it has ended. SIGTERM is passed on to it."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
-    status = os.waitpid(pid, 0)[1]
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return status
-
-
-_ROLES = {
-    "agent": _agent,
-    "controller": _controller,
-    "mounter": _mounter,
-    "notifier": _notifier,
-    "warden": _warden,
+_SERVERS = {
+    "mounter": "holdfast.jobs.node.mounts.mounter",
+    "notifier": "holdfast.jobs.notifications.notifier",
+    "warden": "holdfast.jobs.node.containers.node_container",
 }
+"""Modules of the other roles: their `serve` takes the folder."""
 
-if __name__ == "__main__":
+
+def main(role: str, folder: Path) -> None:
+    """Run a process of a job."""
     os.chdir("/")  # do not keep any directory busy
     locks.keep_inherited()
-    _ROLES[sys.argv[1]](Path(sys.argv[2]))
+    if role in ("controller", "notifier"):
+        write_times()
+    if role == "controller":
+        fork_guarded()  # before the imports that the guardian does not need
+        from holdfast.jobs.local.controller import resume_if_due, supervise
+
+        state, number = folder.parents[1], int(folder.name)
+        if supervise(state, number):
+            # A request that found this controller leaving did not start another one.
+            locks.release_inherited()
+            resume_if_due(state, number)
+    elif role == "agent":
+        from holdfast.jobs.folder import NodeFolder
+        from holdfast.jobs.node.agent import serve
+
+        serve(NodeFolder(folder), replaces_controller=True)
+    else:
+        import_module(_SERVERS[role]).serve(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 
+from holdfast.errors import HoldfastError
 from holdfast.jobs.failure_cause import FailureCause, find_cause
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.history import add_change
@@ -37,14 +40,13 @@ from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 
-LEAD_S = 30.0
-"""Lead of a notice whose request has none."""
+LEAD_S = 30.0  # lead of a notice whose request has none
 _NUM_LAST_LINES = 10
 _FULL_BYTES = 64 << 10
 """Free space of a disk that counts as full. Some file systems keep this little for themselves."""
-HEADLINE = "holdfast: "
-"""Beginning of the first line of an attempt, which names its number."""
+HEADLINE = "holdfast: "  # beginning of the first line of an attempt, which names its number
 _NUM_LINES = 200
+_SHOWN = attrgetter("status", "attempt", "reason")  # a change of these is recorded in the history
 
 
 class Controller(ABC):
@@ -55,6 +57,7 @@ class Controller(ABC):
 
     Args:
         task_id: the job's SKYPILOT_TASK_ID.
+        log: file with the messages of the controller and of the notifier. Default: that of the folder.
         timers: deadlines on the job's clock.
         step_before: newest checkpoint before the current attempt.
         clock: the job's clock. Default: a new one.
@@ -67,12 +70,14 @@ class Controller(ABC):
         state: JobState,
         *,
         task_id: str,
+        log: Path | None = None,
         timers: Timers | None = None,
         step_before: int | None = None,
         clock: JobClock | None = None,
     ) -> None:
         self._clock = clock or JobClock()
         self._folder, self._policy, self._task_id = folder, policy, task_id
+        self._own_log = log or folder.controller_log
         self._timers = timers or Timers()
         self._step_before = step_before
         self._is_started = False  # True once this process has started the attempt's nodes
@@ -85,10 +90,7 @@ class Controller(ABC):
         return self.state.status.is_final
 
     def serve(self) -> None:
-        """Run the job until it ends, or another controller must continue.
-
-        Blocks: until then.
-        """
+        """Run the job until it ends, or another controller must continue."""
         self._announce()  # another controller may have been killed before it did so
         self._begin()
         while not (self.has_ended or self._is_leaving()):
@@ -96,10 +98,21 @@ class Controller(ABC):
             if not self._check():  # after a change, another action may be due
                 self._wait()
 
-    def give_up(self, why: str) -> None:
-        """End the job, because the controller cannot continue."""
-        self._abandon()
-        self._apply(ControllerFailed(why))
+    def serve_or_give_up(self, *passed: type[HoldfastError]) -> None:
+        """Run the job until then, or end it because of an error of the controller.
+
+        Args:
+            passed: errors that are passed on instead.
+        """
+        try:
+            self.serve()
+        except passed:
+            raise
+        except Exception as error:  # noqa: BLE001 - reported in the log and as the job's status
+            traceback.print_exc()
+            self._abandon()
+            why = error if isinstance(error, HoldfastError) else repr(error)
+            self._apply(ControllerFailed(f"{why} (see {self._own_log})"))
 
     # -- port to the engine ----------------------------------------------------------------------------------
 
@@ -115,11 +128,7 @@ class Controller(ABC):
     def _save(
         self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
     ) -> None:
-        """Store the state and timers, and mark a request as answered, in one write.
-
-        Args:
-            now_unix_s: on the machine's clock, for people.
-        """
+        """Store the state and timers, and mark a request as answered, in one write."""
 
     @abstractmethod
     def _requests(self) -> Iterable[JobRequest]:
@@ -135,11 +144,7 @@ class Controller(ABC):
 
     @abstractmethod
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
-        """Send all nodes a notice. Return its result, if available at once.
-
-        Args:
-            deadline_unix_s: on the machine's clock.
-        """
+        """Send all nodes a notice. Return its result, if available at once."""
 
     @abstractmethod
     def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:
@@ -176,10 +181,6 @@ class Controller(ABC):
     def _start_if_due(self) -> None:  # noqa: B027 - only jobs of some engines wait
         """Start the first attempt, if the job waits and nothing is in its way."""
 
-    def _notifier_log(self) -> Path:
-        """Return the file for the messages of the notifier."""
-        return self._folder.controller_log
-
     def _missing_uploads(self) -> str:
         """Return which files of a job that has just ended are not uploaded."""
         return ""
@@ -196,11 +197,7 @@ class Controller(ABC):
         timers = self._timers.schedule(actions, self._clock.unix_s())
         if state.attempt != before.attempt:
             self._step_before = self._newest_step()
-        is_change = (state.status, state.attempt, state.reason) != (
-            before.status,
-            before.attempt,
-            before.reason,
-        )
+        is_change = _SHOWN(state) != _SHOWN(before)
         if is_change:
             self._log_change(state)  # first, so that a reader of the status also finds its change
         if (state, timers) != (before, self._timers) or answered is not None:
@@ -237,14 +234,15 @@ class Controller(ABC):
 
     def _announce(self) -> None:
         """Have the present status sent to the user's commands and webhooks, by another process."""
-        announce(self._folder, self.state, log=self._notifier_log())
+        announce(self._folder, self.state, log=self._own_log)
 
     def _with_details(self, state: JobState) -> JobState:
         """Return the state with details of the job's end, if it has just ended."""
         status, is_new = state.status, state.status is not self.state.status
         reason = state.reason
         if is_new and status in (JobStatus.FAILED, JobStatus.FAILED_SETUP):
-            if _is_full(self._folder):
+            disk = os.statvfs(self._folder.path)
+            if disk.f_bavail * disk.f_frsize < _FULL_BYTES:
                 reason = f"{reason}; no space is left on the file system of {self._folder.path}"
             rank = next(iter(own_ends(state.outcomes)), 0)  # nodes that were stopped only followed it
             lines = "\n".join(f"  {line}" for line in last_lines(self._folder.log(rank), _NUM_LAST_LINES))
@@ -314,12 +312,6 @@ class Controller(ABC):
         return self._step_before is None or step > self._step_before
 
 
-def _is_full(folder: JobFolder) -> bool:
-    """Return True if the file system of a job's folder is full."""
-    found = os.statvfs(folder.path)
-    return found.f_bavail * found.f_frsize < _FULL_BYTES
-
-
 def event_of(request: JobRequest) -> JobEvent:
     """Return the event of a request."""
     if request.kind == "cancel":
@@ -330,12 +322,9 @@ def event_of(request: JobRequest) -> JobEvent:
 def attempt_lines(log: Path) -> list[str]:
     """Return the last lines of the newest attempt in a log, without its first one."""
     lines = last_lines(log, _NUM_LINES)
-    return lines[_last_headline(lines) + 1 :]
-
-
-def _last_headline(lines: Sequence[str]) -> int:
-    for number in range(len(lines) - 1, -1, -1):
-        line = lines[number]
-        if line.startswith(HEADLINE) and " attempt " in line and " starts" in line:
-            return number
-    return -1
+    starts = [
+        number
+        for number, line in enumerate(lines, start=1)
+        if line.startswith(HEADLINE) and " attempt " in line and " starts" in line
+    ]
+    return lines[starts[-1] if starts else 0 :]

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from holdfast.checkpoint.store import Store
+from holdfast.errors import HoldfastError
 from holdfast.jobs.engine import Job
-from holdfast.jobs.folder import JobFolder, job_folder, state_dir
+from holdfast.jobs.folder import JobFolder, job_folder, state_dir, state_path
 from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.checks.disk import FEW_BYTES
-from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks
-from holdfast.jobs.node.mounts.mount_spec import outside_path, read_links
+from holdfast.jobs.node.checks.result import Check, NodeChecks, describe_failures, read_checks
+from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
 from holdfast.jobs.notifications.outbox import Delivery, read_deliveries
 from holdfast.jobs.output.tail import last_lines
+from holdfast.jobs.records import JobRecord, Records
 from holdfast.system.environment import read_progress
 from holdfast.system.units import format_bytes, plural
 
+if TYPE_CHECKING:
+    from holdfast.watch.report.summary import CheckedNode
+
 _NUM_LINES = 10
-_NUM_CHECKED = 20
-"""Newest attempts whose checks are read."""
+_NUM_CHECKED = 20  # newest attempts whose checks are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,43 @@ def _folder(job: Job) -> JobFolder:
     return job_folder(state_dir(), job.id)
 
 
-_Values = Mapping[str, float]
+def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:
+    """Return the checks of all jobs that have trained a run, oldest first.
+
+    Jobs of other users and of other state folders are not known.
+    """
+    try:
+        records = Records(state_path()).all()
+    except (HoldfastError, OSError):
+        return ()  # without jobs, or their folder cannot be used: `holdfast queue` has the reason
+    found = [one for record in records for one in _checked_nodes(record, home.url)]
+    return tuple(sorted(found, key=lambda one: one.unix_s))
+
+
+def _checked_nodes(record: JobRecord, home: str) -> Iterator[CheckedNode]:
+    from holdfast.watch.report.summary import CheckedNode
+
+    folder = job_folder(state_path(), record.id)
+    if home not in recorded_homes(folder):
+        return
+    attempts = {one.number: one for one in list_attempts(read_changes(folder))}
+    for number, nodes in recorded_checks(folder, list(attempts.values()), record.spec.num_nodes).items():
+        attempt = attempts[number]
+        for node, checks in nodes.items():
+            cost_s = checks.added_s
+            if checks.was_refused and attempt.ended_unix_s is not None:
+                cost_s = attempt.ended_unix_s - attempt.started_unix_s
+            yield CheckedNode(
+                job=record.id,
+                attempt=number,
+                node=node,
+                machine=checks.machine,
+                unix_s=checks.unix_s,
+                num_checks=len(checks.checks),
+                failures=describe_failures(checks.failed),
+                was_refused=checks.was_refused,
+                cost_s=cost_s,
+            )
 
 
 def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
@@ -138,51 +181,35 @@ def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
 
 
 def _result(check: Check) -> str:
-    numbers = _NUMBERS[check.name](check.values) if check.name in _NUMBERS and check.values else ""
+    numbers = _numbers(check) if check.values else ""
     return "; ".join(filter(None, (check.trouble, numbers))) or "passed"
 
 
-def _rate(num_bytes: float, seconds: float) -> str:
-    return f"{format_bytes(num_bytes / seconds)}/s" if seconds > 0 else "-"
+def _numbers(check: Check) -> str:
+    """Return the numbers that a check has measured, for people."""
+    values = defaultdict(float, check.values)
 
+    def size(name: str) -> str:
+        return format_bytes(values[name])
 
-def _disk(values: _Values) -> str:
-    size = values.get("written_bytes", 0.0)
-    if size <= FEW_BYTES:  # too few for a rate
-        return f"{format_bytes(size)} written and synced in {1000 * values.get('write_s', 0.0):.0f} ms"
-    write, read = (_rate(size, values.get(name, 0.0)) for name in ("write_s", "read_s"))
-    return f"{format_bytes(size)} written and synced at {write}, read back at {read}"
+    def rate(name: str, seconds: str) -> str:
+        return f"{format_bytes(values[name] / values[seconds])}/s" if values[seconds] > 0 else "-"
 
-
-def _space(values: _Values) -> str:
-    needed, free = (format_bytes(values.get(name, 0.0)) for name in ("needed_bytes", "free_bytes"))
-    return f"the next save takes {needed}, {free} free"
-
-
-def _memory(values: _Values) -> str:
-    free, total = (format_bytes(values.get(name, 0.0)) for name in ("available_bytes", "total_bytes"))
-    return f"{free} of {total} free"
-
-
-def _copy(values: _Values) -> str:
-    return _rate(values.get("copied_bytes", 0.0), values.get("copy_s", 0.0))
-
-
-def _product(values: _Values) -> str:
-    size = values.get("size", 0.0)
-    return f"matrices of {size:.0f} x {size:.0f}, in {1000 * values.get('products_s', 0.0):.0f} ms"
-
-
-def _clock(values: _Values) -> str:
-    return f"{values.get('offset_s', 0.0) + 0.0:+.2f} s"
-
-
-_NUMBERS: Mapping[str, Callable[[_Values], str]] = {
-    "disk": _disk,
-    "space": _space,
-    "memory": _memory,
-    "copy": _copy,
-    "gpu": _copy,
-    "product": _product,
-    "clock": _clock,
-}
+    match check.name:
+        case "disk" if values["written_bytes"] <= FEW_BYTES:  # too few for a rate
+            return f"{size('written_bytes')} written and synced in {1000 * values['write_s']:.0f} ms"
+        case "disk":
+            write, read = (rate("written_bytes", name) for name in ("write_s", "read_s"))
+            return f"{size('written_bytes')} written and synced at {write}, read back at {read}"
+        case "space":
+            return f"the next save takes {size('needed_bytes')}, {size('free_bytes')} free"
+        case "memory":
+            return f"{size('available_bytes')} of {size('total_bytes')} free"
+        case "copy" | "gpu":
+            return rate("copied_bytes", "copy_s")
+        case "product":
+            shape = f"{values['size']:.0f} x {values['size']:.0f}"
+            return f"matrices of {shape}, in {1000 * values['products_s']:.0f} ms"
+        case "clock":
+            return f"{values['offset_s'] + 0.0:+.2f} s"
+    return ""

@@ -139,9 +139,9 @@ class Engine(ABC):
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
         """Return the keys of a task that this engine ignores or interprets differently."""
 
-    @abstractmethod
     def render(self, task: Task) -> list[str]:
         """Return the lines that this engine would submit to another system, if any."""
+        return []
 
     @abstractmethod
     def check(self, task: Task) -> None:
@@ -180,12 +180,7 @@ class Engine(ABC):
     def subscribed(
         self, file: TaskFile, targets: Sequence[str] | None, statuses: Sequence[str] | None
     ) -> TaskFile:
-        """Return the tasks with the subscription of their launch; see `subscribe`.
-
-        Raises:
-            InvalidInput: a target or status is invalid.
-            Unsupported: the engine does not send notifications.
-        """
+        """Return the tasks with the subscription of their launch; see `subscribe`."""
         subscription = subscribe(targets, statuses)
         if not subscription.targets:
             return file
@@ -206,11 +201,7 @@ class Engine(ABC):
 
     @abstractmethod
     def job(self, number: int) -> Job:
-        """Return a job.
-
-        Raises:
-            NotFound: the job does not exist.
-        """
+        """Return a job."""
 
     @abstractmethod
     def cancel(self, number: int) -> Job:
@@ -248,11 +239,7 @@ class Engine(ABC):
 
     @abstractmethod
     def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
-        """Yield output. The blocks of several nodes are in the order of their times.
-
-        Raises:
-            NotFound: the job or the node does not exist.
-        """
+        """Yield output. The blocks of several nodes are in the order of their times."""
 
     def lines(self, number: int, what: OutputSelection) -> Iterator[Line]:
         """Yield the lines of the output with their times. Very long lines come in parts."""
@@ -282,11 +269,7 @@ def sorted_out(results: Iterable[_R | HoldfastError]) -> tuple[list[_R], list[Ho
 
 
 def all_of(results: Iterable[_R | HoldfastError]) -> list[_R]:
-    """Return the results.
-
-    Raises:
-        HoldfastError: some are errors. It has the class of the first and the messages of all.
-    """
+    """Return the results, or raise an error of the class of the first and with the messages of all."""
     done, errors = sorted_out(results)
     if errors:
         raise type(errors[0])("\n".join(map(str, errors))) from errors[0]

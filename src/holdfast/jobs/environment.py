@@ -1,4 +1,4 @@
-"""Environment variables of a job's commands: those of SkyPilot and Holdfast; pure."""
+"""Environment of a job's commands: variables of SkyPilot and Holdfast, and functions for conda; pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,40 @@ from dataclasses import dataclass
 
 from holdfast.system.environment import PREEMPTION, PROGRESS
 
-TAG = "HOLDFAST_NODE"
-"""Variable that identifies the processes of a node: task id, attempt and rank."""
+TAG = "HOLDFAST_NODE"  # variable that identifies the processes of a node: task id, attempt and rank
 
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """Variable with which printed lines are in the log at once, and not lost when the process is killed."""
 
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
+_ACTIVATION = re.compile(r"\bconda\s+activate\b")
+_HOOK = r"""# holdfast: makes `conda activate` work in this shell and in those that it starts
+holdfast_load_conda() {
+  local program base hook=etc/profile.d/conda.sh flags=$-
+  for program in "${CONDA_EXE:-}" "$(type -P conda)" "${HOME:-}"/{miniconda3,miniforge3,anaconda3}/bin/conda \
+    /opt/conda/bin/conda; do
+    if [ ! -x "$program" ]; then continue; fi
+    base=${program%/*/*}
+    if [ ! -r "$base/$hook" ]; then base=$("$program" info --base 2>/dev/null) || continue; fi
+    if [ ! -r "$base/$hook" ]; then continue; fi
+    unset -f conda
+    set -a
+    . "$base/$hook"
+    case $flags in *a*) ;; *) set +a ;; esac
+    return 0
+  done
+  return 1
+}
+"""
+_GUARD = r"""conda() {  # otherwise `conda activate` would fail, and the commands after it would run
+  if holdfast_load_conda; then conda "$@"; return; fi
+  if [ "${1:-}" != activate ]; then echo 'bash: conda: command not found' >&2; return 127; fi
+  echo "holdfast: \`conda $*\` cannot work, so the job ends here: conda is not installed on $(uname -n)." >&2
+  echo 'Install it (https://conda-forge.org/download), or remove the line and launch the job from a' \
+    'shell in which the environment is active: a job has the PATH of that shell.' >&2
+  exit 127
+}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +73,6 @@ class Node:
     pipeline: JobPipeline | None = None
     port: int | None = None  # chosen for the rendezvous of its nodes
 
-    @property
-    def tag(self) -> str:
-        """The value of `TAG`."""
-        return tag(self.task_id, self.attempt, self.rank)
-
 
 def tag(task_id: str, attempt: int | None = None, rank: int | None = None) -> str:
     """Return the tag prefix of a job, an attempt, or one of its nodes."""
@@ -63,7 +85,6 @@ def create_task_id(name: str, job: int, now_unix_s: float, task: int = 0) -> str
 
     Args:
         job: number of the job, or of the first one of a pipeline.
-        task: position in the pipeline, from 0.
     """
     moment = datetime.datetime.fromtimestamp(now_unix_s, datetime.timezone.utc)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
@@ -110,23 +131,17 @@ def run_environment(
         ),
         "HOLDFAST_JOB": str(node.job),
         "HOLDFAST_ATTEMPT": str(node.attempt),
-        TAG: node.tag,
+        TAG: tag(node.task_id, node.attempt, node.rank),
         PROGRESS: node.progress,
         PREEMPTION: add_notice_file({**base, **task}.get(PREEMPTION, "auto"), node.notice),
     }
     # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
     defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(node.grace_s))}
+    ports = {"MASTER_PORT": str(node.port)} if node.port is not None else {}
+    if ports and len(node.addresses) > 1:  # with one node, torchrun itself finds a free port
+        ports["PET_MASTER_PORT"] = str(node.port)  # torchrun's default for its option
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    return {**defaults, **base, **UNBUFFERED, **_ports(node), **task, **devices, **ours}
-
-
-def _ports(node: Node) -> dict[str, str]:
-    """Return the variables with the port of the rendezvous."""
-    if node.port is None:
-        return {}
-    # The second one is torchrun's default for its option. With one node, torchrun itself finds a free port.
-    names = ("MASTER_PORT", "PET_MASTER_PORT") if len(node.addresses) > 1 else ("MASTER_PORT",)
-    return dict.fromkeys(names, str(node.port))
+    return {**defaults, **base, **UNBUFFERED, **ports, **task, **devices, **ours}
 
 
 def setup_environment(
@@ -145,3 +160,25 @@ def add_notice_file(before: str, path: str) -> str:
     """Return the sources of notices, including the job's own file."""
     kept = [word for word in before.split(",") if word.strip() not in ("", "none")]
     return ",".join([*kept, f"file:{path}"])
+
+
+def conda_start(*scripts: str) -> str:
+    """Return commands that a shell runs before a job's own.
+
+    They load conda's functions. Where conda is not installed, `conda activate` ends the shell with 127,
+    unless the job has installed conda by then.
+
+    Args:
+        scripts: all commands of the job. Only if they contain `conda activate` is a missing `conda` replaced.
+
+    Source: skypilot 0.14.1, sky/skylet/log_lib.py: commands run after conda's hook, whose functions are
+        exported. SkyPilot also runs ~/.bashrc, of a machine that it has set up itself. A job here has the
+        environment of the shell that launched it, which has run that file already.
+    """
+    guard = _GUARD if activates_conda(*scripts) else ""
+    return f"{_HOOK}if ! holdfast_load_conda; then :\n{guard}fi\n"
+
+
+def activates_conda(*scripts: str) -> bool:
+    """Return True if one of the scripts contains `conda activate`."""
+    return any(_ACTIVATION.search(script) for script in scripts)

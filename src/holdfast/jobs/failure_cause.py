@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from holdfast.errors import redact
 from holdfast.jobs.outcome import Outcome
 
-MAX_SAME = 3
-"""Attempts in a row with the same cause, without a newer checkpoint, before the job fails."""
+MAX_SAME = 3  # attempts in a row with the same cause, without a newer checkpoint, before the job fails
 SAME_FAILURES = "HOLDFAST_SAME_FAILURES"
 """Variable of a job that replaces `MAX_SAME`: a number, or `any` for no limit."""
 NO_LIMIT = "any"
-_NUM_LINES = 20
-"""Lines at the end of an attempt's output that are compared."""
+_NUM_LINES = 20  # lines at the end of an attempt's output that are compared
 _MAX_SHOWN = 200
 _MAX_SAME_DIGITS = 6
 
@@ -67,13 +65,15 @@ def find_cause(outcomes: Mapping[int, Outcome], lines: Sequence[str]) -> Failure
         lines: output of the first node that failed, in this attempt.
     """
     own = [one for _, one in sorted(outcomes.items()) if not one.is_success and not one.is_stopped]
-    texts = [text for line in lines if (text := _bare(line)) and not _PROGRESS.search(text)]
+    bare = [_PREFIX.sub("", _ESCAPES.sub("", line).rstrip()) for line in lines]  # without the name of a rank
+    texts = [text for text in bare if text and not _PROGRESS.search(text)]
     if not own or not texts:
         return None
+    named = [text for text in texts[-_NUM_LINES:] if _ERROR.search(text)]
     ends = [f"{one.phase.value} {one.code} {one.killed_by}" for one in own]
     compared = [_without_varying(text) for text in texts[-_NUM_LINES:]]
     return FailureCause(
-        what=redact(_headline(texts))[:_MAX_SHOWN],
+        what=redact((named or texts)[-1].strip())[:_MAX_SHOWN],
         key=_digest(ends, [_NUMBER.sub("#", text) for text in compared]),
         exact=_digest(ends, compared),
     )
@@ -98,18 +98,6 @@ def max_same(environment: Mapping[str, str]) -> int:
         return 0
     is_number = wanted.isascii() and wanted.isdecimal() and len(wanted) <= _MAX_SAME_DIGITS
     return int(wanted) if is_number and int(wanted) > 0 else MAX_SAME
-
-
-def _bare(line: str) -> str:
-    """Return a line without colours and the name of its rank."""
-    text = _ESCAPES.sub("", line).rstrip()
-    return _PREFIX.sub("", text)
-
-
-def _headline(texts: Sequence[str]) -> str:
-    """Return the line that names the error: the last one that looks like it, or the last."""
-    named = [text for text in texts[-_NUM_LINES:] if _ERROR.search(text)]
-    return (named or texts)[-1].strip()
 
 
 def _without_varying(text: str) -> str:

@@ -142,11 +142,7 @@ def state_path() -> Path:
 
 
 def state_dir() -> Path:
-    """Return the folder, creating it if needed.
-
-    Raises:
-        InvalidInput: it cannot be made.
-    """
+    """Return the folder, creating it if needed."""
     folder = state_path()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -134,6 +134,9 @@ def _attempt(number: int, changes: Sequence[Change]) -> JobAttempt:
     running = next((one for one in changes if one.status in _RUNS and one.is_active), None)
     ended = next((one for one in changes[1:] if not one.is_active or one.status.is_final), None)
     last = ended or changes[-1]
+    lost_s = 0.0
+    if running is not None and ended is not None and ended.status is not JobStatus.SUCCEEDED:
+        lost_s = max(0.0, ended.unix_s - max(running.unix_s, ended.saved_unix_s or 0.0))
     return JobAttempt(
         number=number,
         started_unix_s=first.unix_s,
@@ -144,12 +147,5 @@ def _attempt(number: int, changes: Sequence[Change]) -> JobAttempt:
         outcomes=last.outcomes,
         machines=last.machines,
         step=last.step,
-        lost_s=_lost_s(running, ended),
+        lost_s=lost_s,
     )
-
-
-def _lost_s(running: Change | None, ended: Change | None) -> float:
-    if running is None or ended is None or ended.status is JobStatus.SUCCEEDED:
-        return 0.0
-    kept_s = max(running.unix_s, ended.saved_unix_s or 0.0)
-    return max(0.0, ended.unix_s - kept_s)

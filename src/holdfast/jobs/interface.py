@@ -212,7 +212,8 @@ def _ended(jobs: list[Job], limit_s: float | None) -> Iterator[Job | HoldfastErr
                 break
             poll_s = min(get_engine(one.engine).poll_s for one in left.values())
             watch.wait(poll_s if remaining_s is None else min(poll_s, remaining_s))
-            current, errors = sorted_out(each(_query, left.values()))
+            known = left.values()
+            current, errors = sorted_out(each(lambda one: get_engine(one.engine).job(one.id), known))
             left = {one.id: one for one in current}
             yield from errors
     finally:
@@ -247,10 +248,6 @@ def forget(*which: int | str, force: bool = False) -> None:
     jobs = {one.id: one for jobs in found for one in jobs}
     results = each(lambda one: get_engine(one.engine).forget(one.id, force=force), jobs.values())
     all_of([*results, *errors])
-
-
-def _query(known: Job) -> Job:
-    return get_engine(known.engine).job(known.id)
 
 
 def _status(value: JobStatus | str) -> JobStatus:

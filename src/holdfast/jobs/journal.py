@@ -7,13 +7,13 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import Corrupt
-from holdfast.system.documents import MAX_BYTES, decode_dataclass
+from holdfast.system.documents import MAX_BYTES, decode, decode_dataclass, read_as
 from holdfast.system.linux.files import open_regular, reserve_space, write_atomic
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_TAIL_BYTES = 4 << 20
-"""Part of a journal that is searched for its last valid lines."""
 _RESERVED_BYTES = 16 << 10
 """Space behind the last line that is kept for further ones, so that an end can be recorded on a full disk."""
 
@@ -44,6 +42,20 @@ def read_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> 
     except FileNotFoundError:
         return None
     return decode_dataclass(kind, text, str(path), max_bytes=max_bytes, any_text=True)
+
+
+def write_list(path: Path, values: Sequence[DataclassInstance]) -> None:
+    """Write dataclasses as one document."""
+    write_atomic(path, json.dumps([asdict(value) for value in values]))
+
+
+def read_list(path: Path, kind: type[_T]) -> list[_T]:
+    """Return the dataclasses of a document; [] without one."""
+    try:
+        document = decode(path.read_bytes(), str(path), any_text=True)
+    except FileNotFoundError:
+        return []
+    return [read_as(kind, value, str(path)) for value in read_as(list[Any], document, str(path))]
 
 
 def read_values(path: Path, kind: type[_T], *, tail_bytes: int | None = None) -> list[_T]:
@@ -80,9 +92,6 @@ def append(fd: int, line: str, *, is_durable: bool = True) -> None:
 
     Args:
         is_durable: wait until it survives a power cut.
-
-    Raises:
-        OSError: the disk is full or failed. The torn line is skipped by readers.
     """
     end = os.lseek(fd, 0, os.SEEK_END)
     is_torn = end > 0 and os.pread(fd, 1, end - 1) != b"\n"
@@ -109,8 +118,3 @@ def lines(path: Path, *, tail_bytes: int | None = None) -> list[bytes]:
     except FileNotFoundError:
         return []
     return [line for line in found[:-1] if line]
-
-
-def newest_first(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines at the end of a file, newest first."""
-    yield from reversed(lines(path, tail_bytes=_TAIL_BYTES))

@@ -12,17 +12,14 @@ from pathlib import Path
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.environment import JobPipeline
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.journal import write_document
 from holdfast.jobs.outcome import Outcome
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.linux.files import write_atomic
 
-MAX_OWN_BYTES = 64 << 20
-"""Limit for a document that contains an environment."""
+MAX_OWN_BYTES = 64 << 20  # limit for a document that contains an environment
 
 
-_OUTCOME_BYTES = 2048
-"""Size of the document with the outcome of a node, with spaces at its end."""
+_OUTCOME_BYTES = 2048  # size of the document with the outcome of a node, with spaces at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +41,6 @@ class NodeSpec:
     port: int | None = None  # chosen for the job
     scratch: str = ""  # path of the job's scratch folder; empty: the mounts are in the job's folder
     venv: str | None = None  # folder of the node's virtual environment. None: it has none of its own
-
-    def write(self, path: Path) -> None:
-        """Write the specification, readable only by its owner, as it contains secrets."""
-        write_document(path, self)
 
     @classmethod
     def read(cls, path: Path) -> NodeSpec:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from holdfast.system.documents import MAX_BYTES, decode_dataclass, refuse
 from holdfast.system.linux.files import open_regular, write_atomic
 
 VERSION = 1
-ENGINE_NAMES = ("local", "slurm", "sky", "k8s", "kubeflow")
-"""Names of engines, as in `--on`."""
+ENGINE_NAMES = ("local", "slurm", "sky", "k8s", "kubeflow")  # names of engines, as in `--on`
+_TAIL_BYTES = 4 << 20  # part of a journal that is searched for its last valid lines
 _MAX_NODES = 1_000_000
 _MAX_UNIX_S = 253_402_300_799.0  # end of the year 9999
 
@@ -38,6 +38,9 @@ class JobSpec:
     priority: int = 0  # among jobs that wait
     ports: tuple[int, ...] = ()  # that its commands name
     needs_port: bool = False  # one more is chosen for it
+    image: str = ""  # container image of its commands; empty: they run on the machines as they are
+    exclude: str = ""  # machines that its user leaves out, separated by commas
+    is_pinned: bool = False  # its user has named its machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,6 @@ def first_state(spec: JobSpec) -> JobState:
     return JobState(reason=f"waits for job {spec.after}" if spec.after is not None else "")
 
 
-# -- the submission --------------------------------------------------------------------------------------
-
-
 def write_submission(folder: JobFolder, submission: Submission) -> None:
     """Write what was submitted, twice. Files that are intact are left as they are."""
     text = journal.encode(submission)
@@ -97,12 +97,7 @@ def write_submission(folder: JobFolder, submission: Submission) -> None:
 
 
 def read_submission(folder: JobFolder) -> Submission | None:
-    """Return what was submitted, or None for a folder of an incomplete launch.
-
-    Raises:
-        Corrupt: both files are damaged or missing.
-        Conflict: a newer version of Holdfast wrote them.
-    """
+    """Return what was submitted, or None for a folder of an incomplete launch."""
     trouble: Corrupt | None = None
     for path in folder.submissions:
         try:
@@ -150,9 +145,6 @@ def _check_submission(path: Path, submission: Submission) -> Submission:
     return submission
 
 
-# -- the journal -----------------------------------------------------------------------------------------
-
-
 def append_state(folder: JobFolder, state: StoredState) -> None:
     """Append a state to the journal durably."""
     journal.append_value(folder.states, state)
@@ -160,18 +152,10 @@ def append_state(folder: JobFolder, state: StoredState) -> None:
 
 def newest_state(folder: JobFolder) -> StoredState | None:
     """Return the newest state that can be read, or None."""
-    return next(_decoded(folder, journal.newest_first(folder.states)), None)
-
-
-def _decoded(folder: JobFolder, lines: Iterator[bytes]) -> Iterator[StoredState]:
-    for line in lines:
-        try:
-            yield decode_dataclass(StoredState, line, str(folder.states), any_text=True)
-        except Corrupt:
-            continue  # torn by a kill, or damaged: its neighbours are read
-
-
-# -- requests --------------------------------------------------------------------------------------------
+    for line in reversed(journal.lines(folder.states, tail_bytes=_TAIL_BYTES)):
+        with contextlib.suppress(Corrupt):  # torn by a kill, or damaged: its neighbours are read
+            return decode_dataclass(StoredState, line, str(folder.states), any_text=True)
+    return None
 
 
 def add_request(folder: JobFolder, kind: str, lead_s: float | None) -> None:

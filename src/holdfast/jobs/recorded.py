@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
+import os
+import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -10,21 +13,37 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.errors import Conflict, NotFound
+from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.engine import Engine, Job
-from holdfast.jobs.folder import job_folder, state_dir
-from holdfast.jobs.node.removal import remove
+from holdfast.jobs.environment import JobPipeline, create_task_id, tag
+from holdfast.jobs.failure_cause import max_same
+from holdfast.jobs.folder import JobFolder, job_folder, state_dir
+from holdfast.jobs.journal import write_document
+from holdfast.jobs.node import processes
+from holdfast.jobs.node.containers.lease import containers, release_containers
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.mount_plan import validate_sources
+from holdfast.jobs.node.mounts.mount_records import remove_links
+from holdfast.jobs.node.mounts.uploads import upload_status
+from holdfast.jobs.node.preparation import prepare
+from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications.notifier import announce
+from holdfast.jobs.notifications.outbox import write_plan
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
 from holdfast.jobs.output.log_reader import LogReader, interleaved
 from holdfast.jobs.output.tail import FolderWatch
+from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.jobs.state_machine import JobState
+from holdfast.jobs.state_machine import GRACE_S, JobState, RestartPolicy
+from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.system.environment import read_progress
+from holdfast.system.linux import locks
 from holdfast.system.units import plural
 
-_QUERY_S = 0.2
-"""Pause between two queries of a followed job's status."""
+_QUERY_S = 0.2  # pause between two queries of a followed job's status
+_LOCK_LIMIT_S = 10.0
+_POLL_S = 0.02
+_CONTAINERS_LIMIT_S = 60.0
 
 
 class RecordedEngine(Engine):
@@ -52,7 +71,7 @@ class RecordedEngine(Engine):
 
     @override
     def forget(self, number: int, *, force: bool = False) -> None:
-        remove(self._records(), self._state, number, force=force)
+        _remove_job(self._records(), self._state, number, force=force)
 
     @override
     def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
@@ -76,12 +95,7 @@ class RecordedEngine(Engine):
             yield from self._follow(number, readers, watch, with_progress=what.with_progress)
 
     def _follow(
-        self,
-        number: int,
-        readers: Mapping[int | None, LogReader],
-        watch: FolderWatch,
-        *,
-        with_progress: bool,
+        self, number: int, readers: Mapping[int | None, LogReader], watch: FolderWatch, *, with_progress: bool
     ) -> Iterator[OutputBlock]:
         """Yield output until the job has ended. Its status is queried at most a few times a second."""
         shown = b""
@@ -118,12 +132,109 @@ class RecordedEngine(Engine):
         return max(progress.values(), default=None)
 
 
-def check_active(job: Job) -> None:
-    """Check that a job has not ended.
+class NodeEngine(RecordedEngine):
+    """Engine whose nodes run agents of Holdfast, which find all files of the job in its folder."""
 
-    Raises:
-        Conflict: the job has ended.
-    """
+    script_prefix = ""
+    """Commands for the beginning of each script's first line."""
+
+    @abstractmethod
+    def _in_image(self, task: Task) -> Task:
+        """Return a task whose commands run in its container image, if possible, or else the task as it is."""
+
+    def _grace_s(self, task: Task) -> float:
+        """Return the time limit for a last save."""
+        return GRACE_S
+
+    def _spec(self, task: Task, after: int | None) -> JobSpec:
+        """Return the shape of a job, which starts after another one in a pipeline."""
+        num_gpus, is_set_up = task.accelerators.num_per_node, bool(task.setup)
+        return JobSpec(task.num_nodes, num_gpus, is_set_up, getpass.getuser(), after, image=task.image or "")
+
+    def _user_variables(self) -> dict[str, str]:
+        """Return the variables of this user for a job, where its nodes do not have them."""
+        return {}
+
+    @abstractmethod
+    def _complete(self, task: Task, folder: JobFolder, submission: Submission) -> None:
+        """Write the files of a job that only this engine needs."""
+
+    @abstractmethod
+    def _start(self, task: Task, submission: Submission) -> None:
+        """Start the first job of a file, which is recorded."""
+
+    def _check_place(self) -> None:
+        """Check that jobs can be submitted here."""
+
+    @override
+    def submit(self, task: Task) -> Job:
+        (job,) = self.submit_file(TaskFile(task.name, (task,), task.path))
+        return job
+
+    @override
+    def submit_file(self, file: TaskFile) -> list[Job]:
+        self.check_file(file)
+        self._check_place()
+        tasks = [self._in_image(task) for task in file.tasks]
+        for task in tasks:
+            validate_sources(task, self._state)
+        records = self._records()
+        folders: list[JobFolder] = []  # created just now, so they may be removed
+        try:
+            for _ in tasks:
+                folders.append(job_folder(self._state, records.reserve()))  # noqa: PERF401 - each to be removed
+            submissions = self._submissions(file, tasks, [int(folder.path.name) for folder in folders])
+            task_ids = tuple(one.task_id for one in submissions)
+            pipeline = JobPipeline(submissions[0].number, task_ids) if file.is_pipeline else None
+            for task, folder, submission in zip(tasks, folders, submissions, strict=True):
+                with _refused(folder):
+                    prepare(task, folder, records, self._state, prefix=self.script_prefix)
+                    variables = {**task.envs, **task.secrets}
+                    environment = Environment(self._user_variables(), variables, pipeline)
+                    write_document(folder.environment, environment)
+                    self._complete(task, folder, submission)
+                    write_plan(folder, task.subscription, submission)
+        except BaseException:
+            for folder in folders:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+        # Before the start: a running job must be recorded, even if this process dies.
+        records.complete_all(submissions)
+        self._start(tasks[0], submissions[0])
+        return self._current([records.get(one.number) for one in submissions])
+
+    def _submissions(self, file: TaskFile, tasks: list[Task], numbers: list[int]) -> list[Submission]:
+        """Return the submissions to record, one per task."""
+        now_s = time.time()
+        found: list[Submission] = []
+        for position, (task, number) in enumerate(zip(tasks, numbers, strict=True)):
+            name = f"{file.name}_{task.name}" if file.is_pipeline else task.name
+            task_id = create_task_id(name, numbers[0], now_s, position)
+            policy = RestartPolicy(
+                task.num_nodes,
+                task.recovery.max_restarts,
+                task.recovery.free_codes,
+                max_same=max_same(task.envs),
+                grace_s=self._grace_s(task),
+            )
+            spec = self._spec(task, numbers[position - 1] if position else None)
+            found.append(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
+        return found
+
+
+@contextlib.contextmanager
+def _refused(folder: JobFolder) -> Iterator[None]:
+    """Explain an error of the file system while a job is prepared."""
+    try:
+        yield
+    except HoldfastError:
+        raise  # some of them are an OSError too
+    except (OSError, shutil.Error) as error:
+        raise RetryLater(f"Cannot prepare the job in {folder.path}: {error}. Nothing was started.") from error
+
+
+def check_active(job: Job) -> None:
+    """Check that a job has not ended."""
     if job.status.is_final:
         raise Conflict(f"Job {job.id} has already ended: {job.status.value}.")
 
@@ -131,3 +242,84 @@ def check_active(job: Job) -> None:
 def no_process(job: Job) -> Conflict:
     """Return the error for a preemption of a job without processes."""
     return Conflict(f"Job {job.id} is {job.status.value} and has no process to preempt. Nothing was changed.")
+
+
+def _remove_job(records: Records, state: Path, number: int, *, force: bool) -> None:
+    """Remove a job. First completes removals that were interrupted."""
+    for left in records.folders_set_aside():
+        _remove_folder(left)
+    record = records.get(number)
+    folder = job_folder(state, number)
+    lock = _lock(folder, record)
+    try:
+        _check_removable(records, record, has_lock=lock is not None)
+        if not force and (summary := upload_status(folder).summary):
+            raise Conflict(
+                f"Job {number} was not removed: {summary}. `holdfast drain` waits for uploads. "
+                "With --force these files are lost."
+            )
+        _remove_containers(folder, number)
+        # Before anything is removed: below a mount are the bucket's files.
+        fuse.unmount_below(folder.path)
+        remove_links(folder)
+        _remove_folder(records.set_aside(number))
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: JobFolder, record: JobRecord) -> int | None:
+    """Acquire the controller's lock. Waits if the job has only just ended."""
+    give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.job_state.status.is_final else 0.0)
+    while (lock := locks.acquire(folder.lock)) is None and time.monotonic() < give_up_s:
+        time.sleep(_POLL_S)
+    return lock
+
+
+def _check_removable(records: Records, record: JobRecord, *, has_lock: bool) -> None:
+    """Check that a job has ended, that none of its processes is running, and that no other job needs it."""
+    if not record.job_state.status.is_final or not has_lock:
+        raise Conflict(
+            f"Job {record.id} is {record.job_state.status.value}, so it was not removed. Use "
+            f"`holdfast cancel {record.id}` to end it."
+        )
+    if left := processes.tagged(tag(record.task_id), processes.snapshot()):
+        pids = ", ".join(str(one.pid) for one in left[:5])
+        raise Conflict(
+            f"Job {record.id} has ended, but some of its processes are still finishing (pid {pids}). "
+            "It was not removed. Try again when they are gone."
+        )
+    for one in records.successors(record.id):
+        if not one.job_state.status.is_final:
+            raise Conflict(
+                f"Job {record.id} comes before job {one.id} ({one.name}) in a pipeline, so it was not "
+                "removed. Remove it when that job has ended."
+            )
+
+
+def _remove_containers(folder: JobFolder, number: int) -> None:
+    """Wait until the containers of a job are removed, which its wardens do."""
+    release_containers(folder)
+    give_up_s = time.monotonic() + _CONTAINERS_LIMIT_S
+    while left := containers(folder):
+        if time.monotonic() > give_up_s or not any(locks.is_held(one.lock) for _, one in left):
+            raise RetryLater(
+                f"Job {number} was not removed: its container on node {left[0][0]} could not be removed "
+                f"(see {folder.log(left[0][0])}). Try again, or remove the container yourself."
+            )
+        time.sleep(_POLL_S)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder that was set aside."""
+    if mounted := fuse.mounted_below(folder):
+        raise Conflict(f"{mounted[0]} is mounted, so {folder} was not removed.")
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RetryLater(
+            f"Cannot remove {folder}: {error}. The job is no longer listed. The next `holdfast "
+            "forget` tries again, or remove the folder yourself."
+        ) from error

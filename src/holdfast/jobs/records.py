@@ -1,23 +1,27 @@
-"""Records of all jobs, each in its own folder: what was submitted, the state, and open requests."""
+"""Records of all jobs, each in its own folder: what was submitted, the state, and open requests.
+
+No number is used twice, not even after its job was removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
+import fcntl
+import itertools
+import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import Conflict, Corrupt, Internal, NotFound, RetryLater
-from holdfast.jobs import job_numbers
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.node_spec import NodeSpec, read_outcome
-from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.record_files import (
     JobRequest,
     JobSpec,
@@ -39,6 +43,12 @@ _NO_RECORD = frozenset(
     {errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EPERM}
 )
 """Errors of a job's files that only a person can mend. They cost no other job."""
+_LAST = "last-number"
+"""File with the greatest number so far. If it is lost, the folders that exist still count."""
+_REMOVED = ".removing-"
+_MAX_DIGITS = 15
+_MAX_FOLDER = 10**12  # number from which on a folder is a stray one, which new numbers do not follow
+_MAX_WRITTEN = 10**14  # number from which on the file with the greatest number is damaged
 _HERE = "local"
 """Engine whose states are recorded by a controller on this machine. Others have records of their own."""
 _REASON = "the record of this job was lost, and rebuilt from its folder"
@@ -73,21 +83,42 @@ class Records:
 
     Each job's record is in its folder, and depends on no other file. A damaged one costs only itself, and no
     process of a job.
-
-    Args:
-        state: folder of all jobs.
     """
 
     def __init__(self, state: Path) -> None:
         self._state = state
         self._jobs = jobs_folder(state)
 
-    # -- jobs ------------------------------------------------------------------------------------------------
-
     def reserve(self) -> int:
         """Reserve a number for a job, and create its folder. The job is not listed before `complete`."""
         with self._translate_errors():
-            return job_numbers.reserve_number(self._jobs)
+            self._jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(self._jobs / _LAST, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                number = self._last_number(fd) + 1
+                text = f"{number}\n".encode()
+                os.pwrite(fd, text, 0)
+                os.ftruncate(fd, len(text))
+                os.fsync(fd)
+                # Fails if there is anything of this name: only a folder that was created here may be removed.
+                self._folder(number).path.mkdir(mode=0o700)
+            finally:
+                os.close(fd)
+            return number
+
+    def _last_number(self, fd: int) -> int:
+        text = os.pread(fd, 64, 0).decode("ascii", "replace").strip()
+        written = int(text) if _is_number(text) and int(text) < _MAX_WRITTEN else 0
+        folders = (*self.numbers(), *_numbers(path.name.removeprefix(_REMOVED) for path in self._set_aside()))
+        return max(written, *(number for number in folders if number < _MAX_FOLDER), 0)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all folders of jobs, in order."""
+        try:
+            return _numbers(entry.name for entry in os.scandir(self._jobs))
+        except FileNotFoundError:
+            return []
 
     def complete(self, submission: Submission) -> None:
         """Record a job, which makes it visible."""
@@ -119,21 +150,21 @@ class Records:
     def set_aside(self, number: int) -> Path:
         """Rename the folder of a job, so that it can be removed. Its number is never used again."""
         with self._translate_errors():
-            return job_numbers.set_aside(self._jobs, number)
+            path = self._jobs / f"{_REMOVED}{number}"
+            self._folder(number).path.rename(path)
+            return path
 
     def folders_set_aside(self) -> list[Path]:
         """Return the folders of jobs that are not completely removed yet."""
         with self._translate_errors():
-            numbers = job_numbers.numbers_set_aside(self._jobs)
-        return [job_numbers.removed_folder(self._jobs, number) for number in numbers]
+            return self._set_aside()
+
+    def _set_aside(self) -> list[Path]:
+        paths = self._jobs.glob(f"{_REMOVED}*")
+        return sorted(path for path in paths if _is_number(path.name.removeprefix(_REMOVED)))
 
     def get(self, number: int) -> JobRecord:
-        """Return a job's record.
-
-        Raises:
-            NotFound: the job does not exist.
-            Corrupt: its record is damaged.
-        """
+        """Return a job's record."""
         with self._translate_errors():
             try:
                 submission = self._submission(number)
@@ -149,7 +180,7 @@ class Records:
     def all(self, engine: str | None = None) -> list[JobRecord]:
         """Return the records of all jobs, or of one engine's, oldest first, without unreadable ones."""
         found: list[JobRecord] = []
-        for number in job_numbers.job_numbers(self._jobs):
+        for number in self.numbers():
             with contextlib.suppress(NotFound, Corrupt, Conflict):  # see `unreadable`
                 record = self.get(number)
                 if engine in (None, record.engine):
@@ -159,7 +190,7 @@ class Records:
     def unreadable(self) -> list[str]:
         """Return why the records of some jobs cannot be read, a message for each."""
         messages: list[str] = []
-        for number in job_numbers.job_numbers(self._jobs):
+        for number in self.numbers():
             try:
                 self.get(number)
             except NotFound:
@@ -206,8 +237,6 @@ class Records:
             if found is None or _record(submission, found) != record:
                 append_state(folder, _stored(record, time.time()))
 
-    # -- requests --------------------------------------------------------------------------------------------
-
     def ask(self, number: int, kind: str, lead_s: float | None = None) -> None:
         """Add a request to a job's controller."""
         with self._translate_errors():
@@ -218,8 +247,6 @@ class Records:
         with self._translate_errors():
             found = read_requests(self._folder(record.id))
         return [one for one in found if one.id not in record.answered]
-
-    # -- files -----------------------------------------------------------------------------------------------
 
     def _folder(self, number: int) -> JobFolder:
         return job_folder(self._state, number)
@@ -249,6 +276,14 @@ class Records:
             raise
         except OSError as error:
             raise RetryLater(f"Cannot use the job records in {self._jobs}: {error}.") from error
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and len(name) <= _MAX_DIGITS
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    return sorted(int(name) for name in names if _is_number(name))
 
 
 def _submission(record: JobRecord) -> Submission:
@@ -318,14 +353,13 @@ def _status(folder: JobFolder, submission: Submission, attempt: int) -> JobStatu
 
 def _num_errors(folder: JobFolder, submission: Submission, attempt: int) -> int:
     """Return the number of earlier attempts that ended by an error of the job."""
-    policy = submission.policy
-    return sum(
-        any(
-            outcome is not None and outcome.is_failed_command and outcome.code not in policy.free_codes
-            for outcome in (_outcome(folder, number, rank) for rank in range(policy.num_nodes))
-        )
-        for number in range(1, attempt)
-    )
+    policy, failed = submission.policy, set[int]()
+    for number, rank in itertools.product(range(1, attempt), range(policy.num_nodes)):
+        with contextlib.suppress(Internal):
+            outcome = read_outcome(folder.node(number, rank).ended)
+            if outcome is not None and outcome.is_failed_command and outcome.code not in policy.free_codes:
+                failed.add(number)
+    return len(failed)
 
 
 def _newest_plan(folder: JobFolder, submission: Submission, attempt: int) -> NodeSpec | None:
@@ -335,13 +369,6 @@ def _newest_plan(folder: JobFolder, submission: Submission, attempt: int) -> Nod
             with contextlib.suppress(FileNotFoundError, Corrupt):
                 return NodeSpec.read(folder.node(number, rank).plan)
     return None
-
-
-def _outcome(folder: JobFolder, attempt: int, rank: int) -> Outcome | None:
-    try:
-        return read_outcome(folder.node(attempt, rank).ended)
-    except Internal:
-        return None
 
 
 def _final_change(folder: JobFolder) -> tuple[JobStatus, str] | None:

@@ -22,11 +22,7 @@ ENGINES = dict(zip(ENGINE_NAMES, _CLASSES, strict=True))
 
 
 def get_engine(name: str = "local") -> Engine:
-    """Return the engine with a name.
-
-    Raises:
-        InvalidInput: the name is unknown.
-    """
+    """Return the engine with a name."""
     if name not in ENGINES:
         raise InvalidInput(f"Unknown engine {name!r}. Expected one of: {', '.join(ENGINES)}.")
     module, _, kind = ENGINES[name].partition(":")
@@ -34,11 +30,7 @@ def get_engine(name: str = "local") -> Engine:
 
 
 def find_engine(number: int) -> Engine:
-    """Return the engine of a job.
-
-    Raises:
-        NotFound: the job does not exist.
-    """
+    """Return the engine of a job."""
     return get_engine(Records(state_dir()).get(number).engine)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, is_same
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
@@ -13,12 +14,9 @@ from holdfast.system import backoff
 
 MAX_BARREN = 5
 """Attempts in a row that may exit by themselves without a newer checkpoint before the job fails."""
-MAX_WAIT_S = 60.0
-"""Longest backoff between two attempts."""
-PEERS_S = 5.0
-"""Time that other nodes have to exit after one has failed, so that they can log the error too."""
-GRACE_S = 30.0
-"""Default time limit for a job's last save."""
+MAX_WAIT_S = 60.0  # longest backoff between two attempts
+PEERS_S = 5.0  # time that other nodes have to exit after one has failed, so that they can log the error too
+GRACE_S = 30.0  # default time limit for a job's last save
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,23 +202,7 @@ def advance(state: JobState, event: JobEvent, policy: RestartPolicy) -> Transiti
     """
     if state.status.is_final or _is_stale(state, event):
         return state, ()
-    if isinstance(event, ControllerStarted):
-        return _start(state) if state.status is JobStatus.PENDING else (state, ())
-    if isinstance(event, BackoffElapsed):
-        return _start(state) if state.status is JobStatus.RECOVERING and not state.is_active else (state, ())
-    if isinstance(event, NodesRunning):
-        return _nodes_run(state)
-    if isinstance(event, (NodeExited, Uploading, AttemptExited)):
-        return _end(state, event, policy)
-    if isinstance(event, NoticeReceived):
-        return _notice(state, event)
-    if isinstance(event, NoticeDelivered):
-        return _notice_delivered(state, event)
-    if isinstance(event, CancelRequested):
-        return _cancel(state, policy)
-    if isinstance(event, (StartDelayed, PredecessorFailed)):
-        return _wait_on(state, event)
-    return _controller_failed(state, event)
+    return _HANDLERS[type(event)](state, event, policy)
 
 
 def _is_stale(state: JobState, event: JobEvent) -> bool:
@@ -230,7 +212,10 @@ def _is_stale(state: JobState, event: JobEvent) -> bool:
     )
 
 
-def _start(state: JobState) -> Transition:
+def _start(state: JobState, event: ControllerStarted | BackoffElapsed, policy: RestartPolicy) -> Transition:
+    awaited = JobStatus.PENDING if isinstance(event, ControllerStarted) else JobStatus.RECOVERING
+    if state.status is not awaited or state.is_active:
+        return state, ()
     number = state.attempt + 1
     status = JobStatus.STARTING if number == 1 else JobStatus.RECOVERING
     state = dataclasses.replace(
@@ -246,7 +231,7 @@ def _start(state: JobState) -> Transition:
     return state, (StartAttempt(number),)
 
 
-def _wait_on(state: JobState, event: StartDelayed | PredecessorFailed) -> Transition:
+def _wait_on(state: JobState, event: StartDelayed | PredecessorFailed, policy: RestartPolicy) -> Transition:
     """Let a job that has not started wait on, or cancel it."""
     if state.status is not JobStatus.PENDING:
         return state, ()
@@ -254,18 +239,10 @@ def _wait_on(state: JobState, event: StartDelayed | PredecessorFailed) -> Transi
     return dataclasses.replace(state, status=status, reason=event.why), ()
 
 
-def _nodes_run(state: JobState) -> Transition:
+def _nodes_run(state: JobState, event: NodesRunning, policy: RestartPolicy) -> Transition:
     if state.status in (JobStatus.STARTING, JobStatus.RECOVERING):
         return dataclasses.replace(state, status=JobStatus.RUNNING, reason=""), ()
     return state, ()
-
-
-def _end(state: JobState, event: NodeExited | Uploading | AttemptExited, policy: RestartPolicy) -> Transition:
-    if isinstance(event, NodeExited):
-        return _node_exited(state, event, policy)
-    if isinstance(event, Uploading):
-        return _uploading(state, event, policy)
-    return _attempt_exited(state, event, policy)
 
 
 def _node_exited(state: JobState, event: NodeExited, policy: RestartPolicy) -> Transition:
@@ -290,17 +267,13 @@ def _peers_s(state: JobState, outcome: Outcome, policy: RestartPolicy) -> float:
 
 
 def _uploading(state: JobState, event: Uploading, policy: RestartPolicy) -> Transition:
-    if state.status is JobStatus.CANCELLING or not _is_done(state, policy):
+    succeeded = [one for one in state.outcomes.values() if one.is_success]
+    if state.status is JobStatus.CANCELLING or len(succeeded) < policy.num_nodes:
         return state, ()
     return dataclasses.replace(state, status=JobStatus.WINDING_DOWN, reason=event.what), ()
 
 
-def _is_done(state: JobState, policy: RestartPolicy) -> bool:
-    """Return True if every node has succeeded."""
-    return len(state.outcomes) == policy.num_nodes and all(one.is_success for one in state.outcomes.values())
-
-
-def _notice(state: JobState, event: NoticeReceived) -> Transition:
+def _notice(state: JobState, event: NoticeReceived, policy: RestartPolicy) -> Transition:
     if not state.is_active or state.status in (JobStatus.CANCELLING, JobStatus.WINDING_DOWN):
         return state, ()
     reason = f"preemption notice ({event.source})"
@@ -308,7 +281,7 @@ def _notice(state: JobState, event: NoticeReceived) -> Transition:
     return state, (SendNotice(event.lead_s, event.source), KillAttempt(event.lead_s, with_keepers=True))
 
 
-def _cancel(state: JobState, policy: RestartPolicy) -> Transition:
+def _cancel(state: JobState, event: CancelRequested, policy: RestartPolicy) -> Transition:
     if state.status is JobStatus.CANCELLING:
         return state, ()
     if not state.is_active:
@@ -317,13 +290,13 @@ def _cancel(state: JobState, policy: RestartPolicy) -> Transition:
     return state, (SendNotice(policy.grace_s, "holdfast cancel"), KillAttempt(policy.grace_s))
 
 
-def _notice_delivered(state: JobState, event: NoticeDelivered) -> Transition:
+def _notice_delivered(state: JobState, event: NoticeDelivered, policy: RestartPolicy) -> Transition:
     """Kill a cancelled job at once if none of its processes handles the notice."""
     in_vain = state.status is JobStatus.CANCELLING and not event.num_listening
     return state, (KillAttempt(0.0),) if in_vain else ()
 
 
-def _controller_failed(state: JobState, event: ControllerFailed) -> Transition:
+def _controller_failed(state: JobState, event: ControllerFailed, policy: RestartPolicy) -> Transition:
     orders = (KillAttempt(0.0),) if state.is_active else ()
     return dataclasses.replace(state, status=JobStatus.FAILED_CONTROLLER, reason=event.why), orders
 
@@ -332,41 +305,30 @@ def _controller_failed(state: JobState, event: ControllerFailed) -> Transition:
 
 
 def _attempt_exited(state: JobState, event: AttemptExited, policy: RestartPolicy) -> Transition:
-    has_advanced, lost = event.has_advanced, event.lost_uploads
+    lost = event.lost_uploads
     state = dataclasses.replace(state, is_active=False)
     if state.status is JobStatus.CANCELLING:
         return dataclasses.replace(state, status=JobStatus.CANCELLED), ()
     outcomes = {node: state.outcomes.get(node, Outcome(Phase.RUN)) for node in range(policy.num_nodes)}
     if all(one.is_success for one in outcomes.values()):
         if lost:  # the results of the work are not where they belong, so it is repeated
-            return _recover(
-                state, lost, has_advanced=has_advanced, is_barren=True, is_external=True, policy=policy
-            )
+            return _recover(state, lost, event, policy, is_barren=True, is_external=True)
         return dataclasses.replace(state, status=JobStatus.SUCCEEDED, reason=""), ()
     own = own_ends(outcomes).values()
     summary = describe_outcomes(outcomes)
     last_hung, hung = state.hung, next((one.hung for one in own if one.is_hung), "")
     state = dataclasses.replace(state, hung=hung)
-    if hung and hung == last_hung and not has_advanced:
+    if hung and hung == last_hung and not event.has_advanced:
         reason = f"the training hung twice at the same place, without a newer checkpoint: {hung}"
         return dataclasses.replace(state, status=JobStatus.FAILED, reason=reason), ()
     if any(one.diverged for one in own):  # a restart would resume in the same spike
         return dataclasses.replace(state, status=JobStatus.FAILED, reason=summary), ()
     if state.is_noticed or any(one.is_lost for one in own):
         why = _joined(state.reason if state.is_noticed else summary, lost)
-        return _recover(
-            state, why, has_advanced=has_advanced, is_barren=False, is_external=True, policy=policy
-        )
+        return _recover(state, why, event, policy, is_barren=False, is_external=True)
     if any(one.is_preempted or one.is_hung or one.unfit or one.code in policy.free_codes for one in own):
         # Nothing else limits these: a job that never reports its steps must not restart forever either.
-        return _recover(
-            state,
-            _joined(summary, lost),
-            has_advanced=has_advanced,
-            is_barren=True,
-            is_external=False,
-            policy=policy,
-        )
+        return _recover(state, _joined(summary, lost), event, policy, is_barren=True)
     why = f"{summary}: {event.cause.error}" if event.cause and event.cause.error else summary
     in_setup = any(one.phase is Phase.SETUP for one in own)
     failed = JobStatus.FAILED_SETUP if in_setup else JobStatus.FAILED
@@ -378,17 +340,12 @@ def _attempt_exited(state: JobState, event: AttemptExited, policy: RestartPolicy
         )
         return dataclasses.replace(state, status=failed, reason=reason), ()
     if state.num_errors >= policy.max_restarts:
-        return dataclasses.replace(state, status=failed, reason=why + _spent(policy)), ()
+        spent = (
+            f"; all {policy.max_restarts} restarts after errors are used up" if policy.max_restarts else ""
+        )
+        return dataclasses.replace(state, status=failed, reason=why + spent), ()
     state = dataclasses.replace(state, num_errors=state.num_errors + 1)
-    is_known = has_advanced is not None
-    return _recover(
-        state,
-        _joined(why, lost),
-        has_advanced=has_advanced,
-        is_barren=is_known,
-        is_external=False,
-        policy=policy,
-    )
+    return _recover(state, _joined(why, lost), event, policy, is_barren=event.has_advanced is not None)
 
 
 def _with_cause(state: JobState, event: AttemptExited) -> JobState:
@@ -406,26 +363,42 @@ def _joined(why: str, lost: str) -> str:
 def _recover(
     state: JobState,
     why: str,
-    *,
-    has_advanced: bool | None,
-    is_barren: bool,
-    is_external: bool,
+    event: AttemptExited,
     policy: RestartPolicy,
+    *,
+    is_barren: bool,
+    is_external: bool = False,
 ) -> Transition:
-    num_barren = 0 if has_advanced else state.num_barren + is_barren
-    num_hurried = 0 if has_advanced else state.num_hurried + 1
-    state = dataclasses.replace(state, num_barren=num_barren, num_hurried=num_hurried, reason=why)
-    if has_advanced:
+    num_barren = num_hurried = 0
+    if event.has_advanced:
         state = dataclasses.replace(state, cause=None, num_same=0)
+    else:
+        num_barren, num_hurried = state.num_barren + is_barren, state.num_hurried + 1
+    state = dataclasses.replace(state, num_barren=num_barren, num_hurried=num_hurried, reason=why)
     if is_barren and num_barren >= policy.max_barren:
         reason = (
             f"{why}; {num_barren} attempts in a row exited without a newer checkpoint, so "
             "the job is not restarted"
         )
         return dataclasses.replace(state, status=JobStatus.FAILED, reason=reason), ()
-    return dataclasses.replace(state, status=JobStatus.RECOVERING), (
-        Backoff(pause_s(num_hurried, is_external)),
-    )
+    pause = Backoff(pause_s(num_hurried, is_external))
+    return dataclasses.replace(state, status=JobStatus.RECOVERING), (pause,)
+
+
+_HANDLERS: Mapping[type[JobEvent], Callable[[JobState, Any, RestartPolicy], Transition]] = {
+    ControllerStarted: _start,
+    BackoffElapsed: _start,
+    NodesRunning: _nodes_run,
+    NodeExited: _node_exited,
+    Uploading: _uploading,
+    AttemptExited: _attempt_exited,
+    NoticeReceived: _notice,
+    NoticeDelivered: _notice_delivered,
+    CancelRequested: _cancel,
+    StartDelayed: _wait_on,
+    PredecessorFailed: _wait_on,
+    ControllerFailed: _controller_failed,
+}
 
 
 def pause_s(num_hurried: int, is_external: bool) -> float:
@@ -459,9 +432,3 @@ def exit_status(state: JobState) -> int:
     if first is None or first.is_lost:
         return 1
     return first.code or 128 + (first.killed_by or 0)
-
-
-def _spent(policy: RestartPolicy) -> str:
-    if not policy.max_restarts:
-        return ""
-    return f"; all {policy.max_restarts} restarts after errors are used up"

@@ -101,14 +101,12 @@ class Timers:
             until = now_unix_s + order.lead_s
             return dataclasses.replace(self, notice_until_unix_s=until, notice_source=order.source)
         if isinstance(order, KillAttempt):
-            return self._with_kill(order, now_unix_s + order.after_s)
+            at_unix_s = now_unix_s + order.after_s
+            if self.kill_unix_s is not None and self.kill_unix_s <= at_unix_s:
+                return self  # an earlier deadline is set
+            return dataclasses.replace(self, kill_unix_s=at_unix_s, kill_keepers=order.with_keepers)
         assert isinstance(order, Backoff)
         return Timers(wake_unix_s=now_unix_s + order.seconds)
-
-    def _with_kill(self, order: KillAttempt, at_unix_s: float) -> Timers:
-        if self.kill_unix_s is not None and self.kill_unix_s <= at_unix_s:
-            return self  # an earlier deadline is set
-        return dataclasses.replace(self, kill_unix_s=at_unix_s, kill_keepers=order.with_keepers)
 
     def next_unix_s(self) -> float | None:
         """Return the next deadline, or None."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.engine import UnsupportedKey
-from holdfast.jobs.node.mounts.private_links import private_mounts, private_note
+from holdfast.jobs.node.mounts.mount_records import private_mounts, private_note
 from holdfast.jobs.task.model import Task
 
 _NO_VOLUMES = "no volumes are created; kept for other engines"
@@ -42,6 +42,10 @@ CHOICE_KEYS = tuple(
 )
 """Keys that choose a machine."""
 IMAGE = "resources.image_id"
+_IN_PLACE = "this file itself: it is there already, so that changes of the job remain"
+_CACHED = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
+_NO_BASHRC = "~/.bashrc is not read by commands, and keeps what is written; set variables in envs or run"
+_OWN_PACKAGES = "`uv pip` sees only the job's own packages, and may install others again; pip sees all"
 
 
 _BASHRC = re.compile(r">\s*[\"']?(?:~|\$HOME|\$\{HOME\})/\.(?:bashrc|bash_profile|profile)\b")
@@ -72,53 +76,29 @@ def find_on_machines(
         bucket: what replaces a bucket without a URL.
     """
     found = [one for one in find_unsupported_keys(task, table) if task.image is None or one.key != IMAGE]
-    found += [*further, *_mounts_in_place(task), *_cache_settings(task), *_shell_differences(task)]
-    found += [
-        UnsupportedKey(f"file_mounts.{one.target}", one.line, f"{bucket} replaces the bucket {one.bucket!r}")
-        for one in task.file_mounts
-        if one.source is None and one.bucket
-    ]
-    found += [
-        UnsupportedKey(f"file_mounts.{one.target}", one.line, private_note()) for one in private_mounts(task)
-    ]
+    found += [*further, *_shell_differences(task)]
+    private = list(private_mounts(task))
+    for mount in task.file_mounts:
+        key, line = f"file_mounts.{mount.target}", mount.line
+        if mount.is_in_place:
+            found.append(UnsupportedKey(key, line, _IN_PLACE))
+        if (mount.spec.get("config") or {}).get("mount_cached"):
+            cached = f"{key}.config.mount_cached"
+            found.append(UnsupportedKey(cached, task.lines.get(cached, line), _CACHED))
+        if mount.source is None and mount.bucket:
+            found.append(UnsupportedKey(key, line, f"{bucket} replaces the bucket {mount.bucket!r}"))
+        if mount in private:
+            found.append(UnsupportedKey(key, line, private_note()))
     return sorted(found, key=lambda found_key: found_key.line)
 
 
-def _mounts_in_place(task: Task) -> list[UnsupportedKey]:
-    """Return the mounts whose files are at their path already. They are neither copied nor linked."""
-    what = "this file itself: it is there already, so that changes of the job remain"
-    return [
-        UnsupportedKey(f"file_mounts.{mount.target}", mount.line, what)
-        for mount in task.file_mounts
-        if mount.is_in_place
-    ]
-
-
-def _cache_settings(task: Task) -> list[UnsupportedKey]:
-    """Return the settings of rclone's cache. Only the limit is used."""
-    keys = {mount.target: f"file_mounts.{mount.target}.config.mount_cached" for mount in task.file_mounts}
-    what = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
-    return [
-        UnsupportedKey(keys[mount.target], task.lines.get(keys[mount.target], mount.line), what)
-        for mount in task.file_mounts
-        if (mount.spec.get("config") or {}).get("mount_cached")
-    ]
-
-
-def _shell_differences(task: Task) -> list[UnsupportedKey]:
-    """Return the differences of the shell that commands of `setup` and `run` depend on."""
-    return [
-        UnsupportedKey(key, task.lines.get(key, 1), what)
-        for key, text in (("setup", task.setup), ("run", task.run))
-        for what in _differences(text, is_in_image=task.image is not None)
-    ]
-
-
-def _differences(text: str, *, is_in_image: bool) -> Iterator[str]:
-    if _BASHRC.search(text):
-        yield "~/.bashrc is not read by commands, and keeps what is written; set variables in envs or run"
-    if not is_in_image and _UV_PIP.search(text):
-        yield "`uv pip` sees only the job's own packages, and may install others again; pip sees all"
+def _shell_differences(task: Task) -> Iterator[UnsupportedKey]:
+    """Yield the differences of the shell that commands of `setup` and `run` depend on."""
+    for key, text in (("setup", task.setup), ("run", task.run)):
+        if _BASHRC.search(text):
+            yield UnsupportedKey(key, task.lines.get(key, 1), _NO_BASHRC)
+        if task.image is None and _UV_PIP.search(text):
+            yield UnsupportedKey(key, task.lines.get(key, 1), _OWN_PACKAGES)
 
 
 def value_at(document: Mapping[str, Any], key: str) -> Any:

@@ -12,9 +12,8 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.containers import node_container
-from holdfast.jobs.node.containers.image_spec import ImageSpec, make_image_spec
-from holdfast.jobs.node.containers.runtime import ContainerRuntime
-from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, write_mount_specs
+from holdfast.jobs.node.containers.lease import ContainerRuntime, ImageSpec, make_image_spec
+from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, write_mount_specs
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import qualified
 from holdfast.jobs.task.parser import Overrides, parse_task

@@ -13,7 +13,7 @@ from fault_proxy import FaultProxy
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.mount_spec import caches
+from holdfast.jobs.node.mounts.mount_records import caches
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.writeback import status_of
 from jobs.bucket import SAVES, Bucket

@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs import describe
-from holdfast.jobs.node.mounts import validation
-from holdfast.jobs.node.mounts.private_links import private_note
+from holdfast.jobs.node.mounts import mount_plan
+from holdfast.jobs.node.mounts.mount_records import private_note
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 from jobs.harness import JobHarness, needs_namespaces
@@ -160,7 +160,7 @@ def test_a_target_is_private_by_the_path_that_it_means(harness: JobHarness) -> N
 def test_without_namespaces_it_is_refused_at_the_launch(
     harness: JobHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation, "why_unavailable", lambda: "[Errno 1] Operation not permitted")
+    monkeypatch.setattr(mount_plan, "why_unavailable", lambda: "[Errno 1] Operation not permitted")
     with pytest.raises(Unsupported, match=r"not possible on this machine.*Choose a path below ~"):
         refused(harness, TARGET)
     assert not harness.engine.jobs()

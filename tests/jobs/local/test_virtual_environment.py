@@ -232,7 +232,7 @@ def test_training_imports_holdfast_and_a_launch_in_a_job_runs_outside_of_it(harn
     python = shlex.quote(str(Path(sys.executable).parent / "python3"))
     code = """
     import sys, holdfast, torch
-    from holdfast.jobs.node.parent_python import own_python
+    from holdfast.jobs.node.virtual_environment import own_python
     print("imported", holdfast.__file__, sys.prefix)
     print("outside", own_python())
     """

@@ -14,7 +14,8 @@ import pytest
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node import copies
-from holdfast.jobs.node.workdir import copy_without_ignored, ignored_paths
+from holdfast.jobs.node.copies import copy_tree
+from holdfast.jobs.node.workdir import ignored_paths, left_out_of_workdir
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 
@@ -66,7 +67,7 @@ def test_what_git_ignores_is_not_copied(tmp_path: Path) -> None:
     git(work, "init", "--quiet")
     git(work, "add", "-f", "tracked/log")
     (work / ".git" / "info" / "exclude").write_text("inner\n")
-    copy_without_ignored(work, tmp_path / "copy", job_folder(tmp_path / "state", 1))
+    copy_tree(work, tmp_path / "copy", left_out_of_workdir(work, job_folder(tmp_path / "state", 1)))
     found = {path.relative_to(tmp_path / "copy").as_posix() for path in (tmp_path / "copy").rglob("*")}
     assert {"a", "deep/kept", "tracked/log", ".gitignore"} <= found, "what is tracked is copied all the same"
     assert not {"data", "deep/x", "sub/inner"} & found
@@ -181,7 +182,7 @@ def test_holes_of_a_file_stay_holes(
     _hollow(source / "hollow")
     put(source, small="text", empty="")
     (source / "small").chmod(0o750)
-    copy_without_ignored(source, copy, job_folder(tmp_path / "state", 1))
+    copy_tree(source, copy, left_out_of_workdir(source, job_folder(tmp_path / "state", 1)))
     status = (copy / "hollow").stat()
     assert status.st_size == 1 << 30
     assert status.st_blocks * 512 < 1 << 20

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.jobs.machines.judgement import MAX_CHANCE, MIN_LOST, NodeStanding, judge, stratified_tail
 from holdfast.jobs.machines.record import MachineEvent
-from holdfast.jobs.slurm.left_out import choose_excluded
+from holdfast.jobs.slurm.commands import choose_excluded
 
 
 def event(

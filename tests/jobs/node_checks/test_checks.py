@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +28,6 @@ from holdfast.jobs.node.checks.gate import (
     check_memory,
     check_products,
     compare_copy,
-    exact_product,
     make_plan,
     numpy_products,
     python_products,
@@ -158,6 +159,14 @@ def test_a_copy_that_differs_is_wrong() -> None:
     found = compare_copy(bytes(1000), copy, {})
     assert found.is_wrong
     assert "from byte 10 on" in found.trouble
+
+
+def exact_product(size: int, dtype: str) -> bytes:
+    """Return a product that is computed with Python's integers."""
+    left, right = (gate.elements(size, gate.GREATEST[dtype], seed) for seed in (1, 2))
+    rows, columns = [left[n * size :][:size] for n in range(size)], [right[n::size] for n in range(size)]
+    sums = [sum(map(operator.mul, row, column)) for row in rows for column in columns]
+    return struct.pack(f"<{len(sums)}q", *sums)
 
 
 @pytest.mark.parametrize("key", [(192, "float32"), (40, "float64")])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.slurm.engine import Script, SlurmEngine, unsupported_keys
+from holdfast.jobs.slurm.engine import SlurmEngine, batch_script, unsupported_keys
 from holdfast.jobs.slurm.options import grace_s, wanted_options
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import Task
@@ -74,7 +74,7 @@ def task(text: str) -> Task:
 
 def test_the_script_contains_all_options() -> None:
     asked = task(FULL)
-    script = Script(
+    script = batch_script(
         asked.name,
         "task-id",
         asked.num_nodes,
@@ -86,15 +86,17 @@ def test_the_script_contains_all_options() -> None:
             "controller",
             "/shared/jobs/3",
         ),
-        "/shared/jobs/3",
-        "/shared/jobs/3/slurm.log",
+        folder="/shared/jobs/3",
+        output="/shared/jobs/3/slurm.log",
     )
-    assert script.text() == SCRIPT
+    assert script == SCRIPT
     assert grace_s(wanted_options(asked)) == 300.0
 
 
 def test_names_with_spaces_are_quoted() -> None:
-    script = Script("my job's", "id", 1, {}, ("/a b/python", "controller", "/c d"), "/c d", "/c d/log").text()
+    script = batch_script(
+        "my job's", "id", 1, {}, ("/a b/python", "controller", "/c d"), folder="/c d", output="/c d/log"
+    )
     assert """#SBATCH --job-name='my job'"'"'s'""" in script
     assert "#SBATCH --chdir='/c d'" in script
     assert "'/a b/python' controller '/c d' &" in script
@@ -110,7 +112,9 @@ def fake_controller(folder: Path, body: str, state: str = "RUNNING") -> Path:
     for path in (controller, scontrol, squeue):
         path.chmod(0o755)
     script = folder / "sbatch.sh"
-    script.write_text(Script("n", "id", 1, {}, (str(controller),), str(folder), str(folder / "log")).text())
+    script.write_text(
+        batch_script("n", "id", 1, {}, (str(controller),), folder=str(folder), output=str(folder / "log"))
+    )
     return script
 
 

@@ -12,7 +12,7 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.slurm.commands import Queued, current_state
-from holdfast.jobs.slurm.job_files import JobFiles, NodeUploads, SlurmJobState, SubmittedJob
+from holdfast.jobs.slurm.job_files import JobFiles, NodeUploads, SlurmJobState
 from holdfast.jobs.slurm.messages import (
     EndUploads,
     Inbox,
@@ -31,7 +31,7 @@ from holdfast.jobs.slurm.messages import (
     UploadsEnded,
     write,
 )
-from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 
 RAN = JobState(JobStatus.RUNNING, attempt=1, is_active=True)
@@ -114,11 +114,7 @@ def test_messages_are_parsed_however_the_bytes_are_split(messages: list[Message]
 
 def test_the_files_of_a_job_are_read_back_as_written(tmp_path: Path) -> None:
     files = JobFiles(JobFolder(tmp_path))
-    job = SubmittedJob(
-        3, "n", "id", 2, 8, True, "me", RestartPolicy(2, 1, frozenset({33}), grace_s=9.0), {"A": "b"}
-    )
-    files.write_job(job)
-    assert files.read_job() == job
+    files.create()
     assert files.read_state() == SlurmJobState()
     uploads = {0: NodeUploads("n1", "/x", "1 left out", is_settled=True), 1: NodeUploads("n2", "/x")}
     state = SlurmJobState(RAN, 2, "17", 5, 1, 0, ("n1", "n2"), ("n3",), uploads, 1.0, None)

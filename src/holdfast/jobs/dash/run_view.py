@@ -12,7 +12,7 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import NotFound, redact
-from holdfast.jobs.node_checks import read_node_checks
+from holdfast.jobs.description import read_node_checks
 from holdfast.watch.report.figures.curves import curves
 from holdfast.watch.report.kept_readings import KeptReadings
 from holdfast.watch.report.page import headline, make_page

@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
-from holdfast.jobs.conda import conda_start
-from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file
+from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file, conda_start
 from holdfast.jobs.k8s.pod_config import (
     affinity,
     gpu_choice,

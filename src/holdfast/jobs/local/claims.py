@@ -15,7 +15,6 @@ from pathlib import Path
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
-from holdfast.jobs.job_numbers import job_numbers
 from holdfast.jobs.node.roles import rouse_controller
 from holdfast.jobs.node_spec import NodeSpec
 from holdfast.jobs.record_files import JobSpec
@@ -25,12 +24,10 @@ from holdfast.system.host_memory import total_bytes
 from holdfast.system.linux import locks
 from holdfast.system.units import plural
 
-Devices = tuple[tuple[str, ...], ...]
-"""GPUs of each node of a job, by rank."""
+Devices = tuple[tuple[str, ...], ...]  # GPUs of each node of a job, by rank
 
 _GIB_MIB = 1024
-_ROUNDING = 1e-6
-"""Tolerance of sums of parts of CPUs."""
+_ROUNDING = 1e-6  # tolerance of sums of parts of CPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +98,9 @@ def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Itera
         if shortage:
             shortages[demand.job] = shortage
         else:
-            given[demand.job] = _by_node(gpus, demand)
+            each, ranks = demand.gpus_per_node, range(demand.num_nodes)
+            given[demand.job] = tuple(tuple(gpus[rank * each : (rank + 1) * each]) for rank in ranks)
     return Allocation(given, shortages)
-
-
-def _by_node(gpus: Sequence[str], demand: Demand) -> Devices:
-    each = demand.gpus_per_node
-    return tuple(tuple(gpus[rank * each : (rank + 1) * each]) for rank in range(demand.num_nodes))
 
 
 class _Machine:
@@ -128,17 +121,13 @@ class _Machine:
             users |= {one.job for one in self._taken if set(one.gpus) & set(demand.devices)}
         cpus, memory_mib = self._needs(demand)
         if cpus > self._free_cpus() + _ROUNDING:
-            needs.append(f"{_cpus(cpus)} ({self._free_cpus():g} free)")
+            needs.append(f"{cpus:g} CPU{'' if cpus == 1 else 's'} ({self._free_cpus():g} free)")
             users |= {one.job for one in self._taken if one.cpus}
         if memory_mib > self._free_memory_mib():
             needs.append(f"{_amount(memory_mib)} of memory ({_amount(self._free_memory_mib())} free)")
             users |= {one.job for one in self._taken if one.memory_mib}
-        needs += [
-            f"port {port} of job {one.job}"
-            for port in demand.ports
-            for one in self._taken
-            if port in one.ports
-        ]
+        for port in demand.ports:
+            needs += [f"port {port} of job {one.job}" for one in self._taken if port in one.ports]
         return f"waits for {' and '.join(needs)}{self._who(users)}" if needs else ""
 
     def take(self, demand: Demand, *, is_waiting: bool) -> list[str]:
@@ -177,38 +166,31 @@ def _jobs(numbers: Sequence[int]) -> str:
     return f"{'job' if len(numbers) == 1 else 'jobs'} {', '.join(map(str, numbers))}"
 
 
-def _cpus(number: float) -> str:
-    return f"{number:g} CPU{'' if number == 1 else 's'}"
-
-
 def _amount(mib: int) -> str:
     """Return an amount of memory, rounded down to a tenth of a GiB."""
     return f"{mib} MiB" if mib < _GIB_MIB else f"{mib * 10 // _GIB_MIB / 10:g} GiB"
 
 
-_LOCK = "claims.lock"
-"""File whose lock is held while a job takes its claim. Its contents mean nothing."""
+_LOCK = "claims.lock"  # file whose lock is held while a job takes its claim. Its contents mean nothing
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """Claims of all jobs on this machine, and the jobs that wait for theirs.
+    """Claims of all jobs on this machine, and the jobs that wait for theirs."""
 
-    Attributes:
-        holders: jobs that have started and not ended, whatever they need.
-        allocation: jobs that may start now, and why the others wait.
-        ports: ports of the jobs that have started, and those that waiting ones name.
-    """
-
-    holders: tuple[int, ...] = ()
+    holders: tuple[int, ...] = ()  # jobs that have started and not ended, whatever they need
     allocation: Allocation = field(default_factory=Allocation)
-    ports: frozenset[int] = frozenset()
+    ports: frozenset[int] = frozenset()  # of the jobs that have started, and those that waiting ones name
 
     @property
     def leading(self) -> tuple[int, ...]:
         """Jobs that may start now, and the first of those that wait. Only these need a controller."""
         return (*self.allocation.given, *list(self.allocation.shortages)[:1])
+
+    def is_behind(self, number: int) -> bool:
+        """Return True if a job waits behind another one, and needs no controller for now."""
+        return bool(self.shortage(number)) and number not in self.leading
 
     def shortage(self, number: int) -> str:
         """Return why a job waits, for people. Empty if it may start, or needs nothing."""
@@ -254,7 +236,7 @@ def read_claims(records: Records, state: Path) -> Claims:
     """Return the claims of all jobs that have not ended, from their records."""
     found: dict[int, JobRecord] = {}
     claims: list[ResourceClaim] = []
-    for number in job_numbers(jobs_folder(state)):
+    for number in records.numbers():
         try:
             record = records.get(number)
         except NotFound:
@@ -277,11 +259,7 @@ def read_claims(records: Records, state: Path) -> Claims:
 
 
 def lead_on(records: Records, state: Path, *, besides: int | None = None) -> None:
-    """Wake or start the controllers of the leading jobs.
-
-    Args:
-        besides: job whose controller calls this.
-    """
+    """Wake or start the controllers of the leading jobs, besides the job that calls this."""
     for number in read_claims(records, state).leading:
         if number != besides:
             rouse_controller(job_folder(state, number))
@@ -327,8 +305,7 @@ def read_capacity() -> Capacity:
 
 
 _FIRST = 20_000
-_NUM_PORTS = 10_000
-"""Range of chosen ports. It is below those that Linux gives to outgoing connections."""
+_NUM_PORTS = 10_000  # range of chosen ports. It is below those that Linux gives to outgoing connections
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _OPTION = re.compile(r"--(?:master|main[-_]process)[-_]port[ =]+[\"']?(\d{2,5})\b")
 _ENDPOINT = re.compile(r"--rdzv[-_]endpoint[ =][^\n]*?:(\d{2,5})\b")
@@ -356,7 +333,6 @@ def choose_port(folder: Path, taken: Collection[int]) -> int:
     Args:
         folder: folder of the job. The search begins at its hash: jobs of other users, whose ports are not in
             `taken`, may not listen yet.
-        taken: ports of other jobs in the same state folder.
     """
     start = zlib.crc32(os.fsencode(folder))
     for offset in range(_NUM_PORTS):

@@ -6,8 +6,9 @@ import dataclasses
 import os
 import select
 import signal
-import traceback
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -21,8 +22,13 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.lease import Teardown
-from holdfast.jobs.node.mounts.mount_spec import caches
-from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, remove_links, visible_links
+from holdfast.jobs.node.mounts.mount_records import (
+    caches,
+    create_links,
+    link_user,
+    remove_links,
+    visible_links,
+)
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.record_files import JobRequest
@@ -49,12 +55,9 @@ from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 
-_UNKNOWN_S = 0.05
-"""Interval for checking a process that is about to write or to exit."""
-_AGAIN_S = 1.0
-"""Interval for checking whether all killed processes are gone."""
-_OTHERS_S = 5.0
-"""Interval for checking the jobs that this one waits for, whose end wakes this controller too."""
+_UNKNOWN_S = 0.05  # interval for checking a process that is about to write or to exit
+_AGAIN_S = 1.0  # interval for checking whether all killed processes are gone
+_OTHERS_S = 5.0  # interval for checking the jobs that this one waits for, whose end wakes this controller too
 
 
 def supervise(state: Path, number: int) -> bool:
@@ -65,14 +68,19 @@ def supervise(state: Path, number: int) -> bool:
 
     Blocks: until the job has ended, or waits behind another one.
     """
+    records, folder = Records(state), job_folder(state, number)
     try:
-        return _supervise(Records(state), job_folder(state, number), number)
-    except (NotFound, Corrupt, Conflict) as error:
-        _log.error("job %s: controller stopped: %s", number, error)  # its nodes continue
-    except RetryLater as error:
-        # The records or a disk failed. Running nodes continue, and the next command starts a new controller.
+        with closing(LocalController(records, folder, records.get(number))) as controller:
+            controller.serve_or_give_up(RetryLater)
+        if controller.has_ended:
+            _clean_up(records, folder, number)
+            lead_on(records, state)
+    except (NotFound, Corrupt, Conflict, RetryLater) as error:
+        # The record is damaged, or a disk failed. Running nodes continue, and the next command starts a new
+        # controller.
         _log.error("job %s: controller stopped: %s", number, error)
-    return False
+        return False
+    return controller.is_idle
 
 
 def resume_if_due(state: Path, number: int) -> None:
@@ -85,30 +93,8 @@ def resume_if_due(state: Path, number: int) -> None:
         _log.error("job %s: %s", number, error)  # the next command looks again
 
 
-def _supervise(records: Records, folder: JobFolder, number: int) -> bool:
-    controller = LocalController(records, folder, records.get(number))
-    try:
-        controller.serve()
-    except RetryLater:
-        raise
-    except Exception as error:  # noqa: BLE001 - reported in the log and as the job's status
-        traceback.print_exc()
-        why = f"{error if isinstance(error, HoldfastError) else repr(error)} (see {folder.controller_log})"
-        controller.give_up(why)
-    finally:
-        controller.close()
-    if controller.has_ended:
-        _clean_up(records, folder, number)
-        lead_on(records, folder.path.parents[1])
-    return controller.is_idle
-
-
 def cancel_without_controller(records: Records, folder: JobFolder, number: int) -> bool:
-    """Cancel a job that has not started and has no controller. Return True if it was one.
-
-    Raises:
-        HoldfastError: its record cannot be read or written.
-    """
+    """Cancel a job that has not started and has no controller. Return True if it was one."""
     lock = locks.acquire(folder.lock)
     if lock is None:
         return False
@@ -116,11 +102,8 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
         if records.get(number).job_state.status is not JobStatus.PENDING:
             return False
         records.ask(number, "cancel", None)
-        controller = LocalController(records, folder, records.get(number))
-        try:
+        with closing(LocalController(records, folder, records.get(number))) as controller:
             controller.answer_requests()
-        finally:
-            controller.close()
         if controller.has_ended:
             _clean_up(records, folder, number)
         return controller.has_ended
@@ -131,11 +114,11 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
 def _clean_up(records: Records, folder: JobFolder, number: int) -> None:
     """Remove what a running job needs, and let the next job of its pipeline proceed."""
     remove_links(folder)
-    for clean in (release_containers, remove_secrets):
-        try:
-            clean(folder)
-        except OSError as error:  # the next command tries again
-            _log.error("cannot complete the end of the job in %s: %s", folder.path, error)
+    try:
+        release_containers(folder)
+    except OSError as error:  # the next command tries again
+        _log.error("cannot release the containers of the job in %s: %s", folder.path, error)
+    remove_secrets(folder)
     _wake_successors(records, folder, number)
     if caches(folder):
         # Here, because it takes as long to import as all else, and most jobs do not need it.
@@ -147,9 +130,8 @@ def _clean_up(records: Records, folder: JobFolder, number: int) -> None:
 def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:
     """Wake the controllers of the jobs after this one, or start them."""
     for record in records.successors(number):
-        successor = job_folder(folder.path.parents[1], record.id)
         if not record.job_state.status.is_final:
-            rouse_controller(successor)
+            rouse_controller(job_folder(folder.path.parents[1], record.id))
 
 
 class LocalController(Controller):
@@ -167,13 +149,12 @@ class LocalController(Controller):
             step_before=record.step_before,
             clock=JobClock(record.clock),
         )
-        self._is_terminated = False
+        self._is_terminated = False  # this machine or process is to end: another controller continues
         self._is_next = False  # the job before this one has ended, but its controller is still running
         self.is_idle = False
         """True if the job waits for its claim behind another one, and needs no controller for now."""
         self._needs_claim = not demand(record.id, record.spec).is_empty
-        self._nodes = self._new_nodes()
-        self._teardown = Teardown(folder, self.state.attempt)
+        self._watch_attempt()
         self._wakeup = WakeupPipe(folder.wakeup)
 
     def close(self) -> None:
@@ -189,7 +170,7 @@ class LocalController(Controller):
     @override
     def _begin(self) -> None:
         adopt_orphans()
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_terminated", True))
         signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)  # a signal wakes the loop too
         if not self._is_waiting:
             self._apply(ControllerStarted())
@@ -280,12 +261,12 @@ class LocalController(Controller):
     @override
     def _prepare_attempt(self) -> None:
         self._nodes.close()
-        self._nodes = self._new_nodes()
-        self._teardown = Teardown(self._folder, self.state.attempt)
+        self._watch_attempt()
 
-    def _new_nodes(self) -> Nodes:
-        record = self._record
-        return Nodes(self._folder, record.task_id, self.state.attempt, record.spec.num_nodes)
+    def _watch_attempt(self) -> None:
+        record, attempt = self._record, self.state.attempt
+        self._nodes = Nodes(self._folder, record.task_id, attempt, record.spec.num_nodes)
+        self._teardown = Teardown(self._folder, attempt)
 
     # -- actions ---------------------------------------------------------------------------------------------
 
@@ -299,7 +280,7 @@ class LocalController(Controller):
         state = self._folder.path.parents[1]
         create_links(
             visible_links(self._folder),
-            is_in_use=lambda target: is_link_used(self._records, self._folder, target),
+            is_in_use=partial(link_user, self._records, self._folder),
             is_of_job=lambda path: path.is_relative_to(state),
         )
         self._nodes.start(make_specs(self._record, self.state, self._folder))
@@ -327,10 +308,6 @@ class LocalController(Controller):
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def _on_sigterm(self, *_: object) -> None:
-        """Note that this machine shuts down, or that this process is to end. Another controller continues."""
-        self._is_terminated = True
-
     @override
     def _receive_signals(self) -> None:
         self._wakeup.clear()
@@ -357,18 +334,13 @@ class LocalController(Controller):
                 yield Uploading(attempt, missing)
 
     def _upload_until_unix_s(self) -> float | None:
-        """Return the deadline for uploads of the attempt. None: wait without limit.
-
-        A job is only complete once its files are uploaded. A job that is restarted keeps its files on this
-        machine, and waits only as long as the machine is expected to exist. A cancelled job uploads in the
-        background.
-        """
+        """Return the deadline for uploads of the attempt. None: wait without limit."""
         if self.state.status is JobStatus.CANCELLING:
-            return 0.0
+            return 0.0  # it uploads in the background
         is_complete = all(one.is_success for one in self.state.outcomes.values())
         until_unix_s = self._timers.notice_until_unix_s
         if is_complete or until_unix_s is None:
-            return None if is_complete else 0.0
+            return None if is_complete else 0.0  # a job that is restarted keeps its files on this machine
         return self._clock.machine_unix_s(until_unix_s)
 
     @override

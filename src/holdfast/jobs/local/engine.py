@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import getpass
 import os
 import re
-import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.errors import HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.errors import HoldfastError, NotFound, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey, each
-from holdfast.jobs.environment import JobPipeline, create_task_id
-from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.local.claims import Claims, fixed_ports, lead_on, may_need_claim, needs_port, read_claims
 from holdfast.jobs.local.controller import cancel_without_controller
-from holdfast.jobs.node.containers.image_spec import make_image_spec, write_image_spec
-from holdfast.jobs.node.containers.lease import release_containers
-from holdfast.jobs.node.containers.runtime import find_runtime
+from holdfast.jobs.node.containers.lease import find_runtime, make_image_spec, release_containers
 from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
-from holdfast.jobs.node.mounts.validation import validate, validate_sources
-from holdfast.jobs.node.preparation import prepare
+from holdfast.jobs.node.mounts.mount_plan import validate
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.node_spec import Environment
-from holdfast.jobs.notifications.outbox import write_plan
 from holdfast.jobs.record_files import JobSpec, Submission
-from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
-from holdfast.jobs.records import JobRecord, Records
-from holdfast.jobs.state_machine import RestartPolicy
+from holdfast.jobs.recorded import NodeEngine, check_active, no_process
+from holdfast.jobs.records import JobRecord
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import docker_image, in_image
-from holdfast.jobs.task.model import Task, TaskFile
+from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import is_of_earlier_boot
 from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
@@ -47,6 +36,10 @@ from holdfast.system.units import plural
 _HAS_NODES = frozenset({JobStatus.STARTING, JobStatus.RUNNING})
 _RESTARTED = "this machine was restarted"
 _DEVICES = Path("/dev")
+_OF_OUTER_JOB = frozenset(
+    {"HOLDFAST_NODE", "HOLDFAST_JOB", "HOLDFAST_ATTEMPT", "HOLDFAST_PROGRESS", NOTIFY, NOTIFY_ON}
+)
+"""Variables of a job that launches another one, which are not its own."""
 _CHOICE = "ignored: there is no choice of machines; kept for other engines"
 _ALTERNATIVES = (
     "no choice of machines; SKYPILOT_NUM_GPUS_PER_NODE is the greatest number of GPUs in any of them"
@@ -71,95 +64,59 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 }
 
 
-class LocalEngine(RecordedEngine):
+class LocalEngine(NodeEngine):
     """Engine that runs jobs on this machine. See `RecordedEngine` for its arguments."""
 
     name = "local"
     can_notify = True
     is_here = True
 
-    # -- submission ------------------------------------------------------------------------------------------
-
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        return unsupported_keys(_in_image(task))
-
-    @override
-    def render(self, task: Task) -> list[str]:
-        return []
+        return find_on_machines(self._in_image(task), _UNSUPPORTED_KEYS, bucket="a folder of this machine")
 
     @override
     def check(self, task: Task) -> None:
         _check_gpus(task, visible_gpus())
         check_workdir(task)
-        validate(_in_image(task), self._state)
+        validate(self._in_image(task), self._state)
 
     @override
-    def submit(self, task: Task) -> Job:
-        (job,) = self.submit_file(TaskFile(task.name, (task,), task.path))
-        return job
+    def _in_image(self, task: Task) -> Task:
+        image = docker_image(task)
+        return task if image is None or find_runtime() is None else in_image(task, image)
 
     @override
-    def submit_file(self, file: TaskFile) -> list[Job]:
-        self.check_file(file)
-        file = dataclasses.replace(file, tasks=tuple(_in_image(task) for task in file.tasks))
-        for task in file.tasks:
-            validate_sources(task, self._state)
-        records = self._records()
-        folders: list[JobFolder] = []  # created just now, so they may be removed
-        try:
-            for _ in file.tasks:
-                folders.append(job_folder(self._state, records.reserve()))  # noqa: PERF401 - each to be removed
-            submissions = self._submissions(file, [int(folder.path.name) for folder in folders])
-            first, task_ids = submissions[0].number, tuple(one.task_id for one in submissions)
-            pipeline = JobPipeline(first, task_ids) if file.is_pipeline else None
-            for task, folder, one in zip(file.tasks, folders, submissions, strict=True):
-                self._prepare(task, folder, records, pipeline)
-                _write_image(task, folder, one.task_id)
-                write_plan(folder, task.subscription, one)
-        except BaseException:
-            for folder in folders:
-                shutil.rmtree(folder.path, ignore_errors=True)
-            raise
-        records.complete_all(submissions)
-        start_controller(folders[0])
-        return self._current([records.get(one.number) for one in submissions])
+    def _spec(self, task: Task, after: int | None) -> JobSpec:
+        commands = f"{task.setup}\n{task.run}"
+        return dataclasses.replace(
+            super()._spec(task, after),
+            devices=tuple(visible_gpus()),
+            cpus=task.cpus,
+            memory_mib=task.memory_mib,
+            priority=task.priority,
+            ports=fixed_ports(commands, {**task.envs, **task.secrets}),
+            needs_port=needs_port(commands, task.num_nodes),
+        )
 
-    def _submissions(self, file: TaskFile, numbers: list[int]) -> list[Submission]:
-        """Return the submissions to record, one per task."""
-        now_s = time.time()
-        found: list[Submission] = []
-        for position, (task, number) in enumerate(zip(file.tasks, numbers, strict=True)):
-            policy = RestartPolicy(
-                task.num_nodes,
-                task.recovery.max_restarts,
-                task.recovery.free_codes,
-                max_same=max_same(task.envs),
-            )
-            name = f"{file.name}_{task.name}" if file.is_pipeline else task.name
-            task_id = create_task_id(name, numbers[0], now_s, position)
-            spec = _spec(task, numbers[position - 1] if position else None)
-            found.append(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
-        return found
+    @override
+    def _user_variables(self) -> dict[str, str]:
+        return {
+            name: value
+            for name, value in os.environ.items()
+            if name not in _OF_OUTER_JOB and not name.startswith("SKYPILOT_")
+        }
 
-    def _prepare(self, task: Task, folder: JobFolder, records: Records, pipeline: JobPipeline | None) -> None:
-        """Write all files that a job needs.
+    @override
+    def _complete(self, task: Task, folder: JobFolder, submission: Submission) -> None:
+        if task.image is not None and (runtime := find_runtime()) is not None:
+            has_gpus = task.accelerators.num_per_node > 0 and bool(visible_gpus())
+            spec = make_image_spec(folder, runtime, task.image, submission.task_id, has_gpus=has_gpus)
+            write_document(folder.image, spec)
 
-        Raises:
-            HoldfastError: a file cannot be written, or would be wrong.
-        """
-        try:
-            prepare(task, folder, records, self._state)
-            variables = {**task.envs, **task.secrets}
-            write_document(folder.environment, Environment(_base_environment(), variables, pipeline))
-        except HoldfastError:
-            raise  # some of them are an OSError too
-        except (OSError, shutil.Error) as error:
-            raise RetryLater(
-                f"Cannot prepare the job in {folder.path}: {error}. Nothing was started."
-            ) from error
-
-    # -- status ----------------------------------------------------------------------------------------------
+    @override
+    def _start(self, task: Task, submission: Submission) -> None:
+        start_controller(job_folder(self._state, submission.number))
 
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
@@ -180,20 +137,14 @@ class LocalEngine(RecordedEngine):
         return record
 
     def _ensure_controller(self, record: JobRecord, claims: Claims) -> None:
-        """Start or wake the controller of a job that has not ended.
-
-        One that waits behind another job needs none yet: in a pipeline, or for a claim. The end of a job that
-        has ended is completed.
-        """
+        """Start or wake the controller of a job that has not ended."""
         self._announce(record, record.job_state)
         if record.job_state.status.is_final:
             release_containers(job_folder(self._state, record.id))
             remove_secrets_of_ended(job_folder(self._state, record.id))
             return
-        is_behind = claims.shortage(record.id) and record.id not in claims.leading
-        if is_behind or self._is_far_from_start(record):
-            return
-        rouse_controller(job_folder(self._state, record.id))
+        if not (claims.is_behind(record.id) or self._is_far_from_start(record)):
+            rouse_controller(job_folder(self._state, record.id))
 
     def _is_far_from_start(self, record: JobRecord) -> bool:
         """Return True if the job before this one in its pipeline has not started either."""
@@ -209,13 +160,9 @@ class LocalEngine(RecordedEngine):
     def _job(self, record: JobRecord, claims: Claims) -> Job:
         shortage = claims.shortage(record.id)  # now, not when its controller last looked
         job_state = dataclasses.replace(record.job_state, reason=shortage) if shortage else record.job_state
-        if job_state.status in _HAS_NODES and is_of_earlier_boot(
-            record.clock
-        ):  # so none of its processes exists
+        if job_state.status in _HAS_NODES and is_of_earlier_boot(record.clock):  # its processes are gone
             job_state = dataclasses.replace(job_state, status=JobStatus.RECOVERING, reason=_RESTARTED)
         return Job.of(record, step=self._newest_step(record), job_state=job_state)
-
-    # -- requests --------------------------------------------------------------------------------------------
 
     @override
     def cancel(self, number: int) -> Job:
@@ -227,17 +174,14 @@ class LocalEngine(RecordedEngine):
         return list(each(lambda number: ended.get(number) or self.cancel(number), numbers))
 
     def _end_waiting(self, numbers: Sequence[int]) -> dict[int, Job]:
-        """Cancel those jobs that wait behind others, in this process.
-
-        They have no controller. To start one for each of hundreds would take minutes and gigabytes.
-        """
+        """Cancel those jobs that wait behind others, in this process."""
+        # They have no controller. To start one for each of hundreds would take minutes and gigabytes.
         records = self._records()
         claims = read_claims(records, self._state)
         found: dict[int, Job] = {}
-        for number in numbers:
-            is_behind = claims.shortage(number) and number not in claims.leading
+        for number in filter(claims.is_behind, numbers):
             with contextlib.suppress(HoldfastError):  # `cancel` raises it again
-                if is_behind and cancel_without_controller(records, job_folder(self._state, number), number):
+                if cancel_without_controller(records, job_folder(self._state, number), number):
                     found[number] = self._job(records.get(number), Claims())
         if found:
             lead_on(records, self._state)  # one of them may just have become the first that waits
@@ -260,51 +204,8 @@ class LocalEngine(RecordedEngine):
         return self._job(record, self._claims([record]))
 
 
-def _in_image(task: Task) -> Task:
-    """Return a task whose commands run in its container image, if possible.
-
-    It has an image, and this machine a runtime. Otherwise, return the task as it is.
-
-    Raises:
-        InvalidInput: it is not the name of an image.
-        Unsupported: see `find_runtime`.
-    """
-    image = docker_image(task)
-    return task if image is None or find_runtime() is None else in_image(task, image)
-
-
-def _write_image(task: Task, folder: JobFolder, task_id: str) -> None:
-    """Write the specification of the job's containers, if it has an image."""
-    runtime = find_runtime() if task.image is not None else None
-    if task.image is not None and runtime is not None:
-        has_gpus = task.accelerators.num_per_node > 0 and bool(visible_gpus())
-        spec = make_image_spec(folder, runtime, task.image, task_id, has_gpus=has_gpus)
-        write_image_spec(folder.image, spec)
-
-
-def _spec(task: Task, after: int | None) -> JobSpec:
-    commands = f"{task.setup}\n{task.run}"
-    return JobSpec(
-        num_nodes=task.num_nodes,
-        num_gpus=task.accelerators.num_per_node,
-        has_setup=bool(task.setup),
-        user=getpass.getuser(),
-        after=after,
-        devices=tuple(visible_gpus()),
-        cpus=task.cpus,
-        memory_mib=task.memory_mib,
-        priority=task.priority,
-        ports=fixed_ports(commands, {**task.envs, **task.secrets}),
-        needs_port=needs_port(commands, task.num_nodes),
-    )
-
-
 def _check_gpus(task: Task, devices: list[str]) -> None:
-    """Check that a task does not ask for more GPUs than this machine has. One without GPUs divides none.
-
-    Raises:
-        Unsupported: it does.
-    """
+    """Check that a task does not ask for more GPUs than this machine has. One without GPUs divides none."""
     wanted = task.num_nodes * task.accelerators.num_per_node
     if devices and wanted > len(devices):
         nodes = f" on {task.num_nodes} nodes" if task.num_nodes > 1 else ""
@@ -317,16 +218,6 @@ def _check_gpus(task: Task, devices: list[str]) -> None:
         )
 
 
-def _base_environment() -> dict[str, str]:
-    """Return the user's environment, without variables of an outer job."""
-    ours = ("HOLDFAST_NODE", "HOLDFAST_JOB", "HOLDFAST_ATTEMPT", "HOLDFAST_PROGRESS", NOTIFY, NOTIFY_ON)
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ours and not name.startswith("SKYPILOT_")
-    }
-
-
 def visible_gpus(devices: Path = _DEVICES) -> list[str]:
     """Return the numbers or ids of the GPUs that a job may use."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -336,8 +227,3 @@ def visible_gpus(devices: Path = _DEVICES) -> list[str]:
         found[1] for path in devices.glob("nvidia*") if (found := re.fullmatch(r"nvidia(\d+)", path.name))
     ]
     return sorted(numbers, key=int)
-
-
-def unsupported_keys(task: Task) -> list[UnsupportedKey]:
-    """Return the keys of a task that this engine ignores or changes, in file order."""
-    return find_on_machines(task, _UNSUPPORTED_KEYS, bucket="a folder of this machine")

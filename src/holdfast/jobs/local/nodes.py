@@ -8,16 +8,16 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from holdfast.jobs.environment import Node, container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.preparation import make_node_spec
-from holdfast.jobs.node.processes import AGENT, Process
-from holdfast.jobs.node.roles import STOPPED, ProcessRole
-from holdfast.jobs.node_spec import Environment, NodeSpec, read_environment, read_outcome
+from holdfast.jobs.node.processes import AGENT, ROLES, Process
+from holdfast.jobs.node.roles import STOPPED, spawn
+from holdfast.jobs.node_spec import NodeSpec, read_environment, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState
@@ -25,8 +25,7 @@ from holdfast.system.linux import locks
 from holdfast.watch.preemption.file import write_notice
 from holdfast.watch.preemption.notice import Notice
 
-_SWEEP_S = 60.0
-"""Time limit for killing processes that do not disappear."""
+_SWEEP_S = 60.0  # time limit for killing processes that do not disappear
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,6 +34,19 @@ class _Node:
     agent: Process | None = None  # None: exited, or not yet known
     fd: int | None = None  # pidfd of the agent
     outcome: Outcome | None = None
+
+    def watch(self, agent: Process | None) -> None:
+        """Begin to watch the agent."""
+        self.agent, self.fd = agent, None if agent is None else processes.open_pidfd(agent)
+
+    def let_go(self) -> None:
+        """Stop watching."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        if self.agent is not None:
+            with contextlib.suppress(ChildProcessError):  # an adopted agent is not a child
+                os.waitpid(self.agent.pid, os.WNOHANG)
 
 
 class Nodes:
@@ -45,22 +57,18 @@ class Nodes:
         self._task_id = task_id
         self._attempt = attempt
         self._nodes = [_Node(folder.node(attempt, rank)) for rank in range(num_nodes)]
-        self.is_killed = False
-        """True if the attempt was killed here. Its agents report that."""
+        self.is_killed = False  # the attempt was killed here. Its agents report that
 
     def close(self) -> None:
         """Stop watching."""
         for node in self._nodes:
-            _let_go(node)
-
-    # -- start -----------------------------------------------------------------------------------------------
+            node.let_go()
 
     def start(self, make_specs: list[NodeSpec]) -> None:
         """Start the agents of all nodes that do not have one yet."""
         for node, plan in zip(self._nodes, make_specs, strict=True):
             if not node.folder.path.exists():
-                node.agent = processes.find(_start(node.folder, plan))
-                node.fd = _pidfd(node.agent)
+                node.watch(processes.find(_start(node.folder, plan)))
 
     def end_earlier(self) -> None:
         """Kill all processes of other attempts, so that two attempts never run at once.
@@ -74,10 +82,7 @@ class Nodes:
         orphans = [
             one for one in found if one.pid not in ours and one.pid != os.getpid() and not one.exits_by_itself
         ]
-        if orphans:
-            processes.kill(orphans)
-
-    # -- status ----------------------------------------------------------------------------------------------
+        processes.kill(orphans)
 
     def fds(self) -> list[int]:
         """Return descriptors that become readable when an agent exits."""
@@ -96,17 +101,18 @@ class Nodes:
     def _poll_node(self, node: _Node, killed_unix_s: float | None) -> None:
         is_alive = locks.is_held(node.folder.lock)  # first, as the outcome is written under the lock
         if is_alive and node.agent is None:
-            node.agent = _agent(node.folder)
-            node.fd = _pidfd(node.agent)
+            node.watch(_agent(node.folder))
         outcome = read_outcome(node.folder.ended)
         if outcome is None and not is_alive:
             outcome = Outcome(Phase.RUN if node.folder.running.exists() else Phase.SETUP)
         if outcome is None:
             return
-        if not outcome.is_success and not outcome.is_lost and _is_after(node.folder.ended, killed_unix_s):
-            outcome = dataclasses.replace(outcome, is_stopped=True)
+        if not (outcome.is_success or outcome.is_lost or killed_unix_s is None):
+            # Within the resolution of timestamps, a failure after the kill was caused by it.
+            is_after = node.folder.ended.stat().st_mtime >= killed_unix_s - 0.01
+            outcome = dataclasses.replace(outcome, is_stopped=is_after)
         node.outcome = outcome
-        _let_go(node)
+        node.let_go()
 
     @property
     def has_unknown(self) -> bool:
@@ -121,8 +127,6 @@ class Nodes:
     def outcomes(self) -> Mapping[int, Outcome]:
         """Return the outcomes of the nodes that have exited."""
         return {rank: node.outcome for rank, node in enumerate(self._nodes) if node.outcome is not None}
-
-    # -- end -------------------------------------------------------------------------------------------------
 
     def notify(self, source: str, deadline_unix_s: float) -> int:
         """Send every node a notice, as a file and SIGTERM. Return how many processes handle SIGTERM."""
@@ -170,12 +174,12 @@ def _start(folder: NodeFolder, plan: NodeSpec) -> int:
     making = folder.path.with_name(f".{folder.path.name}.{os.getpid()}")
     making.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = NodeFolder(making)
-    plan.write(beside.plan)
+    write_document(beside.plan, plan)
     lock = locks.acquire(beside.lock)
     assert lock is not None, "no other process has this folder"
     making.rename(folder.path)  # from here on the node exists, with its lock held
     try:
-        return ProcessRole(AGENT, folder.path, folder.lock).spawn(Path(plan.log), lock)
+        return spawn((ROLES, AGENT, str(folder.path)), Path(plan.log), lock=lock)
     finally:
         os.close(lock)
 
@@ -186,31 +190,7 @@ def _agent(folder: NodeFolder) -> Process | None:
         pid, start = map(int, folder.pid.read_text().split())
     except (FileNotFoundError, ValueError):
         return None
-    found = processes.find(pid)
-    return found if found is not None and found.start == start else None
-
-
-def _pidfd(agent: Process | None) -> int | None:
-    if agent is None:
-        return None
-    try:
-        return os.pidfd_open(agent.pid)
-    except OSError:
-        return None
-
-
-def _let_go(node: _Node) -> None:
-    if node.fd is not None:
-        os.close(node.fd)
-        node.fd = None
-    if node.agent is not None:
-        with contextlib.suppress(ChildProcessError):  # an adopted agent is not a child
-            os.waitpid(node.agent.pid, os.WNOHANG)
-
-
-def _is_after(path: Path, unix_s: float | None) -> bool:
-    """Return True if the file was modified at or after `unix_s`, within timestamp resolution."""
-    return unix_s is not None and path.stat().st_mtime >= unix_s - 0.01
+    return processes.find(pid) if processes.is_running(pid, start) else None
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
@@ -228,49 +208,38 @@ def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
 
 
 def make_specs(record: JobRecord, job_state: JobState, folder: JobFolder) -> list[NodeSpec]:
-    """Return the specifications of an attempt's nodes, by rank.
-
-    Args:
-        job_state: current state, with the attempt and its reason.
-    """
+    """Return the specifications of an attempt's nodes, by rank."""
+    spec, attempt = record.spec, job_state.attempt
     environment = read_environment(folder)
-    if folder.image.exists():
-        environment = replace(environment, base=container_base(environment.base))
-    return [_plan(record, job_state, folder, rank, environment) for rank in range(record.spec.num_nodes)]
-
-
-def _plan(
-    record: JobRecord, job_state: JobState, folder: JobFolder, rank: int, environment: Environment
-) -> NodeSpec:
-    spec = record.spec
-    node = Node(
-        task_id=record.task_id,
-        job=record.id,
-        name=record.name,
-        attempt=job_state.attempt,
-        rank=rank,
-        addresses=addresses(spec.num_nodes, record.id),
-        num_gpus=spec.num_gpus,
-        user=spec.user,
-        notice=str(folder.node(job_state.attempt, rank).notice),
-        progress=str(folder.progress),
-        grace_s=record.policy.grace_s,
-        pipeline=environment.pipeline,
-        port=record.port,
-    )
-    return make_node_spec(
-        folder,
-        node,
-        environment.base,
-        environment.task,
-        begins=_begins(record, job_state, rank),
-        wakeup=folder.wakeup,
-        set_up=folder.set_up(rank) if spec.has_setup else None,
-        gpus=record.gpus,
-    )
-
-
-def _begins(record: JobRecord, job_state: JobState, rank: int) -> str:
-    where = f" on node {rank}" if record.spec.num_nodes > 1 else ""
+    base = container_base(environment.base) if folder.image.exists() else environment.base
     why = f", after: {job_state.reason}" if job_state.reason else ""
-    return f"attempt {job_state.attempt} of job {record.id} starts{where}{why}"
+    specs: list[NodeSpec] = []
+    for rank in range(spec.num_nodes):
+        node = Node(
+            task_id=record.task_id,
+            job=record.id,
+            name=record.name,
+            attempt=attempt,
+            rank=rank,
+            addresses=addresses(spec.num_nodes, record.id),
+            num_gpus=spec.num_gpus,
+            user=spec.user,
+            notice=str(folder.node(attempt, rank).notice),
+            progress=str(folder.progress),
+            grace_s=record.policy.grace_s,
+            pipeline=environment.pipeline,
+            port=record.port,
+        )
+        where = f" on node {rank}" if spec.num_nodes > 1 else ""
+        made = make_node_spec(
+            folder,
+            node,
+            base,
+            environment.task,
+            begins=f"attempt {attempt} of job {record.id} starts{where}{why}",
+            wakeup=folder.wakeup,
+            set_up=folder.set_up(rank) if spec.has_setup else None,
+            gpus=record.gpus,
+        )
+        specs.append(made)
+    return specs

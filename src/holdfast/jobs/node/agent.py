@@ -12,17 +12,22 @@ from pathlib import Path
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.environment import TAG
-from holdfast.jobs.folder import ContainerFolder, JobFolder, NodeFolder
+from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.checks.gate import Admission
 from holdfast.jobs.node.containers.lease import ContainerLease
 from holdfast.jobs.node.mounts.lease import MountLease, job_environment
-from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
-from holdfast.jobs.node.mounts.private_links import enter_private_links
-from holdfast.jobs.node.parent_python import find_parent
+from holdfast.jobs.node.mounts.mount_records import enter_private_links, read_mount_specs
 from holdfast.jobs.node.processes import Process
-from holdfast.jobs.node.roles import start_controller
-from holdfast.jobs.node.virtual_environment import DEFAULT, NONE, VENV, activate, make_virtual_environment
+from holdfast.jobs.node.roles import Lease, start_controller
+from holdfast.jobs.node.virtual_environment import (
+    DEFAULT,
+    NONE,
+    VENV,
+    activate,
+    find_parent,
+    make_virtual_environment,
+)
 from holdfast.jobs.node_spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.output import log_times
@@ -38,8 +43,8 @@ _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a trainer may have received with its shell, and may handle."""
 _CANNOT_START = 126
 _UNFIT = 1
-_LOOK_S = 1.0
-"""Interval for checking the processes that the node needs."""
+_SWEEP_S = 60.0  # time limit for killing processes that do not disappear
+_LOOK_S = 1.0  # interval for checking the processes that the node needs
 
 
 def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
@@ -60,170 +65,199 @@ def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
     assert me is not None
     write_atomic(folder.pid, f"{me.pid} {me.start}")
     wake(Path(plan.wakeup))
-    job = JobFolder(folder.path.parents[2])
-    mounts = JobFolder(Path(plan.scratch)) if plan.scratch else job
-    watch = PeerWatch(job, mounts, replaces_controller=replaces_controller)
     with Path(plan.log).open("ab", buffering=0) as log:
-        if read_mount_specs(watch.mounts):
-            watch.lease = MountLease(
-                watch.mounts.attempt(int(folder.path.parent.name)),
-                Path(plan.log),
-                lambda: _mounter_environment(plan, job),
-            )
-        if (container := _container_folder(job, folder)) is not None:
-            watch.container = ContainerLease(folder.path.parent, container, Path(plan.log))
-        limit = dict(plan.environment).get(log_times.LIMIT, log_times.DEFAULT)
-        watch.sampler = LogSampler(Path(plan.log), log.fileno(), limit)
-        os.write(log.fileno(), f"{plan.headline}\n".encode())
-        admission = Admission(plan, job, folder, log.fileno(), is_contained=watch.container is not None)
-        outcome = _work(plan, folder, log.fileno(), watch, admission)
-        watch.sampler.poll()
+        agent = _Agent(folder, plan, log.fileno(), replaces_controller=replaces_controller)
+        outcome = agent.work()
     write_outcome(folder.ended, outcome)
     wake(Path(plan.wakeup))
-    watch.replace_controller()  # no process would do that once this one has exited
+    agent.replace_controller()  # no process would do that once this one has exited
 
 
-class PeerWatch:
-    """Watch of the processes that a node needs, and of its log.
+class _Agent:
+    """Agent of a node, which also watches the processes that the node needs, and its log."""
 
-    Args:
-        mounts: folder with the job's mounts: its own, or its scratch folder on this machine.
-        replaces_controller: see `serve`.
-    """
-
-    def __init__(self, job: JobFolder, mounts: JobFolder, *, replaces_controller: bool) -> None:
-        self.job, self.mounts = job, mounts
+    def __init__(self, folder: NodeFolder, plan: NodeSpec, log: int, *, replaces_controller: bool) -> None:
+        self._folder, self._plan, self._log = folder, plan, log
         self._replaces_controller = replaces_controller
-        self.lease: MountLease | None = None
-        self.container: ContainerLease | None = None
-        self.sampler: LogSampler | None = None
+        attempt = folder.path.parent
+        self._job = JobFolder(attempt.parents[1])
+        self._mounts = JobFolder(Path(plan.scratch)) if plan.scratch else self._job
+        self._leases: list[Lease] = []
+        if read_mount_specs(self._mounts):
+            mounted = self._mounts.attempt(int(attempt.name))
+            self._leases.append(MountLease(mounted, Path(plan.log), self._mounter_environment))
+        self._container: ContainerLease | None = None
+        if folder.container.image.exists() or self._job.image.exists():
+            own = folder.container.image.exists()  # of this attempt only
+            container = folder.container if own else self._job.container(int(folder.path.name))
+            self._container = ContainerLease(attempt, container, Path(plan.log))
+            self._leases.append(self._container)
+        limit = plan.environment.get(log_times.LIMIT, log_times.DEFAULT)
+        self._sampler = LogSampler(Path(plan.log), log, limit)
+        self._is_preempted: Callable[[], bool] = lambda: False  # the newest report of the training
+        self._signalled: set[Process] = set()
 
-    def poll(self) -> None:
+    def _mounter_environment(self) -> dict[str, str]:
+        if not self._plan.scratch:
+            return job_environment(self._job)
+        return {name: value for name, value in self._plan.environment.items() if name != TAG}
+
+    def _poll(self) -> None:
         """Replace a dead controller, mounter or warden, and record the size of the log."""
         self.replace_controller()
-        for lease in (self.lease, self.container):
-            if lease is not None:
-                lease.poll()
-        if self.sampler is not None:
-            self.sampler.poll()
+        for lease in self._leases:
+            lease.poll()
+        self._sampler.poll()
 
     def replace_controller(self) -> None:
         """Replace a dead controller."""
-        if self._replaces_controller and not locks.is_held(self.job.lock):
-            start_controller(self.job)
+        if self._replaces_controller and not locks.is_held(self._job.lock):
+            start_controller(self._job)
 
+    def work(self) -> Outcome:
+        """Run the commands once all that they need is ready, and return how they ended."""
+        os.write(self._log, f"{self._plan.headline}\n".encode())
+        is_contained = self._container is not None
+        admission = Admission(self._plan, self._job, self._folder, self._log, is_contained=is_contained)
+        outcome = self._prepared(admission) or self._run_commands()
+        self._sampler.poll()
+        return outcome
 
-def _container_folder(job: JobFolder, node: NodeFolder) -> ContainerFolder | None:
-    """Return the files of the node's container, or None for a job without image."""
-    if node.container.image.exists():
-        return node.container
-    return job.container(int(node.path.name)) if job.image.exists() else None
+    def _prepared(self, admission: Admission) -> Outcome | None:
+        """Wait for mounts, container and checks of the node. Return why the commands cannot start, if so."""
+        if why := self._not_ready(*self._leases) or self._prepare_venv():
+            return self._cannot_start(why)
+        if why := admission.refusal(self._poll):
+            return Outcome(Phase.SETUP, code=_UNFIT, unfit=why)
+        return None
 
+    def _not_ready(self, *leases: Lease) -> str:
+        return next((why for lease in leases if (why := lease.wait_until_ready(self._poll))), "")
 
-def _mounter_environment(plan: NodeSpec, job: JobFolder) -> dict[str, str]:
-    if not plan.scratch:
-        return job_environment(job)
-    return {name: value for name, value in plan.environment.items() if name != TAG}
+    def _cannot_start(self, why: str) -> Outcome:
+        self._write(f"the job cannot start: {why}")
+        return unstarted(why)
 
+    def _write(self, line: str) -> None:
+        os.write(self._log, f"holdfast: {line}\n".encode())
 
-def _work(plan: NodeSpec, folder: NodeFolder, log: int, watch: PeerWatch, admission: Admission) -> Outcome:
-    for lease in (watch.lease, watch.container):
-        if lease is not None and (why := lease.wait_until_ready(watch.poll)):
-            return _cannot_start(why, log)
-    if plan.venv is not None and (why := _prepare_venv(plan, Path(plan.venv), log)):
-        return _cannot_start(why, log)
-    if why := admission.refusal(watch.poll):
-        return Outcome(Phase.SETUP, code=_UNFIT, unfit=why)
-    if plan.setup is not None:
-        outcome = _shell(plan, Phase.SETUP, log, watch)
-        if not outcome.is_success:
-            return outcome
-        Path(plan.set_up).touch()
-        if watch.container is not None and (why := watch.container.wait_until_ready(watch.poll)):
-            return _cannot_start(why, log)
-    folder.running.touch()
-    wake(Path(plan.wakeup))
-    return _shell(plan, Phase.RUN, log, watch)
+    def _run_commands(self) -> Outcome:
+        plan = self._plan
+        if plan.setup is not None:
+            outcome = self._shell(Phase.SETUP)
+            if not outcome.is_success:
+                return outcome
+            Path(plan.set_up).touch()
+            if self._container is not None and (why := self._not_ready(self._container)):
+                return self._cannot_start(why)
+        self._folder.running.touch()
+        wake(Path(plan.wakeup))
+        return self._shell(Phase.RUN)
 
-
-def _cannot_start(why: str, log: int) -> Outcome:
-    os.write(log, f"holdfast: the job cannot start: {why}\n".encode())
-    return unstarted(why)
-
-
-def _prepare_venv(plan: NodeSpec, folder: Path, log: int) -> str:
-    """Make the virtual environment of the node, unless it has no Python. Return why that failed, or nothing.
-
-    `setup` begins with a new one: in an environment that it has not completed, packages may be incomplete.
-    """
-    wanted = dict(plan.environment).get(VENV, DEFAULT)
-    if wanted.strip().lower() != DEFAULT:
-        line = f"{VENV} is {wanted!r:.100}, expected {DEFAULT} or {NONE}. It is taken for {DEFAULT}."
-        os.write(log, f"holdfast: {line}\n".encode())
-    if plan.setup is None and folder.exists():
+    def _prepare_venv(self) -> str:
+        """Make the virtual environment of the node, unless it has no Python. Return why not, or ""."""
+        plan = self._plan
+        if plan.venv is None:
+            return ""
+        wanted = plan.environment.get(VENV, DEFAULT)
+        if wanted.strip().lower() != DEFAULT:
+            self._write(
+                f"{VENV} is {wanted!r:.100}, expected {DEFAULT} or {NONE}. It is taken for {DEFAULT}."
+            )
+        if plan.setup is None and Path(plan.venv).exists():  # one that `setup` has not completed is replaced
+            return ""
+        try:
+            parent = find_parent(plan.environment, Path(plan.workdir))
+            if parent is not None:
+                make_virtual_environment(Path(plan.venv), parent)
+        except Unsupported as error:
+            self._write(f"this job has no virtual environment of its own: {error}")
+        except OSError as error:
+            return f"its virtual environment cannot be made: {error}"
         return ""
-    try:
-        parent = find_parent(plan.environment, Path(plan.workdir))
-        if parent is not None:
-            make_virtual_environment(folder, parent)
-    except Unsupported as error:
-        line = f"this job has no virtual environment of its own: {error}"
-        os.write(log, f"holdfast: {line}\n".encode())
-    except OSError as error:
-        return f"its virtual environment cannot be made: {error}"
-    return ""
 
+    def _shell(self, phase: Phase) -> Outcome:
+        """Run a script, and kill what it has left behind."""
+        notice = Path(self._plan.notice)
+        progress = Path(self._plan.environment.get(PROGRESS, os.devnull))
+        begin = progress.stat().st_size if progress.exists() else 0
+        pid = os.fork()
+        if pid == 0:
+            self._become_shell(phase)
+        self._is_preempted = lambda: ended_preempted(progress, after=begin)
+        code = os.waitstatus_to_exitcode(self._wait_for(pid))
+        outcome = Outcome(phase, code=code) if code >= 0 else Outcome(phase, killed_by=-code)
+        if outcome.is_failed_command and was_preempted(progress, after=begin):
+            outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
+        if outcome.is_success and ended_preempted(progress, after=begin):
+            outcome = Outcome(phase, code=PREEMPTED_STATUS)  # a pipe, for example, has the status of tee
+        if not outcome.is_success and (place := find_hang(progress, after=begin)) is not None:
+            outcome = Outcome(phase, code=HUNG_STATUS, hung=place)
+        if not outcome.is_success and (reason := find_divergence(progress, after=begin)) is not None:
+            outcome = Outcome(phase, code=outcome.code, killed_by=outcome.killed_by, diverged=reason)
+        if _may_still_save(outcome, notice):
+            self._end_orphans()
+            processes.wait_exited(_rest(), self._plan.grace_s)
+        deadline = time.monotonic() + _SWEEP_S
+        while (rest := _rest()) and time.monotonic() < deadline:  # a process may have started others
+            processes.kill(rest)
+            processes.reap()
+        return outcome
 
-def _shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> Outcome:
-    """Run a script, and kill what it has left behind."""
-    progress = Path(dict(plan.environment).get(PROGRESS, os.devnull))
-    begin = progress.stat().st_size if progress.exists() else 0
-    pid = os.fork()
-    if pid == 0:
-        _become_shell(plan, phase, log, watch)
-    orphans = _Orphans(lambda: ended_preempted(progress, after=begin))
-    outcome = _outcome(phase, _wait_for(pid, watch, orphans))
-    if outcome.is_failed_command and was_preempted(progress, after=begin):
-        outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
-    if outcome.is_success and ended_preempted(progress, after=begin):
-        outcome = Outcome(phase, code=PREEMPTED_STATUS)  # the status of a pipe, for example, is that of tee
-    if not outcome.is_success and (place := find_hang(progress, after=begin)) is not None:
-        outcome = Outcome(phase, code=HUNG_STATUS, hung=place)
-    if not outcome.is_success and (reason := find_divergence(progress, after=begin)) is not None:
-        outcome = Outcome(phase, code=outcome.code, killed_by=outcome.killed_by, diverged=reason)
-    if _may_still_save(outcome, Path(plan.notice)):
-        orphans.end(None)
-        processes.wait_exited(_rest(), plan.grace_s)
-    _sweep()
-    return outcome
+    def _end_orphans(self, shell: int | None = None) -> None:
+        """Send SIGTERM, once, to the children of trainers that have exited after a preemption."""
+        if self._is_preempted():  # they may keep a pipe open; one that handles the signal may still save
+            for one in processes.children(os.getpid()):
+                if one.pid != shell and not one.exits_by_itself and one not in self._signalled:
+                    self._signalled.add(one)
+                    processes.send(one, signal.SIGTERM)
 
+    def _become_shell(self, phase: Phase) -> None:
+        """Replace this new process with bash. Never returns."""
+        plan = self._plan
+        try:
+            for ignored in (
+                signal.SIGPIPE,
+                signal.SIGXFSZ,
+            ):  # by Python, and so by all programs that it starts
+                signal.signal(ignored, signal.SIG_DFL)
+            # Without the agent, the outcome would be lost.
+            die_with_parent()
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(self._log, 1)
+            os.dup2(self._log, 2)
+            script, environment = plan.run, plan.environment
+            if phase is Phase.SETUP:
+                script, environment = str(plan.setup), plan.setup_environment
+            if self._container is not None:
+                self._container.join()
+                environment = {**self._container.environment, **environment}
+            else:
+                enter_private_links(self._mounts)
+            os.chdir(plan.workdir)
+            _exec_bash(script, activate(environment, plan.venv))
+        except (OSError, ValueError) as error:
+            os.write(2, f"holdfast: cannot start bash in {plan.workdir}: {error}\n".encode())
+        finally:
+            os._exit(_CANNOT_START)
 
-def _become_shell(plan: NodeSpec, phase: Phase, log: int, watch: PeerWatch) -> None:
-    """Replace this new process with bash. Never returns."""
-    try:
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and so by all programs that it starts
-            signal.signal(ignored, signal.SIG_DFL)
-        # Without the agent, the outcome would be lost.
-        die_with_parent()
-        os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        script = plan.setup if phase is Phase.SETUP else plan.run
-        environment = plan.setup_environment if phase is Phase.SETUP else plan.environment
-        if watch.container is not None:
-            watch.container.join()
-            environment = {**watch.container.environment, **environment}
-        else:
-            enter_private_links(watch.mounts)
-        if plan.venv is not None and Path(plan.venv).is_dir():
-            environment = activate(environment, plan.venv)
-        os.chdir(plan.workdir)
-        _exec_bash(str(script), environment)
-    except (OSError, ValueError) as error:
-        os.write(2, f"holdfast: cannot start bash in {plan.workdir}: {error}\n".encode())
-    finally:
-        os._exit(_CANNOT_START)
+    def _wait_for(self, pid: int) -> int:
+        """Return the wait status of the shell. Reaps adopted children."""
+        fd = os.pidfd_open(pid)
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        try:
+            while not poll.poll(_LOOK_S * 1000):
+                while (
+                    one := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                ) and one.si_pid != pid:
+                    os.waitpid(one.si_pid, 0)
+                self._poll()
+                self._end_orphans(pid)
+        finally:
+            os.close(fd)
+        return os.waitpid(pid, 0)[1]
 
 
 def _exec_bash(script: str, environment: Mapping[str, str]) -> None:
@@ -233,54 +267,6 @@ def _exec_bash(script: str, environment: Mapping[str, str]) -> None:
         if os.access(name, os.X_OK):
             os.execve(name, ["bash", script], dict(environment))
     raise FileNotFoundError(errno.ENOENT, "not found on the PATH", "bash")
-
-
-class _Orphans:
-    """Children of trainers that have exited after a preemption. They may keep a pipe open.
-
-    Args:
-        is_preempted: returns True if the newest report of the training is a preemption.
-    """
-
-    def __init__(self, is_preempted: Callable[[], bool]) -> None:
-        self._is_preempted = is_preempted
-        self._signalled: set[Process] = set()
-
-    def end(self, shell: int | None) -> None:
-        """Send SIGTERM to each, once. One that handles it may still save."""
-        if not self._is_preempted():
-            return
-        for one in processes.children(os.getpid()):
-            if one.pid != shell and not one.exits_by_itself and one not in self._signalled:
-                self._signalled.add(one)
-                processes.send(one, signal.SIGTERM)
-
-
-def _wait_for(pid: int, watch: PeerWatch, orphans: _Orphans) -> int:
-    """Return the wait status of the shell. Reaps adopted children."""
-    fd = os.pidfd_open(pid)
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    try:
-        while not poll.poll(_LOOK_S * 1000):
-            _reap_others(pid)
-            watch.poll()
-            orphans.end(pid)
-    finally:
-        os.close(fd)
-    return os.waitpid(pid, 0)[1]
-
-
-def _reap_others(pid: int) -> None:
-    """Reap all children that have exited, except the shell."""
-    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != pid:
-        os.waitpid(ended.si_pid, 0)
-
-
-def _outcome(phase: Phase, status: int) -> Outcome:
-    if os.WIFSIGNALED(status):
-        return Outcome(phase, killed_by=os.WTERMSIG(status))
-    return Outcome(phase, code=os.WEXITSTATUS(status))
 
 
 def _may_still_save(outcome: Outcome, notice: Path) -> bool:
@@ -297,11 +283,3 @@ def _rest() -> list[Process]:
     return [
         one for one in processes.descendants(os.getpid(), processes.snapshot()) if not one.exits_by_itself
     ]
-
-
-def _sweep() -> None:
-    """Kill what is left of the node, repeatedly, as a process may have started others."""
-    deadline = time.monotonic() + 60
-    while (rest := _rest()) and time.monotonic() < deadline:
-        processes.kill(rest)
-        processes.reap()

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from holdfast.errors import Denied, InvalidInput
+from holdfast.jobs.folder import JobFolder
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_bytes, parse_bytes, plural
 
 LIMIT = "HOLDFAST_COPY_LIMIT"
 """Variable of the task or the shell with the most bytes that one copy may take on all nodes, or `none`."""
 _DEFAULT = "10GiB"
-_SHOWN_BYTES = 1 << 30
-"""Size from which a copy is announced before it begins."""
+_SHOWN_BYTES = 1 << 30  # size from which a copy is announced before it begins
 _NUM_SHOWN = 3
 _FICLONE = 0x40049409  # of ioctl_ficlone(2)
 _CHUNK_BYTES = 8 << 20
@@ -36,14 +36,8 @@ def check_copy(
 
     Args:
         ignore: names what is left out, as for `shutil.copytree`.
-        envs: variables of the task.
-        num_copies: copies that will be made.
         what: name for messages, with its place in the task file.
         way_out: sentence about how to copy less.
-
-    Raises:
-        Denied: files cannot be read.
-        InvalidInput: the copies would take more than the limit, or the limit is not a size.
     """
     num_files = total = most = 0
     largest, unreadable = source, list[str]()
@@ -74,11 +68,29 @@ def check_copy(
         _log.info("%s This may take minutes. %s", size, way_out)
 
 
+def left_out(job: JobFolder) -> Callable[[str, list[str]], list[str]]:
+    """Return a function for `shutil.copytree` that names what no copy for a job contains.
+
+    That is sockets, pipes and devices, and the state of all jobs: the copy is in there, and would contain
+    itself, and the secrets of other jobs.
+    """
+    own = {path.resolve() for path in (job.path, job.path.parent, job.path.parent.parent)}
+    own_names = {path.name for path in own}
+
+    def ignore(folder: str, names: list[str]) -> list[str]:
+        paths = {name: Path(folder, name) for name in names}
+        return [
+            name
+            for name, path in paths.items()
+            if not (path.is_symlink() or path.is_dir() or path.is_file())
+            or (name in own_names and path.resolve() in own)
+        ]
+
+    return ignore
+
+
 def copy_tree(source: Path, to: Path, ignore: Ignore | None = None) -> None:
     """Copy a folder with symbolic links as they are.
-
-    Raises:
-        OSError: files could not be copied; the message names the first.
 
     Blocks: while files are copied.
     """

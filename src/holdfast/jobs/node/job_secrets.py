@@ -6,10 +6,12 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node_spec import NodeSpec
 from holdfast.system.failpoint import failpoint
 from holdfast.system.linux import locks
@@ -20,6 +22,13 @@ _log = get_logger("jobs")
 
 _CREDENTIALS = re.compile(rb"(?i)(https?://)[^\s/]+@")
 """User and password, or a token, in the URL of a repository."""
+_LEFT_BY_KILLS = (
+    ".*.json.*",
+    "attempts/*/*/.plan.json.*",
+    "attempts/*/.*/plan.json",
+    "attempts/*/.*/.plan.json.*",
+)
+"""Files that a process was writing when it was killed."""
 
 
 def has_secrets(folder: JobFolder) -> bool:
@@ -28,11 +37,7 @@ def has_secrets(folder: JobFolder) -> bool:
 
 
 def check_has_secrets(folder: JobFolder) -> None:
-    """Check that a job can be started: its secrets are removed when it has ended.
-
-    Raises:
-        Conflict: they were removed.
-    """
+    """Check that a job can be started: its secrets are removed when it has ended."""
     if not has_secrets(folder):
         raise Conflict(
             f"The job in {folder.path} had ended, so its variables and secrets were removed, and it cannot "
@@ -41,41 +46,41 @@ def check_has_secrets(folder: JobFolder) -> None:
 
 
 def remove_secrets(folder: JobFolder) -> None:
-    """Remove the secrets of a job that has ended from its folder.
+    """Remove the secrets of a job that has ended from its folder, unless they are gone.
 
     Nothing reads them any more: uploads that continue after the end have them in their processes. If this
-    call is killed, the next one completes it.
-    """
-    failpoint("jobs.ended")
-    for plan in folder.path.glob("attempts/*/*/plan.json"):
-        _remove_environment(plan)
-    failpoint("jobs.plans")
-    for path in _left_by_kills(folder):
-        path.unlink(missing_ok=True)
-    for config in _settings_of_git(folder):
-        _remove_credentials(config)
-    folder.environment.unlink(missing_ok=True)
-    folder.without_secrets.touch(mode=0o600)
-
-
-def remove_secrets_of_ended(folder: JobFolder) -> None:
-    """Remove the secrets of an ended job whose controller was killed before it did so.
-
-    A controller that is running does it itself. After an error, the next call tries again.
+    call is killed or fails, the next one completes it.
     """
     if not has_secrets(folder):
         return
     try:
-        lock = locks.acquire(folder.lock)
-        if lock is not None:
-            try:
-                remove_secrets(folder)
-            finally:
-                os.close(lock)
+        failpoint("jobs.ended")
+        for plan in folder.path.glob("attempts/*/*/plan.json"):
+            _remove_environment(plan)
+        failpoint("jobs.plans")
+        for pattern in _LEFT_BY_KILLS:
+            for path in folder.path.glob(pattern):
+                path.unlink(missing_ok=True)
+        for config in _settings_of_git(folder):
+            text = config.read_bytes()
+            if (without := _CREDENTIALS.sub(rb"\1", text)) != text:
+                write_atomic(config, without)
+        folder.environment.unlink(missing_ok=True)
+        folder.without_secrets.touch(mode=0o600)
     except FileNotFoundError:
         return  # the job is being removed
     except OSError as error:
         _log.warning("cannot remove the secrets of a job that has ended from %s: %s", folder.path, error)
+
+
+def remove_secrets_of_ended(folder: JobFolder) -> None:
+    """Remove the secrets of an ended job, unless its controller is running, which does so itself."""
+    if has_secrets(folder):
+        with suppress(OSError):  # the job is being removed, or the next call tries again
+            lock = locks.acquire(folder.lock)
+            if lock is not None:
+                remove_secrets(folder)
+                os.close(lock)
 
 
 def _remove_environment(path: Path) -> None:
@@ -83,19 +88,11 @@ def _remove_environment(path: Path) -> None:
     try:
         plan = NodeSpec.read(path)
         if plan.environment or plan.setup_environment:
-            dataclasses.replace(plan, environment={}, setup_environment={}).write(path)
+            write_document(path, dataclasses.replace(plan, environment={}, setup_environment={}))
     except FileNotFoundError:
         return
     except (Corrupt, OSError):  # damaged, or the disk is full
         path.unlink(missing_ok=True)
-
-
-def _left_by_kills(folder: JobFolder) -> Iterator[Path]:
-    """Yield files that a process was writing when it was killed."""
-    yield from folder.path.glob(".*.json.*")
-    yield from folder.path.glob("attempts/*/*/.plan.json.*")
-    yield from folder.path.glob("attempts/*/.*/plan.json")
-    yield from folder.path.glob("attempts/*/.*/.plan.json.*")
 
 
 def _settings_of_git(folder: JobFolder) -> Iterator[Path]:
@@ -105,10 +102,3 @@ def _settings_of_git(folder: JobFolder) -> Iterator[Path]:
         for path in (repository / "config", *repository.glob("modules/**/config")):
             if path.resolve().is_relative_to(own) and path.is_file():
                 yield path
-
-
-def _remove_credentials(settings: Path) -> None:
-    """Remove the credentials of a repository's URLs from its settings."""
-    text = settings.read_bytes()
-    if (without := _CREDENTIALS.sub(rb"\1", text)) != text:
-        write_atomic(settings, without)

@@ -14,10 +14,7 @@ import sys
 
 
 def main() -> None:
-    """Install pip into the environment of this Python, and run it.
-
-    It takes the place of this file.
-    """
+    """Install pip into the environment of this Python, in the place of this file, and run it."""
     if importlib.util.find_spec("ensurepip") is None:
         sys.exit(
             "holdfast: pip is not installed where this job was launched, and Python cannot install it, as it "

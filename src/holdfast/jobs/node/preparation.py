@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from holdfast.errors import Conflict, InvalidInput, Unsupported
-from holdfast.jobs.conda import activates_conda, conda_start
-from holdfast.jobs.environment import Node, run_environment, setup_environment
+from holdfast.jobs.environment import Node, activates_conda, conda_start, run_environment, setup_environment
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_plan import place
-from holdfast.jobs.node.mounts.mount_spec import Link
-from holdfast.jobs.node.mounts.symlinks import link_user
+from holdfast.jobs.node.mounts.mount_records import Link, link_user
 from holdfast.jobs.node.virtual_environment import install_here, is_wanted
 from holdfast.jobs.node.workdir import create_workdir
 from holdfast.jobs.node_spec import NodeSpec
@@ -36,13 +34,8 @@ def prepare(task: Task, folder: JobFolder, records: Records, state: Path, *, pre
     """Write the scripts, workdirs and mounts of a job.
 
     Args:
-        state: folder of all jobs.
         prefix: commands for the beginning of each script's first line. Line numbers in messages stay those of
             the task.
-
-    Raises:
-        HoldfastError: a file would be wrong, or something is in the way.
-        OSError: a file cannot be written.
 
     Blocks: while files are copied.
     """
@@ -71,12 +64,8 @@ def make_node_spec(
 
     Args:
         base: variables of the shell that launched the job.
-        variables: those of its task.
         begins: beginning of the attempt, for the first line in the log.
         set_up: file that exists once `setup` has succeeded. None: there is no `setup`.
-        has_venv: the node may have a virtual environment of its own.
-        machine: see `JobFolder.venv`.
-        gpus: GPUs given to each node.
     """
     rank = node.rank
     own = _node_variables(variables, folder, rank)
@@ -127,11 +116,7 @@ def _texts(task: Task, folder: JobFolder, rank: int) -> Iterator[tuple[str, str]
 
 
 def _choose_venv(variables: Mapping[str, str], folder: JobFolder, rank: int, machine: str) -> Path | None:
-    """Return the folder of a node's own virtual environment, or None without one.
-
-    A job that activates an environment of conda installs into that one, and a job in an image into its
-    containers.
-    """
+    """Return the folder of a node's own virtual environment, or None without one."""
     if not is_wanted(variables) or folder.image.exists():
         return None
     for name in ("setup", "run"):
@@ -151,15 +136,8 @@ def _node_variables(variables: Mapping[str, str], folder: JobFolder, rank: int) 
 
 
 def _workdir_links(task: Task, folder: JobFolder, records: Records) -> list[Link]:
-    """Return the link that a job needs in its user's home, if any. The workdir must be complete.
-
-    Commands that name ~/sky_workdir need none, because the path is replaced in them.
-
-    Raises:
-        Unsupported: the job has several nodes, which have a workdir each.
-        Conflict: another job has the link, or another file is in its place.
-    """
-    used_in = next(_uses(task, folder), None)
+    """Return the link that a job needs in its user's home, if any. The workdir must be complete."""
+    used_in = next(_uses(task, folder), None)  # commands need none: the path is replaced in them
     if used_in is None:
         return []
     target = Path.home() / SKY_WORKDIR

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,8 @@ from holdfast.system.linux.processes import handles_signal, read_stat
 _PROC = Path("/proc")
 ROLES, AGENT = "holdfast.jobs", "agent"
 """Module of the processes of all roles, and the only role that belongs to a node."""
-CONTAINER_PREFIX = b"holdfast-"
-"""Beginning of the names of containers of jobs."""
-_ROUND_S = 5.0
-"""Time for killed processes to disappear before they are searched for again."""
+CONTAINER_PREFIX = b"holdfast-"  # beginning of the names of containers of jobs
+_ROUND_S = 5.0  # time for killed processes to disappear before they are searched for again
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +48,11 @@ class Process:
         job's controller.
         """
         words = self._words
-        return (ROLES.encode() in words and AGENT.encode() not in words) or self._is_conmon
-
-    @property
-    def _is_conmon(self) -> bool:
-        """True for podman's process beside a container of a job, which outlives attempts."""
-        program, *words = self._words or [b""]
-        return program.endswith(b"conmon") and any(word.startswith(CONTAINER_PREFIX) for word in words)
+        if ROLES.encode() in words:
+            return AGENT.encode() not in words
+        # podman's process beside a container of a job outlives attempts.
+        is_conmon = bool(words) and words[0].endswith(b"conmon")
+        return is_conmon and any(word.startswith(CONTAINER_PREFIX) for word in words[1:])
 
     @property
     def _words(self) -> list[bytes]:
@@ -75,6 +71,12 @@ def find(pid: int) -> Process | None:
     """Return a running process, or None if it has exited."""
     found = read_stat(pid)
     return None if found is None else Process(pid, found.parent, found.session, found.start)
+
+
+def is_running(pid: int, start: int) -> bool:
+    """Return True if a process of this pid and start time is running."""
+    found = find(pid)
+    return found is not None and found.start == start
 
 
 def snapshot() -> dict[int, Process]:
@@ -151,20 +153,28 @@ def topmost_handlers(root: int) -> list[Process]:
 
 def send(process: Process, number: int) -> bool:
     """Send a signal, unless the pid belongs to another process now. Return True if it was sent."""
-    try:
-        fd = os.pidfd_open(process.pid)
-    except OSError:
+    fd = open_pidfd(process)
+    if fd is None:
         return False
     try:
-        now = find(process.pid)
-        if now is None or now.start != process.start:
-            return False
         signal.pidfd_send_signal(fd, number)
     except OSError:
         return False
     finally:
         os.close(fd)
     return True
+
+
+def open_pidfd(process: Process) -> int | None:
+    """Return a descriptor that becomes readable when a process exits, or None if it has exited."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    if is_running(process.pid, process.start):
+        return fd
+    os.close(fd)
+    return None
 
 
 def wait_exited(processes: Iterable[Process], timeout_s: float) -> bool:
@@ -177,7 +187,7 @@ def wait_exited(processes: Iterable[Process], timeout_s: float) -> bool:
         poll = select.poll()
         left = 0
         for process in processes:
-            for fd in _open(process):
+            if (fd := open_pidfd(process)) is not None:
                 stack.callback(os.close, fd)
                 poll.register(fd, select.POLLIN)
                 left += 1
@@ -189,18 +199,6 @@ def wait_exited(processes: Iterable[Process], timeout_s: float) -> bool:
                 poll.unregister(fd)
                 left -= 1
     return True
-
-
-def _open(process: Process) -> Iterator[int]:
-    try:
-        fd = os.pidfd_open(process.pid)
-    except OSError:
-        return
-    now = find(process.pid)
-    if now is None or now.start != process.start:
-        os.close(fd)
-        return
-    yield fd
 
 
 def kill(processes: list[Process]) -> None:

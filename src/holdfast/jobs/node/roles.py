@@ -14,16 +14,15 @@ from pathlib import Path
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import STATE, JobFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.parent_python import own_python
 from holdfast.jobs.node.processes import ROLES
+from holdfast.jobs.node.virtual_environment import own_python
 from holdfast.system import backoff
 from holdfast.system.entry import command
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import wake
 
-STOPPED = "stopped"
-"""File in the folder of an attempt that is being killed."""
+STOPPED = "stopped"  # file in the folder of an attempt that is being killed
 _PATH = "PYTHONPATH"
 _DEFAULT_SIGNALS = (
     signal.SIGINT,
@@ -35,23 +34,16 @@ _DEFAULT_SIGNALS = (
 )
 _POLL_S = 0.05
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_MAX_STARTS = 3
-"""Limit of starts of a process that dies before it is ready."""
+_MAX_STARTS = 3  # limit of starts of a process that dies before it is ready
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRole:
-    """Process of a job that runs at most once.
+    """Process of a job that runs at most once."""
 
-    Attributes:
-        name: what it does, as `python -m holdfast.jobs` expects it.
-        folder: where it works.
-        lock: its lock, which it holds as long as it lives.
-    """
-
-    name: str
-    folder: Path
-    lock: Path
+    name: str  # as `python -m holdfast.jobs` expects it
+    folder: Path  # in which it works
+    lock: Path  # which it holds as long as it lives
 
     @property
     def is_alive(self) -> bool:
@@ -68,8 +60,6 @@ class ProcessRole:
         """Start the process, unless it is running. Return True if it was started.
 
         Args:
-            log: file for its output.
-            environment: all its variables. Default: those of this process.
             before: called under the lock, before the start.
         """
         lock = locks.acquire(self.lock)
@@ -77,14 +67,11 @@ class ProcessRole:
             return False
         try:
             before()
-            self.spawn(log, lock, environment=environment)
+            words = (ROLES, self.name, str(self.folder))
+            spawn(words, log, lock=lock, environment=environment)
         finally:
             os.close(lock)
         return True
-
-    def spawn(self, log: Path, lock: int, *, environment: Mapping[str, str] | None = None) -> int:
-        """Start the process with a descriptor of its lock, and return its pid."""
-        return spawn((ROLES, self.name, str(self.folder)), log, lock=lock, environment=environment)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL, and wait until it is gone."""
@@ -98,9 +85,7 @@ def spawn(
 
     Args:
         words: module and arguments.
-        log: file for its output.
         lock: descriptor of a lock that it holds from the start. None: it stays in this session, without one.
-        environment: all its variables. Default: those of this process.
     """
     python = own_python()
     return os.posix_spawn(
@@ -120,11 +105,7 @@ def spawn(
 
 
 def own_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of Holdfast's own processes, which do not belong to a node.
-
-    Args:
-        environment: environment to start from. Default: that of this process.
-    """
+    """Return the environment of Holdfast's own processes, which do not belong to a node."""
     given = os.environ if environment is None else environment
     kept = {name: value for name, value in given.items() if name not in (TAG, NOTIFY, NOTIFY_ON, _PATH)}
     # Not the job's PYTHONPATH, which may contain other versions of the modules imported here.
@@ -154,8 +135,6 @@ class Lease(ABC):
     """Lease of one attempt on a process that serves its node: starts it, waits for it, replaces a dead one.
 
     Args:
-        attempt: folder of the attempt.
-        role: the process.
         ready: "its mounts were ready", for messages.
     """
 
@@ -165,9 +144,6 @@ class Lease(ABC):
 
     def wait_until_ready(self, meanwhile: Callable[[], None]) -> str | None:
         """Wait until the process is ready.
-
-        Args:
-            meanwhile: called repeatedly.
 
         Returns:
             Why it failed, or None.

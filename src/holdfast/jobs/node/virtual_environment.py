@@ -1,5 +1,7 @@
 """Virtual environment of a node of a job, on top of the parent Python: made at once, kept between attempts.
 
+The parent Python is the one that the commands of the job would run without it.
+
 Source: PEP 405. A virtual environment is a link to a Python, a folder for packages, and a file that names the
 folder of the standard library. `python -m venv` writes the same, and takes 10 to 500 times as long.
 
@@ -9,16 +11,22 @@ long for Linux, or the path contains spaces, they write three lines that are val
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from holdfast.jobs.node.parent_python import PARENT, ParentPython
+from holdfast.errors import Corrupt, Unsupported
+from holdfast.system.documents import decode_dataclass
 from holdfast.system.failpoint import failpoint
+from holdfast.system.linux.program_runs import run_program
 
 _MAX_SCRIPT_BYTES = 1 << 20
 _NOT_COPIED = ("python", "pip", "activate", "conda", "mamba")
@@ -49,6 +57,126 @@ _ELSEWHERE = (
 )
 """Variables with which pip and uv install elsewhere than into the active environment."""
 _NOT_IN_USER_SITE = {"PIP_USER": "0"}  # settings files of pip may have the opposite
+_LIMIT_S = 60.0
+_MAX_CONFIG_BYTES = 1 << 16
+_SYSTEM_SITE = "include-system-site-packages"
+_QUESTION = """
+import importlib.util, json, os, site, sys, sysconfig
+base = getattr(sys, "_base_executable", None) or sys.executable
+print(json.dumps({
+    "executable": sys.executable,
+    "binary": os.path.realpath(sys.executable),
+    "home": os.path.dirname(os.path.realpath(base)),
+    "version": "%d.%d" % sys.version_info[:2],
+    "implementation": sys.implementation.name,
+    "site": sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else None,
+    "sees_system": sys.base_prefix in site.PREFIXES,
+    "scripts": [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user")],
+    "has_pip": importlib.util.find_spec("pip") is not None,
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ParentPython:
+    """Properties of the parent Python that a virtual environment on top of it needs."""
+
+    executable: str  # path by which it is called
+    binary: str  # the same without links
+    home: str  # folder of the binary from which its standard library is found
+    version: str  # such as 3.11
+    site: str | None  # site-packages of a virtual environment; None: not a virtual environment
+    sees_system: bool  # it imports packages of a Python that is not a virtual environment
+    scripts: tuple[str, ...]  # folders of its console scripts
+    has_pip: bool
+    implementation: str = "cpython"
+
+
+PARENT = "holdfast-parent"
+"""Key of pyvenv.cfg with the path of the parent Python, in the virtual environment of a job."""
+
+
+def own_python() -> str:
+    """Return the Python for processes of Holdfast that outlive this one.
+
+    For a command that runs in a job, such as one that launches another job, this is the parent Python, since
+    the environment of the job is removed with the job. If the job has installed Holdfast, it is its own.
+    """
+    python = sys.executable
+    is_of_job = Path(__file__).is_relative_to(sys.prefix)
+    while not is_of_job and (parent := read_config(Path(python)).get(PARENT)):
+        python = parent
+    return python
+
+
+def find_parent(environment: Mapping[str, str], workdir: Path) -> ParentPython | None:
+    """Return the first Python on the PATH, or None if it does not have any.
+
+    A virtual environment is read from its files. Any other Python is called once: it may be a shim, which
+    chooses a version by the current directory.
+    """
+    path = environment.get("PATH", os.defpath)
+    found = shutil.which("python3", path=path) or shutil.which("python", path=path)
+    if found is None:
+        return None
+    return _read_virtual_environment(Path(found)) or _ask(found, environment, workdir)
+
+
+def _read_virtual_environment(executable: Path) -> ParentPython | None:
+    """Return a virtual environment with pip, or None if its Python must be called."""
+    config = read_config(executable)
+    home, version = config.get("home"), config.get("version") or config.get("version_info")
+    is_plain = config.get(_SYSTEM_SITE) == "false"
+    if home is None or version is None or not is_plain or not (Path(home) / "python3").exists():
+        return None
+    short = ".".join(version.split(".")[:2])
+    site = executable.parent.parent / "lib" / f"python{short}" / "site-packages"
+    if not (site / "pip" / "__init__.py").is_file():
+        return None
+    return ParentPython(
+        executable=str(executable),
+        binary=os.path.realpath(executable),
+        home=home,
+        version=short,
+        site=str(site),
+        sees_system=False,
+        scripts=(str(executable.parent),),
+        has_pip=True,
+    )
+
+
+def read_config(executable: Path) -> dict[str, str]:
+    """Return the settings in the pyvenv.cfg of a Python. It may not exist."""
+    try:
+        with (executable.parent.parent / "pyvenv.cfg").open(encoding="utf-8", errors="replace") as file:
+            lines = file.read(_MAX_CONFIG_BYTES).splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in lines if "=" in line)
+    return {key.strip().lower(): value.strip() for key, _, value in pairs}
+
+
+def _ask(found: str, environment: Mapping[str, str], workdir: Path) -> ParentPython:
+    command = [found, "-I", "-c", _QUESTION]
+    try:
+        done = run_program(command, timeout_s=_LIMIT_S, env=environment, cwd=workdir)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unsupported(f"{found} does not run: {error}") from error
+    if done.status:
+        words = done.error.split("\n")
+        last = next((line for line in reversed(words) if line.strip()), "no message")
+        raise Unsupported(f"{found} does not run: it exits with {done.status}: {last[:200]}")
+    answer = done.out.strip().rpartition(b"\n")[2]
+    try:
+        parent = decode_dataclass(ParentPython, answer, f"the answer of {found}", any_text=True)
+    except Corrupt as error:
+        raise Unsupported(f"{found} is not a Python that Holdfast knows: {error}") from error
+    if parent.implementation != "cpython":
+        raise Unsupported(f"{found} is {parent.implementation}, expected CPython")
+    on_path = [os.path.realpath(one) for one in environment.get("PATH", os.defpath).split(os.pathsep)]
+    first, *others = parent.scripts  # shims stand for the first folder, which need not be on the PATH
+    seen = tuple(one for one in others if os.path.realpath(one) in on_path)
+    return dataclasses.replace(parent, scripts=(first, *seen))
 
 
 def make_virtual_environment(folder: Path, parent: ParentPython) -> None:
@@ -79,7 +207,13 @@ def _write(making: Path, folder: Path, parent: ParentPython) -> None:
     for one in (programs, packages):
         one.mkdir(mode=0o700, parents=True)
     (making / "lib64").symlink_to("lib")
-    (making / "pyvenv.cfg").write_bytes(os.fsencode(_config(parent)))
+    config = (
+        f"home = {parent.home}\n"
+        f"include-system-site-packages = {str(parent.sees_system).lower()}\n"
+        f"version = {parent.version}\n"
+        f"{PARENT} = {parent.executable}\n"
+    )
+    (making / "pyvenv.cfg").write_bytes(os.fsencode(config))
     _write_packages(packages, parent)
     for name in ("python", "python3", f"python{parent.version}"):
         (programs / name).symlink_to(parent.binary)
@@ -90,15 +224,6 @@ def _write(making: Path, folder: Path, parent: ParentPython) -> None:
     for name, text in scripts.items():
         (programs / name).write_bytes(text)
         (programs / name).chmod(0o755)
-
-
-def _config(parent: ParentPython) -> str:
-    return (
-        f"home = {parent.home}\n"
-        f"include-system-site-packages = {str(parent.sees_system).lower()}\n"
-        f"version = {parent.version}\n"
-        f"{PARENT} = {parent.executable}\n"
-    )
 
 
 def _write_packages(packages: Path, parent: ParentPython) -> None:
@@ -159,13 +284,7 @@ def _read_script(entry: os.DirEntry[str]) -> bytes | None:
 
 
 def rewrite(script: bytes, python: str, is_parent: Callable[[str], bool]) -> bytes | None:
-    """Return a script of the parent for another Python, or None for a different file.
-
-    Args:
-        script: contents of the file.
-        python: path of the other Python.
-        is_parent: returns True for a path of the parent's Python.
-    """
+    """Return a script of the parent for another Python, or None for a different file."""
     first, _, rest = script.partition(b"\n")
     match = _FIRST.fullmatch(first.rstrip())
     if match is None:
@@ -218,12 +337,10 @@ def install_here(base: Mapping[str, str]) -> dict[str, str]:
     return {**{name: value for name, value in base.items() if name not in _ELSEWHERE}, **_NOT_IN_USER_SITE}
 
 
-def activate(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables of commands in a virtual environment.
-
-    Args:
-        folder: folder of the environment.
-    """
+def activate(environment: Mapping[str, str], folder: str | None) -> Mapping[str, str]:
+    """Return the variables of commands in a virtual environment, if there is one."""
+    if folder is None or not Path(folder).is_dir():
+        return environment
     kept = {name: value for name, value in environment.items() if name != "PYTHONHOME"}
     path = environment.get("PATH", os.defpath)
     return {**kept, "VIRTUAL_ENV": folder, "PATH": f"{folder}/bin:{path}"}

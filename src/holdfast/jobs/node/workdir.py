@@ -10,8 +10,7 @@ from pathlib import Path
 
 from holdfast.errors import NotFound, RetryLater, Unsupported, redact
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.copies import Ignore, check_copy, copy_tree
-from holdfast.jobs.node.mounts.mount_plan import left_out
+from holdfast.jobs.node.copies import Ignore, check_copy, copy_tree, left_out
 from holdfast.jobs.task.model import Repository, Task
 from holdfast.system.documents import decode_text
 from holdfast.system.linux.program_runs import Ended, run_program
@@ -33,12 +32,7 @@ _NO_PROGRAMS = (
 
 
 def check_workdir(task: Task) -> None:
-    """Check that the workdir can be created.
-
-    Raises:
-        NotFound: the folder does not exist.
-        Unsupported: it is a repository, and git is not installed.
-    """
+    """Check that the workdir can be created."""
     where = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
     if task.repository is not None:
         check_git(where)
@@ -49,14 +43,10 @@ def check_workdir(task: Task) -> None:
 def create_workdir(task: Task, folder: JobFolder) -> None:
     """Create a workdir for every node.
 
-    Raises:
-        HoldfastError: see `clone` and `check_copy`.
-        OSError: copying failed.
-
     Blocks: while files are copied.
     """
     source = Path(task.workdir) if task.workdir is not None else None
-    ignore = _left_out(source, folder) if source is not None else None
+    ignore = left_out_of_workdir(source, folder) if source is not None else None
     if source is not None and ignore is not None:
         what = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
         way_out = "Leave files out with a line in .skyignore or .gitignore, or mount them with file_mounts."
@@ -76,31 +66,22 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
             to.mkdir()
 
 
-def copy_without_ignored(source: Path, to: Path, job: JobFolder) -> None:
-    """Copy a folder without files that are ignored, and without the state of jobs.
-
-    Blocks: while files are copied.
-    """
-    copy_tree(source, to, _left_out(source, job))
-
-
-def _left_out(source: Path, job: JobFolder) -> Ignore:
+def left_out_of_workdir(source: Path, job: JobFolder) -> Ignore:
     """Return a function that names what a copy of a workdir does not contain."""
     ignored, is_left_out = ignored_paths(source), left_out(job)
 
     def ignore(folder: str, names: list[str]) -> list[str]:
         here = Path(folder).relative_to(source)
-        return [*is_left_out(folder, names), *(name for name in names if str(here / name) in ignored)]
+        return [
+            *is_left_out(folder, names),
+            *(name for name in names if str(here / name) in ignored),
+        ]
 
     return ignore
 
 
 def check_git(where: str) -> None:
-    """Check that git is installed.
-
-    Raises:
-        Unsupported: git is missing.
-    """
+    """Check that git is installed."""
     if shutil.which("git") is None:
         raise Unsupported(
             f"{where}: git is not installed on this machine (`apt-get install git`). Nothing was started."
@@ -109,13 +90,6 @@ def check_git(where: str) -> None:
 
 def clone(repository: Repository, to: Path) -> str:
     """Clone a repository with its history into a folder, and return the commit.
-
-    Args:
-        to: folder that does not exist yet.
-
-    Raises:
-        NotFound: the branch, tag or commit does not exist.
-        RetryLater: git failed, for example because the repository is unreachable or needs credentials.
 
     Blocks: while git fetches the repository.
     """
@@ -180,10 +154,6 @@ def ignored_paths(folder: Path) -> frozenset[str]:
     it starts with a slash, else to any folder below. Lines with `#` are comments. Otherwise git's rules apply
     if the folder is in a work tree. Files that git tracks are always copied.
 
-    Raises:
-        RetryLater: git failed.
-        InvalidInput: the `.skyignore` is not UTF-8.
-
     Source: skypilot 0.14.1, sky/data/storage_utils.py, so that SkyPilot and Holdfast copy the same files.
     """
     if (folder / _SKYIGNORE).is_file():
@@ -218,13 +188,10 @@ def _by_git(folder: Path) -> frozenset[str]:
             if not module and name == "./":
                 return frozenset()  # an outer repository ignores the whole folder, which cannot be intended
             found.add(os.path.normpath(Path(module, name)))
-        pending += [name for name in _submodules(folder, module) if (folder / name / ".git").exists()]
+        rows = _skyignore_git(folder / module, "ls-files", "-z", "--stage") or []
+        links = [str(Path(module, row.partition("\t")[2])) for row in rows if row.startswith(_GITLINK)]
+        pending += [name for name in links if (folder / name / ".git").exists()]
     return frozenset(found)
-
-
-def _submodules(folder: Path, module: str) -> list[str]:
-    rows = _skyignore_git(folder / module, "ls-files", "-z", "--stage") or []
-    return [str(Path(module, row.partition("\t")[2])) for row in rows if row.startswith(_GITLINK)]
 
 
 def _skyignore_git(folder: Path, *words: str) -> list[str] | None:
@@ -235,11 +202,11 @@ def _skyignore_git(folder: Path, *words: str) -> list[str] | None:
         done = run_program(command, timeout_s=_SKYIGNORE_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"git did not answer within {_SKYIGNORE_LIMIT_S:.0f} s in {folder}.") from error
-    output = done.error
-    if done.status and ("not a git repository" in output or "work tree" in output):
+    if done.status and ("not a git repository" in done.error or "work tree" in done.error):
         return None
     if done.status:
         raise RetryLater(
-            f"git could not list the ignored files of {folder}: {output}. Add a .skyignore file to avoid git."
+            f"git could not list the ignored files of {folder}: {done.error}. Add a .skyignore file to avoid "
+            "git."
         )
     return [os.fsdecode(name) for name in done.out.split(b"\0") if name]

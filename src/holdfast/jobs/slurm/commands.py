@@ -9,22 +9,28 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
+from holdfast.jobs.machines.judgement import NodeStanding, judge
+from holdfast.jobs.machines.record import read_events
+from holdfast.jobs.record_files import JobSpec
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.system.entry import command
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.linux.program_runs import run_program
+from holdfast.system.log import get_logger
+
+_log = get_logger("jobs")
 
 _TIMEOUT_S = 60.0
 _NUM_TRIES = 3
 """Tries of a command that may be repeated. Slurm sends its SIGTERM to all programs of a job, also to ours."""
-_KILL_WAIT_S = 30.0
-"""Slurm's default for KillWait."""
+MAX_SHARE = 0.1  # greatest share of the usable machines that is left out, except that one always may be
+_KILL_WAIT_S = 30.0  # Slurm's default for KillWait
 _FIXES = {
     "invalid generic resource": "The cluster has no GPUs of this name: `sinfo -o %G` prints those it has. "
     "Give them with --gpus NAME:N or as gres in config.slurm.sbatch_options, or use --gpus none.",
@@ -53,11 +59,7 @@ class Queued:
 
 
 def require() -> None:
-    """Check that Slurm is installed.
-
-    Raises:
-        Unsupported: sbatch is missing.
-    """
+    """Check that Slurm is installed."""
     if shutil.which("sbatch") is None:
         message = "sbatch is not on the PATH. Use `--on slurm` on a login node of a Slurm cluster."
         raise Unsupported(f"{message} Nothing was started.")
@@ -78,11 +80,7 @@ def submit(script: Path, *, exclude: str = "") -> str:
 
 
 def can_run_without(script: Path, nodes: str) -> bool:
-    """Return True if Slurm could run a script without these nodes.
-
-    Raises:
-        Unsupported: sbatch is missing.
-    """
+    """Return True if Slurm could run a script without these nodes."""
     try:
         _run(["sbatch", "--test-only", *_without(nodes), str(script)], _outer_environment())
     except RetryLater:
@@ -96,16 +94,15 @@ def _without(nodes: str) -> list[str]:
 
 def _outer_environment() -> dict[str, str]:
     """Return the variables for a submission."""
-    environment = dict(os.environ)
-    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if paths:
+    # Launched from within a job, whose nodes and limits do not apply. A job has no use for the secrets.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (NOTIFY, NOTIFY_ON) and (name == "SLURM_CONF" or not name.startswith("SLURM_"))
+    }
+    if paths := [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]:
         # The job runs in another folder, where relative paths would not work.
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
-    inherited = [name for name in environment if name.startswith("SLURM_") and name != "SLURM_CONF"]
-    for name in (NOTIFY, NOTIFY_ON):  # the job has no use for these secrets
-        environment.pop(name, None)
-    for name in inherited:  # launched from within a job, whose nodes and limits do not apply
-        del environment[name]
     return environment
 
 
@@ -126,14 +123,10 @@ def query_queue(ids: Sequence[str]) -> dict[str, Queued]:
 
 def query_accounting(number: str) -> str | None:
     """Return a job's final state from the accounting, or None."""
-    try:
-        output = _run(
-            ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}"]
-        )
-    except (RetryLater, Unsupported):
-        return None
-    lines = output.split()
-    return lines[0] if lines else None
+    words = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}"]
+    with contextlib.suppress(RetryLater, Unsupported):
+        return next(iter(_run(words).split()), None)
+    return None
 
 
 def cancel_waiting(number: str) -> None:
@@ -152,22 +145,15 @@ def requeue(number: str) -> None:
 
 
 def leave_out(number: str, nodes: str) -> None:
-    """Replace the nodes that a pending job leaves out. Slurm refuses that for one that is running.
-
-    Args:
-        nodes: their names, separated by commas.
-    """
-    _run(["scontrol", "update", f"JobId={number}", f"ExcNodeList={nodes}"])
+    """Replace the nodes that a pending job leaves out. Slurm refuses that for one that is running."""
+    _run(["scontrol", "update", f"JobId={number}", f"ExcNodeList={nodes}"], num_tries=_NUM_TRIES)
 
 
 def usable_nodes(partition: str) -> tuple[str, ...]:
-    """Return the nodes of a partition that run jobs now, or will.
-
-    Args:
-        partition: its name; empty: the default one.
-    """
+    """Return the nodes of a partition, or of the default one, that run jobs now, or will."""
     words = ["sinfo", "--noheader", "--Node", "--format=%N|%T|%P"]
-    rows = [line.split("|") for line in _run([*words, *_of_partition(partition)]).splitlines()]
+    words += [f"--partition={partition}"] if partition else []
+    rows = [line.split("|") for line in _run(words).splitlines()]
     return tuple(
         dict.fromkeys(
             row[0]
@@ -182,10 +168,6 @@ def failed_nodes(nodes: Sequence[str]) -> frozenset[str]:
     words = ["sinfo", "--noheader", "--Node", "--format=%N|%T", f"--nodes={','.join(nodes)}"]
     rows = [line.split("|") for line in _run(words).splitlines()]
     return frozenset(row[0] for row in rows if len(row) == 2 and _has_failed(row[1]))
-
-
-def _of_partition(partition: str) -> list[str]:
-    return [f"--partition={partition}"] if partition else []
 
 
 def _has_failed(state: str) -> bool:
@@ -218,36 +200,21 @@ def node_names(nodelist: str) -> tuple[str, ...]:
 
 
 def addresses(nodelist: str) -> tuple[str, ...]:
-    """Return the addresses of nodes, in Slurm's order, which is that of SLURM_NODEID.
-
-    Args:
-        nodelist: the value of SLURM_JOB_NODELIST.
-    """
+    """Return the addresses of nodes, in Slurm's order, which is that of SLURM_NODEID."""
     names = node_names(nodelist)
-    output = _run(["scontrol", "--oneliner", "show", "node", nodelist])
-    known = dict(_name_and_address(line.split()) for line in output.splitlines() if line.strip())
-    return tuple(_resolve(known.get(name) or name) for name in names)
-
-
-def _name_and_address(words: Iterable[str]) -> tuple[str, str]:
-    facts = dict(word.split("=", 1) for word in words if "=" in word)
-    return facts.get("NodeName", ""), facts.get("NodeAddr", "")
-
-
-def _resolve(name: str) -> str:
-    try:
-        return socket.gethostbyname(name)
-    except OSError:
-        return name
+    known: dict[str, str] = {}
+    for line in _run(["scontrol", "--oneliner", "show", "node", nodelist]).splitlines():
+        facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        known[facts.get("NodeName", "")] = facts.get("NodeAddr", "")
+    found = [known.get(name) or name for name in names]
+    for number, name in enumerate(found):
+        with contextlib.suppress(OSError):  # srun resolves it
+            found[number] = socket.gethostbyname(name)
+    return tuple(found)
 
 
 def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_tries: int = 1) -> str:
-    """Run a program, and return its output. It is run again if a signal has ended it.
-
-    Raises:
-        Unsupported: it is not installed.
-        RetryLater: it failed, or did not end.
-    """
+    """Run a program, and return its output. It is run again if a signal has ended it."""
     try:
         done = run_program(words, timeout_s=_TIMEOUT_S, env=environment)
     except FileNotFoundError as error:
@@ -261,6 +228,44 @@ def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_
     return done.out.decode("utf-8", "replace")
 
 
+def choose_left_out(state: Path, script: Path, spec: JobSpec, *, partition: str) -> tuple[str, ...]:
+    """Return the nodes that stand out and that a job can do without.
+
+    Args:
+        script: the job's script, which Slurm tests without them.
+    """
+    standings = [] if spec.is_pinned else judge(read_events(state))
+    if not any(one.stands_out for one in standings):
+        return ()
+    try:
+        left_out = node_names(spec.exclude) if spec.exclude else ()
+        usable = [name for name in usable_nodes(partition) if name not in left_out]
+        chosen = choose_excluded(standings, usable, num_nodes=spec.num_nodes)
+        # Slurm knows more about its nodes: their memory, devices and features.
+        return chosen if chosen and can_run_without(script, joined(chosen, spec.exclude)) else ()
+    except (RetryLater, Unsupported) as error:
+        _log.warning("no node is left out: %s", error)
+        return ()
+
+
+def joined(names: tuple[str, ...], unwanted: str) -> str:
+    """Return a list of nodes for Slurm: some names, and those that the user leaves out."""
+    return ",".join(filter(None, (unwanted, *names)))
+
+
+def choose_excluded(
+    standings: Sequence[NodeStanding], usable: Collection[str], *, num_nodes: int
+) -> tuple[str, ...]:
+    """Return the machines to leave out, the most conspicuous first.
+
+    Args:
+        standings: all machines, the most conspicuous first.
+    """
+    room = min(max(1, int(len(usable) * MAX_SHARE)), len(usable) - num_nodes)
+    chosen = [one.name for one in standings if one.stands_out and one.name in usable]
+    return tuple(chosen[: max(0, room)])
+
+
 def current_state(
     job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str, missing: str = ""
 ) -> JobState:
@@ -269,7 +274,6 @@ def current_state(
     Args:
         job_state: state recorded by the job's controller. A final state is returned unchanged.
         queued: Slurm's answer, or None if Slurm has forgotten the job.
-        is_cancelled: True if a user has cancelled the job.
         output: file with more details, for messages.
         missing: files that are not in their buckets, as far as known.
     """
@@ -296,7 +300,7 @@ def _waiting(job_state: JobState, queued: Queued, *, is_cancelled: bool) -> JobS
 def _ended(job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str) -> JobState:
     """Return the state of a job that Slurm ended before its controller could record why."""
     state = "Slurm has forgotten the job" if queued is None else f"Slurm reports {queued.state}"
-    if is_cancelled or (queued is not None and queued.state.startswith("CANCELLED")):
+    if is_cancelled or (queued and queued.state.startswith("CANCELLED")):
         reason = "cancelled" if is_cancelled else "cancelled in Slurm"
         return dataclasses.replace(job_state, status=JobStatus.CANCELLED, is_active=False, reason=reason)
     cause = (

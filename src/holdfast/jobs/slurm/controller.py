@@ -8,8 +8,8 @@ import os
 import select
 import signal
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,18 +18,18 @@ from typing_extensions import override
 from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.job_secrets import check_has_secrets
+from holdfast.jobs.node.job_secrets import check_has_secrets, remove_secrets
+from holdfast.jobs.node.mounts.mount_records import create_links, link_user
 from holdfast.jobs.node.mounts.scratch import is_scratch_path, moved_links, remove_shared_links, shared_links
-from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used
 from holdfast.jobs.notifications.notifier import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands, messages
-from holdfast.jobs.slurm.cluster_mounts import ClusterMounts, UploadTerms
+from holdfast.jobs.slurm.commands import choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
-from holdfast.jobs.slurm.left_out import choose_left_out, joined
-from holdfast.jobs.slurm.step import Step
+from holdfast.jobs.slurm.messages import Step
+from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import (
     AttemptExited,
     BackoffElapsed,
@@ -51,22 +51,13 @@ from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 
-_POLL_S = 1.0
-"""Interval for checking requests: a file on a shared file system wakes no process."""
-_STUBBORN_S = 30.0
-"""Time limit for nodes to kill their processes, before Slurm does it."""
-_NOTIFIER_S = 60.0
-"""Time limit for sending the notification of the job's end while the job has its nodes."""
+_POLL_S = 1.0  # interval for checking requests: a file on a shared file system wakes no process
+_STUBBORN_S = 30.0  # time limit for nodes to kill their processes, before Slurm does it
+_NOTIFIER_S = 60.0  # time limit for sending the notification of the job's end while the job has its nodes
 _MAX_SILENT = 3
 _RETRY_S = 5.0
 _MAX_RETRIES = 60
 FAILED = 1
-_ABOUT_MOUNTS = (
-    messages.ScratchOpened,
-    messages.LeftoversSent,
-    messages.NodeUploading,
-    messages.UploadsEnded,
-)
 _T = TypeVar("_T")
 
 
@@ -77,15 +68,10 @@ def supervise(folder: JobFolder) -> int:
     """
     files = JobFiles(folder)
     controller = SlurmController(files)
-    try:
-        controller.serve()
-    except Exception as error:  # noqa: BLE001 - reported in the log and as the job's status
-        traceback.print_exc()
-        why = f"{error if isinstance(error, HoldfastError) else repr(error)} (see {files.output})"
-        controller.give_up(why)
+    controller.serve_or_give_up()
     if controller.has_ended:
         controller.remove_links()
-        files.remove_secrets()
+        remove_secrets(folder)
         # Slurm ends the processes of the job with this script. The next command sends the rest.
         wait_for_notifier(folder, limit_s=_NOTIFIER_S)
     return 0 if controller.state.status is JobStatus.SUCCEEDED else FAILED
@@ -100,9 +86,10 @@ class SlurmController(Controller):
         self._stored = files.read_state()
         super().__init__(
             files.job,
-            self._job.terms,
+            self._job.policy,
             self._stored.job_state,
             task_id=self._job.task_id,
+            log=files.output,
             step_before=self._stored.step_before,
         )
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
@@ -114,14 +101,15 @@ class SlurmController(Controller):
         self._has_messages = False  # a node has sent a message in this attempt
         self._signals: list[int] = []
         self._is_requeued = False
-        self._mounts = ClusterMounts(files.job, self._job.num_nodes, self._stored.uploads)
-        self._uploads = UploadTerms(self._job.terms)
+        self._mounts = ClusterMounts(files.job, self._job.spec.num_nodes, self._stored.uploads)
         self._num_resumed = 0  # steps that only continue the uploads of the attempt
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     @override
     def _begin(self) -> None:
-        self._install_signals()
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # recorded, and each wakes the loop
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         assert self._stored.restart <= self._restart, "Slurm has started the job again elsewhere"
         self._stored = dataclasses.replace(self._stored, restart=self._restart, slurm_id=self._slurm_id)
         self._mounts.read_ends(self._files.job, self.state.attempt)
@@ -133,12 +121,6 @@ class SlurmController(Controller):
             self._requeue()
         elif not self.has_ended:
             self._apply(ControllerStarted() if self.state.status is JobStatus.PENDING else BackoffElapsed())
-
-    def _install_signals(self) -> None:
-        """Record signals, and wake the loop with each."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, _: self._signals.append(number))
-        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
 
     @override
     def _is_leaving(self) -> bool:
@@ -181,7 +163,6 @@ class SlurmController(Controller):
     def _prepare_attempt(self) -> None:
         self._num_listening, self._running, self._has_messages = {}, set(), False
         self._mounts.forget()
-        self._uploads = UploadTerms(self._job.terms)
         self._num_resumed = 0
         if self._stored.uploads:
             self._store(dataclasses.replace(self._stored, uploads={}))
@@ -190,9 +171,8 @@ class SlurmController(Controller):
     def _start_nodes(self) -> None:
         check_has_secrets(self._files.job)
         self._mounts.forget_step()
-        self._uploads.forget_step()
         self._store(dataclasses.replace(self._stored, machines=_own_names()))
-        self._step = Step(self._files.job, self.state.attempt, self._job.num_nodes, self._kill_wait_s)
+        self._step = Step(self._files.job, self.state.attempt, self._job.spec.num_nodes, self._kill_wait_s)
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
@@ -205,14 +185,14 @@ class SlurmController(Controller):
         if self._step is None:
             return
         self._step.kill(with_keepers=with_keepers)
-        grace_s = 0.0 if with_keepers else self._job.terms.grace_s  # runners wait for keepers
+        grace_s = 0.0 if with_keepers else self._job.policy.grace_s  # runners wait for keepers
         is_due = self._clock.unix_s() >= since_unix_s + grace_s + _STUBBORN_S
         if is_due and not self._may_upload():
             commands.kill_steps(self._slurm_id)
 
     def _may_upload(self) -> bool:
         """Return True if all commands have ended, and the nodes have time for their uploads."""
-        terms = self._uploads.sent
+        terms = self._mounts.terms
         return terms is not None and (
             terms.until_unix_s is None or time.time() < terms.until_unix_s + _STUBBORN_S
         )
@@ -237,10 +217,6 @@ class SlurmController(Controller):
         return frozenset()
 
     @override
-    def _notifier_log(self) -> Path:
-        return self._files.output
-
-    @override
     def _abandon(self) -> None:
         if self._step is not None:
             with contextlib.suppress(HoldfastError):
@@ -253,7 +229,7 @@ class SlurmController(Controller):
     def _receive_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            lead_s = self._job.terms.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
+            lead_s = self._job.policy.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
             source = f"Slurm ({signal.Signals(number).name})"
             if not self.state.is_active and not self.has_ended:
                 self._requeue()  # between two attempts: nothing has to be saved
@@ -263,11 +239,11 @@ class SlurmController(Controller):
     def _notice(self, lead_s: float, source: str) -> JobEvent | None:
         """Return the event of a notice. One after the end of all commands limits their uploads."""
         if self._have_all_ended():
-            self._uploads.limit(time.time() + lead_s)
+            self._mounts.limit(time.time() + lead_s)
         return NoticeReceived(lead_s, source)
 
     def _have_all_ended(self) -> bool:
-        return len(self.state.outcomes) == self._job.num_nodes
+        return len(self.state.outcomes) == self._job.spec.num_nodes
 
     @override
     def _node_events(self) -> Iterator[JobEvent]:
@@ -295,7 +271,7 @@ class SlurmController(Controller):
             scratch = JobFolder(Path(self._mounts.common_path(link.key)))
             create_links(
                 [one for one in moved_links(job, scratch) if one.target in shared],
-                is_in_use=lambda target: is_link_used(records, job, target),
+                is_in_use=partial(link_user, records, job),
                 is_of_job=is_scratch_path,
             )
         step.has_opened = True
@@ -303,13 +279,9 @@ class SlurmController(Controller):
 
     def _upload(self, step: Step) -> Iterator[JobEvent]:
         """Give the nodes the terms of their uploads, and yield what is missing."""
-        timers = self._timers
-        notice_unix_s = (
-            None
-            if timers.notice_until_unix_s is None
-            else self._clock.machine_unix_s(timers.notice_until_unix_s)
-        )
-        if terms := self._uploads.take(self.state, notice_unix_s, leaves=self._leaves_machines()):
+        until_unix_s = self._timers.notice_until_unix_s
+        notice_unix_s = None if until_unix_s is None else self._clock.machine_unix_s(until_unix_s)
+        if terms := self._mounts.take_terms(self.state, notice_unix_s, leaves=self._leaves_machines()):
             step.send(terms)
         missing = self._mounts.missing()
         if missing and self.state.status in (JobStatus.RUNNING, JobStatus.WINDING_DOWN):
@@ -319,11 +291,17 @@ class SlurmController(Controller):
         """Return True if the job ends with this attempt, or continues on other machines."""
         event = AttemptExited(self.state.attempt, self._has_advanced())
         after, _ = advance(self.state, event, self._policy)
+        own = own_ends(dict(enumerate(self._outcomes()))).values()
         return (
             after.status.is_final
-            or self._uploads.is_limited
-            or _needs_other_machines(self.state, self._job.num_nodes)
+            or self._mounts.is_limited
+            or self.state.is_noticed
+            or any(one.is_lost or one.is_preempted or one.unfit for one in own)  # because of its machines
         )
+
+    def _outcomes(self) -> list[Outcome]:
+        """Return the outcome of each node. A node without one was lost."""
+        return [self.state.outcomes.get(node, Outcome(Phase.RUN)) for node in range(self._job.spec.num_nodes)]
 
     def _can_resume(self) -> bool:
         """Return True if only the uploads of the attempt are incomplete, and can be continued."""
@@ -331,14 +309,14 @@ class SlurmController(Controller):
             self._have_all_ended()
             and all(one.is_success for one in self.state.outcomes.values())
             and not self._mounts.is_confirmed()
-            and not self._uploads.is_limited
+            and not self._mounts.is_limited
             and not self.state.is_noticed
             and self.state.status is not JobStatus.CANCELLING
             and self._num_resumed < _MAX_SILENT
         )
 
     def _event_of_message(self, message: messages.Message) -> JobEvent | None:
-        attempt, num_nodes = self.state.attempt, self._job.num_nodes
+        attempt, num_nodes = self.state.attempt, self._job.spec.num_nodes
         if isinstance(message, messages.NodeRunning):
             self._running.add(message.node)
             return NodesRunning(attempt) if len(self._running) == num_nodes else None
@@ -350,9 +328,7 @@ class SlurmController(Controller):
             return NoticeDelivered(attempt, sum(self._num_listening.values())) if is_complete else None
         if isinstance(message, messages.NodeEnded):
             return NodeExited(attempt, message.node, message.outcome)
-        if not isinstance(message, (messages.RunnerStarted, *_ABOUT_MOUNTS)):
-            _log.warning("unexpected message: %s", message)
-        return None
+        return None  # the others only show that runners are alive, or are about mounts
 
     def _end_attempt(self) -> Iterator[JobEvent]:
         """Yield the events of an attempt's end, after srun has exited."""
@@ -386,11 +362,12 @@ class SlurmController(Controller):
         """Let Slurm start the job again, on the machines that it then finds."""
         self._is_requeued = True
         self._store(self._stored)
-        if any(one.is_lost for one in _outcomes(self.state, self._job.num_nodes)):
-            commands.sweep(self._job.num_nodes, self._files.job.path)
+        if any(one.is_lost for one in self._outcomes()):
+            commands.sweep(self._job.spec.num_nodes, self._files.job.path)
         # Cancelling in Slurm has priority, and a requeue would undo a user's scancel. A job that Slurm itself
         # has requeued is not running any more either.
-        if _with_retries(lambda: _is_running(self._slurm_id)):
+        queued = _with_retries(lambda: commands.query_queue([self._slurm_id])).get(self._slurm_id)
+        if queued is not None and queued.state == "RUNNING":
             left_out = self._choose_left_out()
             _with_retries(lambda: commands.requeue(self._slurm_id))
             self._leave_out(left_out)
@@ -401,17 +378,13 @@ class SlurmController(Controller):
         return choose_left_out(
             self._files.job.path.parents[1],
             self._files.script,
-            self._job.num_nodes,
+            self._job.spec,
             partition=os.environ.get("SLURM_JOB_PARTITION", ""),
-            unwanted=self._job.exclude,
-            is_pinned=self._job.is_pinned,
         )
 
     def _is_on_excluded(self) -> bool:
-        """Return True, once per node, if the job has a node that stands out.
-
-        Slurm itself starts a job again whose first node has failed, and does not leave that node out.
-        """
+        """Return True, once per node, if the job has a node that stands out."""
+        # Slurm itself starts a job again whose first node has failed, and does not leave that node out.
         unwanted = set(self._choose_left_out()) - set(self._stored.left_out)
         found = unwanted & set(_own_names()) if unwanted else set[str]()
         if found:
@@ -421,13 +394,11 @@ class SlurmController(Controller):
 
     def _leave_out(self, names: tuple[str, ...]) -> None:
         """Have Slurm leave nodes out of the next start. It ends this process soon, so it is asked at once."""
-        nodes = joined(names, self._job.exclude)
+        nodes = joined(names, self._job.spec.exclude)
         try:
-            try:
-                commands.leave_out(self._slurm_id, nodes)
-            except RetryLater:  # Slurm's signal to all processes has killed scontrol, or the job is cancelled
-                commands.leave_out(self._slurm_id, nodes)
-        except RetryLater as error:
+            # Repeated, as Slurm's signal to all processes may kill scontrol.
+            commands.leave_out(self._slurm_id, nodes)
+        except RetryLater as error:  # the job is cancelled
             _log.warning("no node is left out: %s", error)
 
     # -- waiting ---------------------------------------------------------------------------------------------
@@ -448,11 +419,6 @@ def _own_names() -> tuple[str, ...]:
     return _with_retries(lambda: commands.node_names(os.environ["SLURM_JOB_NODELIST"]))
 
 
-def _is_running(slurm_id: str) -> bool:
-    found = commands.query_queue([slurm_id]).get(slurm_id)
-    return found is not None and found.state == "RUNNING"
-
-
 def _with_retries(call: Callable[[], _T]) -> _T:
     """Call Slurm, with retries for some minutes while its own controller is down."""
     for _ in range(_MAX_RETRIES - 1):
@@ -462,14 +428,3 @@ def _with_retries(call: Callable[[], _T]) -> _T:
             _log.warning("retrying in %.0f s: %s", _RETRY_S, error)
             time.sleep(_RETRY_S)
     return call()
-
-
-def _needs_other_machines(state: JobState, num_nodes: int) -> bool:
-    """Return True if the attempt ended because of its machines."""
-    own = own_ends(dict(enumerate(_outcomes(state, num_nodes)))).values()
-    return state.is_noticed or any(one.is_lost or one.is_preempted or one.unfit for one in own)
-
-
-def _outcomes(state: JobState, num_nodes: int) -> list[Outcome]:
-    """Return the outcome of each node. A node without one was lost."""
-    return [state.outcomes.get(node, Outcome(Phase.RUN)) for node in range(num_nodes)]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import shlex
-import shutil
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +14,20 @@ from typing_extensions import override
 
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey, each
-from holdfast.jobs.environment import create_task_id
-from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.node.mounts.private_links import is_private_target
+from holdfast.jobs.node.job_secrets import remove_secrets
+from holdfast.jobs.node.mounts.mount_plan import validate
+from holdfast.jobs.node.mounts.mount_records import create_links, is_private_target, link_user, remove_links
 from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
-from holdfast.jobs.node.mounts.symlinks import create_links, is_link_used, link_user, remove_links
-from holdfast.jobs.node.mounts.validation import validate, validate_sources
-from holdfast.jobs.node.parent_python import own_python
-from holdfast.jobs.node.preparation import prepare
+from holdfast.jobs.node.virtual_environment import own_python
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.notifications.outbox import write_plan
 from holdfast.jobs.record_files import JobSpec, Submission
-from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
+from holdfast.jobs.recorded import NodeEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.slurm import commands
-from holdfast.jobs.slurm.cluster_mounts import ClusterMounts
-from holdfast.jobs.slurm.commands import Queued, current_state
-from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState, SubmittedJob
-from holdfast.jobs.slurm.left_out import choose_left_out, joined
+from holdfast.jobs.slurm.commands import Queued, choose_left_out, current_state, joined
+from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
+from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.slurm.options import (
     FURTHER,
     Options,
@@ -43,7 +36,7 @@ from holdfast.jobs.slurm.options import (
     is_pinned,
     wanted_options,
 )
-from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.image import docker_image, in_image
@@ -53,10 +46,6 @@ from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
 
-_POLL_S = 2.0
-"""Interval for following output, as writes on other machines do not wake this one."""
-_DEAF_TO_USR1 = "trap '' USR1; "
-"""Prefix of scripts: Slurm may signal all processes of a job, and SIGUSR1 kills most."""
 _BODY = """\
 # Slurm may signal this shell only. A shell runs a trap only while it waits, never while a child
 # runs in its foreground.
@@ -92,12 +81,8 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 }
 
 
-class SlurmEngine(RecordedEngine):
-    """Engine that runs jobs on the Slurm cluster of this login node.
-
-    Args:
-        state: folder of all jobs, on a file system that all nodes share. Default: that of this user.
-    """
+class SlurmEngine(NodeEngine):
+    """Engine that runs jobs on the Slurm cluster of this login node, which shares the folder of all jobs."""
 
     name = "slurm"
     can_notify = True
@@ -106,22 +91,20 @@ class SlurmEngine(RecordedEngine):
         "afterok:ID` in config.slurm.sbatch_options, where ID is Slurm's id of the job before."
     )
     poll_s = 2.0  # writes on other machines do not wake this one
-
-    # -- submission ------------------------------------------------------------------------------------------
+    script_prefix = "trap '' USR1; "  # Slurm may signal all processes of a job, and SIGUSR1 kills most
 
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        return unsupported_keys(_in_image(task))
+        return unsupported_keys(self._in_image(task))
 
     @override
     def render(self, task: Task) -> list[str]:
         # the script for sbatch
-        script = self._script(task, "JOB", "TASK-ID")
-        return ["$ sbatch --parsable sbatch.sh", *script.text().splitlines()]
+        return ["$ sbatch --parsable sbatch.sh", *self._script(task, "JOB", "TASK-ID").splitlines()]
 
     @override
     def check(self, task: Task) -> None:
-        task = _in_image(task)
+        task = self._in_image(task)
         wanted_options(task)
         check_workdir(task)
         for mount in task.file_mounts:
@@ -136,67 +119,28 @@ class SlurmEngine(RecordedEngine):
         validate(task, self._state, runs_here=False)
 
     @override
-    def submit(self, task: Task) -> Job:
-        self.check(task)
-        task = _in_image(task)
+    def _check_place(self) -> None:
         commands.require()
-        validate_sources(task, self._state)
-        now_s = time.time()
-        spec = JobSpec(task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser())
-        policy = _policy(task)
-        records = self._records()
-        number = records.reserve()
-        task_id = create_task_id(task.name, number, now_s)
-        files = self._files(number)  # in a folder created just now, so it may be removed
-        submission = Submission(number, task.name, task_id, self.name, spec, policy, now_s)
-        try:
-            self._put_together(task, number, task_id, spec, policy)
-            write_plan(files.job, task.subscription, submission)
-        except HoldfastError:
-            shutil.rmtree(files.job.path, ignore_errors=True)
-            raise
-        except (OSError, shutil.Error) as error:
-            shutil.rmtree(files.job.path, ignore_errors=True)
-            raise RetryLater(
-                f"Cannot prepare the job in {files.job.path}: {error}. Nothing was started."
-            ) from error
-        # Before Slurm has it: a running job must be recorded, even if this process dies.
-        records.complete(submission)
-        try:
-            slurm_id = commands.submit(files.script, exclude=self._excluded(task, files.script))
-        except HoldfastError:
-            slurm_id = files.read_state().slurm_id
-            if not slurm_id:  # else Slurm has it, and has started it, but sbatch did not answer
-                remove_links(files.job)
-                records.withdraw(number)
-                raise
-        records.set_engine_job_id(number, slurm_id)
-        return self.job(number)
 
-    def _put_together(
-        self, task: Task, number: int, task_id: str, spec: JobSpec, policy: RestartPolicy
-    ) -> None:
-        """Write all files that the job needs on its nodes."""
-        files = self._files(number)
-        folder = files.job
-        records = self._records()
-        prepare(task, folder, records, self._state, prefix=_DEAF_TO_USR1)
-        files.write_job(
-            SubmittedJob(
-                number=number,
-                name=task.name,
-                task_id=task_id,
-                num_nodes=spec.num_nodes,
-                num_gpus=spec.num_gpus,
-                has_setup=spec.has_setup,
-                user=spec.user,
-                terms=policy,
-                task_environment={**task.envs, **task.secrets},
-                image=task.image or "",
-                exclude=wanted_options(task).get("exclude") or "",
-                is_pinned=is_pinned(wanted_options(task)),
-            )
-        )
+    @override
+    def _in_image(self, task: Task) -> Task:
+        image = docker_image(task)
+        return task if image is None or has_own_container(wanted_options(task)) else in_image(task, image)
+
+    @override
+    def _grace_s(self, task: Task) -> float:
+        return grace_s(wanted_options(task))
+
+    @override
+    def _spec(self, task: Task, after: int | None) -> JobSpec:
+        options = wanted_options(task)
+        exclude, is_fixed = options.get("exclude") or "", is_pinned(options)
+        return dataclasses.replace(super()._spec(task, after), exclude=exclude, is_pinned=is_fixed)
+
+    @override
+    def _complete(self, task: Task, folder: JobFolder, submission: Submission) -> None:
+        files, records = JobFiles(folder), self._records()
+        files.create()
         for link in shared_links(folder):  # created when the nodes have their folders, but refused now
             if (user := link_user(records, folder, link.target)) is not None:
                 raise Conflict(
@@ -206,86 +150,94 @@ class SlurmEngine(RecordedEngine):
                 )
         create_links(
             fixed_links(folder),
-            is_in_use=lambda target: is_link_used(records, folder, target),
+            is_in_use=partial(link_user, records, folder),
             is_of_job=lambda path: path.is_relative_to(self._state),
         )
-        write_atomic(files.script, self._script(task, str(number), task_id).text())
+        write_atomic(files.script, self._script(task, str(submission.number), submission.task_id))
 
-    def _script(self, task: Task, number: str, task_id: str) -> Script:
+    @override
+    def _start(self, task: Task, submission: Submission) -> None:
+        files, spec, records = self._files(submission.number), submission.spec, self._records()
+        partition = wanted_options(task).get("partition") or ""
+        names = choose_left_out(self._state, files.script, spec, partition=partition)
+        try:
+            slurm_id = commands.submit(files.script, exclude=joined(names, spec.exclude) if names else "")
+        except HoldfastError:
+            slurm_id = files.read_state().slurm_id
+            if not slurm_id:  # else Slurm has it, and has started it, but sbatch did not answer
+                remove_links(files.job)
+                records.withdraw(submission.number)
+                raise
+        records.set_engine_job_id(submission.number, slurm_id)
+
+    def _script(self, task: Task, number: str, task_id: str) -> str:
         folder = self._state / "jobs" / number
-        output = JobFiles(JobFolder(folder)).output
-        options = wanted_options(task)
-        controller = tuple(command("holdfast.jobs.slurm", "controller", str(folder), python=own_python()))
-        return Script(task.name, task_id, task.num_nodes, options, controller, str(folder), str(output))
-
-    def _excluded(self, task: Task, script: Path) -> str:
-        """Return the nodes that a job leaves out: those of its user, and those that stand out; or nothing."""
-        options = wanted_options(task)
-        names = choose_left_out(
-            self._state,
-            script,
+        return batch_script(
+            task.name,
+            task_id,
             task.num_nodes,
-            partition=options.get("partition") or "",
-            unwanted=options.get("exclude") or "",
-            is_pinned=is_pinned(options),
+            wanted_options(task),
+            command("holdfast.jobs.slurm", "controller", str(folder), python=own_python()),
+            folder=str(folder),
+            output=str(JobFiles(JobFolder(folder)).output),
         )
-        return joined(names, options.get("exclude") or "") if names else ""
-
-    # -- status ----------------------------------------------------------------------------------------------
 
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
         # Slurm is queried once, for all jobs that have not ended.
-        found = [one for one in records if not one.job_state.status.is_final]
-        results = zip(found, each(lambda one: self._files(one.id).read_state(), found), strict=True)
-        read = {one.id: result for one, result in results}
-        stories = {number: one for number, one in read.items() if not isinstance(one, HoldfastError)}
-        broken = {number: str(one) for number, one in read.items() if isinstance(one, HoldfastError)}
-        outer = {one.id: stories[one.id].slurm_id or one.engine_job_id for one in found if one.id in stories}
-        open_ids = [
-            slurm_id
-            for number, slurm_id in outer.items()
-            if slurm_id and not stories[number].job_state.status.is_final
-        ]
+        open_jobs = [one for one in records if not one.job_state.status.is_final]
+        found = each(lambda one: self._files(one.id).read_state(), open_jobs)
+        stories = dict(zip([one.id for one in open_jobs], found, strict=True))
+        ids = {
+            one.id: slurm_id
+            for one in open_jobs
+            if isinstance(story := stories[one.id], SlurmJobState)
+            and (slurm_id := story.slurm_id or one.engine_job_id)
+            and not story.job_state.status.is_final
+        }
         try:
-            queued, trouble = commands.query_queue(open_ids), ""
+            queued, trouble = commands.query_queue(list(ids.values())), ""
         except (RetryLater, Unsupported) as error:
             queued, trouble = {}, str(error)
         return [
-            Job.of(one, job_state=dataclasses.replace(one.job_state, reason=broken[one.id]))
-            if one.id in broken
-            else self._job(one, stories.get(one.id), queued.get(outer.get(one.id) or ""), trouble)
-            for one in records
+            self._job(one, stories.get(one.id), queued.get(ids.get(one.id, "")), trouble) for one in records
         ]
 
     def _job(
-        self, record: JobRecord, story: SlurmJobState | None, queued: Queued | None, trouble: str
+        self,
+        record: JobRecord,
+        story: SlurmJobState | HoldfastError | None,
+        queued: Queued | None,
+        trouble: str,
     ) -> Job:
-        if story is None:  # the job had ended when it was last queried
-            self._announce(record, record.job_state)
-            self._files(record.id).remove_secrets()
-            return Job.of(record, step=self._newest_step(record))
-        job_state = self._life(record, story, queued, trouble)
-        if job_state.status.is_final:
+        if isinstance(story, HoldfastError):
+            return Job.of(record, job_state=dataclasses.replace(record.job_state, reason=str(story)))
+        if story is not None:  # else the job had ended when it was last queried
+            job_state = self._state_of(record, story, queued, trouble)
             ended_s = story.ended_unix_s or time.time()
-            record = self._records().save(
+            if job_state.status.is_final:
+                record = self._records().save(
+                    record,
+                    job_state,
+                    Timers(),
+                    now_unix_s=ended_s,
+                    step_before=None,
+                    started_unix_s=story.started_unix_s,
+                )
+            record = dataclasses.replace(
                 record,
-                job_state,
-                Timers(),
-                now_unix_s=ended_s,
-                step_before=None,
+                job_state=job_state,
                 started_unix_s=story.started_unix_s,
+                ended_unix_s=ended_s if job_state.status.is_final else None,
             )
-            self._announce(record, job_state)
-            self._files(record.id).remove_secrets()
-        record = dataclasses.replace(
-            record,
-            started_unix_s=story.started_unix_s,
-            ended_unix_s=(story.ended_unix_s or time.time()) if job_state.status.is_final else None,
-        )
-        return Job.of(record, step=self._newest_step(record), job_state=job_state)
+        if record.job_state.status.is_final:
+            self._announce(record, record.job_state)
+            remove_secrets(self._files(record.id).job)
+        return Job.of(record, step=self._newest_step(record))
 
-    def _life(self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str) -> JobState:
+    def _state_of(
+        self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str
+    ) -> JobState:
         job_state = story.job_state
         if job_state.status.is_final:
             return job_state
@@ -294,8 +246,7 @@ class SlurmEngine(RecordedEngine):
         files = self._files(record.id)
         slurm_id = story.slurm_id or record.engine_job_id
         if not slurm_id:
-            if any(one.kind == "cancel" for one in files.requests()):
-                # If Slurm has it after all, its controller ends it when it starts.
+            if files.is_cancelled:  # if Slurm has it after all, its controller ends it when it starts
                 return dataclasses.replace(job_state, status=JobStatus.CANCELLED, reason="cancelled")
             return dataclasses.replace(
                 job_state, reason="not in Slurm's queue yet, or sbatch was interrupted"
@@ -303,14 +254,14 @@ class SlurmEngine(RecordedEngine):
         if queued is None:
             story = files.read_state()  # the job may have ended between the two queries
             state = commands.query_accounting(slurm_id)
-            job_state, queued = story.job_state, None if state is None else Queued(state, "")
-        is_cancelled = any(one.kind == "cancel" for one in files.requests())
-        missing = ClusterMounts(files.job, record.spec.num_nodes, story.uploads).left()
+            queued = None if state is None else Queued(state, "")
         return current_state(
-            job_state, queued, is_cancelled=is_cancelled, output=str(files.output), missing=missing
+            story.job_state,
+            queued,
+            is_cancelled=files.is_cancelled,
+            output=str(files.output),
+            missing=ClusterMounts(files.job, record.spec.num_nodes, story.uploads).left(),
         )
-
-    # -- requests --------------------------------------------------------------------------------------------
 
     @override
     def cancel(self, number: int) -> Job:
@@ -341,58 +292,37 @@ class SlurmEngine(RecordedEngine):
         return JobFiles(job_folder(self._state, number))
 
 
-def _in_image(task: Task) -> Task:
-    """Return a task whose commands run in its container image, if possible.
+def batch_script(
+    name: str,
+    task_id: str,
+    num_nodes: int,
+    options: Options,
+    controller: Sequence[str],
+    *,
+    folder: str,
+    output: str,
+) -> str:
+    """Return the script for sbatch.
 
-    It is not if the task has an option of Slurm for containers.
-
-    Raises:
-        InvalidInput: it is not the name of an image, or an option of sbatch is invalid.
+    Args:
+        controller: command line of the controller, with paths that exist on every node.
     """
-    image = docker_image(task)
-    return task if image is None or has_own_container(wanted_options(task)) else in_image(task, image)
-
-
-def _policy(task: Task) -> RestartPolicy:
-    return RestartPolicy(
-        task.num_nodes,
-        task.recovery.max_restarts,
-        task.recovery.free_codes,
-        max_same=max_same(task.envs),
-        grace_s=grace_s(wanted_options(task)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """Contents of the script."""
-
-    name: str
-    task_id: str
-    num_nodes: int
-    options: Options
-    controller: tuple[str, ...]  # command line of the controller, with paths that exist on every node
-    folder: str  # folder of the job, on a file system that all nodes share
-    output: str  # file for the output of the controller and of Slurm
-
-    def text(self) -> str:
-        """Return the script."""
-        head = "\n".join(["#!/bin/bash", *self._lines()])
-        return f"{head}\n\n" + _BODY.format(controller=shlex.join(self.controller))
-
-    def _lines(self) -> Iterator[str]:
-        ours: Options = {
-            "job-name": self.name,
-            "comment": self.task_id,
-            "nodes": str(self.num_nodes),
-            "ntasks-per-node": "1",
-            "chdir": self.folder,
-            "output": self.output,
-            "open-mode": "append",  # otherwise each start would truncate it
-            "requeue": None,
-        }
-        for name, value in {**ours, **self.options}.items():
-            yield f"#SBATCH --{name}" + ("" if value is None else f"={_quoted(value)}")
+    ours: Options = {
+        "job-name": name,
+        "comment": task_id,
+        "nodes": str(num_nodes),
+        "ntasks-per-node": "1",
+        "chdir": folder,
+        "output": output,
+        "open-mode": "append",  # otherwise each start would truncate it
+        "requeue": None,
+    }
+    lines = [
+        f"#SBATCH --{option}" + ("" if value is None else f"={_quoted(value)}")
+        for option, value in {**ours, **options}.items()
+    ]
+    head = "\n".join(["#!/bin/bash", *lines])
+    return f"{head}\n\n" + _BODY.format(controller=shlex.join(controller))
 
 
 def _quoted(value: str) -> str:
@@ -402,47 +332,37 @@ def _quoted(value: str) -> str:
 
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return the keys of a task that this engine ignores or changes, in file order."""
-    further = [*_sizes(task), *_choices(task), *_infra(task), *_config(task)]
-    return find_on_machines(task, _UNSUPPORTED_KEYS, further, bucket="a folder beside those of the jobs")
+    return find_on_machines(
+        task, _UNSUPPORTED_KEYS, _further_keys(task), bucket="a folder beside those of the jobs"
+    )
 
 
-def _sizes(task: Task) -> Iterator[UnsupportedKey]:
+def _further_keys(task: Task) -> Iterator[UnsupportedKey]:
+    """Yield the keys that Slurm ignores or changes because of their values."""
     memory = value_at(task.document, "resources.memory")
     if memory is not None and memory_mib(memory) is None:
-        yield UnsupportedKey(
-            "resources.memory", task.line_of("resources.memory"), "not passed on: not a fixed amount"
-        )
+        yield _key(task, "resources.memory", "not passed on: not a fixed amount")
     for key in ("resources.cpus", "resources.memory"):
         value = str(value_at(task.document, key) or "")
         if value.endswith("+"):
-            yield UnsupportedKey(
-                key, task.line_of(key), f"as {value[:-1]}: Slurm allocates exactly what is requested"
-            )
-
-
-def _choices(task: Task) -> Iterator[UnsupportedKey]:
+            yield _key(task, key, f"as {value[:-1]}: Slurm allocates exactly what is requested")
     choices = task.accelerators.choices
-    key = "resources.accelerators"
     if len(choices) > 1:
         what = f"only the first, {choices[0][0]}: sbatch does not support alternatives of GPUs"
-        yield UnsupportedKey(key, task.line_of(key), what)
+        yield _key(task, "resources.accelerators", what)
     elif choices:
         what = f"as --gres=gpu:{choices[0][0].lower()}:{int(choices[0][1])}; if the cluster calls its GPUs "
-        yield UnsupportedKey(key, task.line_of(key), what + f"otherwise, give gres in {FURTHER}")
-
-
-def _infra(task: Task) -> Iterator[UnsupportedKey]:
+        yield _key(task, "resources.accelerators", what + f"otherwise, give gres in {FURTHER}")
     infra = value_at(task.document, "resources.infra")
     if infra is not None:
         parts = str(infra).split("/")
-        is_slurm = parts[0].lower() == "slurm"
-        what = f"the partition {parts[2]!r} of it" if is_slurm and len(parts) == 3 else _CHOICE
-        yield UnsupportedKey("resources.infra", task.line_of("resources.infra"), what)
-
-
-def _config(task: Task) -> Iterator[UnsupportedKey]:
+        is_partition = parts[0].lower() == "slurm" and len(parts) == 3
+        yield _key(task, "resources.infra", f"the partition {parts[2]!r} of it" if is_partition else _CHOICE)
     config: Any = task.document.get("config")
     for name in config if isinstance(config, Mapping) else ():
         if name != "slurm":
-            what = "settings of clouds and clusters; kept for other engines"
-            yield UnsupportedKey(f"config.{name}", task.line_of(f"config.{name}"), what)
+            yield _key(task, f"config.{name}", "settings of clouds and clusters; kept for other engines")
+
+
+def _key(task: Task, key: str, what: str) -> UnsupportedKey:
+    return UnsupportedKey(key, task.line_of(key), what)

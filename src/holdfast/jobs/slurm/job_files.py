@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -11,32 +10,9 @@ from dataclasses import dataclass, field
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
-from holdfast.jobs.node.job_secrets import has_secrets, remove_secrets
-from holdfast.jobs.node_spec import MAX_OWN_BYTES
-from holdfast.jobs.record_files import JobRequest
-from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.jobs.record_files import JobRequest, Submission, read_submission
+from holdfast.jobs.state_machine import JobState
 from holdfast.system.documents import decode_dataclass, decode_object
-from holdfast.system.log import get_logger
-
-_log = get_logger("jobs")
-
-
-@dataclass(frozen=True, slots=True)
-class SubmittedJob:
-    """Submitted job. Never changes."""
-
-    number: int
-    name: str
-    task_id: str
-    num_nodes: int
-    num_gpus: int  # per node, from the task
-    has_setup: bool
-    user: str
-    terms: RestartPolicy
-    task_environment: Mapping[str, str]  # `envs` and `secrets`
-    image: str = ""  # container image of the commands; empty: they run on the nodes as they are
-    exclude: str = ""  # nodes that its user leaves out
-    is_pinned: bool = False  # its user has named its nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,45 +49,22 @@ class JobFiles:
         self.job = job
         self.script = job.path / "sbatch.sh"
         self.output = job.path / "slurm.log"
-        self._facts = job.path / "facts.json"
         self._story = job.path / "story.json"
         self._asked = job.path / "asked"
 
-    def write_job(self, job: SubmittedJob) -> None:
-        """Write the submitted job, readable only by its owner, as it contains secrets."""
-        self._write_facts(job)
+    def create(self) -> None:
+        """Create the files of a job that is about to be submitted."""
         # Created early: another node's file system may cache for long that a file does not exist.
         self._asked.touch(mode=0o600)
         self.job.changed.touch()
         self.write_state(SlurmJobState())
 
-    def read_job(self) -> SubmittedJob:
+    def read_job(self) -> Submission:
         """Return the submitted job."""
-        text, what = self._facts.read_bytes(), str(self._facts)
-        return decode_dataclass(SubmittedJob, text, what, max_bytes=MAX_OWN_BYTES, any_text=True)
-
-    def remove_secrets(self) -> None:
-        """Remove the secrets of a job that has ended, unless they are gone. After an error, call again."""
-        if not has_secrets(self.job):
-            return
-        try:
-            self._remove_task_environment()
-            remove_secrets(self.job)
-        except FileNotFoundError:
-            return  # the job is being removed
-        except OSError as error:
-            _log.warning("cannot remove the secrets of an ended job from %s: %s", self.job.path, error)
-
-    def _remove_task_environment(self) -> None:
-        try:
-            job = self.read_job()
-        except Corrupt:
-            self._facts.unlink(missing_ok=True)
-        else:
-            self._write_facts(dataclasses.replace(job, task_environment={}))
-
-    def _write_facts(self, job: SubmittedJob) -> None:
-        write_document(self._facts, job)
+        found = read_submission(self.job)
+        if found is None:
+            raise Internal(f"{self.job.path} is not the folder of a submitted job")
+        return found
 
     def write_state(self, state: SlurmJobState) -> None:
         """Write the state of the job."""
@@ -136,9 +89,10 @@ class JobFiles:
     def requests(self) -> list[JobRequest]:
         """Return all requests so far, oldest first."""
         lines = self._asked.read_bytes().split(b"\n")[:-1]
-        return [_parse_request(number, line) for number, line in enumerate(lines)]
+        found = enumerate(decode_object(line, "a request to a job") for line in lines)
+        return [JobRequest(str(number), one.text("kind"), one.number("lead_s")) for number, one in found]
 
-
-def _parse_request(number: int, line: bytes) -> JobRequest:
-    document = decode_object(line, "a request to a job")
-    return JobRequest(str(number), document.text("kind"), document.number("lead_s"))
+    @property
+    def is_cancelled(self) -> bool:
+        """True if a user has cancelled the job."""
+        return any(one.kind == "cancel" for one in self.requests())

@@ -1,15 +1,23 @@
-"""Messages between a job's controller and its runners, sent through srun as lines; pure."""
+"""Messages between a job's controller and its runners, and the srun step that they are sent through."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import get_args
 
 from holdfast.errors import Corrupt
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome
+from holdfast.jobs.slurm import commands
 from holdfast.system.documents import decode_object, read_dataclass
+from holdfast.system.entry import command
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,24 +148,88 @@ class Inbox:
 
     def __init__(self) -> None:
         self._rest = b""
-        self.others: list[str] = []
-        """Lines that are not messages: output of srun or a site's own programs."""
+        self.others: list[str] = []  # lines that are not messages: output of srun or a site's own programs
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield the messages that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            message = _read(line)
-            if message is not None:
-                yield message
-            elif line.strip():
-                self.others.append(line.decode("utf-8", "replace"))
+            try:
+                members = decode_object(line, "a line", any_text=True).members
+                yield read_dataclass(_KINDS[str(members.pop("holdfast", ""))], members, "a message")
+            except (Corrupt, KeyError):
+                if line.strip():
+                    self.others.append(line.decode("utf-8", "replace"))
 
 
-def _read(line: bytes) -> Message | None:
-    try:
-        members = decode_object(line, "a line", any_text=True).members
-        kind = _KINDS.get(str(members.pop("holdfast", "")))
-        return None if kind is None else read_dataclass(kind, members, "a message")
-    except Corrupt:
-        return None
+class Step:
+    """srun process that runs the nodes of one attempt."""
+
+    def __init__(self, folder: JobFolder, attempt: int, num_nodes: int, kill_wait_s: float) -> None:
+        # Created here, once: other nodes' file systems may cache for long that it does not exist.
+        folder.attempt(attempt).mkdir(mode=0o700, parents=True, exist_ok=True)
+        addresses = commands.addresses(os.environ["SLURM_JOB_NODELIST"])
+        # srun uses the job's options, except for CPUs per task, which it needs again (since 22.05).
+        cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+        self._srun = subprocess.Popen(
+            [
+                "srun",
+                f"--nodes={num_nodes}",
+                f"--ntasks={num_nodes}",
+                "--ntasks-per-node=1",
+                *([f"--cpus-per-task={cpus}"] if cpus else []),
+                "--kill-on-bad-exit=1",  # a runner only fails if it was killed, and its peers wait in vain
+                "--wait=0",
+                "--unbuffered",
+                *command(
+                    *("holdfast.jobs.slurm", "runner", str(folder.path), str(attempt)),
+                    ",".join(addresses),
+                    str(kill_wait_s),
+                ),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # srun would forward a signal, or end everything
+        )
+        assert self._srun.stdin is not None
+        assert self._srun.stdout is not None
+        self._in, self._out = self._srun.stdin, self._srun.stdout
+        self._inbox = Inbox()
+        self._killed: KillProcesses | None = None
+        self.has_ended = False  # true once no runner is left
+        self.has_opened = False  # true once the nodes may mount
+
+    @property
+    def fd(self) -> int:
+        """Descriptor that is readable when a node has sent a message."""
+        return self._out.fileno()
+
+    def receive(self) -> Iterator[Message]:
+        """Yield the nodes' messages since the last call."""
+        if not select.select([self._out], [], [], 0)[0]:
+            return
+        data = os.read(self._out.fileno(), 1 << 16)
+        if not data:
+            self._srun.wait()
+            self.has_ended = True
+        yield from self._inbox.feed(data)
+        for line in self._inbox.others:
+            sys.stderr.write(f"{line}\n")
+        self._inbox.others.clear()
+
+    def send(self, message: Message) -> None:
+        """Send a message to all nodes."""
+        with contextlib.suppress(OSError):
+            os.write(self._in.fileno(), write(message))
+
+    def kill(self, *, with_keepers: bool) -> None:
+        """Send the nodes a request to kill their processes, once."""
+        request = KillProcesses(with_keepers)
+        if request != self._killed:
+            self._killed = request
+            self.send(request)
+
+    def close(self) -> None:
+        """Close the pipes to srun."""
+        self._in.close()
+        self._out.close()

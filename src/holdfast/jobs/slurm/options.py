@@ -11,8 +11,7 @@ from holdfast.jobs.task.amounts import memory_mib, parse_cpus
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.unsupported_keys import value_at
 
-GRACE_S = 60
-"""Default time before the end at which Slurm sends its notice."""
+GRACE_S = 60  # default time before the end at which Slurm sends its notice
 FURTHER = "config.slurm.sbatch_options"
 """Key of a task file for more options, which SkyPilot's parser accepts."""
 _NODES_WAY = "the number of nodes is `num_nodes`, and `run` starts once on each"
@@ -50,16 +49,11 @@ _CONTAINERS = frozenset({"container", "container-image"})
 _NODES = frozenset({"nodelist", "nodefile"})
 _SIGNAL = re.compile(r"(?:[RB]+:)?(?:SIG)?USR1@(\d+)")
 
-Options = dict[str, str | None]
-"""Options by name without dashes. None: the option has no value."""
+Options = dict[str, str | None]  # options by name without dashes. None: the option has no value
 
 
 def wanted_options(task: Task) -> Options:
-    """Return the options of sbatch for a task.
-
-    Raises:
-        InvalidInput: `config.slurm.sbatch_options` contains an option that Holdfast sets, or an invalid one.
-    """
+    """Return the options of sbatch for a task."""
     found: Options = dict(_from_resources(task))
     found["signal"] = f"USR1@{GRACE_S}"
     further = value_at(task.document, FURTHER)

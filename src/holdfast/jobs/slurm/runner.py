@@ -8,22 +8,39 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.errors import HoldfastError
-from holdfast.jobs.environment import Node, tag
+from holdfast.errors import HoldfastError, Unsupported
+from holdfast.jobs.environment import Node, container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.mount_spec import read_mount_specs
+from holdfast.jobs.node.containers.lease import (
+    ContainerOwner,
+    ContainerRuntime,
+    find_runtime,
+    make_image_spec,
+    start_warden,
+    warden_of,
+)
+from holdfast.jobs.node.mounts.mount_records import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.preparation import make_node_spec
-from holdfast.jobs.node.roles import spawn
-from holdfast.jobs.node_spec import NodeSpec, machine_name, read_outcome, reserve_outcome, write_outcome
+from holdfast.jobs.node.roles import STOPPED, spawn
+from holdfast.jobs.node_spec import (
+    NodeSpec,
+    machine_name,
+    read_environment,
+    read_outcome,
+    reserve_outcome,
+    write_outcome,
+)
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.slurm import messages
-from holdfast.jobs.slurm.job_files import JobFiles, SubmittedJob
+from holdfast.jobs.slurm.job_files import JobFiles
 from holdfast.jobs.slurm.messages import Inbox, Message, write
 from holdfast.system.environment import read_integer
 from holdfast.system.linux.partial_files import temporary_folder
@@ -33,28 +50,28 @@ from holdfast.watch.preemption.file import write_notice
 from holdfast.watch.preemption.notice import Notice
 
 if TYPE_CHECKING:
-    from holdfast.jobs.slurm.attempt_container import AttemptContainer
-    from holdfast.jobs.slurm.node_mounts import NodeMounts
+    from holdfast.jobs.slurm.mounts import NodeMounts
 
 _LOOK_S = 1.0
 _REMOVAL_S = 20.0
 """Time limit for removing the container. What is left is removed by the next attempt on this machine."""
+_OF_STEP = ("SLURM", "PMI")
+"""Beginnings of the names of Slurm's variables, which describe the allocation and the step."""
+_OF_DEVICES = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"}
+)
+"""Variables with the devices that Slurm has given to the step."""
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
 def run_node(folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
     """Run this node's part of an attempt. Called by srun, once per node.
 
-    Args:
-        kill_wait_s: see `commands.kill_wait_s`.
-
     Blocks: as long as the node's commands run and keepers finish staged saves.
     """
-    runner = _Runner(folder, attempt, addresses, kill_wait_s)
-    try:
-        runner.serve()
-    finally:
-        runner.close()
+    # Not in the job's folder, whose file system may not support pipes.
+    with temporary_folder("node") as room, closing(WakeupPipe(room / "wakeup")) as wakeup:
+        _Runner(folder, attempt, addresses, kill_wait_s, wakeup, room / "wakeup").serve()
 
 
 def sweep(folder: JobFolder, attempt: int | None) -> None:
@@ -70,8 +87,7 @@ def sweep(folder: JobFolder, attempt: int | None) -> None:
     own = {process.pid for process in kept}
     found = processes.tagged(tag(task_id), table)
     left = [one for one in found if one.pid not in own and not one.exits_by_itself]
-    if left:
-        processes.kill(left)
+    processes.kill(left)
 
 
 def die_with_runner() -> None:
@@ -82,33 +98,32 @@ def die_with_runner() -> None:
 
 
 class _Runner:
-    def __init__(self, folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
-        self._folder, self._attempt = folder, attempt
-        self._kill_wait_s = kill_wait_s
-        self._facts = JobFiles(folder).read_job()
+    def __init__(
+        self,
+        folder: JobFolder,
+        attempt: int,
+        addresses: list[str],
+        kill_wait_s: float,
+        wakeup: WakeupPipe,
+        fifo: Path,
+    ) -> None:
+        self._folder, self._attempt, self._kill_wait_s = folder, attempt, kill_wait_s
+        self._wakeup, self._wakeup_fifo = wakeup, fifo
+        self._job = JobFiles(folder).read_job()
+        self._variables = read_environment(folder).task
         self._rank = read_integer("SLURM_NODEID", 0)
-        self._num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._facts.num_gpus)
+        self._num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._job.spec.num_gpus)
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
-        # Not in the job's folder, whose file system may not support pipes.
-        self._room = temporary_folder("node")
-        self._wakeup_fifo = self._room.__enter__() / "wakeup"
-        self._wakeup = WakeupPipe(self._wakeup_fifo)
-        self._plan = _plan(
-            self._facts, folder, attempt, self._rank, addresses, self._num_gpus, self._wakeup_fifo
-        )
-        self._mounts = self._find_mounts()
-        self._container = self._find_container()
-        self._has_scratch = self._has_sent_leftovers = False
+        self._plan = self._make_plan(addresses)
+        self._mounts: NodeMounts | None = None  # once they are open
+        self._container = self._node.container if self._job.spec.image else None
+        self._has_sent_leftovers = False
         self._terms: messages.EndUploads | None = None  # for the uploads, from the controller
         self._inbox = Inbox()
         self._is_notified = self._is_killed = self._has_run = False
         self._kills_keepers = False
         self._agent: int | None = None
         self._signals: list[int] = []
-
-    def close(self) -> None:
-        self._wakeup.close()
-        self._room.__exit__(None, None, None)
 
     def serve(self) -> None:
         """Serve the node until the agent and all keepers have exited."""
@@ -124,68 +139,112 @@ class _Runner:
         for fd in (0, self._wakeup.fd):
             self._poller.register(fd, select.POLLIN)
         if read_outcome(self._node.ended) is not None:
-            self._reopen_mounts()  # an earlier runner of the attempt was killed during its uploads
-        elif why := self._open_mounts() or self._open_container():
+            self._open_mounts(is_new=False)  # an earlier runner was killed during the uploads
+        elif why := self._open_mounts(is_new=True) or self._open_container():
             self._refuse(why)
         else:
-            self._start()
+            self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_document(self._node.plan, self._plan)
+            words = ("holdfast.jobs.slurm", "agent", str(self._node.path))
+            self._agent = spawn(words, Path(self._plan.log))
         while not self._has_ended():
             self._turn()
         self._send(messages.NodeEnded(self._rank, self._outcome()))
-        self._let_keepers_finish()
-        if self._container is not None:
-            self._container.release()
-        if self._has_scratch:
-            self._end_mounts()
-        if self._container is not None:
-            self._await_removal(self._container)
+        # Keepers may hold the last save, and Slurm kills them when the runner exits.
+        self._turn_until(lambda: self._kills_keepers or not self._has_keepers(), self._job.policy.grace_s)
+        if self._container is not None and self._container.image.exists():
+            self._container.unneeded.touch()
+            start_warden(self._folder, self._container, Path(self._plan.log))
+        if self._mounts is not None:
+            self._end_mounts(self._mounts)
+        if (container := self._container) is not None:  # Slurm kills its warden when the runner exits
+            role = warden_of(container)
+            self._turn_until(lambda: container.removed.exists() or not role.is_alive, _REMOVAL_S)
+
+    def _turn_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
+        """Serve the node until a condition is true, or the time is over."""
+        give_up_s = time.monotonic() + limit_s
+        while not is_over() and time.monotonic() < give_up_s:
+            self._turn()
+            processes.reap()
 
     def _turn(self) -> None:
         """Wait for an event, and handle what has happened."""
         for fd, _ in self._poller.poll(_LOOK_S * 1000):
             if fd == 0 and not self._handle_requests():
                 self._poller.unregister(0)
-                self._terms = self._terms or messages.EndUploads(time.time() + self._grace_s, removes=False)
+                self._terms = self._terms or messages.EndUploads(
+                    time.time() + self._job.policy.grace_s, removes=False
+                )
         self._wakeup.clear()
         self._poll()
 
-    # -- mounts ----------------------------------------------------------------------------------------------
-
-    def _find_mounts(self) -> NodeMounts | None:
-        """Return the mounts on the node's disk. None: the job does not have any."""
-        if not read_mount_specs(self._folder):
-            return None
-        # Here, because it takes as long to import as all else, and most jobs do not need it.
-        from holdfast.jobs.slurm.node_mounts import NodeMounts
-
-        return NodeMounts(
-            self._folder,
-            ScratchOwner(self._facts.task_id, str(self._folder.path), machine_name()),
-            self._attempt,
-            self._rank,
-            log=self._folder.log(self._rank),
-            environment={**os.environ, **self._facts.task_environment},
+    def _make_plan(self, addresses: list[str]) -> NodeSpec:
+        """Return the specification of the node's work."""
+        job, spec, folder, machine = self._job, self._job.spec, self._folder, machine_name()
+        node = Node(
+            task_id=job.task_id,
+            job=job.number,
+            name=job.name,
+            attempt=self._attempt,
+            rank=self._rank,
+            addresses=tuple(addresses),
+            num_gpus=self._num_gpus,
+            user=spec.user,
+            notice=str(self._node.notice),
+            progress=str(folder.progress),
+            grace_s=job.policy.grace_s,
+            cloud="slurm",
+        )
+        # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
+        base = {"HOLDFAST_KEEP_IN_MEMORY": "0", **os.environ}
+        # `setup` is per machine, and another attempt may use others.
+        set_up = folder.workdir(self._rank).parent / f"set-up.{machine}"
+        if spec.image:
+            base = step_variables(base)
+            set_up = self._node.path / "set-up"  # a new container has nothing installed
+        where = f" on node {self._rank} ({machine})" if spec.num_nodes > 1 else f" on {machine}"
+        return make_node_spec(
+            folder,
+            node,
+            base,
+            self._variables,
+            begins=f"attempt {self._attempt} of job {job.number} starts{where}",
+            wakeup=self._wakeup_fifo,
+            set_up=set_up if spec.has_setup else None,
+            has_venv=not spec.image,
+            machine=machine,
         )
 
-    def _open_mounts(self) -> str:
-        """Open the mounts of a new attempt. Return why that is not possible, or an empty string."""
-        if self._mounts is None:
+    # -- mounts ----------------------------------------------------------------------------------------------
+
+    def _open_mounts(self, *, is_new: bool) -> str:
+        """Open the mounts on the node's disk, if the job has some. Return why that is not possible, or ""."""
+        if not read_mount_specs(self._folder):
             return ""
+        # Here, because it takes as long to import as all else, and most jobs do not need it.
+        from holdfast.jobs.slurm.mounts import NodeMounts
+
         try:
-            self._mounts.open(self._wakeup_fifo, num_nodes=self._facts.num_nodes)
+            mounts = NodeMounts(
+                self._folder,
+                ScratchOwner(self._job.task_id, str(self._folder.path), machine_name()),
+                self._attempt,
+                self._rank,
+                log=self._folder.log(self._rank),
+                environment={**os.environ, **self._variables},
+                wakeup=self._wakeup_fifo,
+            )
+            is_open = mounts.open(num_nodes=self._job.spec.num_nodes) if is_new else mounts.reopen()
         except (HoldfastError, OSError) as error:
+            if not is_new:
+                raise
             return str(error)
-        self._use_scratch(self._mounts.scratch)
+        if is_open:
+            scratch = str(mounts.scratch.path)
+            self._mounts, self._plan = mounts, dataclasses.replace(self._plan, scratch=scratch)
+            self._send(messages.ScratchOpened(self._rank, machine_name(), scratch))
         return ""
-
-    def _reopen_mounts(self) -> None:
-        if self._mounts is not None and self._mounts.reopen(self._wakeup_fifo):
-            self._use_scratch(self._mounts.scratch)
-
-    def _use_scratch(self, scratch: JobFolder) -> None:
-        self._has_scratch = True
-        self._plan = dataclasses.replace(self._plan, scratch=str(scratch.path))
-        self._send(messages.ScratchOpened(self._rank, machine_name(), str(scratch.path)))
 
     def _refuse(self, why: str) -> None:
         """End the node without starting its commands."""
@@ -195,63 +254,63 @@ class _Runner:
         reserve_outcome(self._node.ended)
         write_outcome(self._node.ended, unstarted(why))
 
-    def _end_mounts(self) -> None:
+    def _end_mounts(self, mounts: NodeMounts) -> None:
         """Unmount, and upload until everything is in the buckets, or the time is over."""
-        assert self._mounts is not None
         shown = ""
-        while not self._mounts.are_over(self._upload_until_unix_s(), self._has_keepers):
-            if (missing := self._mounts.missing()) and missing != shown:
+        while True:
+            until_unix_s = None if self._terms is None else self._terms.until_unix_s
+            if mounts.are_over(0.0 if self._kills_keepers else until_unix_s, self._has_keepers):
+                break
+            if (missing := mounts.missing()) and missing != shown:
                 shown = missing
                 self._send(messages.NodeUploading(self._rank, missing))
             self._turn()
             processes.reap()
         while self._terms is None:  # all nodes end their commands before one gives its machine back
             self._turn()
-        unsent = self._mounts.end()
+        unsent = mounts.end()
         write_document(self._node.unsent, unsent)  # a controller that takes over reads it
         if self._terms.removes:
-            self._mounts.remove()
+            mounts.remove()
         self._send(messages.UploadsEnded(self._rank, unsent.summary, unsent.is_settled))
-
-    def _upload_until_unix_s(self) -> float | None:
-        if self._kills_keepers:
-            return 0.0
-        return None if self._terms is None else self._terms.until_unix_s
 
     # -- container -------------------------------------------------------------------------------------------
 
-    def _find_container(self) -> AttemptContainer | None:
-        """Return the container of the node, or None for a job without image."""
-        if not self._facts.image:
-            return None
-        from holdfast.jobs.slurm.attempt_container import AttemptContainer
-
-        return AttemptContainer(self._folder, self._facts, self._attempt, self._rank, machine_name())
-
     def _open_container(self) -> str:
-        """Specify the container. Return why that is not possible, or an empty string."""
+        """Specify the container, which the agent has made. Return why that is not possible, or ""."""
         if self._container is None:
             return ""
-        scratch = self._mounts.scratch if self._mounts is not None else None
+        own = processes.find(os.getpid())
+        assert own is not None
         try:
-            self._container.open(has_gpus=self._num_gpus > 0, scratch=scratch)
+            spec = make_image_spec(
+                self._folder,
+                self._runtime(),
+                self._job.spec.image,
+                self._job.task_id,
+                has_gpus=self._num_gpus > 0,
+                scratch=self._mounts.scratch if self._mounts is not None else None,
+                owner=ContainerOwner(machine_name(), self._attempt, own.pid, own.start),
+            )
+            self._container.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_document(self._container.image, spec)
         except (HoldfastError, OSError) as error:
             return str(error)
         return ""
 
-    def _await_removal(self, container: AttemptContainer) -> None:
-        """Wait until the container is removed: Slurm kills its warden when the runner exits."""
-        give_up_s = time.monotonic() + _REMOVAL_S
-        while not container.is_gone and time.monotonic() < give_up_s:
-            self._turn()
-            processes.reap()
+    def _runtime(self) -> ContainerRuntime:
+        runtime = find_runtime()
+        if runtime is None:
+            raise Unsupported(
+                f"the commands run in the image {self._job.spec.image}, and neither podman nor docker "
+                f"answers on {machine_name()} (`podman info`, `docker info`). Install podman on the nodes "
+                "(`apt-get install podman uidmap`), or choose nodes that have it, with a partition in "
+                "`infra` or sbatch's `constraint`. Without image_id, the commands run on the nodes as "
+                "they are."
+            )
+        return runtime
 
     # -- the agent ------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._plan.write(self._node.plan)
-        self._agent = spawn(("holdfast.jobs.slurm", "agent", str(self._node.path)), Path(self._plan.log))
 
     def _has_ended(self) -> bool:
         """Return True once the agent has exited. Reaps adopted children."""
@@ -279,21 +338,17 @@ class _Runner:
         if not self._has_run and self._node.running.exists():
             self._has_run = True
             self._send(messages.NodeRunning(self._rank))
-        if self._has_scratch and not self._has_sent_leftovers:
-            self._poll_leftovers()
+        if self._mounts is not None and not self._has_sent_leftovers:
+            self._has_sent_leftovers = self._mounts.are_leftovers_sent
+            if self._has_sent_leftovers:
+                self._send(messages.LeftoversSent(self._rank))
         if self._is_killed and (left := self._left()):
             processes.kill(left)
-
-    def _poll_leftovers(self) -> None:
-        assert self._mounts is not None
-        if self._mounts.are_leftovers_sent:
-            self._has_sent_leftovers = True
-            self._send(messages.LeftoversSent(self._rank))
 
     # -- notices and orders ----------------------------------------------------------------------------------
 
     def _on_notice(self, number: int) -> None:
-        lead_s = self._facts.terms.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
+        lead_s = self._job.policy.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
         source = f"Slurm ({signal.Signals(number).name})"
         self._notify(messages.NotifyProcesses(source, time.time() + lead_s))
         self._send(messages.NodeNoticed(self._rank, source, lead_s))
@@ -307,11 +362,11 @@ class _Runner:
             elif isinstance(message, messages.KillProcesses):
                 self._is_killed = True
                 self._kills_keepers = message.with_keepers
-                if self._mounts is not None and self._has_scratch:
+                if self._mounts is not None:
                     self._mounts.stop()
-                if self._container is not None:
-                    self._container.stop()
-            elif isinstance(message, messages.OpenMounts) and self._mounts is not None and self._has_scratch:
+                if self._container is not None:  # an agent that waits for it ends
+                    (self._folder.attempt(self._attempt) / STOPPED).touch()
+            elif isinstance(message, messages.OpenMounts) and self._mounts is not None:
                 self._mounts.allow()
             elif isinstance(message, messages.EndUploads):
                 self._terms = message
@@ -337,70 +392,18 @@ class _Runner:
             if one.pid != self._agent and (self._kills_keepers or not one.exits_by_itself)
         ]
 
-    def _let_keepers_finish(self) -> None:
-        """Wait for keepers, which may hold the last save: Slurm kills them when the runner exits."""
-        give_up_s = time.monotonic() + self._grace_s
-        while self._has_keepers() and not self._kills_keepers and time.monotonic() < give_up_s:
-            self._turn()
-            processes.reap()
-
     def _has_keepers(self) -> bool:
         found = processes.descendants(os.getpid(), processes.snapshot())
-        if self._has_scratch:  # uploaders have a deadline of their own
+        if self._mounts is not None:  # uploaders have a deadline of their own
             return any(one.is_keeper for one in found)
         return any(one.exits_by_itself for one in found)
-
-    @property
-    def _grace_s(self) -> float:
-        return self._facts.terms.grace_s
 
     def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # srun is gone, so Slurm ends the runner
             os.write(1, write(message))
 
 
-def _plan(
-    facts: SubmittedJob,
-    folder: JobFolder,
-    attempt: int,
-    rank: int,
-    addresses: list[str],
-    num_gpus: int,
-    wakeup: Path,
-) -> NodeSpec:
-    node = Node(
-        task_id=facts.task_id,
-        job=facts.number,
-        name=facts.name,
-        attempt=attempt,
-        rank=rank,
-        addresses=tuple(addresses),
-        num_gpus=num_gpus,
-        user=facts.user,
-        notice=str(folder.node(attempt, rank).notice),
-        progress=str(folder.progress),
-        grace_s=facts.terms.grace_s,
-        cloud="slurm",
-    )
-    # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
-    base = {"HOLDFAST_KEEP_IN_MEMORY": "0", **os.environ}
-    # `setup` is per machine, and another attempt may use others.
-    machine = machine_name()
-    set_up = folder.workdir(rank).parent / f"set-up.{machine}"
-    where = f" on node {rank} ({machine})" if facts.num_nodes > 1 else f" on {machine}"
-    if facts.image:
-        from holdfast.jobs.slurm.attempt_container import step_variables
-
-        base = step_variables(base)
-        set_up = folder.attempt(attempt) / str(rank) / "set-up"  # a new container has nothing installed
-    return make_node_spec(
-        folder,
-        node,
-        base,
-        facts.task_environment,
-        begins=f"attempt {attempt} of job {facts.number} starts{where}",
-        wakeup=wakeup,
-        set_up=set_up if facts.has_setup else None,
-        has_venv=not facts.image,
-        machine=machine,
-    )
+def step_variables(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a step of Slurm that its containers have too; see `container_base`."""
+    own = {name: value for name, value in base.items() if name.startswith(_OF_STEP) or name in _OF_DEVICES}
+    return {**container_base(base), **own}

@@ -12,13 +12,9 @@ from pathlib import Path
 from holdfast.jobs.node.checks.result import Check
 from holdfast.system.linux.partial_files import partial_file
 
-NUM_BYTES = 4 << 20
-"""Bytes that are written to each disk."""
-FEW_BYTES = 4096
-"""Bytes that are written to a further folder on a disk."""
-MAX_OFFSET_S = 5.0
-"""Longest difference between this machine's clock and that of a file system."""
-_PIECE_BYTES = 4096
+NUM_BYTES = 4 << 20  # bytes that are written to each disk
+FEW_BYTES = 4096  # bytes that are written to a further folder on a disk
+MAX_OFFSET_S = 5.0  # longest difference between this machine's clock and that of a file system
 _NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, errno.ENOENT, errno.ELOOP)
 
@@ -32,32 +28,27 @@ def check_disk(folder: Path, *, num_bytes: int = NUM_BYTES, stops: bool = True) 
     """
     try:
         data = os.urandom(_that_fit(folder, num_bytes))
-        num_bytes = len(data)
         fd, is_named = _open_unnamed(folder)
+        with os.fdopen(fd, "w+b") as file:
+            before_s = time.time()
+            started_s = time.perf_counter()
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+            write_s = time.perf_counter() - started_s
+            offset_s = clock_offset_s(os.fstat(fd).st_mtime, before_s, time.time())
+            started_s = time.perf_counter()
+            found = _read_back(fd, len(data), folder)
+            read_s = time.perf_counter() - started_s
     except OSError as error:
         yield Check("disk", str(folder), f"it cannot be written to: {error.strerror}", stops=stops)
         return
-    try:
-        before_s = time.time()
-        started_s = time.perf_counter()
-        _write_all(fd, data)
-        os.fsync(fd)
-        write_s = time.perf_counter() - started_s
-        offset_s = clock_offset_s(os.fstat(fd).st_mtime, before_s, time.time())
-        started_s = time.perf_counter()
-        found = _read_back(fd, num_bytes, folder)
-        read_s = time.perf_counter() - started_s
-    except OSError as error:
-        yield Check("disk", str(folder), f"it cannot be written to: {error.strerror}", stops=stops)
-        return
-    finally:
-        os.close(fd)
-    values = {"written_bytes": num_bytes, "write_s": write_s, "read_s": read_s, "is_named": float(is_named)}
+    values = {"written_bytes": len(data), "write_s": write_s, "read_s": read_s, "is_named": float(is_named)}
     at = first_difference(data, found)
     if at is None:
         yield Check("disk", str(folder), values=values)
     else:
-        trouble = f"{num_bytes} bytes were written, and other bytes were read back, from offset {at} on"
+        trouble = f"{len(data)} bytes were written, and other bytes were read back, from offset {at} on"
         yield Check("disk", str(folder), trouble, stops=True, is_wrong=True, values=values)
     yield _clock(folder, offset_s)
 
@@ -76,11 +67,8 @@ def first_difference(written: bytes, found: bytes) -> int | None:
     """Return the first offset of a difference between two byte strings, or None."""
     if written == found:
         return None
-    length = min(len(written), len(found))
-    begin = 0
-    while begin < length and written[begin : begin + _PIECE_BYTES] == found[begin : begin + _PIECE_BYTES]:
-        begin += _PIECE_BYTES
-    return next((offset for offset in range(begin, length) if written[offset] != found[offset]), length)
+    pairs = enumerate(zip(written, found, strict=False))
+    return next((offset for offset, (one, other) in pairs if one != other), min(len(written), len(found)))
 
 
 def _clock(folder: Path, offset_s: float) -> Check:
@@ -109,12 +97,6 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
             raise
     with partial_file(folder / "holdfast-check") as path:
         return os.open(path, flags), True
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def _read_back(fd: int, num_bytes: int, folder: Path) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
+import itertools
 import os
 import select
 import shutil
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from holdfast.jobs.node.checks.result import (
     write_checks,
     write_result,
 )
-from holdfast.jobs.node.mounts.mount_spec import outside_path, read_links
+from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
 from holdfast.jobs.node.virtual_environment import activate
 from holdfast.jobs.node_spec import NodeSpec, machine_name
 from holdfast.system.environment import read_progress
@@ -40,20 +43,16 @@ from holdfast.system.units import format_bytes
 
 LIMIT_S = 10.0
 """Time limit of all checks. What has no result by then is reported, and does not stop the attempt."""
-GPU_LIMIT_S = 60.0
-"""The same for GPUs, whose check has to import torch first."""
+GPU_LIMIT_S = 60.0  # the same for GPUs, whose check has to import torch first
 _MAX_HOMES = 4
 _MAX_FDS = 1024
 COPY_BYTES = 16 << 20
 _FEW_COPY_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _NUM_COPIES = 3
-SIZE = 192
-"""Rows and columns of the matrices for numpy."""
-SMALL_SIZE = 40
-"""Rows and columns of the matrices for Python itself."""
-GREATEST = {"float64": 1 << 20, "float32": 200}
-"""Greatest absolute value of an element, by type."""
+SIZE = 192  # rows and columns of the matrices for numpy
+SMALL_SIZE = 40  # rows and columns of the matrices for Python itself
+GREATEST = {"float64": 1 << 20, "float32": 200}  # greatest absolute value of an element, by type
 GOLDEN = {
     (192, "float64"): "37c6e5f7ba63756e8203c7222e2ce8976dd91e71022d7d73ad3e71b183a90060",
     (192, "float32"): "b978112be0adaf8988a5c46d786da09119ad8177036bd8f6b36f36aa65428d19",
@@ -64,8 +63,7 @@ GOLDEN = {
 All sums stay below 2**53 in float64 and 2**24 in float32, so no order of additions rounds anything.
 """
 _MASK = (1 << 32) - 1
-_LIMIT_S = 1.0
-"""Time limit for all cores. Those that come later are not tried."""
+_LIMIT_S = 1.0  # time limit for all cores. Those that come later are not tried
 
 Products = Mapping[tuple[int, str], Callable[[], bytes]]
 """By size and type: computes a product, and returns it as 64-bit integers."""
@@ -73,26 +71,18 @@ Products = Mapping[tuple[int, str], Callable[[], bytes]]
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlaces:
-    """Places that a job uses on a node.
+    """Places that a job uses on a node."""
 
-    Attributes:
-        folder: the job's folder, or its working directory.
-        temporary: its TMPDIR.
-        homes: folders to which its training saves, from what it has reported.
-        num_nodes: nodes of the job, which stage equal parts of a save.
-    """
-
-    folder: Path
-    temporary: Path
-    homes: tuple[str, ...] = ()
-    num_nodes: int = 1
+    folder: Path  # of the job, or its working directory
+    temporary: Path  # its TMPDIR
+    homes: tuple[str, ...] = ()  # folders to which its training saves, from what it has reported
+    num_nodes: int = 1  # of the job, which stage equal parts of a save
 
 
 class NodeGate:
     """Checks of a node that are running.
 
     Args:
-        machine: name of this machine.
         plan: the checks, by name. Each runs in a process of its own, because a disk may hang.
         gpus: command that checks the GPUs and prints results as lines, with its environment; or None.
     """
@@ -105,17 +95,14 @@ class NodeGate:
     ) -> None:
         self._machine = machine
         self._unix_s, self._started_s = time.time(), time.monotonic()
-        self._children = [_Child(name, _fork(check)) for name, check in plan.items()]
+        self._children = [_Child(name, _fork(partial(_report, check))) for name, check in plan.items()]
         self._limit_s = LIMIT_S
         if gpus is not None:
             self._limit_s = GPU_LIMIT_S
-            self._children.append(_Child("gpu", _spawn(*gpus)))
+            self._children.append(_Child("gpu", _fork(partial(_execute, *gpus))))
 
     def wait(self, meanwhile: Callable[[], None]) -> NodeChecks:
         """Return the results.
-
-        Args:
-            meanwhile: called about once a second.
 
         Blocks: until all checks have ended, or their time is over.
         """
@@ -147,7 +134,7 @@ def make_plan(places: CheckedPlaces) -> dict[str, Callable[[], Iterator[Check]]]
     )
     for home in places.homes[:_MAX_HOMES]:
         plan[f"disk {home}"] = lambda home=home: _check_home(home, places)
-    plan["product memory"] = _check_machine
+    plan["product memory"] = lambda: itertools.chain(check_products(), check_memory(0))
     return plan
 
 
@@ -162,11 +149,6 @@ def _check_home(home: str, places: CheckedPlaces) -> Iterator[Check]:
         if found.needed_bytes:
             needed = found.needed_bytes // max(1, places.num_nodes)
             yield from (one for one in check_free_memory(available_bytes(), needed) if one.trouble)
-
-
-def _check_machine() -> Iterator[Check]:
-    yield from check_products()
-    yield from check_memory(0)
 
 
 def _num_bytes(folder: Path, other: Path) -> int:
@@ -208,26 +190,20 @@ class _Child:
             yield Check(name, where, f"the check ended with status {os.waitstatus_to_exitcode(status)}")
 
 
-def _fork(check: Callable[[], Iterator[Check]]) -> tuple[int, int]:
-    """Run a check in a copy of this process. Return its pid and the pipe with its results."""
+def _fork(act: Callable[[int], None]) -> tuple[int, int]:
+    """Run a function in a copy of this process, with a pipe for its results. Return its pid and the pipe."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
-    if pid == 0:
-        _run(check, writer)
-    os.close(writer)
-    return pid, reader
-
-
-def _run(check: Callable[[], Iterator[Check]], writer: int) -> None:
-    """Run a check in this new process. Never returns."""
+    if pid:
+        os.close(writer)
+        return pid, reader
     status = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)  # else the process counts as a trainer with a handler
         os.closerange(3, writer)  # locks and leases of this process must not outlive it
         os.closerange(writer + 1, _MAX_FDS)
-        for one in check():
-            os.write(writer, write_result(one))
+        act(writer)
         status = 0
     except Exception as error:  # noqa: BLE001 - reported as the result of the check
         os.write(writer, write_result(Check("check", "", f"{type(error).__name__}: {error}"[:300])))
@@ -235,34 +211,20 @@ def _run(check: Callable[[], Iterator[Check]], writer: int) -> None:
         os._exit(status)
 
 
-def _spawn(command: list[str], environment: Mapping[str, str]) -> tuple[int, int]:
-    reader, writer = os.pipe2(os.O_CLOEXEC)
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        pid = os.posix_spawnp(
-            command[0],
-            command,
-            dict(environment),
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, null, 0),
-                (os.POSIX_SPAWN_DUP2, writer, 1),
-                (os.POSIX_SPAWN_DUP2, null, 2),
-            ],
-            setsigmask=[],
-            setsigdef=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2],
-        )
-    finally:
-        os.close(writer)
-        os.close(null)
-    return pid, reader
+def _report(check: Callable[[], Iterator[Check]], writer: int) -> None:
+    for one in check():
+        os.write(writer, write_result(one))
+
+
+def _execute(command: list[str], environment: Mapping[str, str], writer: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, fd in enumerate((null, writer, null)):
+        os.dup2(fd, number)
+    os.execvpe(command[0], command, environment)
 
 
 def check_copy(available: int) -> Iterator[Check]:
-    """Yield the result of copies within the memory of this machine.
-
-    Args:
-        available: free memory, which limits the size of the copy.
-    """
+    """Yield the result of copies within the memory of this machine."""
     num_bytes = COPY_BYTES if available > 8 * COPY_BYTES else _FEW_COPY_BYTES
     source = os.urandom(_PIECE_BYTES) * (num_bytes // _PIECE_BYTES)
     copy = bytearray(num_bytes)
@@ -344,12 +306,6 @@ def elements(size: int, greatest: int, seed: int) -> list[int]:
     return [_mixed(index, seed, 1) % (2 * greatest + 1) - greatest for index in range(size * size)]
 
 
-def exact_product(size: int, dtype: str) -> bytes:
-    """Return a product that is computed with Python's integers."""
-    left, right = (elements(size, GREATEST[dtype], seed) for seed in (1, 2))
-    return _multiply(size, left, right)
-
-
 def numpy_products() -> Products | None:
     """Return the products with numpy, and so with the vector units. None: it is not installed."""
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
@@ -379,11 +335,7 @@ def _with_numpy(numpy: Any, dtype: str) -> Callable[[], bytes]:
 
 
 def _mixed(index: Any, seed: Any, one: Any) -> Any:
-    """Return well-mixed integers below 2**32, for Python's integers and numpy's alike.
-
-    Args:
-        one: the number 1 as one of these integers.
-    """
+    """Return well-mixed integers below 2**32, for Python's integers and numpy's alike."""
     mask, high, low = _MASK * one, 15 * one, 13 * one
     mixed = ((index + one) * (2654435761 * one) + seed * (40503 * one)) & mask
     mixed = ((mixed ^ (mixed >> high)) * (2246822519 * one)) & mask
@@ -407,8 +359,6 @@ class Admission:
     """Checks of a node that run while the attempt is prepared.
 
     Args:
-        job: folder of the job.
-        log: descriptor of the node's log.
         is_contained: the commands run in a container, which has temporary files and programs of its own.
     """
 
@@ -416,9 +366,12 @@ class Admission:
         self, plan: NodeSpec, job: JobFolder, node: NodeFolder, log: int, *, is_contained: bool
     ) -> None:
         self._path, self._log = node.checks, log
-        self._mode = self._read_mode(plan.environment.get(MODE))
         self._gate: NodeGate | None = None
-        if self._mode == OFF:
+        text = plan.environment.get(MODE)
+        if (mode := read_mode(text)) is None:
+            self._write(f"{MODE} is {text!r:.100}, expected stop, report or off. It is taken for stop.")
+        self._stops = mode in (None, STOP)
+        if mode == OFF:
             return
         try:
             gpus = None if is_contained else _gpu_command(plan)
@@ -429,32 +382,17 @@ class Admission:
     def refusal(self, meanwhile: Callable[[], None]) -> str:
         """Return why the attempt is not started on this node, or an empty string.
 
-        Args:
-            meanwhile: called repeatedly.
-
         Blocks: until all checks have ended, or their time is over.
         """
         if self._gate is None:
             return ""
         found = self._gate.wait(meanwhile)
-        stopping = [one for one in found.failed if one.stops] if self._mode == STOP else []
+        stopping = [one for one in found.failed if one.stops] if self._stops else []
         for one in found.failed:
             self._write(f"a check of this node failed: {describe_failures([one])}")
-        self._record(found, was_refused=bool(stopping))
-        return describe_failures(stopping)[:_MAX_REFUSAL]
-
-    def _record(self, found: NodeChecks, *, was_refused: bool) -> None:
-        changed = NodeChecks(
-            found.machine, found.unix_s, found.took_s, found.added_s, found.checks, was_refused
-        )
         with suppress(OSError):  # the disk is full or broken, which a check has found
-            write_checks(self._path, changed)
-
-    def _read_mode(self, text: str | None) -> str:
-        mode = read_mode(text)
-        if mode is None:
-            self._write(f"{MODE} is {text!r:.100}, expected stop, report or off. It is taken for stop.")
-        return mode or STOP
+            write_checks(self._path, dataclasses.replace(found, was_refused=bool(stopping)))
+        return describe_failures(stopping)[:_MAX_REFUSAL]
 
     def _write(self, text: str) -> None:
         os.write(self._log, f"holdfast: {text}\n".encode())
@@ -464,21 +402,16 @@ def _places(plan: NodeSpec, job: JobFolder, is_contained: bool) -> CheckedPlaces
     links = read_links(job)
     outside = [outside_path(home, links) for home in read_progress(job.progress)]
     # Mounts are not there yet, and a folder below a mount point would be another one.
-    homes = [
-        home for home in outside if "://" not in home and not _is_below(home, job) and Path(home).is_dir()
-    ]
+    local = [Path(home) for home in outside if "://" not in home]
+    homes = tuple(str(one) for one in local if not one.is_relative_to(job.copies) and one.is_dir())
     temporary = Path("/tmp" if is_contained else plan.environment.get("TMPDIR") or "/tmp")
     num_nodes = plan.environment.get(_NUM_NODES, "1")
     return CheckedPlaces(
         folder=job.path,
         temporary=temporary,
-        homes=tuple(homes),
+        homes=homes,
         num_nodes=int(num_nodes) if num_nodes.isdecimal() else 1,
     )
-
-
-def _is_below(home: str, job: JobFolder) -> bool:
-    return Path(home).is_relative_to(job.copies)
 
 
 def _gpu_command(plan: NodeSpec) -> tuple[list[str], Mapping[str, str]] | None:
@@ -486,15 +419,7 @@ def _gpu_command(plan: NodeSpec) -> tuple[list[str], Mapping[str, str]] | None:
     num_gpus = plan.environment.get(_NUM_GPUS, "0")
     if not (num_gpus.isdecimal() and int(num_gpus)) or not any(path.exists() for path in _GPU_DEVICES):
         return None
-    environment = dict(plan.environment)
-    if plan.venv is not None and Path(plan.venv).is_dir():
-        environment = activate(environment, plan.venv)
-    python = next(
-        (
-            found
-            for name in ("python", "python3")
-            if (found := shutil.which(name, path=environment.get("PATH")))
-        ),
-        None,
-    )
+    environment = activate(plan.environment, plan.venv)
+    path = environment.get("PATH")
+    python = shutil.which("python", path=path) or shutil.which("python3", path=path)
     return None if python is None else ([python, str(_GPU_SCRIPT), "cuda"], environment)

@@ -11,11 +11,9 @@ from holdfast.jobs.journal import encode
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.linux.files import open_regular, write_atomic
 
-MODE = "HOLDFAST_NODE_CHECKS"
-"""Variable of a job: `stop` (default), `report` or `off`."""
+MODE = "HOLDFAST_NODE_CHECKS"  # variable of a job: `stop` (default), `report` or `off`
 STOP, REPORT, OFF = "stop", "report", "off"
-_OFF_IN_YAML = ("false", "no")
-"""Text of an unquoted `off` in a task file, which is a truth value in YAML."""
+_OFF_IN_YAML = ("false", "no")  # text of an unquoted `off` in a task file, which is a truth value in YAML
 MAX_RESULT_BYTES = 64 << 10
 _MAX_TROUBLE = 300
 

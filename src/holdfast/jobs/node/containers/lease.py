@@ -1,39 +1,146 @@
-"""Lease of an attempt on the container of its node, which a warden holds."""
+"""Container of a node as its job sees it: the runtime, the specification, and an attempt's lease on it."""
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
+import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from typing_extensions import override
 
+from holdfast.errors import Unsupported
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.image_spec import ContainerState
+from holdfast.jobs.node.mounts.mount_records import MountKind, read_links, read_mount_specs
 from holdfast.jobs.node.roles import Lease, ProcessRole
 from holdfast.jobs.node_spec import read_environment
 from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces
+from holdfast.system.linux.program_runs import run_program
+
+_LIMIT_S = 30.0
+_QUESTIONS = {
+    "podman": ("info", "--format", "{{.Host.ServiceIsRemote}}"),
+    "docker": ("info", "--format", "{{json .SecurityOptions}}"),
+}
+
+
+class ContainerRuntime(str, Enum):
+    """Program that makes containers. Both have the same commands."""
+
+    PODMAN = "podman"
+    DOCKER = "docker"
+
+
+def find_runtime() -> ContainerRuntime | None:
+    """Return the runtime that answers on this machine, or None. Podman is preferred: it needs no root."""
+    if _ask("podman") == "false":
+        return ContainerRuntime.PODMAN
+    options = _ask("docker")
+    if options is None:
+        return None
+    if os.geteuid() != 0 and "name=rootless" not in options:
+        raise Unsupported(
+            "docker runs containers as root here, so that the processes of the job could be neither notified "
+            "nor ended by you, and its files would belong to root. Install podman (`apt-get install podman "
+            "uidmap`) or docker's rootless mode, or remove image_id: then the commands run on this machine "
+            "as it is. Nothing was started."
+        )
+    return ContainerRuntime.DOCKER
+
+
+def _ask(program: str) -> str | None:
+    """Return the answer of a runtime about itself, or None if it does not answer."""
+    path = shutil.which(program)
+    return None if path is None else _answer(path, *_QUESTIONS[program])
+
+
+@functools.cache
+def _answer(*command: str) -> str | None:
+    try:
+        done = run_program(command, timeout_s=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.text if done.status == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerOwner:
+    """Owner of a container that belongs to one attempt: a process on the same machine."""
+
+    machine: str
+    attempt: int
+    pid: int
+    start: int  # clock ticks since boot, to distinguish it from another process with this pid
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """Image of a job, and the settings of its containers: a document in the job's folder."""
+
+    runtime: ContainerRuntime
+    image: str
+    task_id: str
+    binds: tuple[str, ...] = ()  # paths of this machine that the containers have at the same place
+    has_gpus: bool = False
+    has_file_systems: bool = False  # some are mounted below these paths while the containers run
+    scratch: str = ""  # path of the job's scratch folder; empty: the mounts are in the job's folder
+    owner: ContainerOwner | None = None  # None: the containers are kept until the job has ended
+
+
+def make_image_spec(
+    job: JobFolder,
+    runtime: ContainerRuntime,
+    image: str,
+    task_id: str,
+    *,
+    has_gpus: bool,
+    scratch: JobFolder | None = None,
+    owner: ContainerOwner | None = None,
+) -> ImageSpec:
+    """Return the specification of a job, whose links and mounts are recorded already."""
+    mounts = scratch or job
+    own = [str(one.path) for one in (job, mounts)]
+    sources = [link.source for link in read_links(mounts)]
+    others = [one for one in sources if not any(Path(one).is_relative_to(folder) for folder in own)]
+    return ImageSpec(
+        runtime,
+        image,
+        task_id,
+        tuple(sorted({*own, *others})),
+        has_gpus=has_gpus,
+        has_file_systems=any(one.kind is MountKind.BUCKET for one in read_mount_specs(mounts)),
+        scratch="" if scratch is None else str(scratch.path),
+        owner=owner,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerState:
+    """Process that holds the namespaces of a container, or the reason why it cannot run, from its warden."""
+
+    pid: int = 0
+    start: int = 0  # clock ticks since boot, to distinguish it from another process with this pid
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the image
+    error: str = ""
 
 
 class ContainerLease(Lease):
-    """Lease of one attempt on the container of its node.
-
-    Args:
-        attempt: folder of the attempt.
-        folder: files of the container.
-        log: log of the node, for a warden that this process starts.
-    """
+    """Lease of one attempt on the container of its node, which a warden holds."""
 
     def __init__(self, attempt: Path, folder: ContainerFolder, log: Path) -> None:
         super().__init__(attempt, warden_of(folder), "its container was running")
         self._folder, self._log = folder, log
         self._job = JobFolder(attempt.parents[1])
         self._namespaces: JoinedNamespaces | None = None
-        self.environment: dict[str, str] = {}
-        """Variables that the image defines, once the container runs."""
+        self.environment: dict[str, str] = {}  # variables that the image defines, once the container runs
 
     def join(self) -> None:
         """Move this process, of one thread, into the container."""
@@ -52,8 +159,7 @@ class ContainerLease(Lease):
             namespaces = open_namespaces(state.pid)
         except OSError:
             return None
-        process = processes.find(state.pid)
-        if process is None or process.start != state.start:
+        if not processes.is_running(state.pid, state.start):
             namespaces.close()
             return None
         if self._namespaces is not None:
@@ -74,11 +180,15 @@ def warden_of(folder: ContainerFolder) -> ProcessRole:
 def start_warden(job: JobFolder, folder: ContainerFolder, log: Path) -> bool:
     """Start the warden of a container, unless one is running. Return True if it was started."""
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    base: Mapping[str, str] = {}
+    with suppress(FileNotFoundError):  # the job has ended
+        base = read_environment(job).base  # of its user, for the runtime's own settings
+    environment = {name: value for name, value in (base or os.environ).items() if name != TAG}
 
     def forget_dead() -> None:
         folder.state.unlink(missing_ok=True)  # of a warden that is dead, perhaps of another boot
 
-    return warden_of(folder).start(log, environment=_environment(job), before=forget_dead)
+    return warden_of(folder).start(log, environment=environment, before=forget_dead)
 
 
 def containers(job: JobFolder) -> list[tuple[int, ContainerFolder]]:
@@ -94,11 +204,3 @@ def release_containers(job: JobFolder) -> None:
     for rank, folder in containers(job):
         folder.unneeded.touch()
         start_warden(job, folder, job.log(rank))
-
-
-def _environment(job: JobFolder) -> dict[str, str]:
-    """Return the environment of the user who launched the job, for the runtime's own settings."""
-    environment = dict(os.environ)
-    with suppress(FileNotFoundError):  # the job has ended
-        environment = dict(read_environment(job).base)
-    return {name: value for name, value in environment.items() if name != TAG}

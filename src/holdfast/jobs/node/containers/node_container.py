@@ -1,48 +1,129 @@
-"""Container of one node: found by its label, created from the image, started, and removed."""
+"""Container of one node, and its warden, which creates it, keeps it running, and removes it at the end."""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
+from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.jobs.environment import tag
 from holdfast.jobs.folder import ContainerFolder, JobFolder
+from holdfast.jobs.journal import read_document, write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.image_spec import ContainerOwner, ContainerState, ImageSpec
-from holdfast.jobs.node.containers.runtime import ContainerRuntime, RuntimeCalls
-from holdfast.jobs.node.mounts.mount_spec import Link, read_links, write_links
+from holdfast.jobs.node.containers.lease import ContainerRuntime, ContainerState, ImageSpec
+from holdfast.jobs.node.mounts.mount_records import Link, read_links, write_links
 from holdfast.jobs.node.processes import CONTAINER_PREFIX
+from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.task.image import qualified
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
 from holdfast.system.documents import Fields, decode
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces
+from holdfast.system.linux.processes import adopt_orphans
+from holdfast.system.linux.program_runs import run_program
 
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MAX_INSPECT_BYTES = 16 << 20
+_MAX_ERROR_CHARS = 2000
 _ROOT_NAMES = ("", "0", "root")
-_LABEL = "holdfast.node"
-_MACHINE_LABEL = "holdfast.machine"
+_NODE_LABEL, _MACHINE_LABEL = "holdfast.node", "holdfast.machine"
 _SHARED_MEMORY = "/dev/shm"
 _SLEEP = "exec sleep 2147483647"
 """Command of a container: its only process waits, and holds the namespaces that the job's processes join."""
 _PASSWD = Path("/etc/passwd")
 _MAX_PASSWD_BYTES = 1 << 20
 _DONE, _FAILED = b"+", b"-"
+_CHECK_S = 0.25
+_REMOVALS = 3  # limit of attempts to remove a container. The next command about the job tries again
+
+
+def serve(folder: Path) -> None:
+    """Run the warden. The caller holds its lock.
+
+    Blocks: until the container is unneeded and its processes are gone.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # Processes of the runtime outlive the call that starts them. They must not become children of the agent,
+    # which ends all that are left of the job's commands.
+    adopt_orphans()
+    own = read_document(ContainerFolder(folder).image, ImageSpec)
+    job = JobFolder(folder.parents[2 if own is None else 3])  # one attempt's container is in its folder
+    if (spec := own or read_document(job.image, ImageSpec)) is not None:
+        _Warden(job, ContainerFolder(folder), spec).serve()
+
+
+class _Warden:
+    """Warden, which holds the lock of the container's folder."""
+
+    def __init__(self, job: JobFolder, folder: ContainerFolder, spec: ImageSpec) -> None:
+        self._spec, self._folder = spec, folder
+        rank, owner = int(folder.path.parent.name), spec.owner
+        self._tag = tag(spec.task_id) if owner is None else tag(spec.task_id, owner.attempt, rank)
+        self._container = NodeContainer(job, rank, folder, spec, lambda: not self._is_unneeded)
+
+    def serve(self) -> None:
+        """Keep the container running until it is unneeded, and remove it then."""
+        state = ContainerState() if self._is_unneeded else self._start()
+        while not self._is_unneeded:
+            self._pause()
+            if not state.error and not self._is_unneeded and not processes.is_running(state.pid, state.start):
+                log_line("the container has ended, starting it again")
+                state = self._start()
+        # Keepers of the last attempt may be uploading, with programs of the image.
+        while processes.tagged(self._tag, processes.snapshot()):
+            self._pause()
+        self._remove()
+
+    def _pause(self) -> None:
+        time.sleep(_CHECK_S)
+        processes.reap()
+
+    @property
+    def _is_unneeded(self) -> bool:
+        if self._folder.unneeded.exists() or not self._folder.path.exists():
+            return True
+        owner = self._spec.owner
+        return owner is not None and not processes.is_running(owner.pid, owner.start)
+
+    def _start(self) -> ContainerState:
+        try:
+            state = self._container.ensure_running()
+        except HoldfastError as error:
+            state = ContainerState(error=explain(error, self._spec))
+        if not self._is_unneeded:
+            write_document(self._folder.state, state)
+        return state
+
+    def _remove(self) -> None:
+        for _ in range(_REMOVALS):
+            try:
+                self._container.remove()
+            except RetryLater as error:
+                log_line(f"cannot remove the container yet: {error}")
+                time.sleep(_CHECK_S)
+                continue
+            except HoldfastError as error:
+                log_line(f"cannot remove the container: {error}")
+                return
+            if self._folder.path.exists():
+                self._folder.removed.touch()
+            return
 
 
 class NodeContainer:
     """Container of one node of a job. Those of other jobs and nodes are never changed.
 
     Args:
-        folder: files of the container.
-        calls: calls of the runtime.
-        log: writes a line to the log of the node.
+        is_wanted: returns False once the container need not run any more, which stops its preparation.
     """
 
     def __init__(
@@ -51,18 +132,13 @@ class NodeContainer:
         rank: int,
         folder: ContainerFolder,
         spec: ImageSpec,
-        calls: RuntimeCalls,
-        log: Callable[[str], None],
+        is_wanted: Callable[[], bool],
     ) -> None:
         self._job, self._rank, self._spec = job, rank, spec
-        self._folder = folder
-        self._calls, self._log = calls, log
+        self._folder, self._is_wanted = folder, is_wanted
 
     def ensure_running(self) -> ContainerState:
         """Return the state of the container, which is created and started if necessary.
-
-        Raises:
-            HoldfastError: the runtime failed, or the image cannot be used.
 
         Blocks: while the image is pulled.
         """
@@ -73,115 +149,118 @@ class NodeContainer:
         facts = self._inspect(container)
         if not facts.fields("State").flag("Running"):
             with self._bash_expected():
-                self._calls.run(start_command(self._spec, container))
+                self._run("start", container)
             facts = self._inspect(container)
         pid = facts.fields("State").integer("Pid")
         process = processes.find(pid) if pid else None
         if process is None:
             raise RetryLater(f"The container {container[:12]} ended as soon as it had been started.")
-        namespaces = self._enter(pid)
-        try:
+        with self._entered(pid) as namespaces:
             environment = self._environment(facts.text("Image"), namespaces)
             self._link(container, namespaces, environment["HOME"])
-        finally:
-            namespaces.close()
         return ContainerState(pid, process.start, environment)
 
     def remove(self) -> None:
-        """Remove the container, if it exists. Files of the job belong to the job's user afterwards.
-
-        Raises:
-            HoldfastError: the runtime failed.
-        """
+        """Remove the container, if it exists. Files of the job belong to the job's user afterwards."""
+        self._is_wanted = lambda: True
         if (container := self._find()) is not None:
             self._remove(container)
 
     def _remove_earlier(self) -> None:
         """Remove what earlier attempts have left on this machine, as their owner was killed."""
-        if (owner := self._spec.owner) is not None:
-            for container in self._list(find_earlier_command(self._spec, owner)):
-                self._log(f"removing the container {container[:12]} that an earlier attempt has left here")
+        if machine := _machine(self._spec):
+            for container in self._list(_MACHINE_LABEL, machine):
+                log_line(f"removing the container {container[:12]} that an earlier attempt has left here")
                 self._remove(container)
 
     def _remove(self, container: str) -> None:
         with suppress(HoldfastError):  # a container that does not start has run nothing
-            self._own_files(container)
-        self._calls.run(remove_command(self._spec, container))
-
-    def _own_files(self, container: str) -> None:
-        """Make the user of the job the owner of all files in the job's folder."""
-        self._calls.run(start_command(self._spec, container))
-        namespaces = self._enter(self._inspect(container).fields("State").integer("Pid"))
-        try:
-            own_files(namespaces, self._job.path)
-        finally:
-            namespaces.close()
-
-    # -- the image -------------------------------------------------------------------------------------------
+            self._run("start", container)
+            with self._entered(self._inspect(container).fields("State").integer("Pid")) as namespaces:
+                own_files(namespaces, self._job.path)
+        self._run("rm", "--force", "--volumes", container)
 
     def _create(self) -> str:
-        image_id = self._find_image() or self._pull()
-        self._log(f"creating a container of {self._spec.image} with {self._spec.runtime.value}")
+        image_id = self._find_image()
+        if image_id is None:
+            name = qualified(self._spec.image)
+            log_line(f"pulling {name} with {self._spec.runtime.value}")
+            self._run("pull", name, on_output=lambda data: os.write(sys.stdout.fileno(), data))
+            image_id = self._ask("image", "inspect", name).text("Id")
+        log_line(f"creating a container of {self._spec.image} with {self._spec.runtime.value}")
         with self._bash_expected():
-            return self._calls.run(create_command(self._spec, self._rank, image_id)).splitlines()[-1]
+            return self._run(*create_command(self._spec, self._rank, image_id)[1:]).splitlines()[-1]
 
     def _find_image(self) -> str | None:
         for name in dict.fromkeys((self._spec.image, qualified(self._spec.image))):
-            try:
-                return self._image(name).text("Id")
-            except RetryLater:
-                continue  # this machine does not have it, or pulling it fails for the same reason
+            with suppress(
+                RetryLater
+            ):  # this machine does not have it, or pulling it fails for the same reason
+                return self._ask("image", "inspect", name).text("Id")
         return None
-
-    def _pull(self) -> str:
-        name = qualified(self._spec.image)
-        self._log(f"pulling {name} with {self._spec.runtime.value}")
-        self._calls.run(pull_command(self._spec, name), is_logged=True)
-        return self._image(name).text("Id")
-
-    def _image(self, name: str) -> Fields:
-        return self._ask(image_command(self._spec, name))
 
     def _environment(self, image_id: str, namespaces: JoinedNamespaces) -> dict[str, str]:
         """Return the variables that the image defines, with HOME and PATH."""
-        config = self._image(image_id).fields("Config").members
+        config = self._ask("image", "inspect", image_id).fields("Config").members
         pairs = [str(line).partition("=") for line in config.get("Env") or ()]
         environment = {"PATH": _DEFAULT_PATH, **{name: value for name, _, value in pairs}}
         user = str(config.get("User") or "")
         if "HOME" not in environment:
             environment["HOME"] = find_home(namespaces, user)
         if user.partition(":")[0] not in _ROOT_NAMES and not self._folder.linked.exists():
-            self._log(f"commands run as root in the image, whose own user is {user}: so the files are yours")
+            log_line(f"commands run as root in the image, whose own user is {user}: so the files are yours")
         return environment
 
-    # -- the container ---------------------------------------------------------------------------------------
-
     def _find(self) -> str | None:
-        found = self._list(find_command(self._spec, self._rank))
-        return found[0] if found else None
+        return next(iter(self._list(_NODE_LABEL, _node(self._spec, self._rank))), None)
 
-    def _list(self, command: list[str]) -> list[str]:
-        return self._calls.run(command).splitlines()
+    def _list(self, label: str, value: str) -> list[str]:
+        return self._run(
+            "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}={value}"
+        ).splitlines()
 
     def _inspect(self, container: str) -> Fields:
-        return self._ask(inspect_command(self._spec, container))
+        return self._ask("container", "inspect", container)
 
-    def _ask(self, command: list[str]) -> Fields:
-        what = f"the answer of `{' '.join(command[:3])}`"
-        found = decode(self._calls.run(command), what, max_bytes=_MAX_INSPECT_BYTES, any_text=True)
+    def _ask(self, *words: str) -> Fields:
+        """Return the only object in the JSON array that a command prints."""
+        what = f"the answer of `{' '.join((self._spec.runtime.value, *words[:2]))}`"
+        found = decode(self._run(*words), what, max_bytes=_MAX_INSPECT_BYTES, any_text=True)
         return Fields(found[0] if isinstance(found, list) and len(found) == 1 else found, what)
 
-    def _enter(self, pid: int) -> JoinedNamespaces:
-        """Open the namespaces of the container, whose process is one of this machine."""
+    def _run(self, *words: str, on_output: Callable[[bytes], object] = lambda _: None) -> str:
+        """Run a command of the runtime to its end, and return what it prints."""
+        program = self._spec.runtime.value
+        what = f"`{program} {words[0]}`"
+
+        def check() -> None:
+            if not self._is_wanted():
+                raise RetryLater(f"{what} was stopped: the job has ended.")
+
+        try:
+            done = run_program(
+                (program, *words), timeout_s=None, has_own_session=True, on_output=on_output, on_look=check
+            )
+        except FileNotFoundError as error:
+            raise NotFound(f"The program {program} is not installed on this machine any more.") from error
+        if done.status != 0:
+            raise RetryLater(f"{what} failed: {done.error[-_MAX_ERROR_CHARS:] or f'status {done.status}'}")
+        return done.text
+
+    @contextmanager
+    def _entered(self, pid: int) -> Iterator[JoinedNamespaces]:
+        """Open the namespaces of the container, whose process is one of this machine, for the block."""
         try:
             own, there = self._job.path.stat(), Path(f"/proc/{pid}/root{self._job.path}").stat()
             namespaces = open_namespaces(pid)
         except OSError as error:
             raise self._is_elsewhere(str(error)) from error
-        if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
+        try:
+            if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
+                raise self._is_elsewhere(f"process {pid} has other files")
+            yield namespaces
+        finally:
             namespaces.close()
-            raise self._is_elsewhere(f"process {pid} has other files")
-        return namespaces
 
     def _is_elsewhere(self, why: str) -> Unsupported:
         name = self._spec.runtime.value
@@ -237,103 +316,48 @@ def explain(error: HoldfastError, spec: ImageSpec) -> str:
     return text
 
 
-def container_name(spec: ImageSpec, rank: int) -> str:
-    """Return the name of a node's container, as the lists of the runtime show it."""
-    return CONTAINER_PREFIX.decode() + _node(spec, rank).replace("/", "-")
-
-
 def create_command(spec: ImageSpec, rank: int, image_id: str) -> list[str]:
     """Return the command that creates a node's container.
 
     It shares the machine's network, names and processes, so that addresses and pids mean the same inside.
+
+    Source: podman-create(1), with the Container Device Interface; the reference of `docker run`.
     """
+    node, machine = _node(spec, rank), _machine(spec)
     # Docker refuses it for a file system that the machine does not share.
     propagation = ("bind-propagation=rslave",) if spec.has_file_systems else ()
+    # All GPUs of this machine: `CUDA_VISIBLE_DEVICES` selects those of the job.
+    gpus = {ContainerRuntime.PODMAN: ("--device", "nvidia.com/gpu=all")}.get(spec.runtime, ("--gpus", "all"))
     return [
-        *(spec.runtime.value, "create"),
-        *("--name", container_name(spec, rank), "--label", _label(spec, rank), *_machine_label(spec)),
+        *(spec.runtime.value, "create", "--name", CONTAINER_PREFIX.decode() + node.replace("/", "-")),
+        *("--label", f"{_NODE_LABEL}={node}"),
+        *(("--label", f"{_MACHINE_LABEL}={machine}") if machine else ()),
         *("--pull", "never", "--log-driver", "none", "--no-healthcheck"),
         # For a rootless runtime, the host's user namespace is its own: root inside is the user outside.
         *("--network", "host", "--pid", "host", "--uts", "host", "--userns", "host"),
         *("--user", "0:0", "--workdir", "/"),
         *_bind(_SHARED_MEMORY),
         *(word for path in spec.binds for word in _bind(path, *propagation)),
-        *(_gpus(spec.runtime) if spec.has_gpus else ()),
+        *(gpus if spec.has_gpus else ()),
         *("--entrypoint", "bash", image_id, "-c", _SLEEP),
     ]
 
 
-def find_command(spec: ImageSpec, rank: int) -> list[str]:
-    """Return the command that prints the id of a node's container, or nothing."""
-    return _list_command(spec, _label(spec, rank))
-
-
-def find_earlier_command(spec: ImageSpec, owner: ContainerOwner) -> list[str]:
-    """Return the command that lists all containers of a job on a machine."""
-    return _list_command(spec, f"{_MACHINE_LABEL}={spec.task_id}/{owner.machine}")
-
-
-def start_command(spec: ImageSpec, container: str) -> list[str]:
-    """Return the command that starts a container."""
-    return [spec.runtime.value, "start", container]
-
-
-def inspect_command(spec: ImageSpec, container: str) -> list[str]:
-    """Return the command that prints a container as a JSON array of one object."""
-    return [spec.runtime.value, "container", "inspect", container]
-
-
-def remove_command(spec: ImageSpec, container: str) -> list[str]:
-    """Return the command that ends and removes a container, with its anonymous volumes."""
-    return [spec.runtime.value, "rm", "--force", "--volumes", container]
-
-
-def image_command(spec: ImageSpec, image: str) -> list[str]:
-    """Return the command that prints an image as such an array, or fails."""
-    return [spec.runtime.value, "image", "inspect", image]
-
-
-def pull_command(spec: ImageSpec, image: str) -> list[str]:
-    """Return the command that pulls an image."""
-    return [spec.runtime.value, "pull", image]
-
-
-def _list_command(spec: ImageSpec, label: str) -> list[str]:
-    return [spec.runtime.value, "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}"]
-
-
-def _label(spec: ImageSpec, rank: int) -> str:
-    return f"{_LABEL}={_node(spec, rank)}"
-
-
 def _node(spec: ImageSpec, rank: int) -> str:
     """Return the name of a node among all containers of a machine."""
-    if spec.owner is None:
-        return f"{spec.task_id}/{rank}"
-    return f"{spec.task_id}/{spec.owner.machine}/{spec.owner.attempt}"
+    return f"{spec.task_id}/{rank}" if spec.owner is None else f"{_machine(spec)}/{spec.owner.attempt}"
 
 
-def _machine_label(spec: ImageSpec) -> tuple[str, ...]:
-    if spec.owner is None:
-        return ()
-    return ("--label", f"{_MACHINE_LABEL}={spec.task_id}/{spec.owner.machine}")
+def _machine(spec: ImageSpec) -> str:
+    """Return the name of all containers of a job on one machine; empty if it has only one machine."""
+    return "" if spec.owner is None else f"{spec.task_id}/{spec.owner.machine}"
 
 
-def _bind(path: str, *further: str) -> Iterator[str]:
-    """Yield the options for a path that is the same outside and inside."""
+def _bind(path: str, *further: str) -> tuple[str, str]:
+    """Return the option for a path that is the same outside and inside."""
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow(("type=bind", f"source={path}", f"target={path}", *further))
-    yield from ("--mount", line.getvalue())
-
-
-def _gpus(runtime: ContainerRuntime) -> tuple[str, ...]:
-    """Return the options for all GPUs of this machine. `CUDA_VISIBLE_DEVICES` selects those of the job.
-
-    Source: podman-create(1), with the Container Device Interface; the reference of `docker run`.
-    """
-    if runtime is ContainerRuntime.PODMAN:
-        return ("--device", "nvidia.com/gpu=all")
-    return ("--gpus", "all")
+    return "--mount", line.getvalue()
 
 
 def find_home(namespaces: JoinedNamespaces, user: str) -> str:
@@ -361,10 +385,6 @@ def make_links(namespaces: JoinedNamespaces, links: Mapping[str, str]) -> None:
 
     Args:
         links: absolute paths of the files, by that of the link.
-
-    Raises:
-        Conflict: the image has a folder with files at the path of a link.
-        RetryLater: the container cannot be entered, or a link cannot be created.
     """
 
     def make() -> str:

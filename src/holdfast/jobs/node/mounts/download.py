@@ -13,6 +13,7 @@ from pathlib import Path
 from holdfast.checkpoint.store import ObjectInfo, Store, open_store
 from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater
+from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.writeback.ownership import FOLDER
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import format_bytes, plural
@@ -22,38 +23,23 @@ _TIMEOUT_S = "10"
 
 
 def exists(url: str) -> bool:
-    """Return True if an object exists at a URL or below it.
-
-    Raises:
-        RetryLater: the store does not answer, or denies access.
-        InvalidInput: the URL is not one of a store.
-    """
+    """Return True if an object exists at a URL or below it."""
     address = parse_address(url)
     if address.option("timeout") is None:
         address = dataclasses.replace(address, options=(*address.options, ("timeout", _TIMEOUT_S)))
     if next(iter(open_store(address.url).list()), None) is not None:
         return True
-    parent, name = _split(address.url)
-    return parent is not None and parent.size(name) is not None
+    return _one(address.url) is not None
 
 
-def download(
-    url: str, to: Path, *, log: Callable[[str], None], is_wanted: Callable[[], bool] = lambda: True
-) -> None:
+def download(url: str, to: Path, is_wanted: Callable[[], bool]) -> None:
     """Download an object, or a folder with all objects below a URL, to a path.
 
     Files of an interrupted download are not copied again. A complete download is left unchanged, so that all
     attempts of a job see the same files.
 
     Args:
-        url: prefix of a bucket, or one object.
-        log: called with progress messages.
         is_wanted: polled, and stops the download by returning False.
-
-    Raises:
-        NotFound: nothing exists at the URL.
-        InvalidInput: the names of two objects cannot coexist in a folder.
-        RetryLater: the store or the disk failed, or the download was stopped. Call again to continue.
 
     Blocks: until the download is complete.
     """
@@ -65,7 +51,7 @@ def download(
     folder = to.with_name(f"{to.name}.objects") if is_one else to
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _download_missing(url, store, entries, folder, log, is_wanted)
+        _download_missing(url, store, entries, folder, is_wanted)
         if is_one:
             (folder / entries[0].name).replace(to)
             shutil.rmtree(folder)
@@ -76,7 +62,7 @@ def download(
         raise RetryLater(f"Cannot copy {url} to {to}: {error}.") from error
     total = format_bytes(sum(entry.num_bytes for entry in entries))
     seconds = time.monotonic() - began_s
-    log(f"copied {url} to {to}: {plural(len(entries), 'file')}, {total}, {seconds:.1f} s")
+    log_line(f"copied {url} to {to}: {plural(len(entries), 'file')}, {total}, {seconds:.1f} s")
 
 
 def _listed(url: str) -> tuple[Store, list[ObjectInfo], bool]:
@@ -86,20 +72,13 @@ def _listed(url: str) -> tuple[Store, list[ObjectInfo], bool]:
     if entries:
         _check_names([entry.name for entry in entries], url)
         return store, entries, False
-    parent, name = _split(url)
-    num_bytes = parent.size(name) if parent is not None else None
-    if parent is None or num_bytes is None:
+    if (found := _one(url)) is None:
         raise NotFound(f"Nothing exists at {store.url}.")
-    return parent, [ObjectInfo(name, num_bytes)], True
+    return found[0], [found[1]], True
 
 
 def _download_missing(
-    url: str,
-    store: Store,
-    entries: list[ObjectInfo],
-    folder: Path,
-    log: Callable[[str], None],
-    is_wanted: Callable[[], bool],
+    url: str, store: Store, entries: list[ObjectInfo], folder: Path, is_wanted: Callable[[], bool]
 ) -> None:
     """Download the objects that are not in a folder yet, and check the sizes of all."""
     # Here, because it takes as long to import as all else, and a launch needs only `exists`.
@@ -121,7 +100,7 @@ def _download_missing(
             if time.monotonic() - logged_s >= _REPORT_S:
                 logged_s = time.monotonic()
                 files = f"{num_done} of {plural(len(entries), 'file')}"
-                log(f"copying {url}: {files}, {format_bytes(num_bytes)} of {format_bytes(total)}")
+                log_line(f"copying {url}: {files}, {format_bytes(num_bytes)} of {format_bytes(total)}")
 
     beside = folder.with_name(f"{folder.name}.part")
     copy = Download(store, folder, folder=beside, on_block=on_block)
@@ -156,13 +135,15 @@ def _check_names(names: list[str], url: str) -> None:
                 )
 
 
-def _split(url: str) -> tuple[Store | None, str]:
-    """Return an object's parent store and its name there, or None for a whole bucket."""
+def _one(url: str) -> tuple[Store, ObjectInfo] | None:
+    """Return the object that a URL names, with the store of the folder that has it; None if it has none."""
     address = parse_address(url)
     parent, _, name = address.prefix.rpartition("/")
     if not name:
-        return None, ""
-    return open_store(dataclasses.replace(address, prefix=parent).url), name
+        return None  # a whole bucket
+    store = open_store(dataclasses.replace(address, prefix=parent).url)
+    num_bytes = store.size(name)
+    return None if num_bytes is None else (store, ObjectInfo(name, num_bytes))
 
 
 def _size(path: Path) -> int | None:

@@ -15,8 +15,8 @@ _LIMIT_S = 30.0
 _DEVICE = Path("/dev/fuse")
 
 
-def missing_programs() -> list[str]:
-    """Return what this machine lacks for mounting a bucket, and how to get it."""
+def why_not_mountable(source: str) -> str:
+    """Return why this machine cannot mount a bucket, and what to use instead. Empty if it can."""
     lacking = []
     if shutil.which("rclone") is None:
         lacking.append("the program rclone (`apt-get install rclone`, or from rclone.org)")
@@ -24,11 +24,8 @@ def missing_programs() -> list[str]:
         lacking.append("the program fusermount3 (`apt-get install fuse3`)")
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
         lacking.append(f"{_DEVICE} (in a container: `--device /dev/fuse --cap-add SYS_ADMIN`)")
-    return lacking
-
-
-def missing_message(source: str, lacking: list[str]) -> str:
-    """Return why a bucket cannot be mounted on this machine, and what to use instead."""
+    if not lacking:
+        return ""
     return (
         f"mounting {source} as a file system requires {' and '.join(lacking)}. Alternatively, "
         "`mode: MOUNT_CACHED` writes to the bucket through a local directory, and `mode: COPY` copies it to "
@@ -54,9 +51,6 @@ def unmount_below(folder: Path) -> None:
     """Unmount all file systems at or below a folder.
 
     Open files keep working until they are closed.
-
-    Raises:
-        Conflict: a file system cannot be unmounted.
     """
     for path in mounted_below(folder):
         _unmount(path)

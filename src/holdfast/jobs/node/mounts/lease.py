@@ -19,34 +19,26 @@ from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.mount_spec import caches, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import caches, read_mount_specs
 from holdfast.jobs.node.roles import Lease, ProcessRole
 from holdfast.jobs.node_spec import read_environment
 
 HOLDERS, READY, UPLOADS = "holders", "ready", "uploads"
 """Files of the mounter: a FIFO whose writers keep it alive, its result for waiting nodes, and a file that
 exists if it is to upload what is left."""
-UNSENT = "unsent.json"
-"""File in the folder of the attempt, with the newest status of the uploads."""
-_RELEASE_LIMIT_S = 15.0
-"""Time limit for a released mounter to unmount."""
-_KEEPERS_LIMIT_S = 60.0
-"""Time limit for keepers to write the staged saves of a completed job."""
-_PAUSE_S = 1.0
-"""Pause between two starts of a mounter that uploads."""
+UNSENT = "unsent.json"  # file in the folder of the attempt, with the newest status of the uploads
+_RELEASE_LIMIT_S = 15.0  # time limit for a released mounter to unmount
+_KEEPERS_LIMIT_S = 60.0  # time limit for keepers to write the staged saves of a completed job
+_PAUSE_S = 1.0  # pause between two starts of a mounter that uploads
 
 
 @dataclass(frozen=True, slots=True)
 class UnsentFiles:
-    """Files of a job's write-back directories that are not uploaded.
+    """Files of a job's write-back directories that are not uploaded."""
 
-    `is_settled` is True if nothing more can be uploaded. `is_hopeless` is True if no uploader will continue.
-    `summary` has a sentence for each directory with missing files.
-    """
-
-    is_settled: bool
-    is_hopeless: bool
-    summary: str
+    is_settled: bool  # nothing more can be uploaded
+    is_hopeless: bool  # no uploader will continue
+    summary: str  # a sentence for each directory with missing files
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +63,6 @@ class MountLease(Lease):
     """Lease that keeps an attempt's mounts in place as long as this process lives.
 
     Args:
-        attempt: folder of the attempt.
-        log: log of the mounter, if this node starts it.
         environment: returns the environment of the mounter, with the job's credentials. It raises
             `FileNotFoundError` if the job has ended.
     """
@@ -108,7 +98,6 @@ class Teardown:
     Args:
         folder: folder of the job, or its scratch folder on this machine.
         log: file for the output of the mounter. Default: that of the first node.
-        environment: returns the environment of the mounter. Default: that of the job.
     """
 
     def __init__(
@@ -135,10 +124,6 @@ class Teardown:
 
         Args:
             until_unix_s: deadline for waiting for uploads. None: wait as long as it takes.
-            has_keepers: returns True if keepers of the attempt may still write.
-
-        Raises:
-            Conflict: files can never be uploaded, or a file system cannot be unmounted.
         """
         if not self._specs:
             return True
@@ -147,7 +132,8 @@ class Teardown:
         fuse.unmount_below(self._folder.path)
         if not self._caches:
             return True
-        if until_unix_s is None and time.monotonic() < self._keepers_until_s() and has_keepers():
+        self._keepers_s = self._keepers_s or time.monotonic() + _KEEPERS_LIMIT_S
+        if until_unix_s is None and time.monotonic() < self._keepers_s and has_keepers():
             return False
         return self._is_sent(until_unix_s)
 
@@ -157,8 +143,7 @@ class Teardown:
 
     def missing(self) -> str:
         """Return which files are not uploaded. Empty for none, or if that has not been checked."""
-        unsent = self.unsent()
-        return unsent.summary if unsent is not None else ""
+        return unsent.summary if (unsent := self.unsent()) else ""
 
     def last_missing(self) -> str:
         """Return which files of an ended job are missing, and upload them in the background.
@@ -167,7 +152,7 @@ class Teardown:
         """
         if not self._caches:
             return ""
-        # Here, because it takes as long to import as all else, and most jobs do not need it.
+        # Most jobs do not need it, and its import takes as long as all others.
         from holdfast.jobs.node.mounts.uploads import upload_status
 
         unsent = upload_status(self._folder)
@@ -175,17 +160,11 @@ class Teardown:
             self._upload()
         return unsent.summary
 
-    def _keepers_until_s(self) -> float:
-        if self._keepers_s is None:
-            self._keepers_s = time.monotonic() + _KEEPERS_LIMIT_S
-        return self._keepers_s
-
     def _is_released(self) -> bool:
         """Return True if no mounter holds the mounts any more. Kills one that hangs."""
         if not self._mounter.is_alive or (self._mounter.folder / UPLOADS).exists():
             return True
-        if self._give_up_s is None:
-            self._give_up_s = time.monotonic() + _RELEASE_LIMIT_S
+        self._give_up_s = self._give_up_s or time.monotonic() + _RELEASE_LIMIT_S
         if time.monotonic() > self._give_up_s:
             self._mounter.kill()
         return False

@@ -1,24 +1,202 @@
-"""Mount plan of a task: copies local files at submission, and records links and remote mounts."""
+"""Mount plan of a task: checked before anything is started, then copied and recorded."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.copies import check_copy, copy_file, copy_tree
-from holdfast.jobs.node.mounts.mount_spec import Link, MountKind, MountSpec, write_links, write_mount_specs
-from holdfast.jobs.node.mounts.private_links import private_mounts
-from holdfast.jobs.node.mounts.validation import fetch_limit, local_place
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.address import hide_secrets
+from holdfast.checkpoint.store.endpoints import check_endpoint
+from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.jobs.folder import JobFolder, bucket_folder
+from holdfast.jobs.node.copies import check_copy, copy_file, copy_tree, left_out
+from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.download import exists
+from holdfast.jobs.node.mounts.mount_records import (
+    Link,
+    MountKind,
+    MountSpec,
+    is_coverable,
+    is_private_target,
+    normal_target,
+    private_mounts,
+    why_unavailable,
+    write_links,
+    write_mount_specs,
+)
+from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import FileMount, MountMode, Task
+from holdfast.system.units import format_bytes
 
 _REMOTE = {
     MountMode.COPY: MountKind.COPY,
     MountMode.MOUNT: MountKind.BUCKET,
     MountMode.MOUNT_CACHED: MountKind.CACHE,
 }
+_OF_KERNEL = frozenset({"dev", "proc", "sys"})
+_OF_PROGRAMS = frozenset({"bin", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr"})
+_OF_SYSTEM = frozenset({"home", "opt", "root", "run", "srv", "tmp", "var"})
+"""Folders that an image has too, and that are hidden only if they are mounted as a whole."""
+_LIMIT_KEY = "config.mount_cached.vfs_cache_max_size"
+"""Key of a mount for its limit. SkyPilot limits the cache of rclone with it."""
+_DEFAULT_LIMIT = "10G"  # as on SkyPilot
+_MAX_LISTED = 10_000  # objects whose sizes are added up at the launch. The mount itself adds up all
+
+
+def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
+    """Check that all mounts of a task can be created.
+
+    Args:
+        runs_here: True if the job runs on this machine, whose programs are checked.
+
+    Blocks: never on a network, so that a dry run of an untrusted file sends nothing.
+    """
+    for mount in task.file_mounts:
+        where = _where(task, mount)
+        if mount.source is None and not mount.bucket:
+            raise InvalidInput(f"{where}: expected a source or the name of a bucket, found neither.")
+        if mount.source is None and "/" in (mount.bucket or ""):
+            raise InvalidInput(f"{where}: expected the name of a bucket, found {mount.bucket!r}.")
+        _check_source(mount, where, state, runs_here=runs_here)
+        target = normal_target(mount)
+        if mount.is_inside:
+            _check_inside(mount, where, state)
+        elif target.is_absolute() and not mount.is_in_place:
+            _check_target(target, where, state)
+    private = [(mount, normal_target(mount)) for mount in private_mounts(task)]
+    for (mount, target), (other, above) in itertools.permutations(private, 2):
+        if target.is_relative_to(above):
+            raise InvalidInput(
+                f"{_where(task, mount)}: it is at or below the target {other.target}. Choose another path. "
+                "Nothing was started."
+            )
+
+
+def _where(task: Task, mount: FileMount) -> str:
+    return f"{task.path}:{mount.line}: file_mounts.{mount.target}"
+
+
+def _check_source(mount: FileMount, where: str, state: Path, *, runs_here: bool) -> None:
+    """Check that a mount has a usable source, and that this machine can mount it if the job runs here."""
+    if mount.is_remote:
+        assert mount.source is not None
+        with _located(where):
+            check_endpoint(mount.source, "The task file")
+            open_store(mount.source)
+        needs_fuse = runs_here and mount.mode is MountMode.MOUNT
+        if needs_fuse and (why := fuse.why_not_mountable(mount.source)):
+            raise Unsupported(f"{where}: {why} Nothing was started.")
+    place = None if mount.is_remote else _local_place(mount, state)
+    if mount.mode is MountMode.MOUNT_CACHED:
+        with _located(where):
+            _fetch_limit(mount)
+        if place is not None and place.exists() and not place.is_dir():
+            raise InvalidInput(f"{where}: {place} is a file; mode MOUNT_CACHED is for folders and buckets.")
+    elif place is not None and mount.source is not None and not place.exists():
+        raise NotFound(f"{where}: {place} does not exist. Nothing was started.")
+
+
+def _check_target(target: Path, where: str, state: Path) -> None:
+    """Check that a link can be created, or is possible as a private one."""
+    if target.parts[1:2] and target.parts[1] in _OF_KERNEL:
+        raise InvalidInput(f"{where}: /{target.parts[1]} is of the kernel. Choose another path.")
+    if not is_private_target(target):
+        is_free = not target.exists() or target.is_symlink()
+    elif why := why_unavailable():
+        raise Unsupported(
+            f"{where}: you have no permission to create {target}, and a mount namespace, in which the job "
+            f"could have it, is not possible on this machine: {why}. Choose a path below ~ or relative to "
+            "the workdir, or ask the administrator to allow user namespaces. Nothing was started."
+        )
+    else:
+        is_free = is_coverable(target, state)
+    if not is_free:
+        raise Conflict(f"{where}: {target} already exists, and was not changed. Choose another path.")
+
+
+def _check_inside(mount: FileMount, where: str, state: Path) -> None:
+    """Check a mount in a container: its target, and that its source does not hide files of the image."""
+    parts = Path(os.path.normpath(mount.target)).parts
+    if mount.target.startswith("/") and (len(parts) < 2 or parts[1] in _OF_KERNEL):
+        raise InvalidInput(f"{where}: /{''.join(parts[1:2])} is of the kernel. Choose another path.")
+    if mount.is_remote or mount.mode is not MountMode.MOUNT:
+        return
+    source = _local_place(mount, state).resolve()
+    top = source.parts[1] if len(source.parts) > 1 else ""
+    if (len(source.parts) <= 2 and top in _OF_SYSTEM | {""}) or top in _OF_KERNEL | _OF_PROGRAMS:
+        raise Unsupported(
+            f"{where}: {source} is mounted at its own path in the container too, and would hide what "
+            "the image has. Copy it with `mode: COPY`, or move it below another folder. Nothing was started."
+        )
+
+
+def validate_sources(task: Task, state: Path) -> None:
+    """Check that sources of copies exist, and those of caches are not too large.
+
+    Blocks: while stores respond, or for some seconds if they do not.
+    """
+    for mount in task.file_mounts:
+        with _located(_where(task, mount)):
+            if mount.mode is MountMode.MOUNT_CACHED:
+                place = mount.source if mount.is_remote else None
+                _check_fetch(place or str(_local_place(mount, state)), _fetch_limit(mount))
+            elif mount.is_remote and mount.source is not None and mount.mode is MountMode.COPY:
+                with suppress(RetryLater):  # this user cannot read it: the job may
+                    if not exists(mount.source):
+                        raise NotFound(
+                            f"nothing exists at {hide_secrets(mount.source)}. Nothing was started."
+                        )
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    try:
+        yield
+    except HoldfastError as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _local_place(mount: FileMount, state: Path) -> Path:
+    """Return the folder on this machine that is mounted, or replaces a bucket."""
+    if mount.source is None:
+        return bucket_folder(state, mount.bucket or "")
+    return Path(mount.source.removeprefix("file://")).expanduser().absolute()
+
+
+def _fetch_limit(mount: FileMount) -> int | None:
+    """Return the limit of a mount in bytes, or None without one."""
+    config = (mount.spec.get("config") or {}).get("mount_cached") or {}
+    value = config.get("vfs_cache_max_size", _DEFAULT_LIMIT)
+    if str(value) in ("off", "-1"):
+        return None
+    mib = memory_mib(value)
+    if mib is None:
+        raise InvalidInput(f"{_LIMIT_KEY}: expected a size, such as 50G, or off, found {value!r}.")
+    return mib << 20
+
+
+def _check_fetch(place: str, limit: int | None) -> None:
+    """Check that what a place holds is not more than a limit, if the place answers."""
+    if limit is None:
+        return
+    num_bytes = 0
+    with suppress(Denied, NotFound, RetryLater):  # the mount itself checks it too
+        for entry in itertools.islice(open_store(place).list(), _MAX_LISTED):
+            num_bytes += entry.num_bytes
+    if num_bytes > limit:
+        raise InvalidInput(
+            f"{place} holds at least {format_bytes(num_bytes)}, which would be downloaded before `setup`, "
+            f"and the limit is {format_bytes(limit)}. Mount a smaller prefix, or set {_LIMIT_KEY} to another "
+            "limit or to off. Nothing was started."
+        )
+
+
+# -- the launch ------------------------------------------------------------------------------------------
 
 
 def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = ()) -> None:
@@ -33,92 +211,50 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
     for number, mount in enumerate(task.file_mounts):
         if mount.is_in_place:
             continue
-        source = local_place(mount, state) if not mount.is_remote else Path()
+        own = folder.copies / str(number)
         if mount.is_remote or mount.mode is MountMode.MOUNT_CACHED:
-            spec = _spec(mount, number, folder, state)
-            specs.append(spec)
-            source = Path(spec.path)
-        elif mount.source is None:
-            source.mkdir(parents=True, exist_ok=True)
-        if not mount.is_remote and mount.mode is MountMode.COPY:
-            way_out = "Mount a smaller folder, or use its path in the commands."
-            what = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
-            check_copy(source, left_out(folder), task.envs, num_copies=1, what=what, way_out=way_out)
-            source = _copied(source, _own_path(folder, number), folder)
-        is_private = mount in private
+            specs.append(_spec(mount, own, state))
+            source = own
+        else:
+            source = _local_place(mount, state)
+            if mount.source is None:
+                source.mkdir(parents=True, exist_ok=True)
+            if mount.mode is MountMode.COPY:
+                _copy(source, own, task, mount, folder)
+                source = own
         if mount.is_inside and mount.target.startswith(("/", "~")):
             links.append(Link(mount.target, str(source), mount.target, is_inside=True))
             continue
-        links += [
-            Link(target, str(source), mount.target, is_private)
-            for target in _targets(mount, task.num_nodes, folder)
-        ]
+        target = Path(mount.target).expanduser()  # one link, or one in each workdir
+        starts = (
+            [Path()] if target.is_absolute() else [folder.workdir(rank) for rank in range(task.num_nodes)]
+        )
+        paths = [os.path.normpath(start / target) for start in starts]
+        links += [Link(path, str(source), mount.target, mount in private) for path in paths]
     write_links(folder, links)
     write_mount_specs(folder, specs)
 
 
-def copy(source: Path, to: Path, job: JobFolder) -> None:
-    """Copy a file or a folder for a job. Keeps symbolic links, and leaves out what `left_out` names."""
+def _copy(source: Path, to: Path, task: Task, mount: FileMount, job: JobFolder) -> None:
+    way_out = "Mount a smaller folder, or use its path in the commands."
+    check_copy(source, left_out(job), task.envs, num_copies=1, what=_where(task, mount), way_out=way_out)
+    to.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         copy_tree(source, to, left_out(job))
     else:
         copy_file(source, to)
 
 
-def left_out(job: JobFolder) -> Callable[[str, list[str]], list[str]]:
-    """Return a function for `shutil.copytree` that names what no copy for a job contains.
-
-    That is sockets, pipes and devices, and the state of all jobs: the copy is in there, and would contain
-    itself, and the secrets of other jobs.
-    """
-    own = {path.resolve() for path in (job.path, job.path.parent, job.path.parent.parent)}
-    own_names = {path.name for path in own}
-
-    def ignore(folder: str, names: list[str]) -> list[str]:
-        paths = {name: Path(folder, name) for name in names}
-        return [
-            name
-            for name, path in paths.items()
-            if not (path.is_symlink() or path.is_dir() or path.is_file())
-            or (name in own_names and path.resolve() in own)
-        ]
-
-    return ignore
-
-
-def _spec(mount: FileMount, number: int, folder: JobFolder, state: Path) -> MountSpec:
-    place = mount.source if mount.is_remote else str(local_place(mount, state))
+def _spec(mount: FileMount, path: Path, state: Path) -> MountSpec:
+    place = mount.source if mount.is_remote else str(_local_place(mount, state))
     assert place is not None
+    config: Any = mount.spec.get("config") or {}
+    is_dataset = str(mount.spec.get("type", "")).upper() == "DATASET_RO"
     return MountSpec(
         _REMOTE[mount.mode],
         place,
-        str(_own_path(folder, number)),
+        str(path),
         mount.target,
-        is_read_only=_is_read_only(mount.spec),
-        fetch_bytes=fetch_limit(mount),
+        is_read_only=bool((config.get("mount") or {}).get("read_only")) or is_dataset,
+        fetch_bytes=_fetch_limit(mount),
     )
-
-
-def _is_read_only(spec: Any) -> bool:
-    config = spec.get("config") or {}
-    mount = config.get("mount") or {}
-    return bool(mount.get("read_only")) or str(spec.get("type", "")).upper() == "DATASET_RO"
-
-
-def _own_path(folder: JobFolder, number: int) -> Path:
-    return folder.copies / str(number)
-
-
-def _copied(source: Path, to: Path, job: JobFolder) -> Path:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    copy(source, to, job)
-    return to
-
-
-def _targets(mount: FileMount, num_nodes: int, folder: JobFolder) -> Iterator[str]:
-    target = Path(mount.target).expanduser()
-    if target.is_absolute():
-        yield os.path.normpath(target)
-        return
-    for rank in range(num_nodes):
-        yield os.path.normpath(folder.workdir(rank) / target)

@@ -14,42 +14,33 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node.mounts.download import download
 from holdfast.jobs.node.mounts.lease import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
-from holdfast.jobs.node.mounts.mount_spec import MountKind, MountSpec, caches_of, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
-from holdfast.jobs.node.mounts.uploads import (
-    Uploads,
-    aside_folder,
-    mount_write_back,
-    remove_copies,
-    send_leftovers,
-)
+from holdfast.jobs.node.mounts.uploads import mount_write_back, remove_copies, send_leftovers, upload_all
 from holdfast.jobs.node.roles import log_line, start_controller
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.writeback import Mount
+from holdfast.jobs.writeback.journal import FOLDER
+from holdfast.jobs.writeback.reconciliation import ASIDE
 from holdfast.jobs.writeback.status import has_uploader
 from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import wake
 from holdfast.system.units import format_duration
 
-_END_S = 0.5
-"""Time in which the last holder of a mount ends after the mount itself."""
+_END_S = 0.5  # time in which the last holder of a mount ends after the mount itself
 _CHECK_S = 1.0  # between two checks of the mounts
 _PATIENCE_S = 300.0  # time limit for retrying a failing store, in addition to the store's own retries
 _PAUSE_S = 2.0
 _OPEN_S = 0.1
 _LOG_PAUSE_S = 5.0
-_ALONE_LIMIT_S = 3600.0
-"""Time limit for the uploads of a job that has ended. After it, a person must act."""
+_ALONE_LIMIT_S = 3600.0  # time limit for the uploads of a job that has ended. After it, a person must act
 SENT, OPEN = "sent", "open"
 """Files of a mounter with a scratch folder: leftovers are uploaded; those of all machines are."""
 
 
 def serve(folder: Path) -> None:
     """Run the mounter. The caller holds its lock.
-
-    Args:
-        folder: folder of the mounter, in that of the attempt.
 
     Blocks: as long as a node holds its mounts, or until everything is uploaded.
     """
@@ -82,27 +73,59 @@ def _hold(job: JobFolder, folder: Path, owner: str, *, is_scratch: bool) -> None
 
 
 def _upload(job: JobFolder, attempt: Path, owner: str, *, is_scratch: bool) -> None:
-    """Upload what a job has written until the end of an attempt.
-
-    Runs beside the controller, and restarts it if it dies. For a job that has ended, continues for an hour.
-    With a scratch folder, it runs as long as the process that started it.
-    """
+    """Upload what a job has written until the end of an attempt."""
     number = int(attempt.name)
-    need = _RunnerNeed() if is_scratch else _UploadNeed(job, number)
-    status_log = _StatusLog()
+    shown_s: float | None = None  # time of the last line about missing files
 
     def notify(unsent: UnsentFiles) -> None:
-        status_log.log(unsent)
+        nonlocal shown_s
+        if unsent.is_settled and shown_s is not None:
+            log_line(unsent.summary or "all files of the job are in its bucket")
+        elif not unsent.is_settled and (shown_s is None or time.monotonic() >= shown_s + _LOG_PAUSE_S):
+            shown_s = time.monotonic()
+            log_line(unsent.summary)
         write_document(attempt / UNSENT, unsent)
         wake(job.wakeup)
 
-    uploads = Uploads(job, owner, number, notify)
-    try:
-        uploads.run(need.is_needed)
-    finally:
-        uploads.close()
+    is_needed = _runner_need() if is_scratch else _job_need(job, number)
+    upload_all(job, owner, number, on_status=notify, is_wanted=is_needed)
     if not is_scratch and _record(job).job_state.status.is_final:
         remove_copies(job)
+
+
+def _runner_need() -> Callable[[float], bool]:
+    """Return a function that waits, and returns True while the process that started this one is running."""
+    runner = os.getppid()
+
+    def is_needed(after_s: float) -> bool:
+        time.sleep(after_s)
+        return os.getppid() == runner
+
+    return is_needed
+
+
+def _job_need(job: JobFolder, attempt: int) -> Callable[[float], bool]:
+    """Return a function that waits, and returns True while a job needs the uploads of an attempt."""
+    give_up_s = time.monotonic() + _ALONE_LIMIT_S
+
+    def is_needed(after_s: float) -> bool:
+        nonlocal give_up_s
+        time.sleep(after_s)
+        if job.attempt(attempt + 1).exists():
+            return False  # the next attempt's mounter takes over
+        if locks.is_held(job.lock):
+            give_up_s = time.monotonic() + _ALONE_LIMIT_S
+            return True
+        if _record(job).job_state.status.is_final:
+            return time.monotonic() < give_up_s
+        start_controller(job)  # it has died
+        return True
+
+    return is_needed
+
+
+def _record(folder: JobFolder) -> JobRecord:
+    return Records(folder.path.parents[1]).get(int(folder.path.name))
 
 
 class Mounter:
@@ -123,39 +146,22 @@ class Mounter:
         os.close(os.open(folder / HOLDERS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     def send_leftovers(self) -> None:
-        """Upload what earlier attempts have left on this machine, and record that.
-
-        Raises:
-            HoldfastError: see `leftovers.send_leftovers`.
-        """
-        for spec in caches_of(self._specs):
-            self._patiently(
-                lambda spec=spec: send_leftovers(
-                    spec, self._owner, self._attempt, is_wanted=self.is_wanted, log=log_line
-                )
-            )
+        """Upload what earlier attempts have left on this machine, and record that."""
+        for spec in self._specs:
+            if spec.kind is MountKind.CACHE:
+                about = (spec, self._owner, self._attempt, self.is_wanted)
+                self._patiently(lambda about=about: send_leftovers(*about))
         (self._folder / SENT).touch()
 
     def wait_for_others(self) -> None:
-        """Wait until all machines have sent their leftovers.
-
-        Otherwise an old file of one could replace a new one of another.
-
-        Raises:
-            RetryLater: the attempt was ended meanwhile.
-
-        Blocks: until then.
-        """
+        """Wait until all machines have sent their leftovers."""
+        # Otherwise an old file of one could replace a new one of another.
         while not (self._folder / OPEN).exists():
             if not self.is_wanted(_OPEN_S):
                 raise RetryLater("the attempt was ended while it waited for the other nodes")
 
     def mount_all(self) -> None:
-        """Mount everything, and record that it is ready.
-
-        Raises:
-            HoldfastError: a mount failed.
-        """
+        """Mount everything, and record that it is ready."""
         for spec in self._specs:
             began_s = time.monotonic()
             if spec.kind is not MountKind.COPY:  # a copy reports its own progress
@@ -168,10 +174,7 @@ class Mounter:
         write_document(self._folder / READY, MountResult())
 
     def keep(self) -> None:
-        """Replace mounts that disappear until the last node has released them.
-
-        Blocks: until then.
-        """
+        """Replace mounts that disappear until the last node has released them."""
         troubles: dict[MountSpec, str] = {}
         while self.is_wanted(_CHECK_S):
             for spec in self._specs:
@@ -215,7 +218,7 @@ class Mounter:
 
     def _mount_one(self, spec: MountSpec) -> None:
         if spec.kind is MountKind.COPY:
-            download(spec.place, Path(spec.path), log=log_line, is_wanted=self.is_wanted)
+            download(spec.place, Path(spec.path), self.is_wanted)
         elif spec.kind is MountKind.CACHE:
             self._mount_cache(spec)
         else:
@@ -229,60 +232,10 @@ class Mounter:
         if (before := self._caches.pop(spec, None)) is not None:
             before.close()
         self._caches[spec] = held
-        if aside := aside_folder(spec):
+        if (aside := Path(spec.path) / FOLDER / ASIDE).is_dir():
             log_line(f"files of earlier attempts that the bucket has newer versions of are in {aside}")
 
     def _is_there(self, spec: MountSpec) -> bool:
         if spec.kind is MountKind.CACHE:
             return spec in self._caches and has_uploader(Path(spec.path))
         return spec.kind is MountKind.COPY or (spec in self._buckets and self._buckets[spec].lives)
-
-
-def _record(folder: JobFolder) -> JobRecord:
-    return Records(folder.path.parents[1]).get(int(folder.path.name))
-
-
-class _StatusLog:
-    """Reporter in the job's log: every few seconds while files are missing, and when all are uploaded."""
-
-    def __init__(self) -> None:
-        self._again_s = 0.0
-        self._was_missing = False
-
-    def log(self, unsent: UnsentFiles) -> None:
-        if unsent.is_settled and self._was_missing:
-            log_line(unsent.summary or "all files of the job are in its bucket")
-        elif not unsent.is_settled and time.monotonic() >= self._again_s:
-            self._was_missing, self._again_s = True, time.monotonic() + _LOG_PAUSE_S
-            log_line(unsent.summary)
-
-
-class _UploadNeed:
-    """Check whether an attempt's uploads are still needed."""
-
-    def __init__(self, folder: JobFolder, attempt: int) -> None:
-        self._folder, self._attempt = folder, attempt
-        self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
-
-    def is_needed(self, after_s: float) -> bool:
-        time.sleep(after_s)
-        if self._folder.attempt(self._attempt + 1).exists():
-            return False  # the next attempt's mounter takes over
-        if locks.is_held(self._folder.lock):
-            self._give_up_s = time.monotonic() + _ALONE_LIMIT_S
-            return True
-        if _record(self._folder).job_state.status.is_final:
-            return time.monotonic() < self._give_up_s
-        start_controller(self._folder)
-        return True
-
-
-class _RunnerNeed:
-    """Check whether the process that started this one is still running."""
-
-    def __init__(self) -> None:
-        self._runner = os.getppid()
-
-    def is_needed(self, after_s: float) -> bool:
-        time.sleep(after_s)
-        return os.getppid() == self._runner

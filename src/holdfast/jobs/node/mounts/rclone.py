@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address, parse_address
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.mount_spec import MountSpec
+from holdfast.jobs.node.mounts.mount_records import MountSpec
 from holdfast.system.linux.processes import dying_with_parent
 
 _REMOTE = "HOLDFAST"
@@ -34,9 +34,6 @@ class BucketMount:
 
     Nothing is cached on this machine: a file is uploaded while it is written, and closing it waits for the
     upload. So files must be written sequentially.
-
-    Args:
-        log: file for rclone's output.
     """
 
     def __init__(self, spec: MountSpec, log: Path) -> None:
@@ -52,14 +49,10 @@ class BucketMount:
     def open(self, is_wanted: Callable[[], bool]) -> None:
         """Mount the bucket, after unmounting what a dead rclone has left.
 
-        Raises:
-            RetryLater: the mount was not ready in time, or rclone failed. Includes rclone's output.
-            Unsupported: rclone or FUSE is missing on this machine.
-
         Blocks: until the kernel lists the mount.
         """
-        if lacking := fuse.missing_programs():
-            raise Unsupported(f"{self._spec.key}: {fuse.missing_message(self._spec.place, lacking)}")
+        if why := fuse.why_not_mountable(self._spec.place):
+            raise Unsupported(f"{self._spec.key}: {why}")
         self.close()
         fuse.unmount_below(self._path)
         self._path.mkdir(parents=True, exist_ok=True)
@@ -146,11 +139,7 @@ class BucketMount:
 
 
 def rclone_environment(address: Address, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an rclone for a store.
-
-    Args:
-        environment: variables with credentials, as for `open_store`.
-    """
+    """Return the environment of an rclone for a store."""
     found = {**environment, **settings(address, environment)}
     if bundle := found.pop("AWS_CA_BUNDLE", None):
         # rclone fails with this variable, and has another one for the same purpose.

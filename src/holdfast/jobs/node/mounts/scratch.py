@@ -5,7 +5,6 @@ It has the same files as the folder of a job on a single machine, as far as moun
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -21,16 +20,15 @@ from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import encode, read_document
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.mount_spec import (
+from holdfast.jobs.node.mounts.mount_records import (
     Link,
-    MountKind,
-    MountSpec,
+    caches,
     read_links,
     read_mount_specs,
+    visible_links,
     write_links,
     write_mount_specs,
 )
-from holdfast.jobs.node.mounts.symlinks import visible_links
 from holdfast.jobs.node.mounts.uploads import remove_copies
 from holdfast.system.privacy import is_private
 
@@ -51,12 +49,7 @@ class ScratchOwner:
 
 
 def scratch_parent(environment: Mapping[str, str]) -> Path:
-    """Return the folder for scratch folders on this machine, which exists.
-
-    Raises:
-        InvalidInput: the setting is not an absolute path.
-        RetryLater: the folder cannot be created.
-    """
+    """Return the folder for scratch folders on this machine, which exists."""
     given = environment.get(SCRATCH)
     if not given:
         found = (environment.get(name) for name in _USUAL)
@@ -83,14 +76,17 @@ def is_scratch_path(path: Path) -> bool:
 
 
 def open_scratch(scratch: JobFolder, owner: ScratchOwner) -> None:
-    """Create a job's scratch folder, or check that an existing one is its own.
-
-    Raises:
-        Conflict: something else has its name, or other machines use it too.
-        RetryLater: it cannot be created, as the disk is full or not writable.
-    """
+    """Create a job's scratch folder, or check that an existing one is its own."""
     path = scratch.path
-    _check_parent(path.parent)
+    try:
+        mode = path.parent.stat().st_mode
+    except OSError as error:
+        raise RetryLater(f"Cannot use {path.parent} for the mounts of the job: {error.strerror}.") from error
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        raise Conflict(
+            f"{path.parent} can be changed by other users, who could replace the folder of the job. It was "
+            f"not used. Set {SCRATCH} to a folder of yours on a disk of the node."
+        )
     try:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -127,38 +123,14 @@ def remove_scratch(scratch: JobFolder) -> bool:
     Returns:
         True if nothing is left.
 
-    Raises:
-        Conflict: a file system is still mounted there.
-        OSError: a file cannot be removed.
-
     Blocks: for a scan of all files.
     """
     fuse.unmount_below(scratch.path)
     remove_copies(scratch)
-    for spec in read_mount_specs(scratch):
-        if spec.kind is MountKind.CACHE and Path(spec.path).exists():
-            return False
+    if any(Path(spec.path).exists() for spec in caches(scratch)):
+        return False
     shutil.rmtree(scratch.path)
     return True
-
-
-def _check_parent(parent: Path) -> None:
-    """Check that no other user can replace what this one creates in a folder.
-
-    Raises:
-        Conflict: they can.
-        RetryLater: the folder does not exist.
-    """
-    try:
-        found = parent.stat()
-    except OSError as error:
-        raise RetryLater(f"Cannot use {parent} for the mounts of the job: {error.strerror}.") from error
-    is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if is_open and not found.st_mode & stat.S_ISVTX:
-        raise Conflict(
-            f"{parent} can be changed by other users, who could replace the folder of the job. It was not "
-            f"used. Set {SCRATCH} to a folder of yours on a disk of the node."
-        )
 
 
 def _claim(scratch: JobFolder, owner: ScratchOwner) -> ScratchOwner:
@@ -181,23 +153,23 @@ def write_scratch_mounts(job: JobFolder, scratch: JobFolder, *, is_shared: bool)
     Args:
         is_shared: True if other machines mount the same places.
     """
-    specs = [
-        dataclasses.replace(spec, path=str(_moved(spec, scratch)), is_shared=is_shared)
-        for spec in read_mount_specs(job)
-    ]
-    moved = {link.target: link for link in moved_links(job, scratch)}
-    write_mount_specs(scratch, specs)
-    write_links(scratch, [moved.get(link.target, link) for link in read_links(job)])
+    paths = _paths(job, scratch)
+    specs = read_mount_specs(job)
+    moved = [dataclasses.replace(one, path=paths[one.path], is_shared=is_shared) for one in specs]
+    write_mount_specs(scratch, moved)
+    links = [dataclasses.replace(one, source=paths.get(one.source, one.source)) for one in read_links(job)]
+    write_links(scratch, links)
+
+
+def _paths(job: JobFolder, scratch: JobFolder) -> dict[str, str]:
+    """Return the paths of a job's mounts in its scratch folder, by those in the job's folder."""
+    return {spec.path: str(scratch.copies / Path(spec.path).name) for spec in read_mount_specs(job)}
 
 
 def moved_links(job: JobFolder, scratch: JobFolder) -> list[Link]:
     """Return the links of a job to files in its scratch folder."""
-    sources = {spec.path: str(_moved(spec, scratch)) for spec in read_mount_specs(job)}
-    return [
-        dataclasses.replace(link, source=sources[link.source])
-        for link in read_links(job)
-        if link.source in sources
-    ]
+    paths, links = _paths(job, scratch), read_links(job)
+    return [dataclasses.replace(one, source=paths[one.source]) for one in links if one.source in paths]
 
 
 def fixed_links(job: JobFolder) -> list[Link]:
@@ -207,17 +179,10 @@ def fixed_links(job: JobFolder) -> list[Link]:
 
 
 def shared_links(job: JobFolder) -> list[Link]:
-    """Return the visible links of a job to scratch folders, except those in workdirs.
-
-    All nodes see them.
-    """
-    sources = {spec.path for spec in read_mount_specs(job)}
-    nodes = job.path / "nodes"
-    return [
-        link
-        for link in visible_links(job)
-        if link.source in sources and not Path(link.target).is_relative_to(nodes)
-    ]
+    """Return the visible links of a job to scratch folders that all nodes see: those outside of workdirs."""
+    fixed, nodes = fixed_links(job), job.path / "nodes"
+    moved = [link for link in visible_links(job) if link not in fixed]
+    return [link for link in moved if not Path(link.target).is_relative_to(nodes)]
 
 
 def remove_shared_links(job: JobFolder, task_id: str) -> None:
@@ -225,10 +190,6 @@ def remove_shared_links(job: JobFolder, task_id: str) -> None:
     own = scratch_folder(Path("/"), job, task_id).path.name
     for link in shared_links(job):
         target = Path(link.target)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if own in target.readlink().parts:
                 target.unlink()
-
-
-def _moved(spec: MountSpec, scratch: JobFolder) -> Path:
-    return scratch.copies / Path(spec.path).name

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from holdfast.errors import Conflict, Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.lease import UnsentFiles
-from holdfast.jobs.node.mounts.mount_spec import MountSpec, caches
+from holdfast.jobs.node.mounts.mount_records import MountSpec, caches
+from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.writeback import DirectoryStatus, Mount, mount, remove_uploaded, status_of
-from holdfast.jobs.writeback.journal import FOLDER, Journal
-from holdfast.jobs.writeback.reconciliation import ASIDE
+from holdfast.jobs.writeback.journal import Journal
 from holdfast.jobs.writeback.status import FENCED, STARTING, has_uploader
 from holdfast.system import backoff
 from holdfast.system.log import get_logger
@@ -23,14 +24,11 @@ _log = get_logger("jobs")
 
 _SLICE_S = 0.2  # interval for checking whether a mount in progress is still wanted
 _LOOK_S = 0.2
-_SCAN_S = 2.0
-"""Interval for scanning the directory, to find out whether its uploads fail."""
-_PATIENCE_S = 300.0
-"""Time limit for uploads that fail, as for a mount."""
+_SCAN_S = 2.0  # interval for scanning the directory, to find out whether its uploads fail
+_PATIENCE_S = 300.0  # time limit for uploads that fail, as for a mount
 _CHECK_S, _LONGEST_CHECK_S = 0.1, 2.0
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_EXIT_S = 5.0
-"""Time limit for an uploader to exit that has nothing left to do."""
+_EXIT_S = 5.0  # time limit for an uploader to exit that has nothing left to do
 _POLL_S = 0.05
 
 
@@ -39,29 +37,25 @@ def mount_write_back(
 ) -> Mount:
     """Mount a write-back directory, or join its uploader.
 
-    Raises:
-        HoldfastError: see `holdfast.mount`.
-
     Blocks: until it is mounted or no longer wanted.
     """
-    held: list[Mount | HoldfastError] = []
+    made: Future[Mount] = Future()
 
     def make() -> None:
         try:
-            held.append(
-                mount(
-                    spec.path,
-                    spec.place,
-                    fetch=fetch,
-                    fetch_bytes=spec.fetch_bytes,
-                    owner=owner,
-                    attempt=attempt,
-                    is_shared=spec.is_shared,
-                    timeout_s=None,
-                )
+            held = mount(
+                spec.path,
+                spec.place,
+                fetch=fetch,
+                fetch_bytes=spec.fetch_bytes,
+                owner=owner,
+                attempt=attempt,
+                is_shared=spec.is_shared,
+                timeout_s=None,
             )
+            made.set_result(held)
         except HoldfastError as error:
-            held.append(error)
+            made.set_exception(error)
 
     # In a thread, as it may take as long as the bucket's retries, while this process may have to exit.
     making = threading.Thread(target=make, daemon=True)
@@ -70,28 +64,17 @@ def mount_write_back(
         making.join(_SLICE_S)
         if making.is_alive() and not is_wanted():
             raise RetryLater(f"Mounting {spec.place} was stopped: no process waits for it any more.")
-    if isinstance(held[0], HoldfastError):
-        raise held[0]
-    return held[0]
+    return made.result(timeout=0)
 
 
-def send_leftovers(
-    spec: MountSpec,
-    owner: str,
-    attempt: int,
-    *,
-    is_wanted: Callable[[], bool],
-    log: Callable[[str], None],
-) -> None:
+def send_leftovers(spec: MountSpec, owner: str, attempt: int, is_wanted: Callable[[], bool]) -> None:
     """Upload what an earlier attempt has left in a write-back directory, and end its uploader.
 
     It is uploaded in the name of that attempt. So if a newer one has mounted the place elsewhere, nothing is,
     and the next mount sets these files aside.
 
     Args:
-        attempt: attempt that begins.
         is_wanted: polled, and stops the call by returning False.
-        log: called with progress messages.
 
     Blocks: until everything is uploaded.
     """
@@ -102,22 +85,16 @@ def send_leftovers(
     status = status_of(path)
     if status.is_settled and not status.is_running:
         return
-    log(f"uploading what attempt {before} has left in {path} to {spec.place}")
+    log_line(f"uploading what attempt {before} has left in {path} to {spec.place}")
     try:
         held = mount_write_back(spec, owner, before, is_wanted, fetch=False)
     except Conflict as error:
-        log(f"{error} What it has left stays in {path}.")
+        log_line(f"{error} What it has left stays in {path}.")
         return
     held.close()
     status = _wait_until_sent(spec, path, is_wanted)
     if not status.is_settled and status.uploader != FENCED:
         raise RetryLater(f"{status.summary()}, from attempt {before}: {status.trouble or status.uploader}.")
-
-
-def aside_folder(spec: MountSpec) -> Path | None:
-    """Return the folder of a mount's files that were set aside, or None."""
-    path = Path(spec.path) / FOLDER / ASIDE
-    return path if path.is_dir() else None
 
 
 def mounting_attempt(path: Path, owner: str) -> int | None:
@@ -157,48 +134,37 @@ def upload_status(folder: JobFolder) -> UnsentFiles:
     return _sum([_Cache(spec, "", 0) for spec in caches(folder)])
 
 
-class Uploads:
-    """Uploads of all write-back directories of a job.
+def upload_all(
+    folder: JobFolder,
+    owner: str,
+    attempt: int,
+    *,
+    on_status: Callable[[UnsentFiles], None],
+    is_wanted: Callable[[float], bool],
+) -> None:
+    """Upload all write-back directories of a job, as far as possible.
+
+    Their uploaders exit when everything is uploaded.
 
     Args:
         attempt: attempt for which a directory is mounted if its uploader is dead.
-        on_status: called with each new status.
+        is_wanted: waits for at most the given seconds, and returns False to stop.
+
+    Blocks: until everything is uploaded, uploads cannot succeed, or the attempt is obsolete.
     """
-
-    def __init__(
-        self, folder: JobFolder, owner: str, attempt: int, on_status: Callable[[UnsentFiles], None]
-    ) -> None:
-        self._caches = [_Cache(spec, owner, attempt) for spec in caches(folder)]
-        self._on_status = on_status
-
-    def run(self, is_wanted: Callable[[float], bool]) -> UnsentFiles:
-        """Upload until everything is uploaded, uploads cannot succeed, or the attempt is obsolete.
-
-        Args:
-            is_wanted: waits for at most the given seconds, and returns False to stop.
-
-        Blocks: until then.
-        """
-        pause_s = _CHECK_S
-        unsent = UnsentFiles(is_settled=False, is_hopeless=False, summary="")
-        while is_wanted(pause_s if unsent.summary else 0.0):
+    unsent = UnsentFiles(is_settled=False, is_hopeless=False, summary="")
+    pause_s = 0.0
+    with ExitStack() as stack:
+        found = [stack.enter_context(closing(_Cache(spec, owner, attempt))) for spec in caches(folder)]
+        while not (unsent.is_settled or unsent.is_hopeless) and is_wanted(pause_s):
             began_s = time.monotonic()
-            for cache in self._caches:
+            for cache in found:
                 cache.keep_uploading(lambda: is_wanted(0.0))
-            now = _sum(self._caches)
-            if now != unsent:
-                self._on_status(now)
+            if (now := _sum(found)) != unsent:
+                on_status(now)
             unsent = now
-            if unsent.is_settled or unsent.is_hopeless:
-                break
             # A scan of very many files takes long, and must not use a whole core.
             pause_s = min(_LONGEST_CHECK_S, max(_CHECK_S, 5 * (time.monotonic() - began_s)))
-        return unsent
-
-    def close(self) -> None:
-        """Release the directories. Their uploaders exit when everything is uploaded."""
-        for cache in self._caches:
-            cache.close()
 
 
 class _Cache:
@@ -220,9 +186,10 @@ class _Cache:
             if (status.is_running and self._held is not None) or time.monotonic() < self._again_s:
                 return
             self.close()
-            self._held = mount_write_back(
-                self._spec, self._owner, self._attempt_of_files(), is_wanted, fetch=False
-            )
+            # A new attempt would set aside what an earlier one has left in a shared directory.
+            found = mounting_attempt(Path(self._spec.path), self._owner) if self._spec.is_shared else None
+            attempt = found or self._attempt
+            self._held = mount_write_back(self._spec, self._owner, attempt, is_wanted, fetch=False)
             self._trouble, self._num_failures = "", 0
         except (Denied, RetryLater) as error:
             self._trouble = str(error)
@@ -230,14 +197,6 @@ class _Cache:
             self._again_s = time.monotonic() + backoff.doubled(self._num_failures, _PAUSE_S, _LONGEST_PAUSE_S)
         except HoldfastError as error:
             self._trouble, self._is_hopeless = str(error), True
-
-    def _attempt_of_files(self) -> int:
-        """Return the attempt to mount the directory for.
-
-        A new attempt would set aside what an earlier one has left in a shared directory.
-        """
-        found = mounting_attempt(Path(self._spec.path), self._owner) if self._spec.is_shared else None
-        return found or self._attempt
 
     def poll(self) -> UnsentFiles:
         """Return the status of the directory's uploads."""
@@ -297,10 +256,7 @@ def remove_copies(folder: JobFolder) -> None:
 
 
 def wait_without_uploader(path: Path) -> None:
-    """Wait until the uploader of a directory has exited, which has nothing left to do.
-
-    Blocks: at most some seconds.
-    """
+    """Wait some seconds until the uploader of a directory has exited, which has nothing left to do."""
     give_up_s = time.monotonic() + _EXIT_S
     while has_uploader(path) and time.monotonic() < give_up_s:
         time.sleep(_POLL_S)

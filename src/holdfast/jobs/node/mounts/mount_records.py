@@ -1,0 +1,233 @@
+"""Mounts and links of a job: recorded in its folder; links are created for all programs or for the job only.
+
+Private links are at paths such as /checkpoints. Every job can have its own, and none needs permission to
+write to /. They are in a mount namespace, which each shell of the job enters before its commands begin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from holdfast.errors import Conflict, InvalidInput
+from holdfast.jobs.folder import JobFolder, job_folder
+from holdfast.jobs.journal import read_list, write_list
+from holdfast.jobs.records import Records
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.model import FileMount, Task
+from holdfast.system.entry import command
+from holdfast.system.linux.mount_namespace import add_links, enter
+from holdfast.system.linux.program_runs import run_program
+
+_MOUNTS, _LINKS = "supplies.json", "mounts.json"
+_TRIAL_S = 60.0
+ROOT = Path("/")
+
+
+class MountKind(str, Enum):
+    """Kind of a mount."""
+
+    COPY = "copy"  # all objects, copied once
+    BUCKET = "bucket"  # a file system served by rclone
+    CACHE = "cache"  # a write-back directory
+
+
+@dataclass(frozen=True, slots=True)
+class MountSpec:
+    """Specification of a mount, shared by all nodes of a job."""
+
+    kind: MountKind
+    place: str  # path or URL
+    path: str  # absolute, in the job's folder
+    key: str  # key in the task file, for messages
+    is_read_only: bool = False
+    fetch_bytes: int | None = None  # limit for the download into a write-back directory
+    is_shared: bool = False  # other machines mount the same place in the same attempt
+
+
+def write_mount_specs(folder: JobFolder, specs: list[MountSpec]) -> None:
+    """Write the specifications of a job's mounts."""
+    write_list(folder.path / _MOUNTS, specs)
+
+
+def read_mount_specs(folder: JobFolder) -> list[MountSpec]:
+    """Return the specifications of a job's mounts."""
+    return read_list(folder.path / _MOUNTS, MountSpec)
+
+
+def caches(folder: JobFolder) -> list[MountSpec]:
+    """Return the write-back directories among a job's mounts."""
+    return [spec for spec in read_mount_specs(folder) if spec.kind is MountKind.CACHE]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Symbolic link at a path of the job."""
+
+    target: str  # absolute, unless `is_inside`
+    source: str  # absolute
+    key: str  # key in the task file, for messages
+    is_private: bool = False  # seen by the job's processes only
+    is_inside: bool = False  # in the job's containers; a target may begin with ~ until they exist
+
+
+def write_links(folder: JobFolder, links: list[Link]) -> None:
+    """Write the links of a job."""
+    write_list(folder.path / _LINKS, links)
+
+
+def read_links(folder: JobFolder) -> list[Link]:
+    """Return the links of a job, private ones included."""
+    return read_list(folder.path / _LINKS, Link)
+
+
+def visible_links(folder: JobFolder) -> list[Link]:
+    """Return the links of a job that all programs see."""
+    return [link for link in read_links(folder) if not (link.is_private or link.is_inside)]
+
+
+def outside_path(path: str, links: Sequence[Link]) -> str:
+    """Return a path of a job as it is outside of the job: that below a link's source, not its target."""
+    for link in links:
+        if Path(path).is_relative_to(link.target):
+            return str(Path(link.source, Path(path).relative_to(link.target)))
+    return path
+
+
+def create_links(
+    links: Iterable[Link], *, is_in_use: Callable[[str], object], is_of_job: Callable[[Path], bool]
+) -> None:
+    """Create links of a job that do not exist yet.
+
+    Args:
+        is_in_use: returns something true if another running job needs the link at a path; see `link_user`.
+        is_of_job: returns True if a path is of a job. Unused links to such paths may be replaced.
+    """
+    for link in links:
+        target = Path(link.target)
+        if target.is_symlink() and str(target.readlink()) == link.source:
+            continue
+        if target.is_symlink() and is_of_job(target.readlink()) and not is_in_use(link.target):
+            target.unlink()
+        if target.exists() or target.is_symlink():
+            raise Conflict(
+                f"file_mounts.{link.key}: {target} already exists and does not belong to this job, so it "
+                "was not changed. Choose another path for the mount, or move the existing file away."
+            )
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(link.source)
+        except OSError as error:
+            raise InvalidInput(
+                f"file_mounts.{link.key}: cannot create {target} on this machine: {error}. Choose a path "
+                "that you can write to: below ~, or relative to the workdir."
+            ) from error
+
+
+def remove_links(folder: JobFolder) -> None:
+    """Remove links to files in the job's own folder. Other links stay."""
+    for link in visible_links(folder):
+        target = Path(link.target)
+        with contextlib.suppress(OSError):  # also if it is not a link
+            if Path(link.source).is_relative_to(folder.path) and str(target.readlink()) == link.source:
+                target.unlink()
+
+
+def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
+    """Return the number of another running job with a link at a path, or None."""
+    for record in records.all():
+        status = record.job_state.status
+        is_behind = record.spec.after is not None and status is JobStatus.PENDING  # in a pipeline
+        other = job_folder(folder.path.parents[1], record.id)
+        if status.is_final or is_behind or other.path == folder.path:
+            continue
+        if any(link.target == target for link in visible_links(other)):
+            return record.id
+    return None
+
+
+# -- private links ---------------------------------------------------------------------------------------
+
+
+def private_mounts(task: Task) -> Iterator[FileMount]:
+    """Yield the mounts of a task whose links are private."""
+    for mount in task.file_mounts:
+        target = normal_target(mount)
+        is_linked = target.is_absolute() and not mount.is_in_place and not mount.is_inside
+        if is_linked and is_private_target(target):
+            yield mount
+
+
+def normal_target(mount: FileMount) -> Path:
+    """Return the target of a mount without `~`, `..` and a slash at the end. It may be relative."""
+    return Path(os.path.normpath(Path(mount.target).expanduser()))
+
+
+def private_note() -> str:
+    """Return a note for the launch of a job with private links."""
+    return "private to the job" if os.geteuid() == 0 else "private to the job, in which sudo fails"
+
+
+def is_private_target(target: Path) -> bool:
+    """Return True if a link at an absolute path is to be private.
+
+    It has to be where this user cannot create one, and it is below /, where jobs would meet at short paths.
+    Elsewhere, links that all programs can see are preferred.
+    """
+    parent = _existing_parent(target)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return True
+    return parent == ROOT and why_unavailable() is None
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """Return why this user cannot have private links here, or None if they can.
+
+    Blocks: while a process tries it, at most a minute.
+    """
+    try:
+        trial = run_program(command("holdfast.system.linux.mount_namespace"), timeout_s=_TRIAL_S)
+    except subprocess.TimeoutExpired as error:
+        return str(error)
+    return None if trial.status == 0 else (trial.error.splitlines() or [trial.message])[-1]
+
+
+def is_coverable(target: Path, state: Path) -> bool:
+    """Return True if a private link may cover what is at a path: an empty folder, or a job's link."""
+    if target.is_symlink():
+        return target.readlink().is_relative_to(state)
+    try:
+        return not list(target.iterdir())
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def enter_private_links(folder: JobFolder) -> None:
+    """Move this process, of one thread, to where its job's private links are, if it has some."""
+    groups: dict[Path, dict[str, str]] = defaultdict(dict)
+    for link in read_links(folder):
+        if link.is_private:
+            parent = _existing_parent(Path(link.target))
+            groups[parent][str(Path(link.target).relative_to(parent))] = link.source
+    if not groups:
+        return
+    folder.staging.mkdir(exist_ok=True)
+    enter()
+    # The deepest first: a directory that was covered is among the entries of those above it.
+    for parent in sorted(groups, key=lambda one: len(one.parts), reverse=True):
+        add_links(parent, groups[parent], folder.staging)
+
+
+def _existing_parent(target: Path) -> Path:
+    """Return the nearest directory above a path that exists."""
+    return next((parent for parent in target.parents if parent.is_dir()), ROOT)

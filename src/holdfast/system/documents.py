@@ -61,9 +61,6 @@ def decode(
     Args:
         text: UTF-8, or a string.
         any_text: allow lone surrogates, by which Python writes file names that are not UTF-8.
-
-    Raises:
-        Corrupt: it is not JSON, or exceeds a limit.
     """
     if len(text) > max_bytes:
         raise Corrupt(
@@ -226,9 +223,6 @@ class Fields:
 
     Args:
         value: a value that `decode` has returned.
-
-    Raises:
-        Corrupt: it is not an object.
     """
 
     __slots__ = ("members", "what")
@@ -342,9 +336,6 @@ def read_dataclass(cls: type[_T], value: Any, what: str) -> _T:
 
     Every member is checked against the annotation of its field: numbers, texts, None, enums by value, arrays
     for tuples, lists and sets, objects for mappings and dataclasses. A field with a default may be missing.
-
-    Raises:
-        Corrupt: a member is missing, unknown or of another type.
     """
     members = Fields(value, what).members
     hints, required = _fields_of(cls)

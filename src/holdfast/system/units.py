@@ -57,9 +57,6 @@ def parse_step(value: object, what: str) -> int:
         value: an int, or any integer scalar: of numpy, or a torch tensor with one integer.
         what: name of the call or argument, for the error.
 
-    Raises:
-        InvalidInput: not an integer, or outside 0 to `MAX_STEP`. Truth values and floats are refused.
-
     Blocks: on the device of a tensor that is not on the CPU.
     """
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")

@@ -165,11 +165,7 @@ class JoinedNamespaces:
 
 
 def open_namespaces(pid: int) -> JoinedNamespaces:
-    """Open the namespaces of a process.
-
-    Raises:
-        OSError: it has exited, or belongs to another user.
-    """
+    """Open the namespaces of a process."""
     of_process = Path(f"/proc/{pid}/ns")
     is_own = (of_process / "user").stat().st_ino == Path("/proc/self/ns/user").stat().st_ino
     user = None if is_own else os.open(of_process / "user", os.O_RDONLY | os.O_CLOEXEC)

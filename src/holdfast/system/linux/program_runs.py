@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-_LOOK_S = 0.2
-"""Interval between two calls of `on_look`."""
-_END_S = 5.0
-"""Time for a process to end after SIGTERM, and again after SIGKILL."""
+_LOOK_S = 0.2  # interval between two calls of `on_look`
+_END_S = 5.0  # time for a process to end after SIGTERM, and again after SIGKILL
 _BLOCK_BYTES = 1 << 16
 
 

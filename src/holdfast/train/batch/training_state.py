@@ -20,23 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything that a training step changes, by the way it is copied and restored.
+    """Everything that a training step changes, by the way it is copied and restored."""
 
-    Attributes:
-        modules: outermost modules.
-        optimizers: optimizers.
-        tensors: tensors outside of modules.
-        generators: random number generators.
-        stateful: other objects with `state_dict` and `load_state_dict`.
-        others: type names of all other objects.
-    """
-
-    modules: list[nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    tensors: list[torch.Tensor]
-    generators: list[torch.Generator]
-    stateful: list[Any]
-    others: list[str]
+    modules: list[nn.Module]  # outermost modules
+    optimizers: list[torch.optim.Optimizer]  # optimizers
+    tensors: list[torch.Tensor]  # tensors outside of modules
+    generators: list[torch.Generator]  # random number generators
+    stateful: list[Any]  # other objects with `state_dict` and `load_state_dict`
+    others: list[str]  # type names of all other objects
 
     @property
     def devices(self) -> set[torch.device]:

@@ -20,13 +20,19 @@ from holdfast.checkpoint.state.loader_watch import num_returned
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.rawbytes import view_bytes
-from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch, Ranges, add_range
-from holdfast.train.data.progress import BatchProgress, Pass
+from holdfast.train.data.progress import (
+    BatchProgress,
+    Cursor,
+    EpochLayout,
+    GlobalBatch,
+    Pass,
+    Ranges,
+    add_range,
+)
 
 Unit = TypeVar("Unit")
 
-_MAX_AHEAD = 8
-"""Steps that a program may read ahead of training, besides the worker processes of a loader."""
+_MAX_AHEAD = 8  # steps that a program may read ahead of training, besides the worker processes of a loader
 
 
 class Batches(ABC, Generic[Unit]):

@@ -72,8 +72,7 @@ def _hash(half: Tensor, key: int, mask: int) -> Tensor:
     return mixed.bitwise_right_shift_(32).bitwise_and_(mask)
 
 
-_BLOCK = 8192
-"""Places whose samples are computed together, since a single one takes almost as long."""
+_BLOCK = 8192  # places whose samples are computed together, since a single one takes almost as long
 
 
 @final

@@ -25,17 +25,12 @@ _INDIVISIBLE = (nn.MultiheadAttention,)  # uses parameters of its children witho
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of a model.
+    """The blocks of a model."""
 
-    Args:
-        names: module names, inner ones before outer ones, otherwise in the model's order.
-        found: text on how they were found.
-        left: candidates that share parameters with other parts of the model, so the root's unit has them.
-    """
-
-    names: tuple[str, ...]
-    found: str
+    names: tuple[str, ...]  # module names, inner ones before outer ones, otherwise in the model's order
+    found: str  # text on how they were found
     left: tuple[str, ...] = ()
+    """Candidates that share parameters with other parts of the model, so the root's unit has them."""
 
 
 def find_blocks(model: nn.Module, wrap: WrapPolicy | None = None) -> Blocks:

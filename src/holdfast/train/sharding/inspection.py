@@ -20,79 +20,46 @@ _COLUMN = 36
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that are gathered and freed together.
+    """Parameters that are gathered and freed together."""
 
-    Args:
-        num_params: elements of all parameters, unsharded.
-        num_bytes: bytes of all parameters, in the optimizer's dtype.
-        local_bytes: bytes of this rank's shard.
-        gathered_bytes: additional bytes of a rank while it computes with them.
-        is_kept: the parameters stay gathered between forward and backward.
-        is_recomputed: backward recomputes the activations.
-        is_compiled: the forward is compiled separately.
-    """
-
-    num_params: int
-    num_bytes: int
-    local_bytes: int
-    gathered_bytes: int
-    is_kept: bool
-    is_recomputed: bool = False
-    is_compiled: bool = False
+    num_params: int  # elements of all parameters, unsharded
+    num_bytes: int  # bytes of all parameters, in the optimizer's dtype
+    local_bytes: int  # bytes of this rank's shard
+    gathered_bytes: int  # additional bytes of a rank while it computes with them
+    is_kept: bool  # the parameters stay gathered between forward and backward
+    is_recomputed: bool = False  # backward recomputes the activations
+    is_compiled: bool = False  # the forward is compiled separately
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleNode:
-    """A module with parameters, in the tree of a description.
+    """A module with parameters, in the tree of a description."""
 
-    Args:
-        name: name within its parent.
-        kind: class name.
-        num_params: elements of its own parameters and of children without a node, outside of inner units.
-        unit: its unit, if the module is one.
-        tied: other names of its parameters. For a parameter that was already counted, its first name.
-        children: nodes of its children.
-    """
-
-    name: str = field(compare=False)
-    kind: str
-    num_params: int
-    unit: Unit | None
+    name: str = field(compare=False)  # name within its parent
+    kind: str  # class name
+    num_params: int  # elements of its own parameters and of children without a node, outside of inner units
+    unit: Unit | None  # its unit, if the module is one
     tied: tuple[str, ...] = ()
-    children: tuple[ModuleNode, ...] = ()
+    """Other names of its parameters. For a parameter that was already counted, its first name."""
+    children: tuple[ModuleNode, ...] = ()  # nodes of its children
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Sharding of a model across ranks. `print` shows it.
+    """Sharding of a model across ranks. `print` shows it."""
 
-    Attributes:
-        kind: class of the model.
-        layout: the ranks that share one copy. None if the model is not sharded.
-        device: device type of the computation.
-        backend: backend for its tensors.
-        dtype: dtype of the computation. None computes in the parameters' dtype.
-        is_offloaded: parameters live in host memory.
-        num_params: elements of all parameters.
-        num_bytes: bytes of all parameters.
-        local_bytes: bytes of this rank's shards.
-        units: units by name. The unit of the whole model is "".
-        root: tree of modules.
-        notes: remarks for the reader.
-    """
-
-    kind: str
-    layout: MeshLayout | None
-    device: str
-    backend: str
-    dtype: torch.dtype | None
-    is_offloaded: bool
-    num_params: int
-    num_bytes: int
-    local_bytes: int
-    units: dict[str, Unit]
-    root: ModuleNode
-    notes: tuple[str, ...]
+    kind: str  # class of the model
+    layout: MeshLayout | None  # the ranks that share one copy. None if the model is not sharded
+    device: str  # device type of the computation
+    backend: str  # backend for its tensors
+    dtype: torch.dtype | None  # dtype of the computation. None computes in the parameters' dtype
+    is_offloaded: bool  # parameters live in host memory
+    num_params: int  # elements of all parameters
+    num_bytes: int  # bytes of all parameters
+    local_bytes: int  # bytes of this rank's shards
+    units: dict[str, Unit]  # units by name. The unit of the whole model is ""
+    root: ModuleNode  # tree of modules
+    notes: tuple[str, ...]  # remarks for the reader
 
     @property
     def gathered_bytes(self) -> int:

@@ -18,17 +18,12 @@ from holdfast.system.units import plural
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupInfo:
-    """The process group from the view of one rank.
-
-    Args:
-        device: device type to compute on, such as "cpu" or "cuda".
-        backend: backend for tensors of that device, such as "gloo" or "nccl".
-    """
+    """The process group from the view of one rank."""
 
     rank: int
     num_ranks: int
-    device: str
-    backend: str
+    device: str  # device type to compute on, such as "cpu" or "cuda"
+    backend: str  # backend for tensors of that device, such as "gloo" or "nccl"
 
 
 def ensure_process_group(device: str | None) -> ProcessGroupInfo:
@@ -129,15 +124,10 @@ def _leave_group() -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """Groups of `shards` neighbouring ranks that share one copy of the parameters.
+    """Groups of `shards` neighbouring ranks that share one copy of the parameters."""
 
-    Args:
-        num_ranks: ranks in the process group.
-        shards: ranks that share one copy. Divides `num_ranks`.
-    """
-
-    num_ranks: int
-    shards: int
+    num_ranks: int  # ranks in the process group
+    shards: int  # ranks that share one copy. Divides `num_ranks`
 
     @property
     def copies(self) -> int:

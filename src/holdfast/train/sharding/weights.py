@@ -19,7 +19,6 @@ from holdfast.checkpoint.state.tensors import is_dtensor
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
 from holdfast.system.rawbytes import view_bytes
 from holdfast.system.units import plural
-from holdfast.train.sharding.units import plain_name
 
 WeightsLike: TypeAlias = "Mapping[str, torch.Tensor] | Checkpoint | str | os.PathLike[str]"
 """Source of weights: a state dict, a checkpoint, or the home of a run with its newest checkpoint."""
@@ -30,32 +29,20 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelDigest:
-    """Digest of a rank's model before sharding.
+    """Digest of a rank's model before sharding."""
 
-    Args:
-        structure: digest of names, shapes and dtypes of all tensors.
-        content: digest of all values. None if some tensors are on meta.
-        on_meta: names of the tensors on meta.
-    """
-
-    structure: str
-    content: str | None
-    on_meta: tuple[str, ...]
+    structure: str  # digest of names, shapes and dtypes of all tensors
+    content: str | None  # digest of all values. None if some tensors are on meta
+    on_meta: tuple[str, ...]  # names of the tensors on meta
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Source of rank 0's tensors. On other ranks it is never read.
+    """Source of rank 0's tensors. On other ranks it is never read."""
 
-    Args:
-        read: function from a name to the full tensor, on any device.
-        names: names of the available tensors. On rank 0 only.
-        description: text for the user.
-    """
-
-    read: Read
-    names: frozenset[str]
-    description: str
+    read: Read  # function from a name to the full tensor, on any device
+    names: frozenset[str]  # names of the available tensors. On rank 0 only
+    description: str  # text for the user
 
 
 def digest_model(model: nn.Module) -> ModelDigest:
@@ -143,13 +130,13 @@ def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank:
     """
     where = _device(device)
     sent_bytes = 0
-    wanted = _from_rank_0({name for name, _ in _tensors(model) if plain_name(name) in source.names})
+    wanted = _from_rank_0({name for name, _ in _tensors(model) if _plain_name(name) in source.names})
     with torch.no_grad():
         for name, live in _tensors(model):
             if name not in wanted:
                 continue
             whole = torch.empty(live.shape, dtype=live.dtype, device=where)
-            _read_on_rank_0(whole, source, plain_name(name), rank, where)
+            _read_on_rank_0(whole, source, _plain_name(name), rank, where)
             dist.broadcast(whole, src=0)
             _copy_shard(live, whole)
             sent_bytes += whole.nbytes
@@ -289,6 +276,11 @@ def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Yield all parameters and buffers, each once, in the same order on all ranks."""
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _plain_name(name: str) -> str:
+    """Return a parameter's name without the wrappers of activation checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def _device(kind: str) -> torch.device:

@@ -18,11 +18,10 @@ import torch
 
 from holdfast.system.process_exit import hard_exit
 from holdfast.train.tuning import source_lines
-from holdfast.train.tuning.compile_watcher import CompileWatcher
-from holdfast.train.tuning.graph_watcher import GraphWatcher
+from holdfast.train.tuning.compiler_watchers import CompileWatcher, GraphWatcher
 from holdfast.train.tuning.loaders import LoaderMonitor, LoaderSettings
 from holdfast.train.tuning.measurements import SourceLine
-from holdfast.train.tuning.profile_run import RunSpec, read_spec, write_result
+from holdfast.train.tuning.script_profile import RunSpec, read_spec, write_result
 from holdfast.train.tuning.sync_watcher import SyncWatcher
 from holdfast.train.tuning.timing_watcher import TimingWatcher
 from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun

@@ -1,4 +1,4 @@
-"""Findings from measurements, each with its source line, cost and change: code, batches, padding; pure."""
+"""Findings from measurements, each with its source line, cost and change, and their report; pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from holdfast.system.units import format_bytes, format_duration, plural
 from holdfast.train.batch.learning_rates import format_rates, scale_rates
 from holdfast.train.lengths.padding import Padding, compare_paddings
 from holdfast.train.tuning.measurements import (
+    MIN_GAIN,
+    CompileVerdict,
     GraphMeasurements,
     HostSync,
     Recompile,
@@ -18,8 +21,9 @@ from holdfast.train.tuning.measurements import (
     SourceLine,
     StepMeasurements,
     SyncMeasurements,
+    Throughput,
 )
-from holdfast.train.tuning.verdict import MIN_GAIN, CompileVerdict, Throughput
+from holdfast.train.tuning.source_lines import format_line
 
 MIN_WAIT_SHARE = 0.10
 """Smallest share of a step spent waiting for data that is a finding."""
@@ -37,10 +41,8 @@ class Finding:
     seen: str
     costs: str
     change: str
-    after: str
-    """The value after the change: measured, or the best case."""
-    share: float | None = None
-    """Share of a step's time that it costs, if measured."""
+    after: str  # the value after the change: measured, or the best case
+    share: float | None = None  # share of a step's time that it costs, if measured
 
 
 # -- host syncs and graph breaks -----------------------------------------------------------------------------
@@ -174,11 +176,9 @@ def _recompile_finding(one: Recompile, graphs: GraphMeasurements, num_shapes: in
 class TrialResult:
     """Measurements of the training with one changed setting, from a real run."""
 
-    value: int
-    """Value of the setting."""
+    value: int  # value of the setting
     step_s: float
-    items_per_s: float
-    """Samples per second; of CPU time for batch sizes on a CPU."""
+    items_per_s: float  # samples per second; of CPU time for batch sizes on a CPU
     wait_share: float
     noise: float
     peak_bytes: int | None
@@ -305,8 +305,7 @@ _MIN_BATCH_GAIN = 0.10  # smallest gain for which to suggest another padding or 
 class PaddingComparison:
     """The user's batches with their own padding, and with other paddings."""
 
-    now: int
-    """Positions that the model computes now, including padding."""
+    now: int  # positions that the model computes now, including padding
     useful: float
     num_shapes: int
     others: tuple[Padding, ...]
@@ -438,3 +437,52 @@ def _memory(trial: TrialResult) -> str:
 def _multiple(widest: int) -> int:
     """Return the multiple for rounding widths: about an eighth of the longest row, from 8 to 64."""
     return min(64, max(8, 2 ** math.floor(math.log2(max(1, widest / 8)))))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TuningReport:
+    """Result of a profile.
+
+    As text it has one paragraph per finding. `holdfast tune` also prints tables.
+    """
+
+    script: str
+    steps: StepMeasurements
+    throughput: Throughput
+    findings: tuple[Finding, ...]  # findings, the most expensive first
+    verdicts: tuple[CompileVerdict, ...]
+    paddings: PaddingComparison | None = None
+    batches: tuple[TrialResult, ...] = ()
+    workers: tuple[TrialResult, ...] = ()
+    unanswered: tuple[str, ...] = ()  # questions without an answer, and the reasons
+    logs: str | None = None  # folder with the logs, if they were kept
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        values = dataclasses.asdict(self)
+        values["steps"] = {
+            key: values["steps"][key] for key in ("device", "optimizer", "learning_rate", "loader", "call")
+        }
+        for verdict, row in zip(self.verdicts, values["verdicts"], strict=True):
+            row["pays"] = verdict.pays
+        return values
+
+    def __str__(self) -> str:
+        """Return the advice as text."""
+        if not self.findings:
+            lines = ["Found nothing that would speed it up by more than the noise."]
+        else:
+            lines = [line for number, one in enumerate(self.findings, 1) for line in _advice(number, one)]
+        lines += [f"compile: {format_verdict(one)}" for one in self.verdicts]
+        lines += [f"not answered: {reason}" for reason in self.unanswered]
+        return "\n".join(lines)
+
+
+def _advice(number: int, one: Finding) -> list[str]:
+    code = f"   {one.place.code}" if one.place is not None and one.place.code else ""
+    return [
+        f"{number}. {one.kind}: {format_line(one.place)}{code}",
+        f"   {one.seen}.",
+        f"   Costs: {one.costs}. After the change: {one.after}.",
+        f"   {one.change}",
+    ]

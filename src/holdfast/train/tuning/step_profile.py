@@ -12,21 +12,22 @@ import torch
 from holdfast.errors import InvalidInput
 from holdfast.train.batch.training_state import Snapshot, collect_training_state
 from holdfast.train.tuning import findings
-from holdfast.train.tuning.compile_watcher import CompileWatcher
-from holdfast.train.tuning.graph_watcher import GraphWatcher
+from holdfast.train.tuning.compiler_watchers import CompileWatcher, GraphWatcher
+from holdfast.train.tuning.findings import TuningReport
 from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import (
     CompileMeasurements,
+    CompileVerdict,
     GraphMeasurements,
     SourceLine,
     StepMeasurements,
     SyncMeasurements,
+    judge_compile,
+    measure_throughput,
 )
-from holdfast.train.tuning.report import TuningReport
 from holdfast.train.tuning.sync_watcher import SyncWatcher
 from holdfast.train.tuning.timing_watcher import TimingWatcher
 from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun
-from holdfast.train.tuning.verdict import CompileVerdict, judge_compile, measure_throughput
 
 T = TypeVar("T")
 

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.measurements import HostSync, SourceLine, SyncMeasurements
-from holdfast.train.tuning.modules import Call, OutermostModule, find_tensors
-from holdfast.train.tuning.tracker import StepWatcher, TrainingInfo
+from holdfast.train.tuning.tracker import Call, OutermostModule, StepWatcher, TrainingInfo, find_tensors
 
 _CALLS: dict[Any, str] = {
     Tensor.item: ".item()",

@@ -1,4 +1,4 @@
-"""Tracker of a training's optimizer steps, which drives a watcher and stops the run afterwards."""
+"""Tracker of a training's optimizer steps and the modules that they call, which drives a watcher."""
 
 from __future__ import annotations
 
@@ -6,14 +6,167 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo.external_utils
+import torch._dynamo.trace_rules
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.loaders import LoaderMonitor
-from holdfast.train.tuning.modules import Call, ModuleDiscovery, OutermostModule, intercept_calls, unwrap
+from holdfast.train.tuning.measurements import SourceLine
+
+Call = Callable[..., Any]
+_COMPILER = "/torch/_dynamo/eval_frame.py"
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutermostModule:
+    """A module that a step calls directly."""
+
+    module: nn.Module
+    place: SourceLine | None
+    is_compiled_around: bool
+    """It is called inside a function that the script compiles, so its calls cannot be intercepted."""
+
+
+class ModuleDiscovery:
+    """Observer of all module calls of one step, which keeps the outermost modules that train."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, OutermostModule] = {}
+        self._depth = 0
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """Start observing. Compiled code runs eagerly meanwhile, to keep the hooks out of it."""
+        torch.compiler.set_stance("force_eager")
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def stop(self) -> list[OutermostModule]:
+        """Stop observing.
+
+        Returns:
+            The outermost modules, in the order of their first calls.
+        """
+        for handle in self._handles:
+            handle.remove()
+        torch.compiler.set_stance("default")
+        inner = {
+            id(child)
+            for one in self._found.values()
+            for child in one.module.modules()
+            if child is not one.module
+        }
+        return [one for key, one in self._found.items() if key not in inner]
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or id(module) in self._found or not torch.is_grad_enabled():
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            is_compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl
+            around = not is_compiled and source_lines.is_running(_COMPILER)
+            self._found[id(module)] = OutermostModule(module, source_lines.current_line(), around)
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._depth -= 1
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module without DistributedDataParallel and torch.compile wrappers."""
+    while True:
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            module = module._orig_mod
+        elif isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        else:
+            return module
+
+
+def find_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers of a model: outermost members of lists whose class occurs again.
+
+    Source: the structure of the models in transformers and in PyTorch's own examples.
+    """
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        kinds = [type(child) for child in module if any(True for _ in child.parameters())]
+        repeated = {
+            kind for kind in kinds if kinds.count(kind) > 1 and not kind.__module__.startswith("torch.")
+        }
+        found = [child for child in module if type(child) in repeated]
+        if found:
+            return found
+    return [block for child in module.children() for block in find_layers(child)]
+
+
+def uses_randomness(module: nn.Module) -> bool:
+    """Return True if the module draws random numbers in training, judging by its submodules."""
+    names = ("dropout", "attention_dropout", "dropout_p", "resid_pdrop")
+    return any(
+        (isinstance(part, _RANDOM) and getattr(part, "p", 0.1) > 0)
+        or any(isinstance(rate := getattr(part, name, None), float) and rate > 0 for name in names)
+        for part in module.modules()
+    )
+
+
+def compiles_in_place(module: nn.Module) -> bool:
+    """Return False for torch's own containers: their `compile()` compiles nothing.
+
+    Their forward is in a file that the compiler skips. Only `torch.compile(module)` handles that.
+    """
+    return not torch._dynamo.trace_rules.check(module.forward)
+
+
+def traceable(call: Call) -> Call:
+    """Return a module's call so that the compiler traces it, even for torch's own containers."""
+    owner = getattr(call, "__self__", None)
+    if isinstance(owner, nn.Module) and not compiles_in_place(owner):
+        return torch._dynamo.external_utils.wrap_inline(call)
+    return call
+
+
+def compilation_state() -> object:
+    """Return a value that changes with every compilation."""
+    from torch._dynamo.utils import get_compilation_metrics  # slow import, not needed for eager training
+
+    done = get_compilation_metrics()  # torch keeps only the newest few
+    return len(done), id(done[-1]) if done else None
+
+
+@contextlib.contextmanager
+def intercept_calls(module: nn.Module, through: Callable[[Call], Call]) -> Iterator[None]:
+    """Route every call of a module through a function during the block."""
+    before = module._compiled_call_impl
+    module._compiled_call_impl = through(before or module._call_impl)
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
+def find_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments or in a batch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < 6:
+        if isinstance(value, Mapping):
+            for one in value.values():
+                yield from find_tensors(one, depth + 1)
+        elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            for one in value:
+                yield from find_tensors(one, depth + 1)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                yield from find_tensors(getattr(value, field.name, None), depth + 1)
 
 
 class StopRun(BaseException):
@@ -37,8 +190,7 @@ class TrainingInfo:
 class StepWatcher(abc.ABC):
     """Measurement of some steps of a training, for one question."""
 
-    num_steps: int
-    """Number of steps to watch, after the first one."""
+    num_steps: int  # number of steps to watch, after the first one
 
     @abc.abstractmethod
     def begin(self, training: TrainingInfo) -> None:

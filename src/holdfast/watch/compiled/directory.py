@@ -38,19 +38,15 @@ _IS_BEING_BUILT = "_CxxBuild"  # inductor's folder next to a file that the compi
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A cache directory of torch.compile.
+    """A cache directory of torch.compile."""
 
-    Attributes:
-        path: the directory.
-        since_unix_s: older files belong to other programs, which share the directory. 0 for a directory of
-            this run or of the user's choice.
-        headers: folder of inductor's precompiled C++ headers, always in its usual directory. On an empty
-            machine inductor builds them again even if nothing else has to be compiled.
-    """
-
-    path: Path
+    path: Path  # the directory
     since_unix_s: float = 0.0
+    """Older files belong to other programs, which share the directory. 0 for a directory of this run or of
+    the user's choice."""
     headers: Path | None = None
+    """Folder of inductor's precompiled C++ headers, always in its usual directory. On an empty machine
+    inductor builds them again even if nothing else has to be compiled."""
 
     def locate(self, path: str) -> tuple[Path, str]:
         """Return the folder of a cache file, and its path inside."""
@@ -113,11 +109,7 @@ def _process_start_unix_s() -> float:
 
 
 def whole_files(directory: Directory) -> dict[str, int]:
-    """Return the size of each complete file by path, without files that are being written.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Return the size of each complete file by path, without files that are being written."""
     found: dict[str, int] = {}
     for path, size, changed_unix_s in _walk(directory.path, ""):
         if len(found) >= MAX_FILES:
@@ -208,12 +200,7 @@ def has(directory: Directory, path: str, num_bytes: int) -> bool:
 
 
 def place(directory: Directory, path: str, data: bytes) -> None:
-    """Write a file atomically.
-
-    Raises:
-        InvalidInput: the path leads out of the directory, possibly through a link.
-        OSError: the disk is full, or permission is missing.
-    """
+    """Write a file atomically."""
     folder, inside = directory.locate(check_path(path))
     target = folder / inside
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

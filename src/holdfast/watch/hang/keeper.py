@@ -16,31 +16,20 @@ from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.system.environment import report_hang
 from holdfast.watch.hang import evidence as evidences
-from holdfast.watch.hang.capture import end_process
-from holdfast.watch.hang.evidence import RankEvidence
-from holdfast.watch.hang.grouping import place_of
-from holdfast.watch.hang.handlers import EXIT_SIGNAL
-from holdfast.watch.hang.incidents import OVER
+from holdfast.watch.hang.evidence import RankEvidence, capture_host, capture_rank, read_progress
+from holdfast.watch.hang.incidents import OVER, describe_hang, describe_odd, place_of
 from holdfast.watch.hang.limit import HangLimits, StallClock
 from holdfast.watch.hang.places import Kind
-from holdfast.watch.hang.rank_capture import capture_host, capture_rank, read_progress
-from holdfast.watch.hang.text import describe_hang, summary
+from holdfast.watch.hang.stacks import EXIT_SIGNAL, end_process
 
-_PERIOD_S = 1.0
-"""Longest pause between two looks at the pulse."""
-_LOOKS = 10
-"""Looks within the limit of a step, if that is short."""
-_GATHER_S = 10.0
-"""Time to wait for the evidence of ranks on other hosts."""
-_RECORD_S = 10.0
-"""Time to wait for the history before what was found is printed and done without it."""
-_SAVES_S = 60.0
-"""Time to wait for saves under way before a trainer that hangs is ended."""
-_LEAD_S = 5.0
-"""Lead of the keeper that reports, before the other trainers of its host are ended."""
+_PERIOD_S = 1.0  # longest pause between two looks at the pulse
+_LOOKS = 10  # looks within the limit of a step, if that is short
+_GATHER_S = 10.0  # time to wait for the evidence of ranks on other hosts
+_RECORD_S = 10.0  # time to wait for the history before what was found is printed and done without it
+_SAVES_S = 60.0  # time to wait for saves under way before a trainer that hangs is ended
+_LEAD_S = 5.0  # lead of the keeper that reports, before the other trainers of its host are ended
 _EXIT_S = 5.0
-_SHOW_S = 3.0
-"""Time that a trainer may take to print a text."""
+_SHOW_S = 3.0  # time that a trainer may take to print a text
 _UNLIMITED_S = 1e9
 
 
@@ -111,7 +100,7 @@ class HangKeeper(KeeperWatch):
             if not is_first:  # the job takes the first place that is reported
                 time.sleep(_LEAD_S if self._config.all_ranks_here else _LEAD_S + _GATHER_S)
             with contextlib.suppress(OSError, Corrupt):  # it has exited
-                self._end_trainer(own.step, summary(found))
+                self._end_trainer(own.step, describe_odd(found))
 
     def _capture_peers(self) -> list[RankEvidence]:
         """Return evidence of the other ranks on this host."""
@@ -137,7 +126,7 @@ class HangKeeper(KeeperWatch):
             evidences.EVENT,
             step=one.step,
             seconds=one.stalled_s,
-            detail=summary([one]),
+            detail=describe_odd([one]),
             members={"evidence": evidences.encode(one)},
         )
         with contextlib.suppress(HoldfastError):

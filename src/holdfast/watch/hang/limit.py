@@ -21,17 +21,12 @@ _MAX_TICK_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """Limits of the times without progress, in seconds.
+    """Limits of the times without progress, in seconds."""
 
-    Attributes:
-        step_s: of a step; None to learn it.
-        first_s: of the first step of a loop, and of all until the limit is learnt.
-        phase_s: of a phase, such as an evaluation or a restore, or ten times the longest of its name before.
-    """
-
-    step_s: float | None = None
-    first_s: float = 1800.0
+    step_s: float | None = None  # of a step; None to learn it
+    first_s: float = 1800.0  # of the first step of a loop, and of all until the limit is learnt
     phase_s: float = 1800.0
+    """Of a phase, such as an evaluation or a restore, or ten times the longest of its name before."""
 
 
 def learn_limit(durations_s: tuple[float, ...]) -> float | None:

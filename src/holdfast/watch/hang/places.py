@@ -44,17 +44,11 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of a thread.
+    """Place of a thread."""
 
-    Attributes:
-        kind: whether it waits for other ranks.
-        operation: function of a library that it is in, such as "all_reduce"; "" in the user's own code.
-        user: innermost frame of the user's script; None if all frames are those of libraries.
-    """
-
-    kind: Kind
-    operation: str
-    user: Frame | None
+    kind: Kind  # whether it waits for other ranks
+    operation: str  # function of a library that it is in, such as "all_reduce"; "" in the user's own code
+    user: Frame | None  # innermost frame of the user's script; None if all frames are those of libraries
 
     def describe(self) -> str:
         """Return the place as text, such as "all_reduce, called at train.py:88 (step)"."""

@@ -14,8 +14,8 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, ru
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
-from holdfast.watch.pace.activity import NAME
-from holdfast.watch.pace.announcer import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.judgement import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.sampler import NAME
 from holdfast.watch.pace.slow_periods import BEGUN, OVER, SlowPeriod, block_of_end, block_of_slow
 from holdfast.watch.pace.windows import (
     EVENT,
@@ -28,8 +28,7 @@ from holdfast.watch.pace.windows import (
 
 _LINE_WINDOWS, _MAX_LINE_WINDOWS = 4, 40
 """Windows in one line of the history: few at first, and more in a long attempt, whose log would be long."""
-_AGE_WINDOWS = 60
-"""Windows of an attempt for each one in a line."""
+_AGE_WINDOWS = 60  # windows of an attempt for each one in a line
 
 
 class PaceKeeper(KeeperWatch):

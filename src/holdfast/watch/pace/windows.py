@@ -8,12 +8,11 @@ from typing import Any
 
 from holdfast.errors import Corrupt
 from holdfast.system.documents import read_dataclass
-from holdfast.watch.pace.activity import OWN, Activity
+from holdfast.watch.pace.sampler import OWN, Activity
 
 EVENT = "pace"
 """Kind of the event with windows of the ranks of one host."""
-_LEAST_SAMPLES = 10
-"""Least number of samples in a window."""
+_LEAST_SAMPLES = 10  # least number of samples in a window
 _LEAST_OWN = 0.3
 """Least share of a window that the slowest rank has for itself. A phase leaves too little to compare."""
 _MAX_RANKS, _MAX_WINDOWS = 4096, 100
@@ -23,19 +22,12 @@ _MAX_DIGITS, _MAX_HOST = 7, 255
 
 @dataclass(frozen=True, slots=True)
 class RankWindow:
-    """One rank in one window, in shares of its time.
+    """One rank in one window, in shares of its time."""
 
-    Attributes:
-        runs: with a processor, or waiting for one.
-        loads: in a data loader.
-        sleeps: asleep in anything else of its own.
-        queues: waiting for a processor, which is a part of the others; 0 if it is not known.
-    """
-
-    runs: float
-    loads: float
-    sleeps: float
-    queues: float = 0.0
+    runs: float  # with a processor, or waiting for one
+    loads: float  # in a data loader
+    sleeps: float  # asleep in anything else of its own
+    queues: float = 0.0  # waiting for a processor, which is a part of the others; 0 if it is not known
 
     @property
     def own(self) -> float:
@@ -54,17 +46,11 @@ class RankWindow:
 
 @dataclass(frozen=True, slots=True)
 class PaceWindow:
-    """Ranks in one window of time.
+    """Ranks in one window of time."""
 
-    Attributes:
-        number: its begin, in windows since 1970, so that hosts have the same numbers.
-        step_s: duration of a step.
-        ranks: by rank.
-    """
-
-    number: int
-    step_s: float
-    ranks: Mapping[int, RankWindow]
+    number: int  # its begin, in windows since 1970, so that hosts have the same numbers
+    step_s: float  # duration of a step
+    ranks: Mapping[int, RankWindow]  # by rank
 
     @property
     def shares(self) -> dict[int, float]:
@@ -75,28 +61,18 @@ class PaceWindow:
 
 @dataclass(frozen=True, slots=True)
 class PaceReading:
-    """Own shares of the ranks in one window of the history.
+    """Own shares of the ranks in one window of the history."""
 
-    Attributes:
-        attempt: its attempt.
-        unix_s: begin of the window.
-        shares: share of the window that each rank did not wait for others.
-    """
-
-    attempt: int
-    unix_s: float
-    shares: Mapping[int, float]
+    attempt: int  # its attempt
+    unix_s: float  # begin of the window
+    shares: Mapping[int, float]  # share of the window that each rank did not wait for others
 
 
 @dataclass(slots=True)
 class WindowTable:
-    """Windows of several hosts, until each of them has the ranks of all hosts.
+    """Windows of several hosts, until each of them has the ranks of all hosts."""
 
-    Args:
-        world_size: number of ranks.
-    """
-
-    world_size: int
+    world_size: int  # number of ranks
     _windows: dict[int, PaceWindow] = field(default_factory=dict)
     _taken: int = -1
 

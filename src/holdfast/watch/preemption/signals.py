@@ -17,8 +17,7 @@ from holdfast.system.callsite import is_loading, warn
 from holdfast.system.linux.processes import handles_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-_NOTICE_S = 1.0
-"""Time in which a trainer receives the signal that one of its workers has died of."""
+_NOTICE_S = 1.0  # time in which a trainer receives the signal that one of its workers has died of
 _INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once\n"
 
 

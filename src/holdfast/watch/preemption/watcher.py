@@ -9,11 +9,8 @@ from collections.abc import Iterable
 
 from holdfast.system import backoff
 from holdfast.system.log import get_logger
-from holdfast.watch.preemption.cloud import Cloud
-from holdfast.watch.preemption.file import read_notice
 from holdfast.watch.preemption.loader_workers import protect_workers
-from holdfast.watch.preemption.metadata import Unreachable
-from holdfast.watch.preemption.notice import Notice
+from holdfast.watch.preemption.notice import Cloud, Notice, Unreachable, read_notice
 from holdfast.watch.preemption.signals import SignalRecorder
 from holdfast.watch.preemption.sources import parse_sources
 
@@ -28,9 +25,6 @@ class NoticeWatcher:
 
     Args:
         sources: sources other than signals, see `holdfast.watch.preemption.sources.parse_sources`.
-
-    Raises:
-        InvalidInput: a source does not exist.
     """
 
     def __init__(self, sources: str | Iterable[str] | None = None) -> None:

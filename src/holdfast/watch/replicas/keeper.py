@@ -72,12 +72,7 @@ class ReplicasKeeper(KeeperWatch):
 
 
 def _read(section: Section) -> HashedReplicas:
-    """Return the hashes of a rank.
-
-    Raises:
-        Corrupt: the section has something else.
-        ValueError: a row is something else.
-    """
+    """Return the hashes of a rank."""
     body = Fields(dict(section.data), "the section of replicas")
     replicas = tuple(_replica(row) for row in body.array("rows"))
     text = body.text("hashes", max_chars=REPLICA_DIGITS * len(replicas))

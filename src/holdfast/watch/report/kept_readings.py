@@ -14,8 +14,7 @@ from holdfast.errors import RetryLater, redact
 from holdfast.system.units import format_duration
 
 _T = TypeVar("_T")
-_WAIT_S = 10.0
-"""Time that a request waits for a reading, counted from its start."""
+_WAIT_S = 10.0  # time that a request waits for a reading, counted from its start
 
 
 @dataclass(slots=True)
@@ -51,10 +50,6 @@ class KeptReadings(Generic[_T]):
             read: reads it.
             part: part of the place that is read, if several are.
             wait_s: longest wait for the place, from the start of its reading; by default 10 s.
-
-        Raises:
-            RetryLater: the place has not answered.
-            Exception: that of `read`.
 
         Blocks: while the place is read, at most `wait_s`.
         """

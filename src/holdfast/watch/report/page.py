@@ -117,11 +117,7 @@ _LONG = 60  # characters; more are broken into lines
 
 
 def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
-    """Return the page as HTML.
-
-    Raises:
-        Unsupported: the chart library is not installed.
-    """
+    """Return the page as HTML."""
     figures = make_figures(summary)
     specs = {one.id: one.spec for one in figures if one.spec is not None}
     parts = {

@@ -14,14 +14,12 @@ MIN_VALUES = 32
 """Values before the first judgement."""
 NUM_RECENT, NUM_HIGH = 5, 3
 """A spike is at least three high values among the last five."""
-_Z = 8.0
-"""Least distance of a high value from the median, in robust standard deviations."""
+_Z = 8.0  # least distance of a high value from the median, in robust standard deviations
 _RATIO = {"loss": 0.1, "norm": 2.0}
 """Least distance of a high value from the median, as a share of it: noise may be very small."""
 _MAD_TO_DEVIATION = 1.4826
 _MAX_METRICS = 8
-_REFRESH = 8
-"""Values between two computations of the median, unless one is high by the older one."""
+_REFRESH = 8  # values between two computations of the median, unless one is high by the older one
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +32,10 @@ class RecordedValue:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Judgement of the metrics that were recorded up to a save.
+    """Judgement of the metrics that were recorded up to a save."""
 
-    Attributes:
-        is_spiking: None if there are too few values.
-        detail: the values that are too high, or why that is not known.
-    """
-
-    is_spiking: bool | None
-    detail: str
+    is_spiking: bool | None  # None if there are too few values
+    detail: str  # the values that are too high, or why that is not known
 
 
 class SpikeDetector:

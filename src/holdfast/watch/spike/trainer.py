@@ -16,8 +16,7 @@ from holdfast.watch.spike.detector import NUM_RECENT, WINDOW, SpikeDetectors
 
 SPIKE_ACTIONS = ("report", "rollback", "off")
 """Responses to a spike of the recorded loss or norm of gradients."""
-_MOST_NOTICED_STEPS = 16
-"""Steps after which a spike is usually noticed, on all ranks."""
+_MOST_NOTICED_STEPS = 16  # steps after which a spike is usually noticed, on all ranks
 _MARKS = {True: Mark.AGAINST, False: Mark.FOR, None: Mark.NONE}
 _log = get_logger("watch.spike")
 

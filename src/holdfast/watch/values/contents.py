@@ -20,11 +20,9 @@ from holdfast.checkpoint.format.hashes import CACHED_BYTES
 from holdfast.checkpoint.format.layout import header_bytes, parse_header
 from holdfast.watch.values.judgement import MAX_NAMES, Squares, TensorHealth
 
-_BLOCK_BYTES = CACHED_BYTES
-"""Bytes that are checked at once."""
+_BLOCK_BYTES = CACHED_BYTES  # bytes that are checked at once
 _MOMENT = re.compile(r"(?:^|\.)state\.")
-_TRAINED = re.compile(r"(?:^|\.)(?:weight|bias)$")
-"""Usual names of parameters. Masks have others."""
+_TRAINED = re.compile(r"(?:^|\.)(?:weight|bias)$")  # usual names of parameters. Masks have others
 _STEP = re.compile(r"\.step(?:@r\d+)?$")
 _SMALL = {  # dtype -> mask, largest finite value of the masked bits
     "F16": (0x7FFF, 0x7BFF),

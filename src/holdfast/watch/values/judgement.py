@@ -13,12 +13,10 @@ MAX_NAMES = 8
 """Tensors that are named in a part; the others are only counted."""
 MAX_BEFORE = 8
 """Checkpoints before whose norms are kept, so that the next attempt has something to compare with."""
-_MIN_BEFORE = 3
-"""Checkpoints that a norm is compared with, at least."""
+_MIN_BEFORE = 3  # checkpoints that a norm is compared with, at least
 _MAX_GROWTH = 10.0
 """A norm of parameters this many times as large, or as small, as before is not within reason."""
-_MAX_MOMENT_GROWTH = 100.0
-"""The same for norms of an optimizer's state, which follow the gradients."""
+_MAX_MOMENT_GROWTH = 100.0  # the same for norms of an optimizer's state, which follow the gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +29,20 @@ class Squares:
 
 @dataclass(frozen=True, slots=True)
 class TensorHealth:
-    """Health of the tensors in one data file.
+    """Health of the tensors in one data file."""
 
-    Attributes:
-        num_bad: tensors with a NaN, or with an infinity that is not part of a mask.
-        bad: names of the first of them.
-        squares: sums of squares of this rank's shards.
-    """
-
-    num_bad: int = 0
-    bad: tuple[str, ...] = ()
-    squares: Squares = Squares()
+    num_bad: int = 0  # tensors with a NaN, or with an infinity that is not part of a mask
+    bad: tuple[str, ...] = ()  # names of the first of them
+    squares: Squares = Squares()  # sums of squares of this rank's shards
 
 
 @dataclass(frozen=True, slots=True)
 class ValueJudgement:
-    """Judgement of the tensors of all ranks.
+    """Judgement of the tensors of all ranks."""
 
-    Attributes:
-        mark: FOR only if the norms could be compared with those before, and are within reason.
-        reasons: of the mark.
-        squares: of all ranks together.
-    """
-
-    mark: Mark
-    reasons: tuple[str, ...]
-    squares: Squares
+    mark: Mark  # FOR only if the norms could be compared with those before, and are within reason
+    reasons: tuple[str, ...]  # of the mark
+    squares: Squares  # of all ranks together
 
 
 def judge(tensors: Iterable[TensorHealth | None], before: Sequence[Squares] = ()) -> ValueJudgement:

@@ -1,17 +1,17 @@
-"""Problems of the run, with their costs: failed saves, sick states, hangs, rollbacks and differing copies."""
+"""Problems of the run, with their costs: failed saves, hangs, rollbacks, differing copies, failed checks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 
 from holdfast.checkpoint.format.run import Rollback
 from holdfast.system.units import plural
-from holdfast.watch.hang.incidents import HangIncident
-from holdfast.watch.hang.text import describe_groups, summary
+from holdfast.watch.hang.incidents import HangIncident, describe_groups, describe_odd
 from holdfast.watch.report import style
 from holdfast.watch.report.events import HistoryEvent
 from holdfast.watch.report.style import Cell, Figure
-from holdfast.watch.report.summary import RunSummary
+from holdfast.watch.report.summary import CheckedNode, RunSummary
 
 
 def rollbacks(found: RunSummary) -> Figure | None:
@@ -62,7 +62,7 @@ def _hang_row(found: RunSummary, one: HangIncident) -> tuple[Cell, ...]:
         style.format_seconds(max(rank.stalled_s for rank in one.ranks)),
         "the end of the attempt" if one.over_s is None else "progress",
         None if cost_s is None else style.format_seconds(cost_s),
-        summary(one.ranks),
+        describe_odd(one.ranks),
     )
 
 
@@ -136,3 +136,38 @@ def _difference_row(found: RunSummary, event: HistoryEvent) -> tuple[Cell, ...]:
         before, _ = good_steps_around(found, event.attempt, event.step, event.step)
         cost = f"{plural(event.step - before, 'step')} in doubt"
     return style.format_time(event.unix_s), event.attempt, event.step, cost, event.detail
+
+
+def nodes(found: RunSummary) -> Figure | None:
+    """Return the figure, or None without checks."""
+    checks = found.node_checks
+    if not checks:
+        return None
+    num_failed = sum(bool(one.failures) for one in checks)
+    num_refused = sum(one.was_refused for one in checks)
+    failed = f"{plural(num_failed, 'node')} failed" if num_failed else "All passed"
+    refused = f", {num_refused} refused" if num_refused else ""
+    lead = f"{failed}{refused}; the job waited {style.format_seconds(_waited_s(checks))}. "
+    return style.make_figure("nodes", [_node_row(one) for one in checks], lead=lead)
+
+
+def _waited_s(checks: Iterable[CheckedNode]) -> float:
+    """Return the time that all attempts waited. The nodes of an attempt are checked at the same time."""
+    longest = dict[tuple[int, int], float]()
+    for one in checks:
+        longest[one.job, one.attempt] = max(longest.get((one.job, one.attempt), 0.0), one.cost_s)
+    return sum(longest.values())
+
+
+def _node_row(one: CheckedNode) -> tuple[Cell, ...]:
+    result = "refused" if one.was_refused else "failed" if one.failures else f"{one.num_checks} passed"
+    return (
+        style.format_time(one.unix_s),
+        one.job,
+        one.attempt,
+        one.node,
+        one.machine,
+        result,
+        style.format_seconds(one.cost_s),
+        one.failures or None,
+    )

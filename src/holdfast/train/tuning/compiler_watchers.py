@@ -28,12 +28,13 @@ from holdfast.train.tuning.measurements import (
 from holdfast.train.tuning.timing_watcher import DeviceClock
 from holdfast.train.tuning.tracker import Call, OutermostModule, StepWatcher, TrainingInfo, traceable
 
+_SHAPE_WORDS = ("size", "stride", "shape", "rank mismatch")
 _RESUMED = "torch_dynamo_resume_in_"
 _NO_REASON = f"torch {torch.__version__} did not record the reason"
 _LINK = re.compile(r"\s*\(?(?:For more details|Hint:|See |please set|Set ).*", re.S)
 
 
-class GraphWatcher(StepWatcher):
+class GraphWatcher(StepWatcher[GraphMeasurements]):
     """Watcher that explains the model on one batch, then traces it on the next ones.
 
     If the script compiles by itself, its compilations are only observed. No code is generated in either case.
@@ -126,7 +127,13 @@ class GraphWatcher(StepWatcher):
 def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
     """Return the functions that were recompiled, including those that follow graph breaks."""
     by_function: dict[tuple[str, int], list[CompilationMetrics]] = {}
-    first_failures = _first_guard_failures()
+    first_failures: dict[str, str] = {}  # of the guards, by the number of the compilation, as in 0/2
+    for failures in torch._dynamo.utils.guard_failures.values():
+        for failure in failures:
+            if isinstance(failure, str):
+                first_failures.setdefault(failure.partition(":")[0], failure)
+    config: Any = torch._dynamo.config
+    limit = getattr(config, "recompile_limit", None) or config.cache_size_limit  # its name in torch 2.6
     for one in metrics:
         by_function.setdefault((one.co_filename or "", one.co_firstlineno or 0), []).append(one)
     found = []
@@ -142,40 +149,23 @@ def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
                 function=(ones[0].co_name or "").replace(_RESUMED, ""),
                 num_times=len(reasons),
                 reasons=shorts[:8],
-                hit_limit=failed or len(reasons) >= _recompile_limit() - 1,
-                is_shape=all(_is_shape(reason) for reason in reasons),
+                hit_limit=failed or len(reasons) >= limit - 1,
+                is_shape=all(any(word in reason for word in _SHAPE_WORDS) for reason in reasons),
             )
         )
     return found
 
 
 def _recompile_reason(one: CompilationMetrics, first_failures: dict[str, str]) -> str:
-    """Return why a function was compiled again, or "" for a first compilation.
-
-    The metrics of torch 2.6 do not hold the reason. There the guards of compilation 0/2 failed for the
-    first time when 0/3 was compiled, and `guard_failures` holds that failure.
-    """
+    """Return why a function was compiled again, or "" for a first compilation."""
+    # The metrics of torch 2.6 do not hold the reason. There the guards of compilation 0/2 failed for the
+    # first time when 0/3 was compiled, and `guard_failures` holds that failure.
     if hasattr(one, "recompile_reason"):
         return one.recompile_reason or ""
     frame, _, number = str(one.compile_id or "").partition("/")
     if not number.isdecimal() or number == "0":
         return ""
     return first_failures.get(f"{frame}/{int(number) - 1}", _NO_REASON)
-
-
-def _first_guard_failures() -> dict[str, str]:
-    """Return the first failure of each compilation's guards, by the compilation's number, as in 0/2."""
-    found: dict[str, str] = {}
-    for failures in torch._dynamo.utils.guard_failures.values():
-        for failure in failures:
-            if isinstance(failure, str):
-                found.setdefault(failure.partition(":")[0], failure)
-    return found
-
-
-def _recompile_limit() -> int:
-    config: Any = torch._dynamo.config
-    return getattr(config, "recompile_limit", None) or config.cache_size_limit  # its name in torch 2.6
 
 
 def _line_of_recompile(reasons: list[str], file: str, line: int) -> SourceLine:
@@ -187,10 +177,6 @@ def _line_of_recompile(reasons: list[str], file: str, line: int) -> SourceLine:
                 if whole.endswith(end) and source_lines.is_user_code(whole):
                     return source_lines.line_at(whole, int(number))
     return source_lines.line_at(file, line)
-
-
-def _is_shape(reason: str) -> bool:
-    return any(word in reason for word in ("size", "stride", "shape", "rank mismatch"))
 
 
 def _reason(text: str) -> str:
@@ -210,7 +196,7 @@ def _short(text: str) -> str:
 _MAX_COMPILING = 4  # steps with compilation per measured step, before the comparison continues without
 
 
-class CompileWatcher(StepWatcher):
+class CompileWatcher(StepWatcher[CompileMeasurements]):
     """Watcher that alternates eager and compiled steps, after everything is compiled.
 
     Args:
@@ -254,9 +240,8 @@ class CompileWatcher(StepWatcher):
         chosen = call if self._is_own or self._variant == "blocks" else self._toggled(call)
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            self._elements += max(
-                (tensor.numel() for tensor in tracker.find_tensors((args, kwargs))), default=0
-            )
+            tensors = tracker.find_tensors((args, kwargs))
+            self._elements += max((tensor.numel() for tensor in tensors), default=0)
             return chosen(*args, **kwargs)
 
         return calling
@@ -264,13 +249,12 @@ class CompileWatcher(StepWatcher):
     @override
     def step_done(self, number: int) -> None:
         self._clock.synchronize()
-        seconds, total_spent_s = (
-            self._clock.now_s() - self._started_s,
-            self._clock.total_spent_s() - self._started_spent_s,
-        )
+        seconds = self._clock.now_s() - self._started_s
+        spent_s = self._clock.total_spent_s() - self._started_spent_s
         peak, used = self._clock.peak_bytes(), self._started_bytes
-        if self._is_compiled and self._has_compiled() and self._may_wait():
-            self._compiling.append(total_spent_s)
+        may_wait = len(self._compiling) < _MAX_COMPILING * self._num_pairs
+        if self._is_compiled and self._has_compiled() and may_wait:
+            self._compiling.append(spent_s)
             self.num_steps += 2
         elif number > 2:
             self._times[self._is_compiled].append(seconds / max(1, self._elements))
@@ -296,8 +280,8 @@ class CompileWatcher(StepWatcher):
             compiled_s=compiled,
             warm_up_s=max(0.0, warm_up_s),
             step_s=typical_s,
-            eager_bytes=_middle_bytes(self._peaks[False]),
-            compiled_bytes=_middle_bytes(self._peaks[True]),
+            eager_bytes=int(_middle(self._peaks[False])) if self._peaks[False] else None,
+            compiled_bytes=int(_middle(self._peaks[True])) if self._peaks[True] else None,
         )
 
     def _has_compiled(self) -> bool:
@@ -308,9 +292,6 @@ class CompileWatcher(StepWatcher):
         flag = torch.tensor([float(has)], device=self._clock.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
-
-    def _may_wait(self) -> bool:
-        return len(self._compiling) < _MAX_COMPILING * self._num_pairs
 
     def _toggled(self, call: Call) -> Call:
         compiled = torch.compile(tracker.traceable(call))
@@ -333,7 +314,3 @@ class CompileWatcher(StepWatcher):
 def _middle(values: Any) -> float:
     ordered = sorted(values)
     return ordered[len(ordered) // 2] if ordered else 0.0
-
-
-def _middle_bytes(values: list[int]) -> int | None:
-    return int(_middle(values)) if values else None

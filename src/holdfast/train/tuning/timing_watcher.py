@@ -118,7 +118,7 @@ _WARM_UP = 2
 _MAX_BATCHES = 256  # enough lengths to compare paddings
 
 
-class TimingWatcher(StepWatcher):
+class TimingWatcher(StepWatcher[StepMeasurements]):
     """Watcher that times unmodified steps.
 
     Args:

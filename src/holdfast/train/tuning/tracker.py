@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch._dynamo.external_utils
@@ -21,8 +21,14 @@ from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import SourceLine
 
 Call = Callable[..., Any]
+T = TypeVar("T")
 _COMPILER = "/torch/_dynamo/eval_frame.py"
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+_RATES = ("dropout", "attention_dropout", "dropout_p", "resid_pdrop")
+
+
+class StopRun(BaseException):
+    """Request to end a run between two steps. Not an Exception, so the script's handlers do not catch it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +37,111 @@ class OutermostModule:
 
     module: nn.Module
     place: SourceLine | None
-    is_compiled_around: bool
-    """It is called inside a function that the script compiles, so its calls cannot be intercepted."""
+    is_compiled_around: bool  # called inside a function that the script compiles: calls cannot be intercepted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainingInfo:
+    """Facts about the training from its first step."""
+
+    modules: tuple[OutermostModule, ...]
+    optimizer: Optimizer
+    device: torch.device
+
+    @property
+    def interceptable(self) -> tuple[OutermostModule, ...]:
+        """The modules whose calls can be intercepted: those called outside of compiled code."""
+        return tuple(one for one in self.modules if not one.is_compiled_around)
+
+
+class StepWatcher(abc.ABC, Generic[T]):
+    """Measurement of some steps of a training, for one question."""
+
+    num_steps: int  # number of steps to watch, after the first one
+
+    @abc.abstractmethod
+    def begin(self, training: TrainingInfo) -> None:
+        """Start watching with the next step."""
+
+    @abc.abstractmethod
+    def intercept(self, one: OutermostModule, call: Call) -> Call:
+        """Return the function to call instead of the module's own `call`."""
+
+    @abc.abstractmethod
+    def step_done(self, number: int) -> None:
+        """Record the end of step `number`, counted from 1."""
+
+    @abc.abstractmethod
+    def end(self) -> T:
+        """Stop watching, and return the measurements: a dataclass of `measurements`."""
+
+
+class StepTracker(Generic[T]):
+    """Tracker that drives a watcher over the optimizer steps of this process.
+
+    Args:
+        on_result: receives the measurements once the watcher has enough.
+    """
+
+    def __init__(
+        self, watcher: StepWatcher[T], loaders: LoaderMonitor, *, on_result: Callable[[T], object]
+    ) -> None:
+        self._watcher, self._loaders, self._on_result = watcher, loaders, on_result
+        self._discovery = ModuleDiscovery()
+        self._pacer: int | None = None  # the optimizer that marks the steps, if there are several
+        self._number = 0
+        self._undo = contextlib.ExitStack()
+        self.is_done = False
+
+    @property
+    def has_stepped(self) -> bool:
+        """True after the first step of an optimizer."""
+        return self._pacer is not None
+
+    def start(self) -> None:
+        """Start tracking. The training need not exist yet."""
+        self._undo.callback(self._loaders.stop)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._loaders.start()
+        self._discovery.start()
+
+    def stop(self) -> None:
+        """Stop tracking, and pass on the measurements if that has not happened."""
+        if self.is_done:
+            return
+        self.is_done = True
+        with self._undo:
+            if self._pacer is None:
+                self._discovery.stop()
+            else:
+                self._on_result(self._watcher.end())
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self.is_done:
+            return
+        if self._pacer is None:
+            self._begin(optimizer)
+        elif id(optimizer) == self._pacer:
+            self._number += 1
+            self._watcher.step_done(self._number)
+            if self._number >= self._watcher.num_steps:
+                self.stop()
+                raise StopRun
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        self._pacer = id(optimizer)
+        modules = self._discovery.stop()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        training = TrainingInfo(tuple(modules), optimizer, parameters[0].device)
+        self._watcher.begin(training)
+        for one in training.interceptable:
+            is_compiled = isinstance(one.module, torch._dynamo.OptimizedModule)
+            target = one.module if is_compiled else unwrap(one.module)
+            through = functools.partial(self._watcher.intercept, one)
+            self._undo.enter_context(intercept_calls(target, through))
+
+
+# -- modules -------------------------------------------------------------------------------------------------
 
 
 class ModuleDiscovery:
@@ -52,20 +161,12 @@ class ModuleDiscovery:
         ]
 
     def stop(self) -> list[OutermostModule]:
-        """Stop observing.
-
-        Returns:
-            The outermost modules, in the order of their first calls.
-        """
+        """Stop observing, and return the outermost modules, in the order of their first calls."""
         for handle in self._handles:
             handle.remove()
         torch.compiler.set_stance("default")
-        inner = {
-            id(child)
-            for one in self._found.values()
-            for child in one.module.modules()
-            if child is not one.module
-        }
+        called = [one.module for one in self._found.values()]
+        inner = {id(child) for module in called for child in module.modules() if child is not module}
         return [one for key, one in self._found.items() if key not in inner]
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
@@ -102,18 +203,16 @@ def find_layers(module: nn.Module) -> list[nn.Module]:
         repeated = {
             kind for kind in kinds if kinds.count(kind) > 1 and not kind.__module__.startswith("torch.")
         }
-        found = [child for child in module if type(child) in repeated]
-        if found:
+        if found := [child for child in module if type(child) in repeated]:
             return found
     return [block for child in module.children() for block in find_layers(child)]
 
 
 def uses_randomness(module: nn.Module) -> bool:
     """Return True if the module draws random numbers in training, judging by its submodules."""
-    names = ("dropout", "attention_dropout", "dropout_p", "resid_pdrop")
     return any(
         (isinstance(part, _RANDOM) and getattr(part, "p", 0.1) > 0)
-        or any(isinstance(rate := getattr(part, name, None), float) and rate > 0 for name in names)
+        or any(isinstance(rate := getattr(part, name, None), float) and rate > 0 for name in _RATES)
         for part in module.modules()
     )
 
@@ -155,131 +254,16 @@ def intercept_calls(module: nn.Module, through: Callable[[Call], Call]) -> Itera
 
 def find_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in arguments or in a batch."""
+    members: Iterator[Any] = iter(())
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth < 6:
-        if isinstance(value, Mapping):
-            for one in value.values():
-                yield from find_tensors(one, depth + 1)
-        elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            for one in value:
-                yield from find_tensors(one, depth + 1)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for field in dataclasses.fields(value):
-                yield from find_tensors(getattr(value, field.name, None), depth + 1)
-
-
-class StopRun(BaseException):
-    """Request to end a run between two steps. Not an Exception, so the script's handlers do not catch it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrainingInfo:
-    """Facts about the training from its first step."""
-
-    modules: tuple[OutermostModule, ...]
-    optimizer: Optimizer
-    device: torch.device
-
-    @property
-    def interceptable(self) -> tuple[OutermostModule, ...]:
-        """The modules whose calls can be intercepted: those called outside of compiled code."""
-        return tuple(one for one in self.modules if not one.is_compiled_around)
-
-
-class StepWatcher(abc.ABC):
-    """Measurement of some steps of a training, for one question."""
-
-    num_steps: int  # number of steps to watch, after the first one
-
-    @abc.abstractmethod
-    def begin(self, training: TrainingInfo) -> None:
-        """Start watching with the next step."""
-
-    @abc.abstractmethod
-    def intercept(self, one: OutermostModule, call: Call) -> Call:
-        """Return the function to call instead of the module's own `call`."""
-
-    @abc.abstractmethod
-    def step_done(self, number: int) -> None:
-        """Record the end of step `number`, counted from 1."""
-
-    @abc.abstractmethod
-    def end(self) -> Any:
-        """Stop watching, and return the measurements: a dataclass of `measurements`."""
-
-
-class StepTracker:
-    """Tracker that drives a watcher over the optimizer steps of this process.
-
-    Args:
-        on_result: receives the measurements once the watcher has enough.
-    """
-
-    def __init__(
-        self, watcher: StepWatcher, loaders: LoaderMonitor, *, on_result: Callable[[Any], None]
-    ) -> None:
-        self._watcher = watcher
-        self._loaders = loaders
-        self._on_result = on_result
-        self._discovery: ModuleDiscovery | None = ModuleDiscovery()
-        self._pacer: int | None = None
-        self._number = 0
-        self._calls = contextlib.ExitStack()
-        self._handle: Any = None
-        self.is_done = False
-
-    @property
-    def num_stepped(self) -> int:
-        """Steps so far, including the first one."""
-        return 0 if self._pacer is None else self._number + 1
-
-    def start(self) -> None:
-        """Start tracking. The training need not exist yet."""
-        assert self._discovery is not None
-        self._handle = register_optimizer_step_post_hook(self._after_step)
-        self._loaders.start()
-        self._discovery.start()
-
-    def stop(self) -> None:
-        """Stop tracking, and pass on the measurements if that has not happened."""
-        if self._handle is None:
-            return
-        self._handle.remove()
-        self._handle = None
-        if self._discovery is not None:
-            self._discovery.stop()
-            self._discovery = None
-        self._calls.close()
-        if self._pacer is not None:
-            self._on_result(self._watcher.end())
-        self._loaders.stop()
-        self.is_done = True
-
-    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._pacer is None:
-            self._begin(optimizer)
-            return
-        if id(optimizer) != self._pacer:
-            return  # with several optimizers, one of them marks the steps
-        self._number += 1
-        self._watcher.step_done(self._number)
-        if self._number >= self._watcher.num_steps:
-            self.stop()
-            raise StopRun
-
-    def _begin(self, optimizer: Optimizer) -> None:
-        assert self._discovery is not None
-        self._pacer = id(optimizer)
-        modules = self._discovery.stop()
-        self._discovery = None
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        training = TrainingInfo(tuple(modules), optimizer, parameters[0].device)
-        self._watcher.begin(training)
-        for one in training.interceptable:
-            target = (
-                one.module if isinstance(one.module, torch._dynamo.OptimizedModule) else unwrap(one.module)
-            )
-            self._calls.enter_context(
-                intercept_calls(target, functools.partial(self._watcher.intercept, one))
-            )
+    elif depth >= 6:
+        return
+    elif isinstance(value, Mapping):
+        members = iter(value.values())
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        members = iter(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        members = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    for one in members:
+        yield from find_tensors(one, depth + 1)

@@ -44,9 +44,8 @@ def group_ranks(evidence: Iterable[RankEvidence]) -> list[PlaceGroup]:
     groups: dict[tuple[str, Kind, int], list[int]] = {}
     for one in sorted(evidence, key=lambda one: one.rank):
         place = place_of(one)
-        is_stopped = place is None or one.process.state.startswith(_STOPPED)
-        key = _describe(one, place), Kind.WORKS if is_stopped else place.kind, one.step
-        groups.setdefault(key, []).append(one.rank)
+        kind = Kind.WORKS if place is None or one.process.state.startswith(_STOPPED) else place.kind
+        groups.setdefault((_describe(one, place), kind, one.step), []).append(one.rank)
     found = [PlaceGroup(tuple(ranks), text, kind, step) for (text, kind, step), ranks in groups.items()]
     odd = _odd(found)
     marked = [replace(one, is_odd=one in odd) for one in found]

@@ -248,8 +248,7 @@ class Ray(Cloud):
     @override
     def poll(self) -> Notice | None:
         info = self._read()
-        nodes = frozenset[str]() if info is None else frozenset(map(str, info.preempted_node_to_ranks))
-        if nodes <= self._nodes:
+        if info is None or (nodes := frozenset(map(str, info.preempted_node_to_ranks))) <= self._nodes:
             return None
         self._nodes |= nodes
         deadline_s = info.deadline_ms / 1000 if info.deadline_ms else None

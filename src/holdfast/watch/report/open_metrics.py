@@ -78,10 +78,8 @@ class _Families:
 
     def events(self) -> list[MetricFamily]:
         summary = self._summary
-        outcomes = Counter(
-            "durable" if save.durable else str(save.outcome or "under way") for save in summary.saves
-        )
-        kinds = sorted(Counter(one.kind for one in summary.interruptions).items())
+        outcomes = ("durable" if save.durable else str(save.outcome or "under way") for save in summary.saves)
+        kinds = (one.kind for one in summary.interruptions)
         newest = self._newest.number if self._newest is not None else 0
         slow = [
             one.period
@@ -97,15 +95,9 @@ class _Families:
         unhealthy, periods = len(summary.unhealthy), len(summary.slow_periods)
         return [
             self._count("attempts", "Starts of the run.", len(summary.attempts)),
-            self._by("saves", "Saves by their outcome.", "outcome", sorted(outcomes.items())),
+            self._by("saves", "Saves by their outcome.", "outcome", outcomes),
             self._count("restores", "Attempts that restored a checkpoint.", restores),
-            self._by(
-                "interruptions",
-                "Interruptions by their kind.",
-                "kind",
-                sorted(kinds.items()),
-                is_counter=True,
-            ),
+            self._by("interruptions", "Interruptions by their kind.", "kind", kinds, is_counter=True),
             self._count("steps_lost", "Steps known to be repeated.", lost),
             self._count("hangs", "Hangs that were reported.", len(summary.hangs)),
             self._count("unhealthy_checkpoints", "Checkpoints of states that are not healthy.", unhealthy),
@@ -123,7 +115,12 @@ class _Families:
         parts = {name.removesuffix("_s"): seconds for name, seconds in asdict(self._summary.times).items()}
         del parts["total"]
         return [
-            self._by("time", "Time since the first start, by what it was.", "part", parts.items(), "seconds"),
+            MetricFamily(
+                "holdfast_time_seconds",
+                "Time since the first start, by what it was.",
+                tuple(({**self._label, "part": part}, seconds) for part, seconds in parts.items()),
+                "seconds",
+            ),
             self._one(
                 "goodput",
                 "Training that counts, as a share of the time that was meant for training.",
@@ -145,18 +142,12 @@ class _Families:
         return MetricFamily(f"holdfast_{name}", text, ((self._label, value),), is_counter=True)
 
     def _by(
-        self,
-        name: str,
-        text: str,
-        key: str,
-        values: Iterable[tuple[str, float]],
-        unit: str = "",
-        *,
-        is_counter: bool = False,
+        self, name: str, text: str, key: str, labels: Iterable[str], *, is_counter: bool = False
     ) -> MetricFamily:
-        """Return a family with a value for each value of a label."""
-        samples = tuple(({**self._label, key: label}, value) for label, value in values)
-        return MetricFamily("_".join(filter(None, ("holdfast", name, unit))), text, samples, unit, is_counter)
+        """Return a family with the number of occurrences of each value of a label."""
+        counts = sorted(Counter(labels).items())
+        samples = tuple(({**self._label, key: label}, number) for label, number in counts)
+        return MetricFamily(f"holdfast_{name}", text, samples, is_counter=is_counter)
 
 
 def _number(value: float) -> str:

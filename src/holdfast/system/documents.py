@@ -59,7 +59,6 @@ def decode(
     Every text in it is valid Unicode, every number is finite, and no key is in an object twice.
 
     Args:
-        text: UTF-8, or a string.
         any_text: allow lone surrogates, by which Python writes file names that are not UTF-8.
     """
     if len(text) > max_bytes:
@@ -219,11 +218,7 @@ def read_integers(
 
 @final
 class Fields:
-    """Members of a JSON object, whose types are checked when they are read.
-
-    Args:
-        value: a value that `decode` has returned.
-    """
+    """Members of a JSON object, whose types are checked when they are read."""
 
     __slots__ = ("members", "what")
 
@@ -261,11 +256,7 @@ class Fields:
     def text(
         self, name: str, *, max_chars: int = MAX_TEXT_CHARS, pattern: re.Pattern[str] | None = None
     ) -> str:
-        """Return a text.
-
-        Args:
-            pattern: regular expression that all of it must match.
-        """
+        """Return a text."""
         value = self.value(name)
         if type(value) is not str or len(value) > max_chars:
             refuse(self.what, name, f"a text of at most {max_chars} characters", value)

@@ -55,7 +55,6 @@ def parse_step(value: object, what: str) -> int:
 
     Args:
         value: an int, or any integer scalar: of numpy, or a torch tensor with one integer.
-        what: name of the call or argument, for the error.
 
     Blocks: on the device of a tensor that is not on the CPU.
     """

@@ -134,12 +134,7 @@ class MemorySamples:
             self.used[rank].append(num_bytes)
 
     def growth(self, available: int, total: int) -> MemoryGrowth | None:
-        """Return the steady growth of this host's ranks; None without one.
-
-        Args:
-            available: bytes that are left on the host.
-            total: bytes of the host.
-        """
+        """Return the steady growth of this host's ranks; None without one."""
         if len(self.times) < _MIN_SAMPLES:
             return None
         slopes = {rank: self._slope(list(used)) for rank, used in self.used.items()}

@@ -53,7 +53,6 @@ def run_program(
     """Run a program, and return its result. A process that it leaves behind is not waited for.
 
     Args:
-        given: its standard input.
         on_output: called with each piece of its output and its errors.
         on_look: called while the program runs, every 0.2 s. If it raises, the program is ended.
 

@@ -124,9 +124,6 @@ class Snapshot:
     """Copy of the training state. `restore` writes it back into the same tensors, bit for bit.
 
     The copy is in host memory, so it takes no memory of the device that is being measured.
-
-    Args:
-        training: the state to copy. The generators of python, numpy and torch are always copied too.
     """
 
     def __init__(self, training: TrainingState) -> None:

@@ -321,10 +321,6 @@ class SeededUnits(list[Unit]):
 
     A loader sends them to whichever worker is free. So what a data set draws for a batch depends on the
     batch, not on the number of workers, on what they have read before, or on where a run has resumed.
-
-    Args:
-        units: of the batch.
-        place: text that differs for each batch of a run.
     """
 
     def __init__(self, units: Iterable[Unit], place: str) -> None:

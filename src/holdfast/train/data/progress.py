@@ -160,9 +160,6 @@ _MAX_SKIPPED = 1_000  # skipped ranges of a run
 class Pass:
     """One iteration over the rest of an epoch, which draws batches.
 
-    Args:
-        iterator: object that the caller iterates over.
-
     Attributes:
         iterator: weak reference to it.
         cursor: position after the newest batch; None before the first.
@@ -185,9 +182,6 @@ class BatchProgress:
     Loaders draw batches before training uses them. The position is that of the samples which completed
     optimizer steps have used, as soon as somebody counts steps; see `complete`. Until then it is that of the
     drawn batches.
-
-    Args:
-        layout: division of epochs into batches.
     """
 
     def __init__(self, layout: EpochLayout) -> None:

@@ -18,7 +18,6 @@ class ArrangedEpochs(Generic[Unit]):
     """Units of epochs in order. The newest two are kept, since arranging them sorts all lengths.
 
     Args:
-        seed: random seed of the order.
         arrange: returns all units of an epoch, in an order that a generator decides.
     """
 

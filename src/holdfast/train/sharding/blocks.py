@@ -41,7 +41,6 @@ def find_blocks(model: nn.Module, wrap: WrapPolicy | None = None) -> Blocks:
     `MIN_PARAMS` parameters. A module that shares a parameter with another part of the model is left out.
 
     Args:
-        model: any module. Its parameters may be on meta.
         wrap: the caller's choice: a minimum number of parameters, classes or their names, module names or
             patterns (`"encoder.block.*"`), modules, or an empty list for no blocks.
     """

@@ -29,9 +29,6 @@ class ProcessGroupInfo:
 def ensure_process_group(device: str | None) -> ProcessGroupInfo:
     """Return the process group. A single process without one gets a group of one.
 
-    Args:
-        device: the requested device type. Default: the accelerator, if one exists.
-
     Ranks: not collective.
     """
     accelerator = accelerator_type()
@@ -60,13 +57,7 @@ def accelerator_type() -> str | None:
 
 
 def choose_device(requested: str | None, accelerator: str | None, backends: Mapping[str, str]) -> str:
-    """Return the device type to compute on.
-
-    Args:
-        requested: the device type that the caller asked for, if any.
-        accelerator: the type of the machine's accelerator, if any.
-        backends: backends of the process group, by device type.
-    """
+    """Return the device type to compute on."""
     if requested not in (None, "cpu", accelerator):
         raise InvalidInput(
             f"device={requested!r} was requested, but this machine has {accelerator or 'no accelerator'}. "

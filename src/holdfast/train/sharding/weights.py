@@ -68,9 +68,6 @@ def choose_source(
 
     Call it before the model is sharded: the source refers to rank 0's full tensors.
 
-    Args:
-        weights: the caller's argument. Only rank 0's counts.
-
     Ranks: collective.
     """
     first = digests[0]
@@ -100,9 +97,6 @@ def choose_source(
 def materialize(model: nn.Module, device: str, *, cpu_offload: bool) -> None:
     """Allocate the tensors on meta of a sharded model, without values.
 
-    Args:
-        cpu_offload: allocate parameters in host memory instead.
-
     Ranks: not collective.
     """
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer may occur in several modules
@@ -121,9 +115,6 @@ def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank:
     """Fill a sharded model with rank 0's weights, and return the number of bytes sent.
 
     At any time a rank holds one full tensor besides its own shards.
-
-    Args:
-        device: device type that the process group supports.
 
     Ranks: collective.
     Blocks: until everything is sent.

@@ -202,7 +202,6 @@ class CompileWatcher(StepWatcher[CompileMeasurements]):
     Args:
         variant: "whole" compiles the model, "blocks" its layers one by one, "own" what the script compiles.
             "random" and "own random" use eager's random numbers, which are faster on a CPU.
-        num_pairs: measured steps of each kind.
     """
 
     def __init__(self, variant: str, num_pairs: int) -> None:

@@ -371,7 +371,6 @@ def rate_rule(optimizer: str, rate: float | None, batch: int, chosen: int, parts
     """Return the advice on the learning rate for another batch size, or on accumulation instead.
 
     Args:
-        batch: the current batch size of the loader.
         parts: batches that are accumulated per optimizer step now.
     """
     factor = chosen / batch

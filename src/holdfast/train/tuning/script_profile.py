@@ -174,15 +174,9 @@ def profile_script(
     Each run is a separate process. Its checkpoints go to a temporary folder.
 
     Args:
-        script: the Python file that trains.
-        args: its arguments.
-        questions: some of `QUESTIONS`.
         ranks: number of processes, started like torchrun does. None starts one plain process.
-        num_steps: steps to measure in each run.
         memory_bytes: memory limit for larger batches. Default: the free memory.
-        timeout_s: limit of each run.
         debug: keep all logs, including torch's own.
-        on_progress: receives the name of each stage.
 
     Blocks: for the duration of all runs.
     """

@@ -119,13 +119,7 @@ _MAX_BATCHES = 256  # enough lengths to compare paddings
 
 
 class TimingWatcher(StepWatcher[StepMeasurements]):
-    """Watcher that times unmodified steps.
-
-    Args:
-        num_steps: steps to time, after the warm-up.
-        loaders: the monitor of the data loaders.
-        compiled_at: lines where the script calls torch.compile.
-    """
+    """Watcher that times unmodified steps."""
 
     def __init__(self, num_steps: int, loaders: LoaderMonitor, *, compiled_at: list[SourceLine]) -> None:
         self.num_steps = num_steps + _WARM_UP

@@ -77,11 +77,7 @@ class StepWatcher(abc.ABC, Generic[T]):
 
 
 class StepTracker(Generic[T]):
-    """Tracker that drives a watcher over the optimizer steps of this process.
-
-    Args:
-        on_result: receives the measurements once the watcher has enough.
-    """
+    """Tracker that drives a watcher over the optimizer steps of this process."""
 
     def __init__(
         self, watcher: StepWatcher[T], loaders: LoaderMonitor, *, on_result: Callable[[T], object]

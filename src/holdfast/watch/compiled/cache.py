@@ -38,9 +38,7 @@ class CompiledCode:
     user is warned.
 
     Args:
-        limit_bytes: limit for all compile caches in the home.
         trust_home: allow running code from this home. None uses the environment and the user's file.
-        warn: shows a text to the user. Threads may call it.
     """
 
     def __init__(

@@ -94,7 +94,6 @@ def load(
     A file with a wrong hash is skipped, and an older copy used, if one exists.
 
     Args:
-        store: the store of the home, which the user trusts.
         limit_s: time limit, after which no further pack is downloaded.
     """
     deadline = time.monotonic() + limit_s

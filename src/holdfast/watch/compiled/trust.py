@@ -106,9 +106,6 @@ def trusted() -> list[str]:
 def trust(home: str, *, allow_http: bool = False) -> str:
     """Trust a home, or all homes in a folder, from now on.
 
-    Args:
-        allow_http: allow an http endpoint on another machine.
-
     Returns:
         Its line in the file: an absolute path, or a URL with endpoint, account, profile and region as far
         as the URL or the environment gives them.

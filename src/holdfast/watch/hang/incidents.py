@@ -138,12 +138,7 @@ def _newest_of_ranks(evidence: Iterable[RankEvidence]) -> tuple[RankEvidence, ..
 
 
 def describe_hang(evidence: Sequence[RankEvidence], *, world_size: int, action: str, home: str) -> str:
-    """Return the block that a training prints about its hang.
-
-    Args:
-        evidence: of the ranks that have some; at least one is late.
-        action: what is done about it.
-    """
+    """Return the block that a training prints about its hang."""
     late = max((one for one in evidence if one.is_late), key=lambda one: one.stalled_s)
     doing = f"its phase {late.phase!r}" if late.phase else f"the step after {late.step}"
     lines = [

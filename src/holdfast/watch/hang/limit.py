@@ -57,11 +57,7 @@ class StallClock:
         self._longest_s: dict[str, float] = {}
 
     def tick(self, progress: TrainerProgress, passed_s: float) -> bool:
-        """Add a tick. Return True if the trainer has made no progress for longer than its limit.
-
-        Args:
-            passed_s: time since the last tick.
-        """
+        """Add a tick. Return True if the trainer has made no progress for longer than its limit."""
         seen = progress.beats, progress.beats_here, progress.phase_count
         if seen != self._seen:
             self._learn_phase()

@@ -199,12 +199,7 @@ class PaceChange:
 
 
 class SlowRankAnnouncer:
-    """Announcer of the slow ranks of one attempt: each period once when it is certain, and once at its end.
-
-    Args:
-        world_size: number of ranks.
-        factor: own time from which a rank is slow, as a multiple of that of a usual rank.
-    """
+    """Announcer of the slow ranks of one attempt: each period when it is certain, and at its end."""
 
     def __init__(self, world_size: int, factor: float) -> None:
         self._world_size = world_size

@@ -80,9 +80,6 @@ class ActivitySampler:
     """Thread that samples the thread that trains, and counts its activities in the pulse.
 
     A sample takes some 100 microseconds. It needs the GIL for a part of that, and disturbs no system call.
-
-    Args:
-        window_s: length of the windows that the counts are compared in.
     """
 
     def __init__(self, pulse: Pulse, window_s: float) -> None:

@@ -56,11 +56,7 @@ class _End(Cloud):
 
 
 class Deadline(_End):
-    """Deadline that the user gives, as a time from the start of the training.
-
-    Args:
-        after_s: time until then.
-    """
+    """Deadline that the user gives, as a time from the start of the training."""
 
     name = "deadline"
     detail = "time is over"

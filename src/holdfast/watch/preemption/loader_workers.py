@@ -123,7 +123,6 @@ class _FirstFunction:
     """First function that a worker calls: leaves the signals to the trainer, then calls the user's.
 
     Args:
-        own: the user's `worker_init_fn`.
         blocked: signals that are blocked until then.
     """
 

@@ -53,11 +53,7 @@ class SignalRecorder:
 
 
 class _Handler:
-    """Handler of one signal: records it for every watcher, then calls the previous handler.
-
-    Args:
-        before: previous handler, as `signal.getsignal` returns it.
-    """
+    """Handler of one signal: records it for every watcher, then calls the previous handler."""
 
     def __init__(self, number: int, before: Any) -> None:
         self.number = number
@@ -127,9 +123,6 @@ class _FailureHandler:
 
     PyTorch's handler raises them wherever the trainer is, such as in the middle of an optimizer's step. Its
     loader finds a dead worker by itself when it waits for a batch.
-
-    Args:
-        before: PyTorch's handler.
     """
 
     def __init__(self, before: Any) -> None:

@@ -21,11 +21,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0
 
 
 class NoticeWatcher:
-    """Watcher of signals, files and metadata services. Its `notice` is the first one that arrived.
-
-    Args:
-        sources: sources other than signals, see `holdfast.watch.preemption.sources.parse_sources`.
-    """
+    """Watcher of signals, files and metadata services. Its `notice` is the first one that arrived."""
 
     def __init__(self, sources: str | Iterable[str] | None = None) -> None:
         self._signals = SignalRecorder()

@@ -50,7 +50,6 @@ def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[CheckpointId]
     restored step, from there back to the source of that checkpoint, and so on.
 
     Args:
-        events: events of the whole run, by time.
         saves: all saves, for restores without a recorded source.
     """
     stretches = _stretches(events, sorted(saves))

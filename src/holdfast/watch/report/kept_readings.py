@@ -32,9 +32,7 @@ class KeptReadings(Generic[_T]):
     A place that does not answer delays only the requests for it, and those only for a limited time.
 
     Args:
-        least_age_s: time for which a result is kept.
         rest: the same, as a multiple of the time that the reading took.
-        max_kept: number of results that are kept in memory.
     """
 
     def __init__(self, *, least_age_s: float, rest: float = 0.0, max_kept: int = 1) -> None:
@@ -46,9 +44,6 @@ class KeptReadings(Generic[_T]):
         """Return the result for a place, as it was read a moment ago.
 
         Args:
-            place: the place, which an error names.
-            read: reads it.
-            part: part of the place that is read, if several are.
             wait_s: longest wait for the place, from the start of its reading; by default 10 s.
 
         Blocks: while the place is read, at most `wait_s`.

@@ -81,10 +81,6 @@ def checkpoint_of(event: HistoryEvent, known: Collection[CheckpointId]) -> Check
 
     An attempt also commits, drains and deletes checkpoints of earlier attempts. The detail may contain their
     attempt; otherwise the newest checkpoint of that step counts.
-
-    Args:
-        event: a commit, drain, deletion or restore.
-        known: all checkpoints.
     """
     named = _OF_ATTEMPT.match(event.detail)
     if named:

@@ -45,7 +45,7 @@ class Figure:
 
 def make_figure(
     name: str,
-    rows: Sequence[Sequence[Cell]],
+    rows: Sequence[Sequence[Any]],
     *,
     id: str | None = None,
     lead: str = "",
@@ -57,7 +57,6 @@ def make_figure(
 
     Args:
         name: of its entry, and by default its id.
-        rows: of the table, with a cell for each column of the entry.
         lead: text before that of the entry.
         note: text after it.
         label: replaces `$name` in the title and the columns.
@@ -65,7 +64,8 @@ def make_figure(
             `when` names an empty value is left out.
     """
     entry = _declared()["figures"][name]
-    shown = tuple(tuple(row) for row in rows[-MAX_ROWS:])
+    formats = entry.get("formats", [""] * len(entry["columns"]))
+    shown = tuple(tuple(map(_format_cell, formats, row)) for row in rows[-MAX_ROWS:])
     text = " ".join(entry["text"])
     title, *columns = (label if one == "$name" else one for one in (entry["title"], *entry["columns"]))
     title = title.replace("$name", label)
@@ -73,6 +73,13 @@ def make_figure(
     return Figure(
         id or name, title, f"{lead}{text}{note}", spec, tuple(columns), shown, len(rows) - len(shown)
     )
+
+
+def _format_cell(kind: str, value: Any) -> Cell:
+    """Return a cell in the format of its column; with a "?", an unknown value is an empty cell."""
+    if not kind or (value is None and kind.endswith("?")):
+        return value
+    return _FORMATS[kind.removesuffix("?")](value)
 
 
 @cache
@@ -216,6 +223,9 @@ def format_share(value: float | None) -> str:
     return (
         f"{percent:.1f} %" if percent >= 0.95 else f"{percent:.2g} %" if percent >= 0.001 else "under 0.001 %"
     )
+
+
+_FORMATS = {"time": format_time, "seconds": format_seconds, "size": format_size, "share": format_share}
 
 
 def thin_out(items: Sequence[_T]) -> tuple[list[_T], int]:

@@ -45,7 +45,6 @@ class SpikeDetector:
     the new normal. So a spike does not hide the next one, and a lasting change is reported once.
 
     Args:
-        name: of the metric, for people.
         kind: "loss", or "norm" for norms of gradients, which vary much more.
     """
 

@@ -191,8 +191,13 @@ class Batches(ABC, Generic[Unit]):
             InvalidInput: the data, batch size or seed differ from those of `state`.
         """
         self._check_order(state)
-        cursor, skipped = self._parse(state)
-        self._progress.load(cursor, skipped)
+        epoch, start = state["epoch"], state.get("epoch_start")
+        if start is None:  # saved before positions were numbered through
+            start = sum(self._count_units(one) for one in range(epoch))
+        skipped: Ranges = ()
+        for low, high in state.get("skipped", ()):
+            skipped = add_range(skipped, low, high)
+        self._progress.load(Cursor(epoch, start, start + state["taken"]), skipped)
 
     def _state_of(self, cursor: Cursor) -> dict[str, Any]:
         return {
@@ -203,22 +208,11 @@ class Batches(ABC, Generic[Unit]):
             "order": self._order_identity(),
         }
 
-    def _parse(self, state: dict[str, Any]) -> tuple[Cursor, Ranges]:
-        epoch = state["epoch"]
-        start = state.get("epoch_start")
-        if start is None:  # saved before positions were numbered through
-            start = sum(self._count_units(one) for one in range(epoch))
-        skipped: Ranges = ()
-        for low, high in state.get("skipped", ()):
-            skipped = add_range(skipped, low, high)
-        return Cursor(epoch, start, start + state["taken"]), skipped
-
     def _check_order(self, state: dict[str, Any]) -> None:
         mine = self._order_identity()
         if differing := [name for name in mine if state["order"].get(name) != mine[name]]:
-            changes = ", ".join(
-                f"{name} was {state['order'].get(name)}, is {mine[name]}" for name in differing
-            )
+            was = state["order"]
+            changes = ", ".join(f"{name} was {was.get(name)}, is {mine[name]}" for name in differing)
             raise InvalidInput(
                 f"The order of batches cannot be resumed: {changes}. The rest of the epoch would "
                 "repeat or skip samples. Use the same data and settings, or remove this object from "

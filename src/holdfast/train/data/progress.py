@@ -23,7 +23,7 @@ def add_range(ranges: Ranges, start: int, stop: int) -> Ranges:
     before = tuple(one for one in ranges if one[1] < start)
     after = tuple(one for one in ranges if one[0] > stop)
     touched = ranges[len(before) : len(ranges) - len(after)]
-    merged = (min([start, *(one[0] for one in touched)]), max([stop, *(one[1] for one in touched)]))
+    merged = min([start, *(low for low, _ in touched)]), max([stop, *(high for _, high in touched)])
     return (*before, merged, *after)
 
 
@@ -133,9 +133,8 @@ class EpochLayout:
             return None
         stretches = take_free(skipped, cursor.position, end, size)
         is_last = self.next_size(num_left - size) == 0
-        return GlobalBatch(
-            cursor, stretches, self.move(cursor, end if is_last else stretches[-1][1], skipped)
-        )
+        after = self.move(cursor, end if is_last else stretches[-1][1], skipped)
+        return GlobalBatch(cursor, stretches, after)
 
     def first_unit(self, cursor: Cursor, skipped: Ranges) -> int:
         """Return the first unit of the next batch, of this epoch or a later one."""
@@ -265,9 +264,13 @@ class BatchProgress:
     def complete(self, num_steps: int) -> None:
         """Count completed optimizer steps. From the first call on, the position is that of their samples."""
         if not self.counts_steps:
-            self._begin_counting(is_first_step=num_steps > 0)
+            self.counts_steps = True
+            # Before the first one, only the batches of a live pass wait for their steps: loaders read ahead.
+            while self._waiting and num_steps == 0 and self._waiting[0][1].iterator() is None:
+                self._waiting.popleft()
+            self._used = self._waiting[0][0].before if self._waiting else self._drawn
         for number in range(num_steps):
-            if not self._waiting or not self._is_drawn(self._waiting[0][0]):
+            if not self._waiting or self._waiting[0][0].after.position > self._drawn.position:
                 self._warn(
                     f"{plural(num_steps - number, 'step')} were completed without a batch of the data in "
                     "the state. The position in the data counts one global batch for each optimizer step "
@@ -279,19 +282,6 @@ class BatchProgress:
             drawer.num_completed += 1
             self._is_set = False
             self._pass_over(batch)
-
-    def _is_drawn(self, batch: GlobalBatch) -> bool:
-        return batch.after.position <= self._drawn.position
-
-    def _begin_counting(self, *, is_first_step: bool) -> None:
-        """Begin to count steps.
-
-        Before the first one, only the batches of a live pass wait for their steps: a loader may read ahead.
-        """
-        self.counts_steps = True
-        while self._waiting and not is_first_step and self._waiting[0][1].iterator() is None:
-            self._waiting.popleft()
-        self._used = self._waiting[0][0].before if self._waiting else self._drawn
 
     def _pass_over(self, batch: GlobalBatch) -> None:
         """Move behind a used batch. Units before it that no step has used are left out for ever."""

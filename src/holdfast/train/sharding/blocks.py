@@ -125,19 +125,14 @@ def _of_size(model: nn.Module, min_params: int) -> Iterator[_Named]:
 
 def _matching(model: nn.Module, wanted: Sequence[object]) -> list[_Named]:
     modules = list(_inner_first(model))
-    used: set[int] = set()
-    chosen: list[_Named] = []
-    for name, module in modules:
-        fits = [i for i, one in enumerate(wanted) if _fits(one, name, module)]
-        used.update(fits)
-        if fits:
-            chosen.append((name, module))
-    for i, one in enumerate(wanted):
-        if i not in used:
+    for one in wanted:
+        if not any(_fits(one, name, module) for name, module in modules):
             kinds = ", ".join(sorted({type(module).__name__ for _, module in modules}))
+            shown = one.__name__ if isinstance(one, type) else repr(one)
             raise InvalidInput(
-                f"wrap= has {_format(one)}, but the model has no such module. Its classes are {kinds}."
+                f"wrap= has {shown}, but the model has no such module. Its classes are {kinds}."
             )
+    chosen = [(name, one) for name, one in modules if any(_fits(wish, name, one) for wish in wanted)]
     for name, module in chosen:
         if not _is_callable(module):
             raise InvalidInput(
@@ -162,10 +157,6 @@ def _iterate(wrap: object) -> Iterable[object]:
         if all(isinstance(one, (str, type, nn.Module)) for one in members):
             return members
     raise InvalidInput(f"wrap must be classes, modules or a number of parameters, got {wrap!r}.")
-
-
-def _format(wanted: object) -> str:
-    return wanted.__name__ if isinstance(wanted, type) else repr(wanted)
 
 
 def _inner_first(model: nn.Module) -> Iterator[_Named]:

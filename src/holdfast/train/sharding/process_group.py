@@ -36,16 +36,12 @@ def ensure_process_group(device: str | None) -> ProcessGroupInfo:
         _make_group_of_one(accelerator if device is None else device)
     backends = backends_of(None)
     chosen = choose_device(device, accelerator, backends)
-    _check_torch_supports(chosen)
-    return ProcessGroupInfo(dist.get_rank(), dist.get_world_size(), chosen, backends[chosen])
-
-
-def _check_torch_supports(device: str) -> None:
-    if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+    if chosen == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise Unsupported(
             f"torch {torch.__version__} supports sharded models (FSDP2) on accelerators only. Install "
             "torch 2.7 or newer to shard on CPUs. Nothing was changed."
         )
+    return ProcessGroupInfo(dist.get_rank(), dist.get_world_size(), chosen, backends[chosen])
 
 
 def accelerator_type() -> str | None:
@@ -105,12 +101,7 @@ def _make_group_of_one(device: str | None) -> None:
             "train alone. Call torch.distributed.init_process_group() before holdfast.shard()."
         )
     dist.init_process_group(_backends_for(device or "cpu"), store=HashStore(), rank=0, world_size=1)
-    atexit.register(_leave_group)
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
 @dataclass(frozen=True, slots=True)

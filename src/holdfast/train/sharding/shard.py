@@ -90,21 +90,12 @@ def _prefetch(model: Any, blocks: Sequence[Any], ahead: int) -> None:
 
     Source: torchtitan's `apply_fsdp`; assumes that units run in the model's order.
     """
-    units = [
-        block for block in blocks if not any(other is not block and _holds(other, block) for other in blocks)
-    ]
-    order = [model, *units]
-    for i, unit in enumerate(order):
-        if coming := order[i + 1 : i + 1 + ahead]:
-            unit.set_modules_to_forward_prefetch(coming)
-    order = [model, *reversed(units)]
-    for i, unit in enumerate(order):
-        if coming := order[i + 1 : i + 1 + ahead]:
-            unit.set_modules_to_backward_prefetch(coming)
-
-
-def _holds(outer: nn.Module, inner: nn.Module) -> bool:
-    return any(module is inner for module in outer.modules())
+    inner = {id(part) for block in blocks for part in block.modules() if part is not block}
+    units = [block for block in blocks if id(block) not in inner]
+    for order, kind in (([model, *units], "forward"), ([model, *reversed(units)], "backward")):
+        for i, unit in enumerate(order):
+            if coming := order[i + 1 : i + 1 + ahead]:
+                getattr(unit, f"set_modules_to_{kind}_prefetch")(coming)
 
 
 _log = get_logger("train")
@@ -186,8 +177,10 @@ def shard(
         cpu_offload=cpu_offload,
         activation_checkpointing=activation_checkpointing,
         compile=compile,
-        prefetch=_check_prefetch(prefetch),
+        prefetch=prefetch,
     )
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
     _check_not_sharded(model)
     group = ensure_process_group(device)
     layout = make_mesh_layout(shards, group.num_ranks)
@@ -215,12 +208,6 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
             f"dtype must be one of {', '.join(_DTYPES)} or a floating-point torch dtype, got {dtype!r}."
         )
     return found
-
-
-def _check_prefetch(prefetch: int) -> int:
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
-    return prefetch
 
 
 def _check_not_sharded(model: nn.Module) -> None:

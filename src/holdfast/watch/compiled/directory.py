@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import stat
@@ -127,28 +128,19 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int, float]]:
         entries = sorted(os.scandir(folder), key=lambda one: one.name)
     except FileNotFoundError:
         return  # deleted meanwhile
-    in_work = {
-        entry.name[: -len(_IS_BEING_BUILT)] for entry in entries if entry.name.endswith(_IS_BEING_BUILT)
-    }
+    built = [entry.name for entry in entries if entry.name.endswith(_IS_BEING_BUILT)]
+    in_work = {f"{name.removesuffix(_IS_BEING_BUILT)}." for name in built}
     for entry in entries:
         name = entry.name
         if entry.is_dir(follow_symlinks=False):
             if not name.endswith(_IS_BEING_BUILT) and not (prefix == "" and name in _LEFT_OUT_FOLDERS):
                 yield from _walk(folder / name, f"{prefix}{name}/")
-        elif entry.is_file(follow_symlinks=False) and not _is_left_out(name, in_work):
-            try:
-                facts = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
+        elif entry.is_file(follow_symlinks=False):
+            if name.startswith((".", *in_work)) or name.endswith(_LEFT_OUT_ENDS):
                 continue
-            yield f"{prefix}{name}", facts.st_size, facts.st_mtime
-
-
-def _is_left_out(name: str, in_work: set[str]) -> bool:
-    return (
-        name.startswith(".")
-        or name.endswith(_LEFT_OUT_ENDS)
-        or any(name.startswith(f"{one}.") for one in in_work)
-    )
+            with contextlib.suppress(FileNotFoundError):
+                facts = entry.stat(follow_symlinks=False)
+                yield f"{prefix}{name}", facts.st_size, facts.st_mtime
 
 
 def _can_be_named(path: str) -> bool:

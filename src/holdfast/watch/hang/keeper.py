@@ -75,25 +75,26 @@ class HangKeeper(KeeperWatch):
         if not self._has_recovered(progress):
             return
         self._reported = None
-        if not progress.is_training:
-            return  # it has left its loop, as after a signal
-        seconds = time.monotonic() - self._reported_s
-        self._history.record(
-            OVER, step=progress.step, seconds=seconds, detail="the training makes progress again"
-        )
+        if progress.is_training:  # otherwise it has left its loop, as after a signal
+            seconds, detail = time.monotonic() - self._reported_s, "the training makes progress again"
+            self._history.record(OVER, step=progress.step, seconds=seconds, detail=detail)
 
     def _handle(self, progress: TrainerProgress) -> None:
         """Capture all ranks of this host, and report a hang unless one may take long."""
         clock = self._clock
         own = capture_rank(self._trainer, progress, stalled_s=clock.stalled_s, limit_s=clock.limit_s)
-        peers = self._capture_peers()
+        config, peers = self._config, list[RankEvidence]()
+        with contextlib.suppress(HoldfastError):
+            found_here = capture_host(config.home, attempt=config.attempt, without=config.rank)
+            peers = list(found_here.values())
         if (limit_s := self._longer_limit([own, *peers], progress)) is not None:
             self._clock.extend(limit_s)
             return
         self._reported = progress.beats, progress.phase_count
         self._reported_s = time.monotonic() - self._clock.stalled_s
         recording = self._run.in_background(lambda: self._record(own))
-        is_first = self._is_first(own, peers)
+        late = [one.rank for one in peers if one.stalled_s >= own.stalled_s / 2 and not one.phase]
+        is_first = own.rank <= min(late, default=own.rank)  # the lowest one reports for all of the host
         found = self._report(own, peers) if is_first else [own]
         recording.join(_RECORD_S)
         if self._restarts:
@@ -101,13 +102,6 @@ class HangKeeper(KeeperWatch):
                 time.sleep(_LEAD_S if self._config.all_ranks_here else _LEAD_S + _GATHER_S)
             with contextlib.suppress(OSError, Corrupt):  # it has exited
                 self._end_trainer(own.step, describe_odd(found))
-
-    def _capture_peers(self) -> list[RankEvidence]:
-        """Return evidence of the other ranks on this host."""
-        config = self._config
-        with contextlib.suppress(HoldfastError):
-            return list(capture_host(config.home, attempt=config.attempt, without=config.rank).values())
-        return []
 
     def _longer_limit(self, ranks: Sequence[RankEvidence], progress: TrainerProgress) -> float | None:
         """Return a longer limit if a rank of this host does what may take long; None if none does."""
@@ -132,11 +126,6 @@ class HangKeeper(KeeperWatch):
         with contextlib.suppress(HoldfastError):
             self._history.store.flush()
 
-    def _is_first(self, own: RankEvidence, peers: Sequence[RankEvidence]) -> bool:
-        """Return True if this keeper reports for all ranks of the host: the lowest one that is late too."""
-        late = [one.rank for one in peers if one.stalled_s >= own.stalled_s / 2 and not one.phase]
-        return own.rank <= min(late, default=own.rank)
-
     def _report(self, own: RankEvidence, peers: Sequence[RankEvidence]) -> list[RankEvidence]:
         """Print one block about all ranks, with what other hosts have recorded. Return the evidence."""
         found = {one.rank: one for one in (*peers, own)}
@@ -150,12 +139,11 @@ class HangKeeper(KeeperWatch):
             if one.phase or one.stalled_s < own.stalled_s / 2:  # its own keeper does not
                 self._run.in_background(lambda one=one: self._record(one))
         ranks = [found[rank] for rank in sorted(found)]
-        text = describe_hang(
-            ranks,
-            world_size=self._config.world_size,
-            action=self._action(),
-            home=self._config.home,
-        )
+        action = 'Nothing was done (Hang("report")).'
+        if self._restarts:
+            action = "The trainers are ended, so that the job starts again."
+        config = self._config
+        text = describe_hang(ranks, world_size=config.world_size, action=action, home=config.home)
         if not self._run.show(text, wait_s=_SHOW_S):  # it is stopped, or something holds the GIL
             _print_to(self._trainer.trainer_pid, f"holdfast: {text}\n")
         return ranks
@@ -171,11 +159,6 @@ class HangKeeper(KeeperWatch):
                     if one is not None and not (one.rank in found and found[one.rank].is_late):
                         found[one.rank] = one
             time.sleep(_PERIOD_S)
-
-    def _action(self) -> str:
-        if self._restarts:
-            return "The trainers are ended, so that the job starts again."
-        return 'Nothing was done (Hang("report")).'
 
     # -- restart ---------------------------------------------------------------------------------------------
 

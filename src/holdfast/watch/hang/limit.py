@@ -60,7 +60,8 @@ class StallClock:
         """Add a tick. Return True if the trainer has made no progress for longer than its limit."""
         seen = progress.beats, progress.beats_here, progress.phase_count
         if seen != self._seen:
-            self._learn_phase()
+            if self._phase:
+                self._longest_s[self._phase] = max(self._longest_s.get(self._phase, 0.0), self.stalled_s)
             self._seen, self._phase = seen, progress.phase
             self.stalled_s = self._least_limit_s = 0.0
         elif progress.is_training:
@@ -71,10 +72,6 @@ class StallClock:
     def extend(self, limit_s: float | None = None) -> None:
         """Give what the trainer is doing a longer limit, by default that of a phase."""
         self._least_limit_s = self._limits.phase_s if limit_s is None else limit_s
-
-    def _learn_phase(self) -> None:
-        if self._phase:
-            self._longest_s[self._phase] = max(self._longest_s.get(self._phase, 0.0), self.stalled_s)
 
     def _limit(self, progress: TrainerProgress) -> float:
         limits = self._limits

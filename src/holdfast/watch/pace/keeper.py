@@ -85,7 +85,10 @@ class PaceKeeper(KeeperWatch):
         if ranks:
             self._add(PaceWindow(number, max(steps), ranks))
         if self._config.rank == 0:
-            self._compare()
+            if len(self._ranks) < self._config.world_size:
+                self._read_others()
+            for one in self._table.take():
+                self._announce(self._announcer.add(one, window_s=self._window_s, hosts=self._hosts))
 
     def _add(self, window: PaceWindow) -> None:
         self._num_windows += 1
@@ -104,13 +107,6 @@ class PaceKeeper(KeeperWatch):
 
     # -- all hosts, by rank 0's keeper -----------------------------------------------------------------------
 
-    def _compare(self) -> None:
-        if len(self._ranks) < self._config.world_size:
-            self._read_others()
-        for window in self._table.take():
-            change = self._announcer.add(window, window_s=self._window_s, hosts=self._hosts)
-            self._announce(change)
-
     def _read_others(self) -> None:
         """Read the windows of other hosts that are new in the history."""
         with contextlib.suppress(HoldfastError):  # the store failed; the next window reads again
@@ -119,9 +115,7 @@ class PaceKeeper(KeeperWatch):
                 if found is None or line.get("rank") in self._ranks:
                     continue
                 host, window_s, windows = found
-                if window_s != self._window_s:
-                    continue
-                for window in windows:
+                for window in windows if window_s == self._window_s else ():
                     self._hosts |= dict.fromkeys(window.ranks, host)
                     self._table.add(window)
 
@@ -135,12 +129,10 @@ class PaceKeeper(KeeperWatch):
             self._run.show(block_of_slow(change.begun, self._config.home))
 
     def _record(self, event: str, one: SlowPeriod, text: str) -> None:
-        seconds = 0.0 if one.until_unix_s is None else one.until_unix_s - one.since_unix_s
-        self._history.record(event, step=self._step(), seconds=seconds, detail=text, members=one.members())
-
-    def _step(self) -> int | None:
         own = self._ranks.get(self._config.rank)
-        return None if own is None or own.before is None else own.before.step
+        step = None if own is None or own.before is None else own.before.step
+        seconds = 0.0 if one.until_unix_s is None else one.until_unix_s - one.since_unix_s
+        self._history.record(event, step=step, seconds=seconds, detail=text, members=one.members())
 
 
 class _RankReader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import Corrupt
@@ -33,6 +33,11 @@ class RankWindow:
     def own(self) -> float:
         """Time that it did not wait for other ranks, outside phases."""
         return self.runs + self.loads + self.sleeps
+
+    @property
+    def row(self) -> list[float]:
+        """Its shares, rounded, as `_Document` has them."""
+        return [round(share, 3) for share in (self.runs, self.loads, self.sleeps, self.queues)]
 
     @classmethod
     def of_samples(cls, counts: Sequence[int], queues: float) -> RankWindow | None:
@@ -111,23 +116,12 @@ class _Document:
 
 def encode_windows(windows: Sequence[PaceWindow], *, host: str, window_s: float) -> dict[str, Any]:
     """Return windows of one host as members of a line of the history."""
-    ranks = sorted({rank for one in windows for rank in one.ranks})
-    return asdict(
-        _Document(
-            host,
-            window_s,
-            tuple(one.number for one in windows),
-            tuple(round(one.step_s, 6) for one in windows),
-            {
-                str(rank): tuple(_encode(one.ranks[rank]) if rank in one.ranks else None for one in windows)
-                for rank in ranks
-            },
-        )
-    )
-
-
-def _encode(one: RankWindow) -> tuple[float, ...]:
-    return tuple(round(share, 3) for share in (one.runs, one.loads, one.sleeps, one.queues))
+    numbers, steps_s = [one.number for one in windows], [round(one.step_s, 6) for one in windows]
+    rows = {
+        str(rank): [one.ranks[rank].row if rank in one.ranks else None for one in windows]
+        for rank in sorted({rank for one in windows for rank in one.ranks})
+    }
+    return {"host": host, "window_s": window_s, "numbers": numbers, "step_s": steps_s, "ranks": rows}
 
 
 def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow]] | None:
@@ -140,11 +134,8 @@ def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow
         return None
     numbers, steps_s = document.numbers, document.step_s
     is_whole = 0 < len(numbers) == len(steps_s) <= _MAX_WINDOWS and len(document.ranks) <= _MAX_RANKS
-    times_s = (
-        document.window_s,
-        *steps_s,
-        *(number * document.window_s for number in numbers[:_MAX_WINDOWS]),
-    )
+    begins_s = (number * document.window_s for number in numbers[:_MAX_WINDOWS])
+    times_s = (document.window_s, *steps_s, *begins_s)
     if not is_whole or document.window_s <= 0 or not all(0 <= one <= _MAX_TIME_S for one in times_s):
         return None
     found: list[dict[int, RankWindow]] = [{} for _ in numbers]
@@ -174,9 +165,9 @@ def list_paces(lines: Iterable[Mapping[str, Any]]) -> list[PaceReading]:
 
 
 CAUSES = {
+    Activity.RUNS: "computing",
     Activity.LOADS: "its data loader",
     Activity.SLEEPS: "sleep in its own code, such as for a disk or the network",
-    Activity.RUNS: "computing",
 }
 """Causes of a longer own time, as text."""
 _LEAST_EXCESS = 0.01
@@ -185,11 +176,7 @@ QUEUE_CAUSE = "waiting for a processor that something else uses"
 
 def find_cause(windows: Sequence[PaceWindow], rank: int) -> str:
     """Return the largest part of a rank's excess as text, else ""."""
-    excess = {
-        Activity.RUNS: _excess(windows, rank, "runs"),
-        Activity.LOADS: _excess(windows, rank, "loads"),
-        Activity.SLEEPS: _excess(windows, rank, "sleeps"),
-    }
+    excess = {one: _excess(windows, rank, one.name.lower()) for one in CAUSES}
     largest = max(excess, key=lambda one: excess[one])
     if excess[largest] <= _LEAST_EXCESS:
         return ""

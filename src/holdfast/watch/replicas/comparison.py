@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.system.units import plural
@@ -29,17 +29,6 @@ class HashedReplicas:
     host: str  # name of the rank's host
     replicas: tuple[Replica, ...]
     hashes: tuple[str, ...]  # of each replica, xxh3-64 in 16 hex digits
-
-    def named(self, names: Sequence[str]) -> Iterator[tuple[str, Replica, str]]:
-        """Yield the name of the tensor, the replica and the hash of each replica.
-
-        Args:
-            names: of the tensors in the catalog of the rank.
-        """
-        for replica, found in zip(self.replicas, self.hashes, strict=True):
-            if replica.tensor >= len(names):
-                raise ValueError(f"a replica of tensor {replica.tensor}, but the catalog has {len(names)}")
-            yield names[replica.tensor], replica, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +59,7 @@ class ReplicaDifference:
 
     def members(self) -> dict[str, Any]:
         """Return the difference as JSON, for a line of the history."""
-        return {
-            "tensors": list(self.tensors),
-            "num_tensors": self.num_tensors,
-            "ranks": list(self.ranks),
-            "others": list(self.others),
-            "hosts": list(self.hosts),
-            "equal_at": self.equal_at,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "step"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +80,12 @@ class ReplicaHashes:
     hashes: dict[_Key, dict[int, str]] = field(default_factory=dict[_Key, dict[int, str]])
 
     def add(self, rank: int, audit: HashedReplicas, names: Sequence[str]) -> None:
-        """Add the hashes of one rank.
-
-        Args:
-            names: of the tensors in the rank's catalog.
-        """
+        """Add the hashes of one rank. Raises ValueError if they do not fit the names in its catalog."""
         self.hosts[rank] = audit.host
-        for name, replica, found in audit.named(names):
-            key = name, replica.region
+        for replica, found in zip(audit.replicas, audit.hashes, strict=True):
+            if replica.tensor >= len(names):
+                raise ValueError(f"a replica of tensor {replica.tensor}, but the catalog has {len(names)}")
+            key = names[replica.tensor], replica.region
             self.hashes.setdefault(key, {})[rank] = found
             if replica.is_trained:
                 self.trained.add(key)

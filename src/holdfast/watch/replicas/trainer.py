@@ -38,18 +38,12 @@ def turns_of(tensors: Sequence[SharedTensor], *, within: int | None) -> Copies:
     by_holders: dict[tuple[tuple[int, ...], ...], list[SharedTensor]] = {}
     for members in by_object.values():  # few: hashing a thousand ranks for each tensor would take long
         by_holders.setdefault(members[0].holders, []).extend(members)
-    return Copies(
-        tuple(
-            _turns(members, _num_turns(sum(one.num_bytes for one in members), len(holders), within))
-            for holders, members in by_holders.items()
-        )
-    )
-
-
-def _num_turns(num_bytes: int, num_copies: int, within: int | None) -> int:
-    if within is not None:
-        return within
-    return max(1, min(-(-num_bytes // FREE_BYTES), _TURNS_PER_COPY * num_copies, MAX_TURNS))
+    found: list[tuple[tuple[str, ...], ...]] = []
+    for holders, members in by_holders.items():
+        num_bytes = sum(one.num_bytes for one in members)
+        most = min(-(-num_bytes // FREE_BYTES), _TURNS_PER_COPY * len(holders), MAX_TURNS)
+        found.append(_turns(members, max(1, most) if within is None else within))
+    return Copies(tuple(found))
 
 
 def _turns(members: Sequence[SharedTensor], num_turns: int) -> tuple[tuple[str, ...], ...]:
@@ -111,18 +105,12 @@ class Replicas(Watch):
 
     @override
     def saving(self, save: CopiedSave) -> Section | None:
-        self._note(save)
-        rows = [[one.number, one.region, int(one.is_trained)] for one in save.copies]
-        return Section(1, {"rows": rows}) if rows else None
-
-    def _note(self, save: CopiedSave) -> None:
-        """Record how the tensors are compared, at the first save and when that changes."""
-        if not self._num_tensors:
-            return
         tensors = plural(self._num_tensors, "replicated tensor")
         text = f"{tensors}, each compared once in {plural(self._num_saves, 'save')}"
         if not save.has_room:
             text = "only the tensors that this rank writes are hashed: memory= has no room for others"
-        if text != self._noted:
+        if self._num_tensors and text != self._noted:  # at the first save, and when that changes
             self._noted = text
             self._run.note("replica-check", step=None, detail=text)
+        rows = [[one.number, one.region, int(one.is_trained)] for one in save.copies]
+        return Section(1, {"rows": rows}) if rows else None

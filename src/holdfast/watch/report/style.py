@@ -94,11 +94,8 @@ def read_asset(name: str) -> str:
 
 def _make_spec(entry: Spec, values: Mapping[str, Any]) -> Spec:
     """Return the chart of an entry, as wide as its container on the page."""
-    known = {
-        "span_axis": "".join(_declared()["span_axis"]),
-        "legend_columns": entry.get("legend_columns", 2),
-        **values,
-    }
+    span_axis, columns = "".join(_declared()["span_axis"]), entry.get("legend_columns", 2)
+    known = {"span_axis": span_axis, "legend_columns": columns, **values}
     known.update(_filled(entry.get("parts", {}), known))
     return _filled({**_declared()["frame"], **entry["chart"]}, known)
 
@@ -113,14 +110,12 @@ def _filled(template: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(template, str):
         return values[template[1:]] if template.startswith("$") else template
     if isinstance(template, list):
-        return [_filled(one, values) for one in template if _is_drawn(one, values)]
+        conditions = (one.get("when") if isinstance(one, dict) else None for one in template)
+        parts = zip(template, conditions, strict=True)
+        return [_filled(one, values) for one, when in parts if when is None or values[when]]
     if isinstance(template, dict):
         return {key: _filled(value, values) for key, value in template.items() if key != "when"}
     return template
-
-
-def _is_drawn(part: Any, values: Mapping[str, Any]) -> bool:
-    return not isinstance(part, dict) or "when" not in part or bool(values[part["when"]])
 
 
 def time_axis(field: str, summary: RunSummary, *, grid: bool = True) -> Spec:
@@ -174,12 +169,8 @@ def _decimals(first: int, last: int) -> list[float]:
 
 def color_by(field: str, looks: Mapping[str, Any], *, legend: bool = True) -> Spec:
     """Return an encoding with a distinct style for each value of a field."""
-    encoded: Spec = {
-        "field": field,
-        "type": "nominal",
-        "scale": {"domain": list(looks), "range": list(looks.values())},
-        "sort": list(looks),
-    }
+    scale = {"domain": list(looks), "range": list(looks.values())}
+    encoded: Spec = {"field": field, "type": "nominal", "scale": scale, "sort": list(looks)}
     return encoded if legend else {**encoded, "legend": None}
 
 
@@ -220,9 +211,9 @@ def format_share(value: float | None) -> str:
     percent = value * 100
     if percent == 0 or percent >= 9.95:
         return f"{percent:.0f} %"
-    return (
-        f"{percent:.1f} %" if percent >= 0.95 else f"{percent:.2g} %" if percent >= 0.001 else "under 0.001 %"
-    )
+    if percent < 0.001:
+        return "under 0.001 %"
+    return f"{percent:.1f} %" if percent >= 0.95 else f"{percent:.2g} %"
 
 
 _FORMATS = {"time": format_time, "seconds": format_seconds, "size": format_size, "share": format_share}

@@ -161,15 +161,9 @@ class RunSummary:
             {**asdict(one), "cost_s": one.cost_s, "is_failure": one.is_failure} for one in self.interruptions
         ]
         del document["losses"]["gaps"]
-        document["hangs"] = [
-            {
-                "attempt": one.attempt,
-                "unix_s": one.unix_s,
-                "over_s": one.over_s,
-                "place": describe_odd(one.ranks),
-            }
-            for one in self.hangs
-        ]
+        for row, hang in zip(document["hangs"], self.hangs, strict=True):
+            del row["ranks"]
+            row["place"] = describe_odd(hang.ranks)
         del document["paces"], document["watch_lines"]  # the history has them
         document["slow_periods"] = [
             {"attempt": one.attempt, **asdict(one.period), "cost_s": one.period.cost_s}

@@ -115,9 +115,7 @@ class ContentCheck:
 
     def result(self) -> TensorHealth:
         """Return the health of the tensors, after all bytes were added."""
-        bad = [
-            tensor.name for tensor, has_nan in self._has_nan.items() if has_nan or not self._is_mask(tensor)
-        ]
+        bad = [one.name for one, has_nan in self._has_nan.items() if has_nan or not self._is_mask(one)]
         summed = {run.tensors[0].is_moment for run in self._runs if run.tensors[0].is_summed}
         parameters, moments = (
             total if is_moment in summed and math.isfinite(total) else None

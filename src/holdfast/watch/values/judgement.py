@@ -62,7 +62,9 @@ def judge(tensors: Iterable[TensorHealth | None], before: Sequence[Squares] = ()
         return ValueJudgement(Mark.AGAINST, against, squares)
     if len(checked) < len(found):
         return ValueJudgement(Mark.UNSURE, (NOT_CHECKED,), squares)
-    mark = Mark.FOR if _can_compare(squares, before) else Mark.NONE
+    known = [one for one in before if one.parameters]
+    can_compare = squares.parameters is not None and len(known) >= _MIN_BEFORE
+    mark = Mark.FOR if can_compare else Mark.NONE
     return ValueJudgement(mark, ("all tensors are finite",), squares)
 
 
@@ -87,22 +89,16 @@ def not_finite(checked: Iterable[TensorHealth]) -> list[str]:
     return [f"NaN or infinity in {', '.join(name[:100] for name in names)}{more}"]
 
 
-def _norms(squares: Squares) -> tuple[tuple[str, float | None, float], ...]:
-    return (
-        ("parameters", squares.parameters, _MAX_GROWTH),
-        ("optimizer state", squares.moments, _MAX_MOMENT_GROWTH),
-    )
-
-
 def _out_of_reason(squares: Squares, before: Sequence[Squares]) -> list[str]:
     """Return the norms that differ too much from those before."""
     if len(before) < _MIN_BEFORE:
         return []
     found: list[str] = []
-    for (name, now, limit), earlier in zip(
-        _norms(squares), zip(*map(_norms, before), strict=True), strict=True
+    for name, now, earlier, limit in (
+        ("parameters", squares.parameters, [one.parameters for one in before], _MAX_GROWTH),
+        ("optimizer state", squares.moments, [one.moments for one in before], _MAX_MOMENT_GROWTH),
     ):
-        known = [value for _, value, _ in earlier if value is not None]
+        known = [value for value in earlier if value is not None]
         usual = math.sqrt(median(known)) if len(known) >= _MIN_BEFORE else 0.0
         if now is None or usual == 0.0:
             continue
@@ -110,8 +106,3 @@ def _out_of_reason(squares: Squares, before: Sequence[Squares]) -> list[str]:
         if ratio > limit or (name == "parameters" and ratio < 1 / limit):
             found.append(f"the norm of the {name} is {math.sqrt(now):.4g}, usually {usual:.4g}")
     return found
-
-
-def _can_compare(squares: Squares, before: Sequence[Squares]) -> bool:
-    known = [one for one in before if one.parameters]
-    return squares.parameters is not None and len(known) >= _MIN_BEFORE

@@ -16,18 +16,13 @@ from typing import Any, NoReturn, TypeVar, final
 
 from holdfast.errors import Corrupt, InvalidInput
 
-MAX_BYTES = 1 << 20
-"""Bytes of a document whose kind has no limit of its own."""
-MAX_DEPTH = 64
-"""Arrays and objects that may be nested in each other."""
-MAX_DIGITS = 20
-"""Digits of an integer; 2**64 has 20."""
-MAX_NUMBER_CHARS = 64
-"""Characters of a number with a fraction or exponent; Python writes 24."""
+MAX_BYTES = 1 << 20  # bytes of a document whose kind has no limit of its own
+MAX_DEPTH = 64  # arrays and objects that may be nested in each other
+MAX_DIGITS = 20  # digits of an integer; 2**64 has 20
+MAX_NUMBER_CHARS = 64  # characters of a number with a fraction or exponent; Python writes 24
 MAX_COUNT = 2**53 - 1
 """Greatest count, size and offset: the greatest integer that every JSON reader keeps exactly."""
-MAX_TEXT_CHARS = 1 << 16
-"""Characters of a text whose member has no limit of its own."""
+MAX_TEXT_CHARS = 1 << 16  # characters of a text whose member has no limit of its own
 
 _MANY_ITEMS = 16  # from here on, checking them as a whole takes less time
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")

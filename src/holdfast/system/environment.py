@@ -13,8 +13,7 @@ from pathlib import Path
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, decode_object
 
-PREEMPTION = "HOLDFAST_PREEMPTION"
-"""Sources of preemption notices, see `holdfast.watch.preemption.sources`."""
+PREEMPTION = "HOLDFAST_PREEMPTION"  # sources of preemption notices, see `holdfast.watch.preemption.sources`
 KEEP_IN_MEMORY = "HOLDFAST_KEEP_IN_MEMORY"
 """Time for which a keeper offers the last save from memory after the death of its trainer."""
 PROGRESS = "HOLDFAST_PROGRESS"
@@ -23,14 +22,12 @@ TRIAL = "HOLDFAST_TRIAL"
 """File with the plan of a trial, see `checkpoint/run/trial.py`; set by `holdfast check` and `replay`."""
 NOTIFY = "HOLDFAST_NOTIFY"
 """Commands and webhooks that are notified of all jobs launched with it, one per line. May contain secrets."""
-NOTIFY_ON = "HOLDFAST_NOTIFY_ON"
-"""Statuses of which they are notified, separated by commas."""
+NOTIFY_ON = "HOLDFAST_NOTIFY_ON"  # statuses of which they are notified, separated by commas
 SANDBOX = "HOLDFAST_SANDBOX"
 """Folder that replaces every home and local folder during a dry run of a script; else unset."""
 
 _MAX_DIGITS = 18
-MAX_PLACE = 200
-"""Characters of the place at which a training hangs, and of the reason why one has diverged."""
+MAX_PLACE = 200  # characters of the place at which a training hangs, and of the reason why one has diverged
 
 
 def read_integer(name: str, default: int, *, minimum: int = 0) -> int:

@@ -12,8 +12,7 @@ from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.units import plural
 
-Ranges = tuple[tuple[int, int], ...]
-"""Start and end of each range, ascending; no two overlap or touch."""
+Ranges = tuple[tuple[int, int], ...]  # start and end of each range, ascending; no two overlap or touch
 
 
 def add_range(ranges: Ranges, start: int, stop: int) -> Ranges:

@@ -12,8 +12,7 @@ from torch import nn
 
 from holdfast.errors import InvalidInput
 
-MIN_PARAMS = 20_000
-"""Parameters of a block in models without layers. The FSDP tutorial's `min_num_params`."""
+MIN_PARAMS = 20_000  # parameters of a block in models without layers. The FSDP tutorial's `min_num_params`
 
 WrapPolicy: TypeAlias = "int | str | type | nn.Module | Iterable[str | type | nn.Module]"
 """Choice of blocks: by size, class, name or pattern, module, or several of these."""

@@ -25,8 +25,7 @@ from holdfast.train.tuning.measurements import (
 )
 from holdfast.train.tuning.source_lines import format_line
 
-MIN_WAIT_SHARE = 0.10
-"""Smallest share of a step spent waiting for data that is a finding."""
+MIN_WAIT_SHARE = 0.10  # smallest share of a step spent waiting for data that is a finding
 _MIN_SHARE_OF_STEPS = 0.25  # rarer syncs are ordinary logging
 _NOTICEABLE = 0.01  # of a step: smallest cost to give in seconds
 _MIN_RECOMPILES = 3  # fewer are normal: the compiler learns which sizes change

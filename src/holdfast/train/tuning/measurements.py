@@ -140,8 +140,7 @@ class CompileMeasurements:
     failure: str = ""
 
 
-MIN_GAIN = 0.03
-"""Smallest difference that counts. Steps of the same program differ by 3 to 4 %."""
+MIN_GAIN = 0.03  # smallest difference that counts. Steps of the same program differ by 3 to 4 %
 _REUSED = 0.1  # no compiler saves nine tenths of a step's memory; such a difference comes from the allocator
 
 

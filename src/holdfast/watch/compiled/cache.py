@@ -24,8 +24,7 @@ from holdfast.watch.compiled.trust import VARIABLE, is_trusted
 _log = get_logger("watch.compiled")
 LOAD_LIMIT_S = 120.0
 """Longest wait for compiled code at the start. Files that are missing then are compiled again."""
-CLOSE_LIMIT_S = 10.0
-"""Longest wait for uploads at the end of a training."""
+CLOSE_LIMIT_S = 10.0  # longest wait for uploads at the end of a training
 _COMPILER = "torch._inductor.codecache"
 _MAX_LISTED = 3
 

@@ -24,12 +24,9 @@ from holdfast.watch.compiled.index import MAX_FILE_BYTES, check_path
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Variable with torch.compile's cache directory. torch sets it on first use."""
-HEADERS = "precompiled_headers/"
-"""Prefix of the paths of precompiled headers."""
-MAX_HEADER_FILES = 8
-"""Newest headers of a host to include. Each version of torch and compiler has two files."""
-MAX_FILES = 50_000
-"""Most files of a directory that are considered."""
+HEADERS = "precompiled_headers/"  # prefix of the paths of precompiled headers
+MAX_HEADER_FILES = 8  # newest headers of a host to include. Each version of torch and compiler has two files
+MAX_FILES = 50_000  # most files of a directory that are considered
 
 _TORCH_CHOOSES = "torch._inductor.runtime.cache_dir_utils"
 _LEFT_OUT_FOLDERS = ("locks", "precompiled_headers")

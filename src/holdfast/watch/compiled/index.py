@@ -17,10 +17,8 @@ from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, is_text, read_integers, shown
 from holdfast.watch.compiled.build_environment import BuildEnvironment
 
-FOLDER = "compiled/"
-"""Prefix of all objects of compile caches."""
-MAX_FILE_BYTES = 256 << 20
-"""Largest file to upload."""
+FOLDER = "compiled/"  # prefix of all objects of compile caches
+MAX_FILE_BYTES = 256 << 20  # largest file to upload
 MAX_INDEX_BYTES = 64 << 20
 MAX_PATH_CHARS = 1024
 

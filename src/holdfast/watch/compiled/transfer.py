@@ -34,8 +34,7 @@ from holdfast.watch.compiled.index import (
     unpack,
 )
 
-MAX_INDICES = 256
-"""Most indices to read, newest first."""
+MAX_INDICES = 256  # most indices to read, newest first
 _READS_AT_ONCE = 4
 
 
@@ -145,8 +144,7 @@ def _listed_paths(indices: Iterable[CacheIndex]) -> Iterator[str]:
 
 # -- to home -------------------------------------------------------------------------------------------------
 
-PACK_BYTES = 8 << 20
-"""Target size of a pack: the memory of one upload, and the most that a kill can cost."""
+PACK_BYTES = 8 << 20  # target size of a pack: the memory of one upload, and the most that a kill can cost
 
 
 @dataclass(slots=True)

@@ -16,10 +16,8 @@ from holdfast.errors import Corrupt
 from holdfast.system.documents import decode_dataclass
 from holdfast.watch.hang.stacks import NAME, ProcessStacks, capture
 
-EVENT = "hang"
-"""Kind of the event with the evidence of one rank."""
-MAX_RANKS = 64
-"""Ranks of a host whose stacks are captured."""
+EVENT = "hang"  # kind of the event with the evidence of one rank
+MAX_RANKS = 64  # ranks of a host whose stacks are captured
 _MAX_LINE_BYTES = 200_000
 _FEW_THREADS, _FEW_FRAMES = 4, 40
 

@@ -12,8 +12,7 @@ from holdfast.watch.hang.evidence import RankEvidence, decode
 from holdfast.watch.hang.places import Kind, Place, find_place
 from holdfast.watch.hang.stacks import ProcessStacks, main_thread
 
-OVER = "hang-over"
-"""Kind of the event of a rank that makes progress again."""
+OVER = "hang-over"  # kind of the event of a rank that makes progress again
 _TOGETHER_S = 120.0  # longest time between the records of two ranks about one hang, beyond its own duration
 _STOPPED = ("stopped", "gone", "waiting for a device")
 

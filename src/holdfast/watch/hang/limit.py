@@ -9,12 +9,10 @@ from holdfast.checkpoint.keeper.pulse import TrainerProgress
 
 MIN_LIMIT_S = 60.0
 """Shortest limit that is learnt: a slow disk or a busy network may delay any step for so long."""
-TIMES_MEDIAN = 10.0
-"""The limit, as a multiple of the median duration of the last steps."""
+TIMES_MEDIAN = 10.0  # the limit, as a multiple of the median duration of the last steps
 TIMES_LONGEST = 2.0
 """The least limit, as a multiple of the longest of the last steps: such as one with an evaluation."""
-MIN_STEPS = 10
-"""Steps after which a limit is learnt."""
+MIN_STEPS = 10  # steps after which a limit is learnt
 _MAX_TICK_S = 2.0
 """Longest time that one tick counts: a suspended machine makes no progress, and does not hang."""
 

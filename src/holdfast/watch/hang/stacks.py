@@ -172,8 +172,7 @@ def _frame(one: Any) -> Frame:
 
 # -- capture -------------------------------------------------------------------------------------------------
 
-MAX_WORKERS = 8
-"""Child processes whose stacks are captured, such as workers of data loaders."""
+MAX_WORKERS = 8  # child processes whose stacks are captured, such as workers of data loaders
 _WRITE_S, _QUIET_S = 3.0, 0.1
 """Time that a process may take to write its stacks, and time without growth after which they may be whole."""
 _LOOK_S = 0.01

@@ -14,8 +14,7 @@ from holdfast.system.units import Duration, parse_duration
 from holdfast.watch.hang.limit import HangLimits
 from holdfast.watch.hang.stacks import NAME, install_handlers
 
-ACTIONS = ("report", "restart", "off")
-"""Responses to a training that makes no progress."""
+ACTIONS = ("report", "restart", "off")  # responses to a training that makes no progress
 
 
 @dataclass

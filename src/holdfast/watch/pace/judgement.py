@@ -12,8 +12,7 @@ from enum import Enum
 from holdfast.watch.pace.slow_periods import SlowPeriod
 from holdfast.watch.pace.windows import PaceWindow, find_cause
 
-FACTOR = 1.15
-"""Own time of a slow rank, as a multiple of that of the others."""
+FACTOR = 1.15  # own time of a slow rank, as a multiple of that of the others
 _WINDOWS, _LEAST_WINDOWS = 8, 6
 """Windows that a judgement looks at, and those of them in which a slow rank must be slow."""
 LEAST_COST = 0.05

@@ -16,8 +16,7 @@ from holdfast.system.process_exit import complete_at_exit
 from holdfast.watch.hang.places import Kind, frame_kind, loads_data
 from holdfast.watch.hang.stacks import Frame
 
-NAME = "slow-ranks"
-"""Name of the watch. Its words in the pulse count the samples of each activity."""
+NAME = "slow-ranks"  # name of the watch. Its words in the pulse count the samples of each activity
 _APART = (Kind.COMPILES, Kind.EVALUATES, Kind.DEBUGS)
 _MAX_CODES = 10_000  # functions whose kind is remembered
 
@@ -32,8 +31,7 @@ class Activity(IntEnum):
     APART = 4  # in a phase, an evaluation, a compilation or a debugger, which are not part of a step
 
 
-OWN = (Activity.RUNS, Activity.LOADS, Activity.SLEEPS)
-"""Activities that are a rank's own part of a step."""
+OWN = (Activity.RUNS, Activity.LOADS, Activity.SLEEPS)  # activities that are a rank's own part of a step
 
 
 class FrameKinds:
@@ -69,8 +67,7 @@ class FrameKinds:
         return found
 
 
-SAMPLES_PER_WINDOW = 75
-"""Samples in one window of time."""
+SAMPLES_PER_WINDOW = 75  # samples in one window of time
 _MAX_PERIOD_S = 0.2
 _MAX_FRAMES = 200
 _STAT_BYTES = 256

@@ -10,8 +10,7 @@ from holdfast.errors import Corrupt, printable
 from holdfast.system.documents import read_dataclass
 from holdfast.system.units import format_duration
 
-BEGUN, OVER = "slow-rank", "slow-rank-over"
-"""Kinds of the events at the begin and end of a period."""
+BEGUN, OVER = "slow-rank", "slow-rank-over"  # kinds of the events at the begin and end of a period
 _WHAT = "a slow rank"
 
 

@@ -10,8 +10,7 @@ from holdfast.errors import Corrupt
 from holdfast.system.documents import read_dataclass
 from holdfast.watch.pace.sampler import OWN, Activity
 
-EVENT = "pace"
-"""Kind of the event with windows of the ranks of one host."""
+EVENT = "pace"  # kind of the event with windows of the ranks of one host
 _LEAST_SAMPLES = 10  # least number of samples in a window
 _LEAST_OWN = 0.3
 """Least share of a window that the slowest rank has for itself. A phase leaves too little to compare."""

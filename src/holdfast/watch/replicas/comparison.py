@@ -8,8 +8,7 @@ from typing import Any
 
 from holdfast.system.units import plural
 
-MAX_TENSORS = 8
-"""Tensors that are named in a difference; the others are only counted."""
+MAX_TENSORS = 8  # tensors that are named in a difference; the others are only counted
 _Key = tuple[str, int]  # a tensor's name and the number of its region
 
 

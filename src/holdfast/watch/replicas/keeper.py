@@ -17,8 +17,7 @@ from holdfast.system.documents import Fields, read_integers
 from holdfast.system.units import plural
 from holdfast.watch.replicas.comparison import HashedReplicas, Replica, ReplicaHashes, ReplicaWatch
 
-REPLICA_DIGITS = 16
-"""Length of the hash of a replica: xxh3-64."""
+REPLICA_DIGITS = 16  # length of the hash of a replica: xxh3-64
 _MAX_HOST_CHARS = 256
 _DIFFERENCE = (
     "THE RANKS' COPIES DIFFER in the checkpoint of step {}, which is marked as unhealthy:\n{}\n"

@@ -15,8 +15,7 @@ from holdfast.checkpoint.watch import CopiedSave, Watch, WatchedRun
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
 
-MAX_TURNS = 64
-"""Saves within which every tensor is compared, at most, unless the user chooses a number."""
+MAX_TURNS = 64  # saves within which every tensor is compared, at most, unless the user chooses a number
 FREE_BYTES = 64 << 20
 """Bytes of a rank that are compared at every save in any case: some 20 ms of processor time."""
 _TURNS_PER_COPY = 8

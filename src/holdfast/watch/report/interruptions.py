@@ -14,8 +14,7 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.watch.report.events import METRICS, HistoryEvent
 from holdfast.watch.report.saves import SaveRecord
 
-Span = tuple[float, float]
-"""Start and end, in seconds of one clock."""
+Span = tuple[float, float]  # start and end, in seconds of one clock
 
 
 @dataclass(slots=True)

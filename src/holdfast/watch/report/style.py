@@ -14,15 +14,12 @@ from typing import Any, TypeVar
 from holdfast.system.units import format_bytes, format_duration
 from holdfast.watch.report.summary import RunSummary
 
-Spec = dict[str, Any]
-"""A Vega-Lite specification, or a part of one."""
+Spec = dict[str, Any]  # a Vega-Lite specification, or a part of one
 Cell = str | int | None
 _T = TypeVar("_T")
 
-MAX_ROWS = 500
-"""Rows of a table on the page. `holdfast history` prints all."""
-MAX_MARKS = 1500
-"""Saves in a chart. With more, every second, third, ... is drawn."""
+MAX_ROWS = 500  # rows of a table on the page. `holdfast history` prints all
+MAX_MARKS = 1500  # saves in a chart. With more, every second, third, ... is drawn
 
 # Charts use names of colours. The page's style sheet defines them for light and dark mode, so a chart
 # follows the reader's setting without a second drawing.

@@ -10,12 +10,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-WINDOW = 128
-"""Values that a new one is compared with."""
-MIN_VALUES = 32
-"""Values before the first judgement."""
-NUM_RECENT, NUM_HIGH = 5, 3
-"""A spike is at least three high values among the last five."""
+WINDOW = 128  # values that a new one is compared with
+MIN_VALUES = 32  # values before the first judgement
+NUM_RECENT, NUM_HIGH = 5, 3  # a spike is at least three high values among the last five
 _Z = 8.0  # least distance of a high value from the median, in robust standard deviations
 _RATIO = {"loss": 0.1, "norm": 2.0}
 """Least distance of a high value from the median, as a share of it: noise may be very small."""

@@ -9,8 +9,7 @@ from statistics import median
 
 from holdfast.checkpoint.format.sections import Mark
 
-MAX_NAMES = 8
-"""Tensors that are named in a part; the others are only counted."""
+MAX_NAMES = 8  # tensors that are named in a part; the others are only counted
 MAX_BEFORE = 8
 """Checkpoints before whose norms are kept, so that the next attempt has something to compare with."""
 _MIN_BEFORE = 3  # checkpoints that a norm is compared with, at least

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from campaigns import counts
-from holdfast.watch.hang.grouping import group_ranks
+from holdfast.watch.hang.incidents import group_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

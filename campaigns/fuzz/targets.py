@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import io
 import json
 import random
@@ -429,15 +428,14 @@ def _run_index(data: bytes) -> None:
 
 
 def _pack_seeds() -> list[bytes]:
-    from holdfast.watch.compiled.packs import pack
+    from holdfast.watch.compiled.index import pack
 
     whole, _ = pack({"a": b"\x7fELF" * 100, "b": bytes(1000)})
     return [whole]
 
 
 def _run_pack(data: bytes) -> None:
-    from holdfast.watch.compiled.index import PackedFile
-    from holdfast.watch.compiled.packs import unpack
+    from holdfast.watch.compiled.index import PackedFile, unpack
 
     for offset in (0, 30):
         with contextlib.suppress(Corrupt):
@@ -642,25 +640,23 @@ def _notice_seeds() -> list[bytes]:
 
 
 def _run_notice(data: bytes) -> None:
-    from holdfast.watch.preemption import aws, azure, file, gcp
-    from holdfast.watch.preemption.metadata import Unreachable
+    from holdfast.watch.preemption import clouds
+    from holdfast.watch.preemption.notice import Unreachable, read_notice
 
     text = data.decode("utf-8", "replace")
-    aws._parse_action(text)
-    cloud = azure.Azure()
+    clouds._parse_action(text)
+    cloud = clouds.Azure()
     cloud._machine = "vm1"
     cloud._get = lambda path, timeout_s: text  # type: ignore[method-assign]
     with contextlib.suppress(Unreachable):
         cloud.poll()
-    for kind in vars(gcp).values():
-        is_reader = isinstance(kind, type) and hasattr(kind, "_parse") and kind.__module__ == gcp.__name__
-        if is_reader and not inspect.isabstract(kind):
-            with contextlib.suppress(Unreachable):
-                kind._parse(object.__new__(kind), text)
+    for kind in (clouds.GcpPreemption, clouds.GcpMaintenance):
+        with contextlib.suppress(Unreachable):
+            kind().parse(text)
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
         out.flush()
-        file.read_notice(Path(out.name))
+        read_notice(Path(out.name))
 
 
 def _run_progress(data: bytes) -> None:

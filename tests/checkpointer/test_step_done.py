@@ -9,7 +9,7 @@ import torch
 
 import holdfast
 from holdfast.watch.preemption import Notice
-from holdfast.watch.preemption.file import write_notice
+from holdfast.watch.preemption.notice import write_notice
 from stage.training import make_checkpointer
 
 

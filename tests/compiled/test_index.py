@@ -10,8 +10,7 @@ from holdfast.checkpoint.format.sealed import dumps, seal, unseal
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, Unsupported
 from holdfast.watch.compiled import index as indices
 from holdfast.watch.compiled.build_environment import environment_key
-from holdfast.watch.compiled.index import CacheIndex, IndexName, PackedFile, PackName
-from holdfast.watch.compiled.packs import divide, pack, unpack
+from holdfast.watch.compiled.index import CacheIndex, IndexName, PackedFile, PackName, divide, pack, unpack
 
 KEY = "0123456789abcdef" * 2
 FACTS = {"cpu": "flags: avx2", "torch": "2.13.0"}

@@ -10,13 +10,12 @@ import pytest
 from faulty_store import FaultyStore
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import RetryLater
-from holdfast.watch.compiled import upload
+from holdfast.watch.compiled import transfer
 from holdfast.watch.compiled.build_environment import current_environment, environment_key
 from holdfast.watch.compiled.cache import CompiledCode
 from holdfast.watch.compiled.directory import Directory
-from holdfast.watch.compiled.download import load
 from holdfast.watch.compiled.index import FOLDER, IndexName, PackName, parse_name
-from holdfast.watch.compiled.upload import CacheUploader
+from holdfast.watch.compiled.transfer import CacheUploader, load
 
 KEY = "0123456789abcdef" * 2
 FACTS = {"cpu": "flags: avx2"}
@@ -51,7 +50,7 @@ def uploader(
     )
 
 
-def upload_new(one: CacheUploader, directory: Directory, *, is_last: bool = False) -> upload.UploadResult:
+def upload_new(one: CacheUploader, directory: Directory, *, is_last: bool = False) -> transfer.UploadResult:
     return one.upload(directory, is_last=is_last, is_ended=lambda: False)
 
 
@@ -94,7 +93,7 @@ def test_an_attempt_that_downloaded_everything_uploads_nothing(home: Store, tmp_
 def test_large_caches_are_uploaded_in_packs_that_count_separately(
     home: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(upload, "PACK_BYTES", 250)
+    monkeypatch.setattr(transfer, "PACK_BYTES", 250)
     directory = fill(tmp_path / "here", *(f"f{i}" for i in range(7)))
     faulty = FaultyStore(home)
     faulty.fail("put", RetryLater("the network has gone"), matching=".pack", nth=3)

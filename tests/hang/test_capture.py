@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.system.linux.locks import try_flock
-from holdfast.watch.hang import capture as capturing
-from holdfast.watch.hang.capture import capture
+from holdfast.watch.hang import stacks as capturing
+from holdfast.watch.hang.stacks import capture
 
 SLOW_WRITER = """
 import os, signal, sys, time

@@ -13,14 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt
-from holdfast.watch.hang.capture import ProcessStacks
 from holdfast.watch.hang.evidence import RankEvidence, decode, encode
-from holdfast.watch.hang.grouping import group_ranks
-from holdfast.watch.hang.incidents import list_hangs
+from holdfast.watch.hang.incidents import describe_hang, format_stacks, group_ranks, list_hangs
 from holdfast.watch.hang.places import Kind, find_place
-from holdfast.watch.hang.py_spy import parse_json
-from holdfast.watch.hang.stacks import MAX_FRAMES, Frame, Thread, main_thread, parse_stacks
-from holdfast.watch.hang.text import describe_hang, format_stacks
+from holdfast.watch.hang.stacks import (
+    MAX_FRAMES,
+    Frame,
+    ProcessStacks,
+    Thread,
+    main_thread,
+    parse_json,
+    parse_stacks,
+)
 
 STDLIB = sysconfig.get_path("stdlib")
 TORCH = "/v/lib/python3.11/site-packages/torch"

@@ -17,10 +17,8 @@ from hang.trials import Trial
 from holdfast.cli import main as cli
 from holdfast.errors import HUNG_STATUS
 from holdfast.system.environment import PROGRESS, find_hang
-from holdfast.watch.hang.capture import read_state
-from holdfast.watch.hang.grouping import group_ranks
-from holdfast.watch.hang.py_spy import find_py_spy, read_stacks
-from holdfast.watch.hang.text import summary
+from holdfast.watch.hang.incidents import describe_odd, group_ranks
+from holdfast.watch.hang.stacks import find_py_spy, read_stacks, read_state
 from stage.training import wait_until
 
 NewTrial = Callable[..., Trial]
@@ -42,7 +40,7 @@ def test_a_hang_is_recorded_with_the_stacks_of_the_training(new_trial: NewTrial)
     (one,) = trial.hang().ranks
     assert (one.rank, one.step, one.phase, one.process.pid) == (0, 14, "", trial.ranks[0].pid)
     assert one.stalled_s > one.limit_s == 3.0
-    assert "training.py" in summary([one])
+    assert "training.py" in describe_odd([one])
     assert any(frame.function == "odd_trouble" for thread in one.process.threads for frame in thread.frames)
     trial.wait_until(lambda: "THE TRAINING HANGS: rank 0 has made no progress" in trial.printed())
     assert f"holdfast stacks {trial.home} --recorded" in trial.printed()
@@ -52,7 +50,7 @@ def test_a_hang_is_recorded_with_the_stacks_of_the_training(new_trial: NewTrial)
 def test_the_place_is_found_whatever_the_process_does(new_trial: NewTrial, way: str) -> None:
     trial = new_trial()
     trial.start(way, limit="3s")
-    found = summary(trial.hang().ranks)
+    found = describe_odd(trial.hang().ranks)
     assert PLACES[way].split("{")[0] in found
     trial.wait_until(lambda: "THE TRAINING HANGS" in trial.printed())
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.copies import Copies
 from holdfast.checkpoint.state.catalog import shared_tensors
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, held_by
-from holdfast.watch.replicas.turns import FREE_BYTES, MAX_TURNS, turns_of
+from holdfast.watch.replicas.trainer import FREE_BYTES, MAX_TURNS, turns_of
 
 DDP4 = held_by((0, 1, 2, 3))
 HSDP = ShardLayout(((0, 2),), ((0, 1), (2, 3)))

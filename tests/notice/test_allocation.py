@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast.errors import PREEMPTED_STATUS, InvalidInput
 from holdfast.watch.preemption.allocation import Deadline, Slurm
-from holdfast.watch.preemption.metadata import Unreachable
+from holdfast.watch.preemption.notice import Unreachable
 from holdfast.watch.preemption.sources import parse_sources
 from stage import ranks
 

@@ -13,10 +13,8 @@ import pytest
 
 from holdfast.errors import InvalidInput
 from holdfast.watch.preemption import Notice, NoticeWatcher
-from holdfast.watch.preemption.aws import Aws
-from holdfast.watch.preemption.azure import Azure
-from holdfast.watch.preemption.gcp import GcpMaintenance, GcpPreemption
-from holdfast.watch.preemption.metadata import Unreachable
+from holdfast.watch.preemption.clouds import Aws, Azure, GcpMaintenance, GcpPreemption
+from holdfast.watch.preemption.notice import Unreachable
 from holdfast.watch.preemption.sources import parse_sources
 from notice.cloud_services import AwsService, AzureService, GcpService
 

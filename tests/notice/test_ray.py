@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from holdfast.watch.preemption import Notice
-from holdfast.watch.preemption.metadata import Unreachable
-from holdfast.watch.preemption.ray import Ray, is_worker
+from holdfast.watch.preemption.clouds import Ray, is_worker
+from holdfast.watch.preemption.notice import Unreachable
 from holdfast.watch.preemption.sources import parse_sources
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.keeper.pulse import Pulse, PulseReader
-from holdfast.watch.pace.activity import NAME, Activity, FrameKinds
-from holdfast.watch.pace.sampler import ActivitySampler
+from holdfast.watch.pace.sampler import NAME, Activity, ActivitySampler, FrameKinds
 from stage.training import wait_until
 
 SITE = "/venv/lib/python3.11/site-packages"

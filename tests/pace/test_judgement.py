@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.watch.pace.judgement import PaceJudge, PaceKind, PaceVerdict, judge
+from holdfast.watch.pace.judgement import PaceJudge, PaceKind, PaceVerdict
 
 NOISE = random.Random(1)
 
@@ -20,6 +20,12 @@ def rows(number: int, ranks: int, own: Callable[[int, int], float]) -> list[dict
         {rank: own(window, rank) * NOISE.uniform(0.97, 1.03) for rank in range(ranks)}
         for window in range(number)
     ]
+
+
+def judge(found: list[dict[int, float]]) -> list[PaceVerdict]:
+    """Return the verdict after each window."""
+    judging, world_size = PaceJudge(), len(found[0])
+    return [judging.add(row, world_size=world_size) for row in found]
 
 
 def last(found: list[dict[int, float]]) -> PaceVerdict:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nursery
-from holdfast.watch.pace.activity import Activity
+from holdfast.watch.pace.sampler import Activity
 from holdfast.watch.pace.windows import CAUSES, QUEUE_CAUSE, decode_windows
 from pace.trials import PaceTrial
 

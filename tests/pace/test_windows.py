@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.watch.pace.activity import Activity
-from holdfast.watch.pace.announcer import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.judgement import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.sampler import Activity
 from holdfast.watch.pace.slow_periods import block_of_end, block_of_slow, decode_period, list_slow_periods
 from holdfast.watch.pace.windows import (
     CAUSES,

@@ -14,11 +14,8 @@ from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import format_time, print_json
 from holdfast.errors import NotFound
 from holdfast.system.units import format_duration, plural
-from holdfast.watch.hang.evidence import RankEvidence
-from holdfast.watch.hang.grouping import group_ranks
-from holdfast.watch.hang.incidents import list_hangs
-from holdfast.watch.hang.rank_capture import capture_host
-from holdfast.watch.hang.text import describe_groups, format_stacks
+from holdfast.watch.hang.evidence import RankEvidence, capture_host
+from holdfast.watch.hang.incidents import describe_groups, format_stacks, group_ranks, list_hangs
 
 _EXAMPLES = """
 holdfast stacks runs/gpt

@@ -14,8 +14,7 @@ from holdfast.errors import InvalidInput
 from holdfast.system.units import format_bytes, format_duration, parse_bytes, parse_duration
 
 if TYPE_CHECKING:
-    from holdfast.train.tuning.findings import Finding
-    from holdfast.train.tuning.report import TuningReport
+    from holdfast.train.tuning.findings import Finding, TuningReport
 
 _EXAMPLES = """
 holdfast tune train.py --epochs 1

@@ -20,8 +20,7 @@ _PASSED_THROUGH = frozenset(
     }
 )
 """Packages whose frames are between the user's line and ours."""
-_LOADERS = ("torch/utils/data/", "torchdata/stateful_dataloader/")
-"""Folders of the code of data loaders."""
+_LOADERS = ("torch/utils/data/", "torchdata/stateful_dataloader/")  # folders of the code of data loaders
 
 
 def warn(message: str, category: type[Warning]) -> None:

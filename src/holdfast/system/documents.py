@@ -16,18 +16,13 @@ from typing import Any, NoReturn, TypeVar, final
 
 from holdfast.errors import Corrupt, InvalidInput
 
-MAX_BYTES = 1 << 20
-"""Bytes of a document whose kind has no limit of its own."""
-MAX_DEPTH = 64
-"""Arrays and objects that may be nested in each other."""
-MAX_DIGITS = 20
-"""Digits of an integer; 2**64 has 20."""
-MAX_NUMBER_CHARS = 64
-"""Characters of a number with a fraction or exponent; Python writes 24."""
+MAX_BYTES = 1 << 20  # bytes of a document whose kind has no limit of its own
+MAX_DEPTH = 64  # arrays and objects that may be nested in each other
+MAX_DIGITS = 20  # digits of an integer; 2**64 has 20
+MAX_NUMBER_CHARS = 64  # characters of a number with a fraction or exponent; Python writes 24
 MAX_COUNT = 2**53 - 1
 """Greatest count, size and offset: the greatest integer that every JSON reader keeps exactly."""
-MAX_TEXT_CHARS = 1 << 16
-"""Characters of a text whose member has no limit of its own."""
+MAX_TEXT_CHARS = 1 << 16  # characters of a text whose member has no limit of its own
 
 _MANY_ITEMS = 16  # from here on, checking them as a whole takes less time
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
@@ -59,11 +54,7 @@ def decode(
     Every text in it is valid Unicode, every number is finite, and no key is in an object twice.
 
     Args:
-        text: UTF-8, or a string.
         any_text: allow lone surrogates, by which Python writes file names that are not UTF-8.
-
-    Raises:
-        Corrupt: it is not JSON, or exceeds a limit.
     """
     if len(text) > max_bytes:
         raise Corrupt(
@@ -222,14 +213,7 @@ def read_integers(
 
 @final
 class Fields:
-    """Members of a JSON object, whose types are checked when they are read.
-
-    Args:
-        value: a value that `decode` has returned.
-
-    Raises:
-        Corrupt: it is not an object.
-    """
+    """Members of a JSON object, whose types are checked when they are read."""
 
     __slots__ = ("members", "what")
 
@@ -267,11 +251,7 @@ class Fields:
     def text(
         self, name: str, *, max_chars: int = MAX_TEXT_CHARS, pattern: re.Pattern[str] | None = None
     ) -> str:
-        """Return a text.
-
-        Args:
-            pattern: regular expression that all of it must match.
-        """
+        """Return a text."""
         value = self.value(name)
         if type(value) is not str or len(value) > max_chars:
             refuse(self.what, name, f"a text of at most {max_chars} characters", value)
@@ -342,9 +322,6 @@ def read_dataclass(cls: type[_T], value: Any, what: str) -> _T:
 
     Every member is checked against the annotation of its field: numbers, texts, None, enums by value, arrays
     for tuples, lists and sets, objects for mappings and dataclasses. A field with a default may be missing.
-
-    Raises:
-        Corrupt: a member is missing, unknown or of another type.
     """
     members = Fields(value, what).members
     hints, required = _fields_of(cls)

@@ -16,8 +16,6 @@ def command(module: str, *arguments: str, python: str | None = None) -> list[str
 
     Args:
         module: full name, as after `python -m`.
-        arguments: its own.
-        python: path of the Python. Default: that of this process.
     """
     return [python or sys.executable, os.path.abspath(__file__), module, *arguments]  # noqa: PTH100 - see `_main`
 

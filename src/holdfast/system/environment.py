@@ -13,8 +13,7 @@ from pathlib import Path
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, decode_object
 
-PREEMPTION = "HOLDFAST_PREEMPTION"
-"""Sources of preemption notices, see `holdfast.watch.preemption.sources`."""
+PREEMPTION = "HOLDFAST_PREEMPTION"  # sources of preemption notices, see `holdfast.watch.preemption.sources`
 KEEP_IN_MEMORY = "HOLDFAST_KEEP_IN_MEMORY"
 """Time for which a keeper offers the last save from memory after the death of its trainer."""
 PROGRESS = "HOLDFAST_PROGRESS"
@@ -23,14 +22,12 @@ TRIAL = "HOLDFAST_TRIAL"
 """File with the plan of a trial, see `checkpoint/run/trial.py`; set by `holdfast check` and `replay`."""
 NOTIFY = "HOLDFAST_NOTIFY"
 """Commands and webhooks that are notified of all jobs launched with it, one per line. May contain secrets."""
-NOTIFY_ON = "HOLDFAST_NOTIFY_ON"
-"""Statuses of which they are notified, separated by commas."""
+NOTIFY_ON = "HOLDFAST_NOTIFY_ON"  # statuses of which they are notified, separated by commas
 SANDBOX = "HOLDFAST_SANDBOX"
 """Folder that replaces every home and local folder during a dry run of a script; else unset."""
 
 _MAX_DIGITS = 18
-MAX_PLACE = 200
-"""Characters of the place at which a training hangs, and of the reason why one has diverged."""
+MAX_PLACE = 200  # characters of the place at which a training hangs, and of the reason why one has diverged
 
 
 def read_integer(name: str, default: int, *, minimum: int = 0) -> int:
@@ -67,7 +64,6 @@ def place_in_sandbox(folder: Path, place: str) -> Path:
     """Return the folder that replaces a home or local folder during a dry run.
 
     Args:
-        folder: that of the sandbox.
         place: absolute path or URL, as `store.factory.absolute_place` returns it.
     """
     return folder / hashlib.sha256(place.encode()).hexdigest()[:16]
@@ -98,22 +94,12 @@ def report_preempted(step: int) -> None:
 
 
 def report_hang(step: int, place: str) -> None:
-    """Report to the job, if any, that a training which hangs is ended. Failures are ignored.
-
-    Args:
-        step: its newest completed step.
-        place: text about the ranks that the others wait for, and their place.
-    """
+    """Report to the job, if any, that a training which hangs is ended. Failures are ignored."""
     _append({"hung": step, "place": place[:MAX_PLACE]})
 
 
 def report_divergence(step: int, reason: str) -> None:
-    """Report to the job, if any, that a training ends after too many rollbacks. Failures are ignored.
-
-    Args:
-        step: its newest completed step.
-        reason: text about the spike and the rollbacks.
-    """
+    """Report to the job, if any, that a training ends after too many rollbacks. Failures are ignored."""
     _append({"diverged": step, "reason": reason[:MAX_PLACE]})
 
 
@@ -158,7 +144,6 @@ def was_preempted(path: Path, *, after: int) -> bool:
     """Return True if a training has reported a preemption in a file of progress.
 
     Args:
-        path: the file.
         after: size of the file, in bytes, when the training was started.
     """
     for fields in _lines(path, after):
@@ -169,23 +154,13 @@ def was_preempted(path: Path, *, after: int) -> bool:
 
 
 def ended_preempted(path: Path, *, after: int) -> bool:
-    """Return True if a preemption is the newest report in a file of progress.
-
-    Args:
-        path: the file.
-        after: size of the file, in bytes, when the training was started.
-    """
+    """Return True if a preemption is the newest report in a file of progress."""
     newest = collections.deque(_lines(path, after), maxlen=1)
     return bool(newest) and "preempted" in newest[0]
 
 
 def find_hang(path: Path, *, after: int) -> str | None:
-    """Return the place of a reported hang; None without one.
-
-    Args:
-        path: file of progress.
-        after: size of the file, in bytes, when the training was started.
-    """
+    """Return the place of a reported hang; None without one."""
     for fields in _lines(path, after):
         with contextlib.suppress(Corrupt):  # a line of another kind
             return fields.text("place")[:MAX_PLACE]
@@ -193,12 +168,7 @@ def find_hang(path: Path, *, after: int) -> str | None:
 
 
 def find_divergence(path: Path, *, after: int) -> str | None:
-    """Return the reason of a training that ended after too many rollbacks; None without one.
-
-    Args:
-        path: file of progress.
-        after: size of the file, in bytes, when the training was started.
-    """
+    """Return the reason of a training that ended after too many rollbacks; None without one."""
     for fields in _lines(path, after):
         with contextlib.suppress(Corrupt):  # a line of another kind
             fields.integer("diverged")

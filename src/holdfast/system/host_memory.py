@@ -28,9 +28,6 @@ def total_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that all processes here may take together.
 
     The tightest of the machine and the control groups around this process counts.
-
-    Args:
-        root: see `available_bytes`.
     """
     found = (_limit_of_group(folder) for folder in _groups(root))
     return min([_of_machine(root, "MemTotal"), *(one for one in found if one is not None)])

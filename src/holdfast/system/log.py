@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 _PACKAGE = "holdfast"
 _PLAIN = logging.Formatter("holdfast: %(message)s")
-QUIET_S = 3.0
-"""Time that a wait may take without a line."""
+QUIET_S = 3.0  # time that a wait may take without a line
 _TIMED = logging.Formatter("%(asctime)s holdfast: %(message)s", "%Y-%m-%d %H:%M:%S")
 
 

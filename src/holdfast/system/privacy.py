@@ -54,9 +54,6 @@ def private_folder(wanted: Path) -> Path:
     """Return a private folder: the wanted one, or, if another user has taken that name, a new one.
 
     The new one has a random name beside it, and is the same for the whole process.
-
-    Raises:
-        Unsupported: no folder can be made there.
     """
     if make_private(wanted):
         return wanted

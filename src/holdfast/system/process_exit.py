@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 if TYPE_CHECKING:
     from multiprocessing import util
 
-EXIT_LIMIT_S = 60.0
-"""Time that all background work together may take before the interpreter ends."""
+EXIT_LIMIT_S = 60.0  # time that all background work together may take before the interpreter ends
 
 
 class BackgroundWork(Protocol):

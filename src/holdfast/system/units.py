@@ -8,16 +8,13 @@ import re
 
 from holdfast.errors import InvalidInput
 
-Duration = str | float | datetime.timedelta
-"""Type of durations: text ("10m"), seconds, or a timedelta."""
+Duration = str | float | datetime.timedelta  # type of durations: text ("10m"), seconds, or a timedelta
 
 _NUMBER = r"\s{0,9}([0-9]{1,18}(?:\.[0-9]{1,18})?)\s{0,9}"
 _SIZE = re.compile(_NUMBER + r"([kmgtp]?)(i?)b?\s{0,9}", re.IGNORECASE | re.ASCII)
 _TIME = re.compile(_NUMBER + r"(ms|s|sec|m|min|h|d)\s{0,9}", re.IGNORECASE | re.ASCII)
-MAX_STEP = 10**15 - 1
-"""Greatest step; every JSON reader represents integers up to here exactly."""
-MAX_SECONDS = 1e10
-"""Upper limit of durations, 300 years."""
+MAX_STEP = 10**15 - 1  # greatest step; every JSON reader represents integers up to here exactly
+MAX_SECONDS = 1e10  # upper limit of durations, 300 years
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -55,10 +52,6 @@ def parse_step(value: object, what: str) -> int:
 
     Args:
         value: an int, or any integer scalar: of numpy, or a torch tensor with one integer.
-        what: name of the call or argument, for the error.
-
-    Raises:
-        InvalidInput: not an integer, or outside 0 to `MAX_STEP`. Truth values and floats are refused.
 
     Blocks: on the device of a tensor that is not on the CPU.
     """

@@ -23,10 +23,8 @@ from holdfast.system.host_memory import available_bytes, total_bytes
 from holdfast.system.units import Duration, format_bytes, format_duration, parse_duration
 
 EVENT, GROWS = "memory", "memory-grows"
-_NUM_SAMPLES, _MIN_SAMPLES = 60, 15
-"""Samples that a slope is fitted to, and the fewest."""
-_MIN_SHARE = 0.01
-"""Least growth over the samples, as a share of the host's memory."""
+_NUM_SAMPLES, _MIN_SAMPLES = 60, 15  # samples that a slope is fitted to, and the fewest
+_MIN_SHARE = 0.01  # least growth over the samples, as a share of the host's memory
 _LINE_EVERY, _AGE_SAMPLES = 6, 20
 """Samples for a line of the history at first, and of an attempt for each further one in a line."""
 _USED = ("RssAnon:", "RssShmem:")
@@ -112,17 +110,11 @@ def _points(line: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrowth:
-    """Growth of the memory of one host, whose ranks will fill it.
+    """Growth of the memory of one host, whose ranks will fill it."""
 
-    Attributes:
-        rank: rank that grows most.
-        bytes_per_s: its growth.
-        left_s: time until the host has none left, at the growth of all ranks.
-    """
-
-    rank: int
-    bytes_per_s: float
-    left_s: float
+    rank: int  # rank that grows most
+    bytes_per_s: float  # its growth
+    left_s: float  # time until the host has none left, at the growth of all ranks
 
 
 @dataclass(slots=True)
@@ -142,12 +134,7 @@ class MemorySamples:
             self.used[rank].append(num_bytes)
 
     def growth(self, available: int, total: int) -> MemoryGrowth | None:
-        """Return the steady growth of this host's ranks; None without one.
-
-        Args:
-            available: bytes that are left on the host.
-            total: bytes of the host.
-        """
+        """Return the steady growth of this host's ranks; None without one."""
         if len(self.times) < _MIN_SAMPLES:
             return None
         slopes = {rank: self._slope(list(used)) for rank, used in self.used.items()}
@@ -179,11 +166,7 @@ class MemorySamples:
 
 
 def read_used_bytes(pid: int, proc: Path = Path("/proc")) -> int:
-    """Return the private and shared memory of a process, without files that are only mapped.
-
-    Raises:
-        OSError: the process has exited.
-    """
+    """Return the private and shared memory of a process, without files that are only mapped."""
     lines = (proc / str(pid) / "status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(_USED))
 

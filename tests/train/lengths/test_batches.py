@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast.errors import InvalidInput
-from holdfast.train.data.layout import EpochLayout
+from holdfast.train.data.progress import EpochLayout
 from holdfast.train.lengths import Batches, BucketBatches, PackedBatches
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=16, max_size=90)

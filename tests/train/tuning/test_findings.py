@@ -11,6 +11,7 @@ from holdfast.system.documents import decode_dataclass
 from holdfast.train.tuning import findings
 from holdfast.train.tuning.findings import TrialResult
 from holdfast.train.tuning.measurements import (
+    CompileVerdict,
     GraphBreak,
     GraphMeasurements,
     HostSync,
@@ -21,8 +22,8 @@ from holdfast.train.tuning.measurements import (
     StepMeasurements,
     StepTiming,
     SyncMeasurements,
+    measure_throughput,
 )
-from holdfast.train.tuning.verdict import CompileVerdict, measure_throughput
 
 LINE, OTHER = SourceLine("train.py", 7, "loss.item()"), SourceLine("train.py", 9)
 LOADER = LoaderInfo(0, SourceLine("train.py", 3), SourceLine("data.py", 5), 4, 0, is_iterable=False)

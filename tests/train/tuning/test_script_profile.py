@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.train.tuning.report import TuningReport
+from holdfast.train.tuning.findings import TuningReport
 from holdfast.train.tuning.script_profile import profile_script
 
 SCRIPTS = Path(__file__).parent / "scripts"

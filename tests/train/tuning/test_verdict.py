@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.train.tuning.measurements import CompileMeasurements, StepTiming
-from holdfast.train.tuning.verdict import MIN_GAIN, judge_compile, measure_throughput
+from holdfast.train.tuning.measurements import (
+    MIN_GAIN,
+    CompileMeasurements,
+    StepTiming,
+    judge_compile,
+    measure_throughput,
+)
 
 
 def race(eager: list[float], compiled: list[float], *, warm_up_s: float = 10.0) -> CompileMeasurements:

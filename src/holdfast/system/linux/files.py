@@ -41,9 +41,6 @@ def write_atomic(path: Path, data: str | bytes, *, is_durable: bool = True) -> N
     Args:
         data: its contents; text is encoded in UTF-8.
         is_durable: sync the contents first, so that they survive a power cut.
-
-    Raises:
-        OSError: the file cannot be written. An existing one is unchanged.
     """
     with partial_file(path) as partial:
         with partial.open("wb") as file:

@@ -15,8 +15,7 @@ _FLOCK = "hhqqi"  # type, whence, start, length, pid
 _WHOLE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _NONE = struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
 
-INHERITED_FD = 3
-"""Descriptor of an inherited lock in a new process."""
+INHERITED_FD = 3  # descriptor of an inherited lock in a new process
 
 
 def try_flock(fd: int, *, is_shared: bool = False) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.system.linux.partial_files import temporary_folder
 
-_NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000  # flags of unshare(2)
+_NEW_MOUNTS, _NEW_USER = 0x20000, 0x10000000  # flags of unshare(2) and setns(2)
 _READ_ONLY, _NO_SUID, _NO_DEVICES, _REMOUNT = 1, 2, 4, 32  # flags of mount(2)
 _BIND, _MOVE, _RECURSIVE, _SLAVE = 1 << 12, 1 << 13, 1 << 14, 1 << 19
 _DETACH = 2  # flag of umount2(2)
@@ -112,30 +112,6 @@ def _check(result: int, path: str | None = None) -> None:
         raise OSError(number, os.strerror(number), path)
 
 
-def main() -> None:
-    """Try everything once, and exit with status 1 and the reason if it fails."""
-    with temporary_folder("mounts") as staging:
-        child = os.fork()
-        if child == 0:
-            try:
-                enter()
-                add_links(_ROOT, {"holdfast-trial": "/"}, staging)
-                Path("/holdfast-trial").readlink()
-            except OSError as error:
-                sys.stderr.write(f"{error}\n")
-                os._exit(1)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-    sys.exit(os.waitstatus_to_exitcode(status))
-
-
-if __name__ == "__main__":
-    main()
-
-
-_USER, _MOUNTS = 0x10000000, 0x20000  # flags of setns(2)
-
-
 @dataclass(frozen=True, slots=True)
 class JoinedNamespaces:
     """Descriptors of namespaces, which keep them alive."""
@@ -157,19 +133,15 @@ class JoinedNamespaces:
         Source: setns(2), user_namespaces(7).
         """
         if self.user is not None:
-            _setns(self.user, _USER)
-        _setns(self.mounts, _MOUNTS)
+            _check(_libc().setns(self.user, _NEW_USER), "setns")
+        _check(_libc().setns(self.mounts, _NEW_MOUNTS), "setns")
         # Further groups are kept: files outside that are shared with a group stay accessible.
         os.setresgid(0, 0, 0)
         os.setresuid(0, 0, 0)
 
 
 def open_namespaces(pid: int) -> JoinedNamespaces:
-    """Open the namespaces of a process.
-
-    Raises:
-        OSError: it has exited, or belongs to another user.
-    """
+    """Open the namespaces of a process."""
     of_process = Path(f"/proc/{pid}/ns")
     is_own = (of_process / "user").stat().st_ino == Path("/proc/self/ns/user").stat().st_ino
     user = None if is_own else os.open(of_process / "user", os.O_RDONLY | os.O_CLOEXEC)
@@ -181,7 +153,22 @@ def open_namespaces(pid: int) -> JoinedNamespaces:
         raise
 
 
-def _setns(fd: int, kind: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).setns(fd, kind) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), "setns")
+def main() -> None:
+    """Try everything once, and exit with status 1 and the reason if it fails."""
+    with temporary_folder("mounts") as staging:
+        child = os.fork()
+        if child == 0:
+            try:
+                enter()
+                add_links(_ROOT, {"holdfast-trial": "/"}, staging)
+                Path("/holdfast-trial").readlink()
+            except OSError as error:
+                sys.stderr.write(f"{error}\n")
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main()

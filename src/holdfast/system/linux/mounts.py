@@ -13,17 +13,11 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class MountPoint:
-    """Mounted file system.
+    """Mounted file system."""
 
-    Attributes:
-        device: identity of the file system.
-        root: directory of it that is mounted.
-        path: directory where it is mounted.
-    """
-
-    device: str
-    root: Path
-    path: Path
+    device: str  # identity of the file system
+    root: Path  # directory of it that is mounted
+    path: Path  # directory where it is mounted
 
 
 def mount_points() -> Iterator[MountPoint]:

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-_LOOK_S = 0.2
-"""Interval between two calls of `on_look`."""
-_END_S = 5.0
-"""Time for a process to end after SIGTERM, and again after SIGKILL."""
+_LOOK_S = 0.2  # interval between two calls of `on_look`
+_END_S = 5.0  # time for a process to end after SIGTERM, and again after SIGKILL
 _BLOCK_BYTES = 1 << 16
 
 
@@ -57,7 +55,6 @@ def run_program(
     """Run a program, and return its result. A process that it leaves behind is not waited for.
 
     Args:
-        given: its standard input.
         on_output: called with each piece of its output and its errors.
         on_look: called while the program runs, every 0.2 s. If it raises, the program is ended.
 

@@ -7,6 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -21,26 +22,15 @@ STEPS_PER_PROBE = 2  # the first creates the optimizer's state, the second inclu
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class StepBenchmark:
-    """Benchmark of real steps. It changes the state, as steps do: take a `Snapshot` before.
+    """Benchmark of real steps. It changes the state, as steps do: take a `Snapshot` before."""
 
-    Args:
-        step: one complete training step on a batch.
-        make_batch: a function from a size to a batch.
-        training: everything that the step changes.
-        limit_bytes: memory that the steps may take there.
-    """
-
-    def __init__(
-        self,
-        step: Callable[[Any], object],
-        make_batch: Callable[[int], Any],
-        training: TrainingState,
-        device: torch.device,
-        limit_bytes: int,
-    ) -> None:
-        self._step, self._make_batch, self._training = step, make_batch, training
-        self._device, self._limit_bytes = device, limit_bytes
+    step: Callable[[Any], object]  # one complete training step on a batch
+    make_batch: Callable[[int], Any]
+    training: TrainingState  # everything that the step changes
+    device: torch.device
+    limit_bytes: int  # memory that the steps may take there
 
     def can_allocate(self, expected_bytes: int) -> bool:
         """Return True if a step with this peak may be tried.
@@ -49,11 +39,11 @@ class StepBenchmark:
         the middle of a collective, where the others would wait for it.
         """
         self._clear()
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return True
-        wanted = expected_bytes - torch.cuda.memory_allocated(self._device)
+        wanted = expected_bytes - torch.cuda.memory_allocated(self.device)
         try:
-            torch.empty(max(0, wanted), dtype=torch.uint8, device=self._device)
+            torch.empty(max(0, wanted), dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError:
             return False
         finally:
@@ -69,7 +59,7 @@ class StepBenchmark:
         """
         self._clear()
         with self._within_memory(size):
-            if self._device.type == "cuda":
+            if self.device.type == "cuda":
                 return self._device_peak(size)
             return self._host_peak(size)
         return None
@@ -83,34 +73,33 @@ class StepBenchmark:
         """
         self._clear()
         with self._within_memory(size):
-            batch = self._make_batch(size)
-            self._step(batch)
-            return min(self._timed(batch) for _ in range(num_steps))
+            batch, times_s = self.make_batch(size), []
+            self.step(batch)
+            for _ in range(num_steps):
+                self._synchronize()
+                begun_s = time.perf_counter()
+                self.step(batch)
+                self._synchronize()
+                times_s.append(time.perf_counter() - begun_s)
+            return min(times_s)
         return None
 
-    def _timed(self, batch: Any) -> float:
-        self._synchronize()
-        begun_s = time.perf_counter()
-        self._step(batch)
-        self._synchronize()
-        return time.perf_counter() - begun_s
-
     def _device_peak(self, size: int) -> int:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        batch = self._make_batch(size)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        batch = self.make_batch(size)
         for _ in range(STEPS_PER_PROBE):
-            self._step(batch)
+            self.step(batch)
         self._synchronize()
-        return torch.cuda.max_memory_reserved(self._device)
+        return torch.cuda.max_memory_reserved(self.device)
 
     def _host_peak(self, size: int) -> int:
-        batch = self._make_batch(size)
-        tensors = [*self._training.all_tensors(), *tensors_of(batch)]
-        base_bytes = count_bytes(tensors, self._device)
+        batch = self.make_batch(size)
+        tensors = [*self.training.all_tensors(), *tensors_of(batch)]
+        base_bytes = count_bytes(tensors, self.device)
         del tensors
         with _silent_kineto(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
             for _ in range(STEPS_PER_PROBE):
-                self._step(batch)
+                self.step(batch)
         now = peak = 0
         events: Any = trace.profiler
         changes = [one for one in events.kineto_results.events() if one.name() == "[memory]"]
@@ -125,11 +114,12 @@ class StepBenchmark:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            is_known = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
+            if not is_known and "DefaultCPUAllocator" not in str(error):
                 raise
-            if self._training.has_collectives:
+            if self.training.has_collectives:
                 raise Unsupported(
-                    f"A batch of {size} ran out of memory ({format_bytes(self._limit_bytes)}) during a step "
+                    f"A batch of {size} ran out of memory ({format_bytes(self.limit_bytes)}) during a step "
                     "that communicates with other ranks, which may be waiting now. fit_batch() cannot "
                     "continue: start again with a lower memory_limit=, or with max_size= below this size."
                 ) from error
@@ -137,22 +127,16 @@ class StepBenchmark:
             self._clear()
 
     def _clear(self) -> None:
-        for tensor in self._training.module_tensors():
+        for tensor in self.training.module_tensors():
             if tensor.is_leaf:
                 tensor.grad = None
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(
-        error
-    )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 @contextlib.contextmanager

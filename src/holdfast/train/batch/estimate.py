@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,45 +104,24 @@ def _quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _fakes_for(training: TrainingState, mode: FakeTensorMode) -> Iterator[None]:
     """Replace parameters, buffers and the optimizers' parameters by fake tensors during the block."""
-    fakes: dict[int, torch.Tensor] = {}
-    undo: list[Callable[[], object]] = []
+    fakes: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
             fakes[id(tensor)] = mode.from_tensor(tensor)
         return fakes[id(tensor)]
 
-    try:
-        for slots, name, tensor in _slots(training):
-            undo.append(partial(slots.__setitem__, name, tensor))
-            slots[name] = fake(tensor)
+    parts = [part for module in training.modules for part in module.modules()]
+    mappings: list[dict[str, Any]] = [slots for part in parts for slots in (part._parameters, part._buffers)]
+    with contextlib.ExitStack() as undo:
+        for slots in mappings:
+            for name, tensor in [(name, one) for name, one in slots.items() if one is not None]:
+                undo.callback(slots.__setitem__, name, tensor)
+                slots[name] = fake(tensor)
         for optimizer in training.optimizers:
-            _swap_parameters(optimizer, fake, undo)
+            for group in optimizer.param_groups:
+                undo.callback(group.__setitem__, "params", group["params"])
+                group["params"] = [fake(one) for one in group["params"]]
+            undo.callback(setattr, optimizer, "state", optimizer.state)
+            optimizer.state = defaultdict(dict)
         yield
-    finally:
-        for one in undo:
-            one()
-
-
-def _slots(training: TrainingState) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Return each tensor of the modules, with the mapping and the name that hold it."""
-    return [
-        (slots, name, tensor)
-        for module in training.modules
-        for part in module.modules()
-        for slots in (part._parameters, part._buffers)
-        for name, tensor in slots.items()
-        if tensor is not None
-    ]
-
-
-def _swap_parameters(
-    optimizer: torch.optim.Optimizer,
-    fake: Callable[[torch.Tensor], torch.Tensor],
-    undo: list[Callable[[], object]],
-) -> None:
-    for group in optimizer.param_groups:
-        undo.append(partial(group.__setitem__, "params", group["params"]))
-        group["params"] = [fake(one) for one in group["params"]]
-    undo.append(partial(setattr, optimizer, "state", optimizer.state))
-    optimizer.state = defaultdict(dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
@@ -139,7 +140,6 @@ def find_memory_limit(device: torch.device, used_bytes: int, *, num_sharing: int
     control group, whichever is less, divided by the ranks of this host, less 10 %.
 
     Args:
-        used_bytes: bytes that the training state takes there now.
         num_sharing: ranks that share the host's memory. Default: LOCAL_WORLD_SIZE, as torchrun sets it.
     """
     if device.type == "cuda":
@@ -231,10 +231,9 @@ def fit_batch(
     max_step_s = parse_duration(max_step_time, "max_step_time")
     with _restored(state, training), _device_limit(device, given_bytes):
         benchmark = StepBenchmark(step, make_batch, training, device, limit_bytes)
-        finder = _Finder(ranks, benchmark, limit_bytes, result, min_size, max_size)
-        estimate = finder.estimate(step, make_batch, training)
-        finder.search(estimate, max_step_s)
-        finder.time_steps(timed_steps, max_step_s)
+        finder = _Finder(ranks, benchmark, result, min_size, max_size, max_step_s)
+        finder.search(finder.estimate())
+        finder.time_steps(timed_steps)
     ranks.barrier_and_close()
     if ranks.rank == 0 and not quiet:
         _print(result, training, tuned_batch_size or sample_size * ranks.world_size, global_batch_size)
@@ -299,33 +298,30 @@ def _device_limit(device: torch.device, limit_bytes: int | None) -> Iterator[Non
 
 
 @final
+@dataclass(slots=True)
 class _Finder:
     """The stages of a search. The ranks agree on the outcome of each; fills in `result`."""
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        benchmark: StepBenchmark,
-        limit_bytes: int,
-        result: BatchFit,
-        min_size: int,
-        max_size: int,
-    ) -> None:
-        self._ranks, self._benchmark, self._result = ranks, benchmark, result
-        self._min_size, self._max_size = min_size, max_size
-        self._limit_bytes = limit_bytes
-        result.limit_bytes = min(ranks.gather(limit_bytes))
-        result.world_size = ranks.world_size
-        self._probes: dict[int, Probe] = {}
+    _ranks: RankGroup
+    _benchmark: StepBenchmark
+    _result: BatchFit
+    _min_size: int
+    _max_size: int
+    _max_step_s: float
+    _probes: dict[int, Probe] = field(default_factory=dict)
 
-    def estimate(
-        self, step: Callable[[Any], object], make_batch: Callable[[int], Any], training: TrainingState
-    ) -> Search | None:
+    def __post_init__(self) -> None:
+        self._result.limit_bytes = min(self._ranks.gather(self._benchmark.limit_bytes))
+        self._result.world_size = self._ranks.world_size
+
+    def estimate(self) -> Search | None:
         """Search with fake tensors. Return None if the step does not run on them on some rank."""
+        of = self._benchmark
         search = Search(start=self._min_size, min_size=self._min_size, max_size=self._max_size)
         while (size := search.next()) is not None:
             try:
-                outcome: int | str = self._limit_bytes - estimate_peak(step, make_batch, training, size)
+                peak_bytes = estimate_peak(of.step, of.make_batch, of.training, size)
+                outcome: int | str = of.limit_bytes - peak_bytes
             except Unsupported as error:
                 outcome = str(error)
             outcomes = self._ranks.gather(outcome)
@@ -336,38 +332,35 @@ class _Finder:
         self._result.note = "memory estimated with fake tensors, then verified with real steps"
         return search
 
-    def search(self, estimate: Search | None, max_step_s: float) -> None:
+    def search(self, estimate: Search | None) -> None:
         """Find the largest size with real steps, starting from the estimate."""
         low, high = self._min_size, self._max_size
         search = Search(start=low, min_size=low, max_size=high)
         if estimate is not None and estimate.largest > low:
             small = min(max(8, low), estimate.largest)
             step_s = self._slowest(small, 1)
-            high = min(high, int(max_step_s / step_s * small)) if step_s else high
+            high = min(high, int(self._max_step_s / step_s * small)) if step_s else high
             start, high = estimate.largest, max(low, high)
             search = Search(start=start, min_size=low, max_size=high, slope=estimate.slope)
         while (size := search.next()) is not None:
             free_bytes, step_s = self._try(size, search.expected_free_bytes(size))
             search.record(size, free_bytes)
-            if step_s > max_step_s:
+            if step_s > self._max_step_s:
                 break
         self._result.largest = search.largest
         if not search.largest:
+            peak_bytes = self._probes.get(low, Probe(low, None, False)).peak_bytes
+            peak = "more than available" if peak_bytes is None else format_bytes(peak_bytes)
             raise InvalidInput(
                 f"Not even a batch of {low} fits in {format_bytes(self._result.limit_bytes)} on "
-                f"every rank (its peak is {_format_peak(self._probes.get(low))}). Shard the model over more "
+                f"every rank (its peak is {peak}). Shard the model over more "
                 "ranks, use activation checkpointing, or shorten the sequences."
             )
 
     def _try(self, size: int, expected_free_bytes: int | None) -> tuple[int | None, float]:
-        """Measure real steps on all ranks.
-
-        Returns:
-            Bytes left free on the rank with the least memory, None if memory ran out on some rank; and the
-            seconds of a step.
-        """
+        """Measure real steps on all ranks: the bytes left free, None if memory ran out, and the seconds."""
         if expected_free_bytes is not None:
-            expected_bytes = self._limit_bytes - expected_free_bytes
+            expected_bytes = self._benchmark.limit_bytes - expected_free_bytes
             if not all(self._on_all(lambda: self._benchmark.can_allocate(expected_bytes))):
                 self._probes[size] = Probe(size, None, False)
                 return None, 0.0
@@ -375,17 +368,19 @@ class _Finder:
         def measure() -> tuple[int | None, int, float]:
             started_s = time.perf_counter()
             peak = self._benchmark.measure_peak(size)
-            return peak, self._limit_bytes, (time.perf_counter() - started_s) / STEPS_PER_PROBE
+            return peak, self._benchmark.limit_bytes, (time.perf_counter() - started_s) / STEPS_PER_PROBE
 
         measured = self._on_all(measure)
-        peaks = [one for one, _, _ in measured if one is not None]
-        free = [limit - one for one, limit, _ in measured if one is not None]
-        free_bytes = min(free) if len(peaks) == len(measured) else None
-        fits = free_bytes is not None and free_bytes >= 0
-        self._probes[size] = Probe(size, None if free_bytes is None else max(peaks), fits)
-        return free_bytes, max(seconds for _, _, seconds in measured)
+        step_s = max(seconds for _, _, seconds in measured)
+        known = [(peak, limit - peak) for peak, limit, _ in measured if peak is not None]
+        if len(known) < len(measured):
+            self._probes[size] = Probe(size, None, False)
+            return None, step_s
+        free_bytes = min(free for _, free in known)
+        self._probes[size] = Probe(size, max(peak for peak, _ in known), free_bytes >= 0)
+        return free_bytes, step_s
 
-    def time_steps(self, timed_steps: int, max_step_s: float) -> None:
+    def time_steps(self, timed_steps: int) -> None:
         """Time sizes that fit, doubling while they get faster, and choose one."""
         sizes = [1 << power for power in range(self._result.largest.bit_length())]
         sizes = [size for size in sizes if self._min_size <= size < self._result.largest]
@@ -400,7 +395,7 @@ class _Finder:
             self._probes[size] = Probe(size, before.peak_bytes if before else None, True, step_s)
             is_faster = size / step_s > best * 1.03
             best, num_slower = max(best, size / step_s), 0 if is_faster else num_slower + 1
-            if num_slower == _MAX_SLOWER or step_s > max_step_s:
+            if num_slower == _MAX_SLOWER or step_s > self._max_step_s:
                 break
         self._result.probes = tuple(self._probes[size] for size in sorted(self._probes))
         self._result.size = choose_size(self._result.probes)
@@ -419,10 +414,6 @@ class _Finder:
             rank, why = failed[0].rank, failed[0].error
             raise RetryLater(f"fit_batch() stopped because the step failed on rank {rank}: {why}", rank=rank)
         return values_of(outcomes, self._ranks.rank, "failed")
-
-
-def _format_peak(probe: Probe | None) -> str:
-    return format_bytes(probe.peak_bytes) if probe and probe.peak_bytes is not None else "more than available"
 
 
 def _print(

@@ -62,22 +62,12 @@ class BatchFit:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""
-        probes = [[one.size, one.peak_bytes, one.fits, one.step_s] for one in self.probes]
-        return {
-            "size": self.size,
-            "largest": self.largest,
-            "limit_bytes": self.limit_bytes,
-            "world_size": self.world_size,
-            "probes": probes,
-            "note": self.note,
-        }
+        return {**vars(self), "probes": [list(dataclasses.astuple(one)) for one in self.probes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of an earlier search."""
-        self.size, self.largest = state["size"], state["largest"]
-        self.limit_bytes, self.world_size = state["limit_bytes"], state["world_size"]
+        vars(self).update({name: state[name] for name in vars(self)})
         self.probes = tuple(Probe(*one) for one in state["probes"])
-        self.note = state["note"]
 
     def __str__(self) -> str:
         """Return the measurements as a table."""
@@ -99,9 +89,7 @@ class BatchFit:
 
 def choose_size(probes: Sequence[Probe]) -> int:
     """Return the smallest size whose throughput is within 3 % of the best."""
-    timed: Sequence[Probe] = sorted(
-        (one for one in probes if one.fits and one.step_s), key=lambda one: one.size
-    )
+    timed = sorted((one for one in probes if one.fits and one.step_s), key=lambda one: one.size)
     if not timed:
         raise InvalidInput(
             f"Cannot choose a batch size: none of {len(tuple(probes))} sizes fits and was timed."

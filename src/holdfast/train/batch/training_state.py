@@ -20,23 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything that a training step changes, by the way it is copied and restored.
+    """Everything that a training step changes, by the way it is copied and restored."""
 
-    Attributes:
-        modules: outermost modules.
-        optimizers: optimizers.
-        tensors: tensors outside of modules.
-        generators: random number generators.
-        stateful: other objects with `state_dict` and `load_state_dict`.
-        others: type names of all other objects.
-    """
-
-    modules: list[nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    tensors: list[torch.Tensor]
-    generators: list[torch.Generator]
-    stateful: list[Any]
-    others: list[str]
+    modules: list[nn.Module]  # outermost modules
+    optimizers: list[torch.optim.Optimizer]  # optimizers
+    tensors: list[torch.Tensor]  # tensors outside of modules
+    generators: list[torch.Generator]  # random number generators
+    stateful: list[Any]  # other objects with `state_dict` and `load_state_dict`
+    others: list[str]  # type names of all other objects
 
     @property
     def devices(self) -> set[torch.device]:
@@ -133,26 +124,32 @@ class Snapshot:
     """Copy of the training state. `restore` writes it back into the same tensors, bit for bit.
 
     The copy is in host memory, so it takes no memory of the device that is being measured.
-
-    Args:
-        training: the state to copy. The generators of python, numpy and torch are always copied too.
     """
 
     def __init__(self, training: TrainingState) -> None:
         self._restorers: list[Callable[[], object]] = []
+        keep = self._restorers.append
         with torch.no_grad():
             for tensor in (*training.module_tensors(), *training.tensors):
-                self._keep_tensor(tensor)
+                keep(_copier(tensor))
+                if tensor.is_leaf:
+                    self._restorers += [] if tensor.grad is None else [_copier(tensor.grad)]
+                    keep(partial(setattr, tensor, "grad", tensor.grad))
             for module in training.modules:
                 for part in module.modules():
-                    self._keep(partial(setattr, part, "training", part.training))
-            for optimizer in training.optimizers:
-                self._keep_optimizer(optimizer)
+                    keep(partial(setattr, part, "training", part.training))
+            self._restorers += [_optimizer_restorer(one) for one in training.optimizers]
         for generator in training.generators:
-            self._keep(partial(generator.set_state, generator.get_state()))
+            keep(partial(generator.set_state, generator.get_state()))
         for stateful in training.stateful:
-            self._keep(partial(stateful.load_state_dict, copy.deepcopy(stateful.state_dict())))
-        self._keep_random_numbers()
+            keep(partial(stateful.load_state_dict, copy.deepcopy(stateful.state_dict())))
+        keep(partial(random.setstate, random.getstate()))
+        keep(partial(torch.set_rng_state, torch.get_rng_state()))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            keep(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            keep(partial(numpy.random.set_state, numpy.random.get_state()))
 
     def restore(self) -> None:
         """Restore everything."""
@@ -160,50 +157,34 @@ class Snapshot:
             for restore in self._restorers:
                 restore()
 
-    def _keep(self, restore: Callable[[], object]) -> None:
-        self._restorers.append(restore)
 
-    def _keep_tensor(self, tensor: torch.Tensor) -> None:
-        self._keep(_copier(tensor))
-        if not tensor.is_leaf:
-            return
-        if tensor.grad is not None:
-            self._keep(_copier(tensor.grad))
-        self._keep(partial(setattr, tensor, "grad", tensor.grad))
+def _optimizer_restorer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that restores an optimizer's present groups and state."""
+    groups = [
+        {name: _frozen(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    states = {
+        parameter: {name: _frozen(value) for name, value in state.items()}
+        for parameter, state in optimizer.state.items()
+    }
 
-    def _keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        groups = [
-            {name: _frozen(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-        states = {
-            parameter: {name: _frozen(value) for name, value in state.items()}
-            for parameter, state in optimizer.state.items()
-        }
+    def restore() -> None:
+        for group, was in zip(optimizer.param_groups, groups, strict=True):
+            _refill(group, was, keeping="params")
+        for parameter in [one for one in optimizer.state if one not in states]:
+            del optimizer.state[parameter]
+        for parameter, was in states.items():
+            _refill(optimizer.state[parameter], was)
 
-        def restore_optimizer() -> None:
-            for group, was in zip(optimizer.param_groups, groups, strict=True):
-                for name in [name for name in group if name != "params" and name not in was]:
-                    del group[name]
-                group.update({name: thaw() for name, thaw in was.items()})
-            for parameter in [one for one in optimizer.state if one not in states]:
-                del optimizer.state[parameter]
-            for parameter, was in states.items():
-                state = optimizer.state[parameter]
-                for name in [name for name in state if name not in was]:
-                    del state[name]
-                state.update({name: thaw() for name, thaw in was.items()})
+    return restore
 
-        self._keep(restore_optimizer)
 
-    def _keep_random_numbers(self) -> None:
-        self._keep(partial(random.setstate, random.getstate()))
-        self._keep(partial(torch.set_rng_state, torch.get_rng_state()))
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._keep(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None:
-            self._keep(partial(numpy.random.set_state, numpy.random.get_state()))
+def _refill(now: dict[str, Any], was: dict[str, Callable[[], Any]], *, keeping: str = "") -> None:
+    """Make the members of a dict what they were, apart from one."""
+    for name in now.keys() - was.keys() - {keeping}:
+        del now[name]
+    now.update({name: thaw() for name, thaw in was.items()})
 
 
 def _copier(tensor: torch.Tensor) -> Callable[[], object]:

@@ -20,13 +20,19 @@ from holdfast.checkpoint.state.loader_watch import num_returned
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.rawbytes import view_bytes
-from holdfast.train.data.layout import Cursor, EpochLayout, GlobalBatch, Ranges, add_range
-from holdfast.train.data.progress import BatchProgress, Pass
+from holdfast.train.data.progress import (
+    BatchProgress,
+    Cursor,
+    EpochLayout,
+    GlobalBatch,
+    Pass,
+    Ranges,
+    add_range,
+)
 
 Unit = TypeVar("Unit")
 
-_MAX_AHEAD = 8
-"""Steps that a program may read ahead of training, besides the worker processes of a loader."""
+_MAX_AHEAD = 8  # steps that a program may read ahead of training, besides the worker processes of a loader
 
 
 class Batches(ABC, Generic[Unit]):
@@ -185,8 +191,13 @@ class Batches(ABC, Generic[Unit]):
             InvalidInput: the data, batch size or seed differ from those of `state`.
         """
         self._check_order(state)
-        cursor, skipped = self._parse(state)
-        self._progress.load(cursor, skipped)
+        epoch, start = state["epoch"], state.get("epoch_start")
+        if start is None:  # saved before positions were numbered through
+            start = sum(self._count_units(one) for one in range(epoch))
+        skipped: Ranges = ()
+        for low, high in state.get("skipped", ()):
+            skipped = add_range(skipped, low, high)
+        self._progress.load(Cursor(epoch, start, start + state["taken"]), skipped)
 
     def _state_of(self, cursor: Cursor) -> dict[str, Any]:
         return {
@@ -197,22 +208,11 @@ class Batches(ABC, Generic[Unit]):
             "order": self._order_identity(),
         }
 
-    def _parse(self, state: dict[str, Any]) -> tuple[Cursor, Ranges]:
-        epoch = state["epoch"]
-        start = state.get("epoch_start")
-        if start is None:  # saved before positions were numbered through
-            start = sum(self._count_units(one) for one in range(epoch))
-        skipped: Ranges = ()
-        for low, high in state.get("skipped", ()):
-            skipped = add_range(skipped, low, high)
-        return Cursor(epoch, start, start + state["taken"]), skipped
-
     def _check_order(self, state: dict[str, Any]) -> None:
         mine = self._order_identity()
         if differing := [name for name in mine if state["order"].get(name) != mine[name]]:
-            changes = ", ".join(
-                f"{name} was {state['order'].get(name)}, is {mine[name]}" for name in differing
-            )
+            was = state["order"]
+            changes = ", ".join(f"{name} was {was.get(name)}, is {mine[name]}" for name in differing)
             raise InvalidInput(
                 f"The order of batches cannot be resumed: {changes}. The rest of the epoch would "
                 "repeat or skip samples. Use the same data and settings, or remove this object from "
@@ -315,10 +315,6 @@ class SeededUnits(list[Unit]):
 
     A loader sends them to whichever worker is free. So what a data set draws for a batch depends on the
     batch, not on the number of workers, on what they have read before, or on where a run has resumed.
-
-    Args:
-        units: of the batch.
-        place: text that differs for each batch of a run.
     """
 
     def __init__(self, units: Iterable[Unit], place: str) -> None:

@@ -28,10 +28,6 @@ class KeyedPermutation:
     A Feistel network permutes the next power of two. Results that are too large are permuted again, until
     they are not.
 
-    Args:
-        length: number of elements, from 1 to 2**62.
-        key: any bytes.
-
     Source: M. Luby and C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
         1988; J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (cycle walking).
     """
@@ -46,11 +42,7 @@ class KeyedPermutation:
         self._keys = struct.unpack(f"<{_NUM_ROUNDS}q", digest)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """Return the images of numbers below the length.
-
-        Args:
-            numbers: int64, of any shape.
-        """
+        """Return the images of numbers below the length."""
         images = self._encrypt(numbers)
         while bool((large := images >= self._length).any()):
             images[large] = self._encrypt(images[large])
@@ -72,8 +64,7 @@ def _hash(half: Tensor, key: int, mask: int) -> Tensor:
     return mixed.bitwise_right_shift_(32).bitwise_and_(mask)
 
 
-_BLOCK = 8192
-"""Places whose samples are computed together, since a single one takes almost as long."""
+_BLOCK = 8192  # places whose samples are computed together, since a single one takes almost as long
 
 
 @final

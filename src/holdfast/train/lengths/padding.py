@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
-from holdfast.train.lengths.packs import first_fit
+from holdfast.train.lengths.batches import first_fit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

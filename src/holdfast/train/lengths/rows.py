@@ -10,8 +10,7 @@ from torch.utils.data import Dataset
 
 from holdfast.errors import InvalidInput
 
-IGNORED = -100
-"""Label that cross-entropy ignores (torch's `ignore_index`)."""
+IGNORED = -100  # label that cross-entropy ignores (torch's `ignore_index`)
 
 
 def join_sequences(

@@ -12,8 +12,7 @@ from torch import nn
 
 from holdfast.errors import InvalidInput
 
-MIN_PARAMS = 20_000
-"""Parameters of a block in models without layers. The FSDP tutorial's `min_num_params`."""
+MIN_PARAMS = 20_000  # parameters of a block in models without layers. The FSDP tutorial's `min_num_params`
 
 WrapPolicy: TypeAlias = "int | str | type | nn.Module | Iterable[str | type | nn.Module]"
 """Choice of blocks: by size, class, name or pattern, module, or several of these."""
@@ -25,17 +24,12 @@ _INDIVISIBLE = (nn.MultiheadAttention,)  # uses parameters of its children witho
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of a model.
+    """The blocks of a model."""
 
-    Args:
-        names: module names, inner ones before outer ones, otherwise in the model's order.
-        found: text on how they were found.
-        left: candidates that share parameters with other parts of the model, so the root's unit has them.
-    """
-
-    names: tuple[str, ...]
-    found: str
+    names: tuple[str, ...]  # module names, inner ones before outer ones, otherwise in the model's order
+    found: str  # text on how they were found
     left: tuple[str, ...] = ()
+    """Candidates that share parameters with other parts of the model, so the root's unit has them."""
 
 
 def find_blocks(model: nn.Module, wrap: WrapPolicy | None = None) -> Blocks:
@@ -46,7 +40,6 @@ def find_blocks(model: nn.Module, wrap: WrapPolicy | None = None) -> Blocks:
     `MIN_PARAMS` parameters. A module that shares a parameter with another part of the model is left out.
 
     Args:
-        model: any module. Its parameters may be on meta.
         wrap: the caller's choice: a minimum number of parameters, classes or their names, module names or
             patterns (`"encoder.block.*"`), modules, or an empty list for no blocks.
     """
@@ -131,19 +124,14 @@ def _of_size(model: nn.Module, min_params: int) -> Iterator[_Named]:
 
 def _matching(model: nn.Module, wanted: Sequence[object]) -> list[_Named]:
     modules = list(_inner_first(model))
-    used: set[int] = set()
-    chosen: list[_Named] = []
-    for name, module in modules:
-        fits = [i for i, one in enumerate(wanted) if _fits(one, name, module)]
-        used.update(fits)
-        if fits:
-            chosen.append((name, module))
-    for i, one in enumerate(wanted):
-        if i not in used:
+    for one in wanted:
+        if not any(_fits(one, name, module) for name, module in modules):
             kinds = ", ".join(sorted({type(module).__name__ for _, module in modules}))
+            shown = one.__name__ if isinstance(one, type) else repr(one)
             raise InvalidInput(
-                f"wrap= has {_format(one)}, but the model has no such module. Its classes are {kinds}."
+                f"wrap= has {shown}, but the model has no such module. Its classes are {kinds}."
             )
+    chosen = [(name, one) for name, one in modules if any(_fits(wish, name, one) for wish in wanted)]
     for name, module in chosen:
         if not _is_callable(module):
             raise InvalidInput(
@@ -168,10 +156,6 @@ def _iterate(wrap: object) -> Iterable[object]:
         if all(isinstance(one, (str, type, nn.Module)) for one in members):
             return members
     raise InvalidInput(f"wrap must be classes, modules or a number of parameters, got {wrap!r}.")
-
-
-def _format(wanted: object) -> str:
-    return wanted.__name__ if isinstance(wanted, type) else repr(wanted)
 
 
 def _inner_first(model: nn.Module) -> Iterator[_Named]:

@@ -20,79 +20,46 @@ _COLUMN = 36
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that are gathered and freed together.
+    """Parameters that are gathered and freed together."""
 
-    Args:
-        num_params: elements of all parameters, unsharded.
-        num_bytes: bytes of all parameters, in the optimizer's dtype.
-        local_bytes: bytes of this rank's shard.
-        gathered_bytes: additional bytes of a rank while it computes with them.
-        is_kept: the parameters stay gathered between forward and backward.
-        is_recomputed: backward recomputes the activations.
-        is_compiled: the forward is compiled separately.
-    """
-
-    num_params: int
-    num_bytes: int
-    local_bytes: int
-    gathered_bytes: int
-    is_kept: bool
-    is_recomputed: bool = False
-    is_compiled: bool = False
+    num_params: int  # elements of all parameters, unsharded
+    num_bytes: int  # bytes of all parameters, in the optimizer's dtype
+    local_bytes: int  # bytes of this rank's shard
+    gathered_bytes: int  # additional bytes of a rank while it computes with them
+    is_kept: bool  # the parameters stay gathered between forward and backward
+    is_recomputed: bool = False  # backward recomputes the activations
+    is_compiled: bool = False  # the forward is compiled separately
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleNode:
-    """A module with parameters, in the tree of a description.
+    """A module with parameters, in the tree of a description."""
 
-    Args:
-        name: name within its parent.
-        kind: class name.
-        num_params: elements of its own parameters and of children without a node, outside of inner units.
-        unit: its unit, if the module is one.
-        tied: other names of its parameters. For a parameter that was already counted, its first name.
-        children: nodes of its children.
-    """
-
-    name: str = field(compare=False)
-    kind: str
-    num_params: int
-    unit: Unit | None
+    name: str = field(compare=False)  # name within its parent
+    kind: str  # class name
+    num_params: int  # elements of its own parameters and of children without a node, outside of inner units
+    unit: Unit | None  # its unit, if the module is one
     tied: tuple[str, ...] = ()
-    children: tuple[ModuleNode, ...] = ()
+    """Other names of its parameters. For a parameter that was already counted, its first name."""
+    children: tuple[ModuleNode, ...] = ()  # nodes of its children
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Sharding of a model across ranks. `print` shows it.
+    """Sharding of a model across ranks. `print` shows it."""
 
-    Attributes:
-        kind: class of the model.
-        layout: the ranks that share one copy. None if the model is not sharded.
-        device: device type of the computation.
-        backend: backend for its tensors.
-        dtype: dtype of the computation. None computes in the parameters' dtype.
-        is_offloaded: parameters live in host memory.
-        num_params: elements of all parameters.
-        num_bytes: bytes of all parameters.
-        local_bytes: bytes of this rank's shards.
-        units: units by name. The unit of the whole model is "".
-        root: tree of modules.
-        notes: remarks for the reader.
-    """
-
-    kind: str
-    layout: MeshLayout | None
-    device: str
-    backend: str
-    dtype: torch.dtype | None
-    is_offloaded: bool
-    num_params: int
-    num_bytes: int
-    local_bytes: int
-    units: dict[str, Unit]
-    root: ModuleNode
-    notes: tuple[str, ...]
+    kind: str  # class of the model
+    layout: MeshLayout | None  # the ranks that share one copy. None if the model is not sharded
+    device: str  # device type of the computation
+    backend: str  # backend for its tensors
+    dtype: torch.dtype | None  # dtype of the computation. None computes in the parameters' dtype
+    is_offloaded: bool  # parameters live in host memory
+    num_params: int  # elements of all parameters
+    num_bytes: int  # bytes of all parameters
+    local_bytes: int  # bytes of this rank's shards
+    units: dict[str, Unit]  # units by name. The unit of the whole model is ""
+    root: ModuleNode  # tree of modules
+    notes: tuple[str, ...]  # remarks for the reader
 
     @property
     def gathered_bytes(self) -> int:
@@ -145,9 +112,8 @@ def _lines(
     title = node.kind if is_root else f"{label or node.name}: {node.kind}"
     yield (f"  {first}{title}".ljust(_COLUMN) + "  " + _facts(node)).rstrip()
     runs = list(_runs(node.children))
-    for i, (child, name) in enumerate(runs):
-        is_last = i == len(runs) - 1
-        branch, stem = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
+    for i, (child, name) in enumerate(runs, 1):
+        branch, stem = ("└─ ", "   ") if i == len(runs) else ("├─ ", "│  ")
         yield from _lines(child, rest + branch, rest + stem, label=name)
 
 
@@ -155,11 +121,9 @@ def _facts(node: ModuleNode) -> str:
     tied = f", tied to {', '.join(node.tied)}" if node.tied else ""
     if node.unit is None:
         return f"{node.num_params:,}{tied}" if node.num_params or tied else ""
-    unit = node.unit
-    kept = "kept after forward" if unit.is_kept else "freed after forward"
-    own, whole = format_bytes(unit.local_bytes), format_bytes(unit.num_bytes)
-    sizes = f"{unit.num_params:,} parameters, {own} of {whole} here"
-    return f"unit: {sizes}, {kept}{tied}"
+    kept = "kept after forward" if node.unit.is_kept else "freed after forward"
+    own, whole = format_bytes(node.unit.local_bytes), format_bytes(node.unit.num_bytes)
+    return f"unit: {node.unit.num_params:,} parameters, {own} of {whole} here, {kept}{tied}"
 
 
 def _runs(nodes: Sequence[ModuleNode]) -> Iterator[tuple[ModuleNode, str]]:
@@ -169,10 +133,9 @@ def _runs(nodes: Sequence[ModuleNode]) -> Iterator[tuple[ModuleNode, str]]:
         end = start + 1
         while end < len(nodes) and nodes[end] == nodes[start] and nodes[end].name.isdigit():
             end += 1
-        count = end - start
-        label = (
-            f"{nodes[start].name}-{nodes[end - 1].name}, {count} times" if count > 1 else nodes[start].name
-        )
+        label = nodes[start].name
+        if end - start > 1:
+            label += f"-{nodes[end - 1].name}, {end - start} times"
         yield nodes[start], label
         start = end
 
@@ -199,9 +162,13 @@ def describe(model: nn.Module) -> Description:
         for name, module in states.items()
     }
     first = next((group for module in states.values() for group in _groups(module)), None)
+    held = [one for module in states.values() for one in _held(module)]
+    dtype = held[0].mp_policy.param_dtype if held else None
     mesh: Any = None if first is None else first.mesh_info.mesh
-    plain = {id(p): p for p in model.parameters()} if first is None else _outside(model, states.values())
-    plain_bytes = sum(p.nbytes for p in plain.values())
+    # The parameters outside of all units, each once.
+    known = {id(getattr(one, name, None)) for one in held for name in ("sharded_param", "_unsharded_param")}
+    plain = [p for p in model.parameters() if id(p) not in known]
+    plain_bytes = sum(p.nbytes for p in plain)
     layout = None if mesh is None else MeshLayout(mesh.size(), mesh.shape[-1])
     root = _Tree(model).root
     return Description(
@@ -209,14 +176,14 @@ def describe(model: nn.Module) -> Description:
         layout=layout,
         device="" if mesh is None else mesh.device_type,
         backend="" if mesh is None else backends_of(mesh.get_group(mesh.ndim - 1)).get(mesh.device_type, ""),
-        dtype=_compute_dtype(states.values()),
+        dtype=dtype,
         is_offloaded=first is not None and isinstance(first.offload_policy, CPUOffloadPolicy),
-        num_params=sum(u.num_params for u in units.values()) + sum(p.numel() for p in plain.values()),
+        num_params=sum(u.num_params for u in units.values()) + sum(p.numel() for p in plain),
         num_bytes=sum(u.num_bytes for u in units.values()) + plain_bytes,
         local_bytes=sum(u.local_bytes for u in units.values()) + plain_bytes,
         units=units,
         root=root,
-        notes=tuple(_notes(model, layout, plain.values(), first, _compute_dtype(states.values()))),
+        notes=tuple(_notes(model, layout, plain, first, dtype)),
     )
 
 
@@ -247,7 +214,7 @@ def _notes(
         )
     norms = [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
     if norms and layout.num_ranks > 1:
-        yield (f"{plural(len(norms), 'batch norm')} with statistics of each rank's own batch only")
+        yield f"{plural(len(norms), 'batch norm')} with statistics of each rank's own batch only"
 
 
 def _unsharded(model: nn.Module) -> str:
@@ -283,10 +250,7 @@ class _Tree:
         return ModuleNode(name, _kind(inner), count, unit, tied, children)
 
     def _count(self, parameters: Iterable[torch.Tensor], path: str) -> tuple[int, tuple[str, ...]]:
-        """Return the number of elements not counted yet, and other names of these parameters.
-
-        For a parameter that was already counted, the second value has its first name.
-        """
+        """Return the number of elements not counted yet, and the names that these parameters are tied to."""
         own = f"{path}." if path else ""
         count, tied = 0, []
         for parameter in parameters:
@@ -301,10 +265,11 @@ class _Tree:
 
 
 def _unit(module: Any, *, is_root: bool) -> Unit:
-    held = [one for group in _groups(module) for one in group.fsdp_params]
+    held = _held(module)
     params = [one.sharded_param for one in held]
     group = next(iter(_groups(module)), None)
-    inner = _unwrapped(module)
+    # FSDP decides on some root units at the first forward pass.
+    is_undecided = is_root and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", False)
     return Unit(
         num_params=sum(p.numel() for p in params),
         num_bytes=sum(p.numel() * p.element_size() for p in params),
@@ -313,15 +278,10 @@ def _unit(module: Any, *, is_root: bool) -> Unit:
             one.sharded_param.numel() * (one.mp_policy.param_dtype or one.sharded_param.dtype).itemsize
             for one in held
         ),
-        is_kept=group is None or group.post_forward_mesh_info is None or (is_root and _is_undecided(module)),
-        is_recomputed=inner is not module,
+        is_kept=group is None or group.post_forward_mesh_info is None or is_undecided,
+        is_recomputed=_unwrapped(module) is not module,
         is_compiled=module._compiled_call_impl is not None,
     )
-
-
-def _is_undecided(module: Any) -> bool:
-    """Return True for a root unit that FSDP decides on at the first forward pass."""
-    return bool(getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", False))
 
 
 def _groups(module: Any) -> list[Any]:
@@ -331,20 +291,9 @@ def _groups(module: Any) -> list[Any]:
     return list(groups) if groups is not None else [g for g in [state._fsdp_param_group] if g is not None]
 
 
-def _compute_dtype(modules: Iterable[Any]) -> torch.dtype | None:
-    """Return the dtype of the first unit's computation, or None for that of its parameters."""
-    held = (one for module in modules for group in _groups(module) for one in group.fsdp_params)
-    first = next(held, None)
-    return None if first is None else first.mp_policy.param_dtype
-
-
-def _outside(model: nn.Module, modules: Iterable[Any]) -> dict[int, torch.Tensor]:
-    """Return the parameters outside of all units."""
-    held = [one for module in modules for group in _groups(module) for one in group.fsdp_params]
-    known = {id(one.sharded_param) for one in held} | {
-        id(getattr(one, "_unsharded_param", None)) for one in held
-    }
-    return {id(p): p for p in model.parameters() if id(p) not in known}
+def _held(module: Any) -> list[Any]:
+    """Return FSDP2's parameters of a unit."""
+    return [one for group in _groups(module) for one in group.fsdp_params]
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -353,8 +302,5 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _kind(module: nn.Module) -> str:
-    return (
-        type(module).__name__.removeprefix("FSDP")
-        if isinstance(module, FSDPModule)
-        else type(module).__name__
-    )
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name

@@ -18,24 +18,16 @@ from holdfast.system.units import plural
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupInfo:
-    """The process group from the view of one rank.
-
-    Args:
-        device: device type to compute on, such as "cpu" or "cuda".
-        backend: backend for tensors of that device, such as "gloo" or "nccl".
-    """
+    """The process group from the view of one rank."""
 
     rank: int
     num_ranks: int
-    device: str
-    backend: str
+    device: str  # device type to compute on, such as "cpu" or "cuda"
+    backend: str  # backend for tensors of that device, such as "gloo" or "nccl"
 
 
 def ensure_process_group(device: str | None) -> ProcessGroupInfo:
     """Return the process group. A single process without one gets a group of one.
-
-    Args:
-        device: the requested device type. Default: the accelerator, if one exists.
 
     Ranks: not collective.
     """
@@ -44,16 +36,12 @@ def ensure_process_group(device: str | None) -> ProcessGroupInfo:
         _make_group_of_one(accelerator if device is None else device)
     backends = backends_of(None)
     chosen = choose_device(device, accelerator, backends)
-    _check_torch_supports(chosen)
-    return ProcessGroupInfo(dist.get_rank(), dist.get_world_size(), chosen, backends[chosen])
-
-
-def _check_torch_supports(device: str) -> None:
-    if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+    if chosen == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise Unsupported(
             f"torch {torch.__version__} supports sharded models (FSDP2) on accelerators only. Install "
             "torch 2.7 or newer to shard on CPUs. Nothing was changed."
         )
+    return ProcessGroupInfo(dist.get_rank(), dist.get_world_size(), chosen, backends[chosen])
 
 
 def accelerator_type() -> str | None:
@@ -65,13 +53,7 @@ def accelerator_type() -> str | None:
 
 
 def choose_device(requested: str | None, accelerator: str | None, backends: Mapping[str, str]) -> str:
-    """Return the device type to compute on.
-
-    Args:
-        requested: the device type that the caller asked for, if any.
-        accelerator: the type of the machine's accelerator, if any.
-        backends: backends of the process group, by device type.
-    """
+    """Return the device type to compute on."""
     if requested not in (None, "cpu", accelerator):
         raise InvalidInput(
             f"device={requested!r} was requested, but this machine has {accelerator or 'no accelerator'}. "
@@ -119,25 +101,15 @@ def _make_group_of_one(device: str | None) -> None:
             "train alone. Call torch.distributed.init_process_group() before holdfast.shard()."
         )
     dist.init_process_group(_backends_for(device or "cpu"), store=HashStore(), rank=0, world_size=1)
-    atexit.register(_leave_group)
-
-
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """Groups of `shards` neighbouring ranks that share one copy of the parameters.
+    """Groups of `shards` neighbouring ranks that share one copy of the parameters."""
 
-    Args:
-        num_ranks: ranks in the process group.
-        shards: ranks that share one copy. Divides `num_ranks`.
-    """
-
-    num_ranks: int
-    shards: int
+    num_ranks: int  # ranks in the process group
+    shards: int  # ranks that share one copy. Divides `num_ranks`
 
     @property
     def copies(self) -> int:

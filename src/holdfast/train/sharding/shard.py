@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import Internal, InvalidInput, Unsupported
@@ -15,7 +26,6 @@ from holdfast.system.log import get_logger
 from holdfast.train.sharding.blocks import Blocks, WrapPolicy, find_blocks
 from holdfast.train.sharding.inspection import describe
 from holdfast.train.sharding.process_group import MeshLayout, ensure_process_group, make_mesh_layout
-from holdfast.train.sharding.units import UnitOptions, make_units
 from holdfast.train.sharding.weights import (
     WeightsLike,
     broadcast_weights,
@@ -23,6 +33,70 @@ from holdfast.train.sharding.weights import (
     digest_model,
     materialize,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOptions:
+    """Options of all units, validated."""
+
+    reshard_after_forward: bool
+    dtype: torch.dtype | None
+    cpu_offload: bool
+    activation_checkpointing: bool
+    compile: bool
+    prefetch: int
+
+
+def make_units(
+    model: nn.Module, names: Sequence[str], layout: MeshLayout, device: str, options: UnitOptions
+) -> None:
+    """Shard the named modules and then the model, in place.
+
+    Args:
+        names: names of its blocks, inner ones before outer ones.
+
+    Ranks: collective.
+    """
+    blocks = [model.get_submodule(name) for name in names]
+    if options.activation_checkpointing:  # inside the unit, so that recomputation has gathered parameters
+        blocks = _with_checkpointing(model, blocks)
+    mesh = init_device_mesh(device, layout.mesh_shape, mesh_dim_names=layout.mesh_names)
+    offload = CPUOffloadPolicy(pin_memory=device != "cpu") if options.cpu_offload else OffloadPolicy()
+    precision = MixedPrecisionPolicy(options.dtype, torch.float32 if options.dtype is not None else None)
+    policies: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
+    for block in blocks:
+        if options.compile:
+            block.compile()  # separately: the hooks of the units stay outside and cause no graph breaks
+        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **policies)
+    # The backward pass starts right after the forward pass, so freeing the root in between would be wasted.
+    fully_shard(model, reshard_after_forward=False, **policies)
+    if options.prefetch:
+        _prefetch(model, blocks, options.prefetch)
+
+
+def _with_checkpointing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Wrap modules for activation checkpointing wherever they occur in the model, and return the wrappers."""
+    wrappers: dict[int, nn.Module] = {}
+    for block in blocks:
+        for parent in list(model.modules()):
+            for name, child in parent._modules.items():
+                if child is block:
+                    parent._modules[name] = wrappers.setdefault(id(block), checkpoint_wrapper(block))
+    return [wrappers[id(block)] for block in blocks]
+
+
+def _prefetch(model: Any, blocks: Sequence[Any], ahead: int) -> None:
+    """Let each unit gather the next `ahead` units. In backward, these are the previous ones.
+
+    Source: torchtitan's `apply_fsdp`; assumes that units run in the model's order.
+    """
+    inner = {id(part) for block in blocks for part in block.modules() if part is not block}
+    units = [block for block in blocks if id(block) not in inner]
+    for order, kind in (([model, *units], "forward"), ([model, *reversed(units)], "backward")):
+        for i, unit in enumerate(order):
+            if coming := order[i + 1 : i + 1 + ahead]:
+                getattr(unit, f"set_modules_to_{kind}_prefetch")(coming)
+
 
 _log = get_logger("train")
 
@@ -103,8 +177,10 @@ def shard(
         cpu_offload=cpu_offload,
         activation_checkpointing=activation_checkpointing,
         compile=compile,
-        prefetch=_check_prefetch(prefetch),
+        prefetch=prefetch,
     )
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
     _check_not_sharded(model)
     group = ensure_process_group(device)
     layout = make_mesh_layout(shards, group.num_ranks)
@@ -132,12 +208,6 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
             f"dtype must be one of {', '.join(_DTYPES)} or a floating-point torch dtype, got {dtype!r}."
         )
     return found
-
-
-def _check_prefetch(prefetch: int) -> int:
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
-    return prefetch
 
 
 def _check_not_sharded(model: nn.Module) -> None:

@@ -19,7 +19,6 @@ from holdfast.checkpoint.state.tensors import is_dtensor
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
 from holdfast.system.rawbytes import view_bytes
 from holdfast.system.units import plural
-from holdfast.train.sharding.units import plain_name
 
 WeightsLike: TypeAlias = "Mapping[str, torch.Tensor] | Checkpoint | str | os.PathLike[str]"
 """Source of weights: a state dict, a checkpoint, or the home of a run with its newest checkpoint."""
@@ -30,32 +29,20 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelDigest:
-    """Digest of a rank's model before sharding.
+    """Digest of a rank's model before sharding."""
 
-    Args:
-        structure: digest of names, shapes and dtypes of all tensors.
-        content: digest of all values. None if some tensors are on meta.
-        on_meta: names of the tensors on meta.
-    """
-
-    structure: str
-    content: str | None
-    on_meta: tuple[str, ...]
+    structure: str  # digest of names, shapes and dtypes of all tensors
+    content: str | None  # digest of all values. None if some tensors are on meta
+    on_meta: tuple[str, ...]  # names of the tensors on meta
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Source of rank 0's tensors. On other ranks it is never read.
+    """Source of rank 0's tensors. On other ranks it is never read."""
 
-    Args:
-        read: function from a name to the full tensor, on any device.
-        names: names of the available tensors. On rank 0 only.
-        description: text for the user.
-    """
-
-    read: Read
-    names: frozenset[str]
-    description: str
+    read: Read  # function from a name to the full tensor, on any device
+    names: frozenset[str]  # names of the available tensors. On rank 0 only
+    description: str  # text for the user
 
 
 def digest_model(model: nn.Module) -> ModelDigest:
@@ -69,8 +56,8 @@ def digest_model(model: nn.Module) -> ModelDigest:
         structure.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if tensor.is_meta:
             on_meta.append(name)
-        elif not on_meta:
-            _feed(content, tensor)
+        elif not on_meta and tensor.nbytes:
+            content.update(view_bytes(tensor.detach().cpu().contiguous()))
     return ModelDigest(structure.hexdigest(), None if on_meta else content.hexdigest(), tuple(on_meta))
 
 
@@ -80,9 +67,6 @@ def choose_source(
     """Return the source of all ranks' weights, or None if they are already equal.
 
     Call it before the model is sharded: the source refers to rank 0's full tensors.
-
-    Args:
-        weights: the caller's argument. Only rank 0's counts.
 
     Ranks: collective.
     """
@@ -111,10 +95,7 @@ def choose_source(
 
 
 def materialize(model: nn.Module, device: str, *, cpu_offload: bool) -> None:
-    """Allocate the tensors on meta of a sharded model, without values.
-
-    Args:
-        cpu_offload: allocate parameters in host memory instead.
+    """Allocate the tensors on meta of a sharded model, without values; `cpu_offload`: in host memory.
 
     Ranks: not collective.
     """
@@ -135,23 +116,21 @@ def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank:
 
     At any time a rank holds one full tensor besides its own shards.
 
-    Args:
-        device: device type that the process group supports.
-
     Ranks: collective.
     Blocks: until everything is sent.
     """
     where = _device(device)
     sent_bytes = 0
-    wanted = _from_rank_0({name for name, _ in _tensors(model) if plain_name(name) in source.names})
+    wanted = _from_rank_0({name for name, _ in _tensors(model) if _plain_name(name) in source.names})
     with torch.no_grad():
         for name, live in _tensors(model):
             if name not in wanted:
                 continue
             whole = torch.empty(live.shape, dtype=live.dtype, device=where)
-            _read_on_rank_0(whole, source, plain_name(name), rank, where)
+            _read_on_rank_0(whole, source, _plain_name(name), rank, where)
             dist.broadcast(whole, src=0)
-            _copy_shard(live, whole)
+            for shard, region in shards_of(live, dist.get_rank()):
+                shard.copy_(whole[region.slices])
             sent_bytes += whole.nbytes
     return sent_bytes
 
@@ -161,46 +140,38 @@ def _given_source(
 ) -> WeightSource:
     """Return the source that the caller passed, validated on rank 0. All ranks raise if it does not fit."""
     error: HoldfastError | None = None
-    source = WeightSource(_empty, frozenset(), "")
+    source = WeightSource({}.__getitem__, frozenset(), "")
     if rank == 0:
         try:
             source = _fitting(model, weights)
             _check_buffers(model, source, on_meta)
         except HoldfastError as problem:
             error = problem
-    error = _from_rank_0(error)
-    if error is not None:
+    if (error := _from_rank_0(error)) is not None:
         raise error
     return source
 
 
 def _fitting(model: nn.Module, weights: Any) -> WeightSource:
-    source, shape_of = (
-        _from_mapping(weights) if isinstance(weights, Mapping) else _from_checkpoint(model, weights)
-    )
-    aliases = _aliases(model)  # files often have only one name of a tied parameter
-    chosen = {
-        name: next((one for one in names if one in source.names), None) for name, names in aliases.items()
-    }
-    missing = [name for name, found in chosen.items() if found is None]
-    if missing:
+    if isinstance(weights, Mapping):
+        source = WeightSource(weights.__getitem__, frozenset(weights), "the given state dict")
+        shape_of: Callable[[str], tuple[int, ...]] = lambda name: tuple(weights[name].shape)  # noqa: E731
+    else:
+        source, shape_of = _from_checkpoint(model, weights)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    chosen: dict[str, str] = {}  # files often have only one name of a tied parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in source.names:
+            chosen.setdefault(first[id(parameter)], name)
+    if missing := [name for name in first.values() if name not in chosen]:
         raise InvalidInput(
-            f"weights= lacks {len(missing)} of {plural(len(chosen), 'parameter')}, such as {missing[0]}. Its "
+            f"weights= lacks {len(missing)} of {plural(len(first), 'parameter')}, such as {missing[0]}. Its "
             "names must be those of the model's state dict. Nothing was changed."
         )
     for name, parameter in model.named_parameters():
-        found = chosen[name]
-        assert found is not None
-        _check_shape(name, shape_of(found), tuple(parameter.shape))
+        _check_shape(name, shape_of(chosen[name]), tuple(parameter.shape))
     names = source.names | chosen.keys()
-    return WeightSource(lambda name: source.read(chosen.get(name) or name), names, source.description)
-
-
-def _from_mapping(
-    weights: Mapping[str, torch.Tensor],
-) -> tuple[WeightSource, Callable[[str], tuple[int, ...]]]:
-    source = WeightSource(weights.__getitem__, frozenset(weights), "the given state dict")
-    return source, lambda name: tuple(weights[name].shape)
+    return WeightSource(lambda name: source.read(chosen.get(name, name)), names, source.description)
 
 
 def _from_checkpoint(model: nn.Module, weights: Any) -> tuple[WeightSource, Callable[[str], tuple[int, ...]]]:
@@ -212,15 +183,6 @@ def _from_checkpoint(model: nn.Module, weights: Any) -> tuple[WeightSource, Call
     return source, lambda name: checkpoint.info(f"{prefix}{name}").shape
 
 
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return every name of each parameter, by its first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(first[id(parameter)], []).append(name)
-    return found
-
-
 def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise InvalidInput(
@@ -230,10 +192,8 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
 
 
 def _check_buffers(model: nn.Module, source: WeightSource, on_meta: Iterable[str]) -> None:
-    lost = sorted(
-        {name for name in on_meta if name not in source.names} - {n for n, _ in model.named_parameters()}
-    )
-    if lost:
+    parameters = {name for name, _ in model.named_parameters()}
+    if lost := sorted(set(on_meta) - source.names - parameters):
         raise InvalidInput(
             f"{plural(len(lost), 'buffer')} on meta would stay without values: "
             f"weights= lacks {lost[0]}. Put only the parameters on meta, or build the whole model on rank 0 "
@@ -279,29 +239,22 @@ def _read_on_rank_0(
         raise raised
 
 
-def _copy_shard(live: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's shard of a full tensor."""
-    for shard, region in shards_of(live, dist.get_rank()):
-        shard.copy_(whole[region.slices])
-
-
 def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Yield all parameters and buffers, each once, in the same order on all ranks."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
+def _plain_name(name: str) -> str:
+    """Return a parameter's name without the wrappers of activation checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 def _device(kind: str) -> torch.device:
     """Return this rank's device of a type."""
-    return (
-        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-    )
-
-
-def _feed(digest: Any, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().cpu().contiguous()
-    if flat.nbytes:
-        digest.update(view_bytes(flat))
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _from_rank_0(value: _T) -> _T:
@@ -309,7 +262,3 @@ def _from_rank_0(value: _T) -> _T:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def _empty(name: str) -> torch.Tensor:
-    raise KeyError(name)

@@ -18,16 +18,13 @@ import torch
 
 from holdfast.system.process_exit import hard_exit
 from holdfast.train.tuning import source_lines
-from holdfast.train.tuning.compile_watcher import CompileWatcher
-from holdfast.train.tuning.graph_watcher import GraphWatcher
+from holdfast.train.tuning.compiler_watchers import CompileWatcher, GraphWatcher
 from holdfast.train.tuning.loaders import LoaderMonitor, LoaderSettings
 from holdfast.train.tuning.measurements import SourceLine
-from holdfast.train.tuning.profile_run import RunSpec, read_spec, write_result
+from holdfast.train.tuning.script_profile import RunSpec, read_spec, write_result
 from holdfast.train.tuning.sync_watcher import SyncWatcher
 from holdfast.train.tuning.timing_watcher import TimingWatcher
 from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun
-
-_FAILED = 1
 
 
 def main(own: Path) -> int:
@@ -52,28 +49,25 @@ def main(own: Path) -> int:
 
     tracker = StepTracker(_watcher(spec, loaders, compiled_at), loaders, on_result=receive)
     tracker.start()
-    status = 0
+    has_failed = False
     try:
         with _raised_exits():
             _run(spec)
     except StopRun:
         pass
-    except SystemExit as left:
-        if not results and left.code not in (None, 0):
+    except BaseException as error:  # noqa: BLE001 - the script's own error, which is printed
+        is_end = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not results and not is_end:  # with results it is the script's reaction to its end
             traceback.print_exc()
-            status = _FAILED
-    except BaseException:  # noqa: BLE001 - the script's own error, which is printed
-        if not results:  # otherwise it is the script's reaction to its end
-            traceback.print_exc()
-            status = _FAILED
-    if not status and not tracker.is_done:
-        tracker.stop()  # the script ended by itself
-    if not results and not status and is_first:
-        write_result(own, {"failure": "the script ended without an optimizer step"})
-    return status
+            has_failed = True
+    if not has_failed:
+        tracker.stop()  # if the script ended by itself
+        if not results and is_first:
+            write_result(own, {"failure": "the script ended without an optimizer step"})
+    return int(has_failed)
 
 
-def _watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> StepWatcher:
+def _watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> StepWatcher[Any]:
     if spec.question == "steps":
         return TimingWatcher(spec.num_steps, loaders, compiled_at=compiled_at)
     if spec.question == "syncs":

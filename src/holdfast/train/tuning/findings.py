@@ -1,4 +1,4 @@
-"""Findings from measurements, each with its source line, cost and change: code, batches, padding; pure."""
+"""Findings from measurements, each with its source line, cost and change, and their report; pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from holdfast.system.units import format_bytes, format_duration, plural
 from holdfast.train.batch.learning_rates import format_rates, scale_rates
 from holdfast.train.lengths.padding import Padding, compare_paddings
 from holdfast.train.tuning.measurements import (
+    MIN_GAIN,
+    CompileVerdict,
     GraphMeasurements,
     HostSync,
     Recompile,
@@ -18,11 +21,11 @@ from holdfast.train.tuning.measurements import (
     SourceLine,
     StepMeasurements,
     SyncMeasurements,
+    Throughput,
 )
-from holdfast.train.tuning.verdict import MIN_GAIN, CompileVerdict, Throughput
+from holdfast.train.tuning.source_lines import format_line
 
-MIN_WAIT_SHARE = 0.10
-"""Smallest share of a step spent waiting for data that is a finding."""
+MIN_WAIT_SHARE = 0.10  # smallest share of a step spent waiting for data that is a finding
 _MIN_SHARE_OF_STEPS = 0.25  # rarer syncs are ordinary logging
 _NOTICEABLE = 0.01  # of a step: smallest cost to give in seconds
 _MIN_RECOMPILES = 3  # fewer are normal: the compiler learns which sizes change
@@ -37,24 +40,20 @@ class Finding:
     seen: str
     costs: str
     change: str
-    after: str
-    """The value after the change: measured, or the best case."""
-    share: float | None = None
-    """Share of a step's time that it costs, if measured."""
+    after: str  # the value after the change: measured, or the best case
+    share: float | None = None  # of a step's time that it costs, if measured
 
 
 # -- host syncs and graph breaks -----------------------------------------------------------------------------
 
 _READ = "Keep the tensor (`.detach()`), and read it every so many steps"
+_GATHER = f"{_READ}; gather results on the device and move them once."
 _CHANGES = {
     ".item()": f"{_READ}: `if step % 50 == 0: ... .item()`.",
     "float()": f"{_READ}; sums can be kept on the device: `total += loss.detach()`.",
     "int()": f"{_READ}.",
     "print()": f"{_READ}: `if step % 50 == 0: print(...)`.",
-    ".tolist()": f"{_READ}; gather results on the device and move them once.",
-    ".numpy()": f"{_READ}; gather results on the device and move them once.",
-    ".cpu()": f"{_READ}; gather results on the device and move them once.",
-    ".to('cpu')": f"{_READ}; gather results on the device and move them once.",
+    **dict.fromkeys((".tolist()", ".numpy()", ".cpu()", ".to('cpu')"), _GATHER),
     "bool()": "Choose on the device: `torch.where(condition, a, b)` instead of `if`.",
     "in": "Compare on the device: `(x == value).any()` goes into `torch.where`.",
     "x[mask]": "Keep the shape: `torch.where(mask, x, 0)` or `x * mask`, and divide by `mask.sum()`.",
@@ -75,27 +74,24 @@ def find_syncs(syncs: SyncMeasurements, step_s: float) -> list[Finding]:
 
 
 def _sync_finding(sync: HostSync, syncs: SyncMeasurements, step_s: float) -> Finding:
-    each_s = sync.seconds / max(1, syncs.num_steps)
-    times = sync.num_times / max(1, syncs.num_steps)
+    each_s, times = (total / max(1, syncs.num_steps) for total in (sync.seconds, sync.num_times))
     is_each = sync.num_steps >= syncs.num_steps - 1  # code after the last step is not watched
     frequency = "every step" if is_each else f"{sync.num_steps} of {plural(syncs.num_steps, 'step')}"
     library = f", by {sync.inside.file}:{sync.inside.line}" if sync.inside else ""
     count = f", {times:.0f} times" if times > 1.5 else ""
     where = " in the model" if sync.in_forward else ""
+    is_long = each_s > _NOTICEABLE * step_s
+    costs = f"the host waits {format_duration(each_s)} per step"
     if syncs.device == "cpu":
-        cost = f"{format_duration(each_s)} per step" if each_s > _NOTICEABLE * step_s else "nothing"
+        cost = f"{format_duration(each_s)} per step" if is_long else "nothing"
         costs = f"{cost} on this CPU; on a GPU the host waits until the device has finished its queue"
-    else:
-        costs = f"the host waits {format_duration(each_s)} per step"
     return Finding(
         kind="sync",
         place=sync.place,
         seen=f"{sync.kind}{where} in {frequency}{count}{library}",
         costs=costs,
         change=_CHANGES.get(sync.kind, _OTHERWISE),
-        after=f"at best {format_duration(max(0.0, step_s - each_s))} per step"
-        if each_s > _NOTICEABLE * step_s
-        else "no wait",
+        after=f"at best {format_duration(max(0.0, step_s - each_s))} per step" if is_long else "no wait",
         share=each_s / step_s if step_s else None,
     )
 
@@ -103,23 +99,15 @@ def _sync_finding(sync: HostSync, syncs: SyncMeasurements, step_s: float) -> Fin
 def find_breaks(graphs: GraphMeasurements, syncs: Sequence[Finding]) -> list[Finding]:
     """Find lines that break the model's graph, merged with syncs of the same line."""
     by_place = {_line(one.place): one for one in syncs}
+    costs = f"the model compiles to {plural(graphs.num_graphs, 'graph')}; nothing is fused across a break"
     found = []
     for one in graphs.breaks:
-        sync = by_place.get(_line(one.place))
-        also = f"; {sync.seen}" if sync else ""
-        change = sync.change if sync else "Move it out of the model's forward, or use it for debugging only."
-        found.append(
-            Finding(
-                kind="graph break",
-                place=one.place,
-                seen=f"the graph breaks here: {one.reason}{also}",
-                costs=f"the model compiles to {plural(graphs.num_graphs, 'graph')}; nothing is "
-                "fused across a break",
-                change=change,
-                after="no break",
-                share=sync.share if sync else None,
-            )
-        )
+        seen = f"the graph breaks here: {one.reason}"
+        if sync := by_place.get(_line(one.place)):
+            seen, change, share = f"{seen}; {sync.seen}", sync.change, sync.share
+        else:
+            change, share = "Move it out of the model's forward, or use it for debugging only.", None
+        found.append(Finding("graph break", one.place, seen, costs, change, "no break", share))
     return found
 
 
@@ -131,9 +119,6 @@ def exclude_lines(findings: Iterable[Finding], others: Iterable[Finding]) -> lis
 
 def _line(place: SourceLine | None) -> tuple[str, int] | None:
     return None if place is None else (place.file, place.line)
-
-
-# -- recompiles ----------------------------------------------------------------------------------------------
 
 
 def find_recompiles(graphs: GraphMeasurements, num_shapes: int) -> list[Finding]:
@@ -157,14 +142,8 @@ def _recompile_finding(one: Recompile, graphs: GraphMeasurements, num_shapes: in
         seen = f"`{one.function}` is recompiled because a constant in its graph changed: {why}"
         change = "Keep values that change in every step out of the model, or make them tensors (buffers)."
     given_up = "; then the compiler gave up, and it runs eagerly" if one.hit_limit else ""
-    return Finding(
-        kind="recompile",
-        place=one.place,
-        seen=seen,
-        costs=f"recompiled {one.num_times} times in {plural(graphs.num_steps, 'step')}{given_up}",
-        change=change,
-        after="compiled once",
-    )
+    costs = f"recompiled {one.num_times} times in {plural(graphs.num_steps, 'step')}{given_up}"
+    return Finding("recompile", one.place, seen, costs, change, "compiled once")
 
 
 # -- input ---------------------------------------------------------------------------------------------------
@@ -174,14 +153,12 @@ def _recompile_finding(one: Recompile, graphs: GraphMeasurements, num_shapes: in
 class TrialResult:
     """Measurements of the training with one changed setting, from a real run."""
 
-    value: int
-    """Value of the setting."""
-    step_s: float
-    items_per_s: float
-    """Samples per second; of CPU time for batch sizes on a CPU."""
-    wait_share: float
-    noise: float
-    peak_bytes: int | None
+    value: int  # of the setting
+    step_s: float = 0.0
+    items_per_s: float = 0.0  # samples per second; of CPU time for batch sizes on a CPU
+    wait_share: float = 0.0
+    noise: float = 0.0
+    peak_bytes: int | None = None
     failure: str = ""
 
 
@@ -196,18 +173,16 @@ def find_input(steps: StepMeasurements, now: Throughput, trials: Sequence[TrialR
         f"(num_workers={loader.num_workers})"
     )
     costs = f"{format_duration(waited_s)} of {format_duration(now.step_s)} per step"
-    tried = ", ".join(f"{one.value}: {format_duration(one.step_s)}" for one in trials if not one.failure)
-    best = min((one for one in trials if not one.failure), key=lambda one: one.step_s, default=None)
+    ran = [one for one in trials if not one.failure]
+    tried = ", ".join(f"{one.value}: {format_duration(one.step_s)}" for one in ran)
+    best = min(ran, key=lambda one: one.step_s, default=None)
     if best is not None and best.step_s < now.step_s * (1 - max(now.noise, best.noise)):
         change = f"`num_workers={best.value}` (measured per step: {tried})."
         after = f"{format_duration(best.step_s)} per step, {best.wait_share:.0%} waiting (measured)"
         return [Finding("input", loader.place, seen, costs, change, after, 1 - best.step_s / now.step_s)]
+    reason = f"more workers are not faster here ({tried})" if tried else "other num_workers were not tried"
     if loader.is_iterable:
         reason = "its dataset is a stream: each worker reads all of it unless you divide it"
-    else:
-        reason = (
-            f"more workers are not faster here ({tried})" if tried else "other num_workers were not tried"
-        )
     change = f"Do less work per sample: prepare the data once, before training ({reason})."
     after = f"at best {format_duration(now.step_s - waited_s)} per step"
     return [Finding("input", loader.sample_code or loader.place, seen, costs, change, after, now.wait_share)]
@@ -239,24 +214,10 @@ def find_compile(steps: StepMeasurements, verdicts: Sequence[CompileVerdict]) ->
     if own is None:
         if best is None:
             return []
-        gained = 1 - 1 / best.speed_up
-        costs = f"{gained:.0%} of each step"
-        change = _how(steps, best)
-        return [
-            Finding(
-                "compile",
-                steps.call,
-                f"the model runs eagerly: {measured}",
-                costs,
-                change,
-                _after(best),
-                gained,
-            )
-        ]
+        gained, seen = 1 - 1 / best.speed_up, f"the model runs eagerly: {measured}"
+        return [_compile_finding(steps, steps.call, seen, f"{gained:.0%} of each step", best, gained)]
     is_idle = all(one.is_idle for one in owns) and len(owns) > 1
     is_beaten = best is not None and best.speed_up >= own.speed_up * (1 + own.noise)
-    if not (own.costs or own.failure or is_beaten or is_idle):
-        return []
     warm_up = format_duration(own.warm_up_s)
     if own.failure:
         costs = "compiled steps fail"
@@ -264,28 +225,33 @@ def find_compile(steps: StepMeasurements, verdicts: Sequence[CompileVerdict]) ->
         costs = f"a step takes {1 / own.speed_up:.2f} times as long as without, plus {warm_up} of warm-up"
     elif is_beaten:
         costs = "another way to compile is faster"
-    else:
+    elif is_idle:
         costs = f"{warm_up} of warm-up, for steps that are not faster"
-    change = _how(steps, best) if best is not None and best is not own else "Do not compile: remove this."
-    after = _after(best) if best is not None and best is not own else "1.00x, no warm-up"
-    share = 1 - own.speed_up if own.costs else None
-    return [
-        Finding("compile", steps.compiled_at, f"the script compiles: {measured}", costs, change, after, share)
-    ]
+    else:
+        return []
+    share, other = 1 - own.speed_up if own.costs else None, None if best is own else best
+    seen = f"the script compiles: {measured}"
+    return [_compile_finding(steps, steps.compiled_at, seen, costs, other, share)]
 
 
-def _how(steps: StepMeasurements, best: CompileVerdict) -> str:
-    how = _HOW[best.variant]
-    return (
-        how
-        if steps.in_place
-        else how.replace("model.compile(", "model = torch.compile(model, ").replace(", )", ")")
-    )
-
-
-def _after(verdict: CompileVerdict) -> str:
-    memory = "" if verdict.memory_ratio is None else f", {verdict.memory_ratio:.2f}x the memory of a step"
-    return f"{verdict.speed_up:.2f}x{memory}; pays after {verdict.break_even_steps} steps (measured)"
+def _compile_finding(
+    steps: StepMeasurements,
+    place: SourceLine | None,
+    seen: str,
+    costs: str,
+    best: CompileVerdict | None,
+    share: float | None,
+) -> Finding:
+    """Return the finding that another way to compile is better; None for `best`: not to compile at all."""
+    if best is None:
+        change, after = "Do not compile: remove this.", "1.00x, no warm-up"
+        return Finding("compile", place, seen, costs, change, after, share)
+    change = _HOW[best.variant]
+    if not steps.in_place:
+        change = change.replace("model.compile(", "model = torch.compile(model, ").replace(", )", ")")
+    memory = "" if best.memory_ratio is None else f", {best.memory_ratio:.2f}x the memory of a step"
+    after = f"{best.speed_up:.2f}x{memory}; pays after {best.break_even_steps} steps (measured)"
+    return Finding("compile", place, seen, costs, change, after, share)
 
 
 def format_verdict(verdict: CompileVerdict) -> str:
@@ -297,6 +263,8 @@ def format_verdict(verdict: CompileVerdict) -> str:
     return f"{name} {verdict.speed_up:.2f}x, noise {verdict.noise:.0%}, warm-up {warm_up}"
 
 
+# -- padding and batch size ----------------------------------------------------------------------------------
+
 _MIN_ROWS = 16
 _MIN_BATCH_GAIN = 0.10  # smallest gain for which to suggest another padding or batch size
 
@@ -305,8 +273,7 @@ _MIN_BATCH_GAIN = 0.10  # smallest gain for which to suggest another padding or 
 class PaddingComparison:
     """The user's batches with their own padding, and with other paddings."""
 
-    now: int
-    """Positions that the model computes now, including padding."""
+    now: int  # positions that the model computes now, including padding
     useful: float
     num_shapes: int
     others: tuple[Padding, ...]
@@ -317,19 +284,19 @@ def compare_lengths(lengths: RowLengths | None) -> PaddingComparison | None:
     if lengths is None or sum(map(len, lengths.rows)) < _MIN_ROWS:
         return None
     flat = [length for row in lengths.rows for length in row]
-    now = sum(len(rows) * width for rows, width in zip(lengths.rows, lengths.widths, strict=True))
+    shapes = [(len(rows), width) for rows, width in zip(lengths.rows, lengths.widths, strict=True)]
+    now = sum(num_rows * width for num_rows, width in shapes)
     if sum(flat) == now:
         return None
-    widest = max(lengths.widths)
     others = compare_paddings(
         flat,
-        batch_size=max(len(rows) for rows in lengths.rows),
-        max_length=widest,
-        multiple=_multiple(max(flat)),
+        batch_size=max(num_rows for num_rows, _ in shapes),
+        max_length=max(lengths.widths),
+        # About an eighth of the longest row, from 8 to 64.
+        multiple=min(64, max(8, 2 ** math.floor(math.log2(max(1, max(flat) / 8))))),
         pool=len(lengths.rows),
     )
-    shapes = {(len(rows), width) for rows, width in zip(lengths.rows, lengths.widths, strict=True)}
-    return PaddingComparison(now, sum(flat) / now, len(shapes), tuple(others))
+    return PaddingComparison(now, sum(flat) / now, len(set(shapes)), tuple(others))
 
 
 def find_padding(steps: StepMeasurements, paddings: PaddingComparison | None) -> list[Finding]:
@@ -353,15 +320,13 @@ def find_padding(steps: StepMeasurements, paddings: PaddingComparison | None) ->
     if packed is not None and packed.positions < best.positions:
         change += f" Packing, for a causal model: {packed.positions / paddings.now:.0%}."
     place = None if steps.loader is None else steps.loader.sample_code or steps.loader.place
+    padding, shapes = f"{1 - paddings.useful:.0%} of the model's", plural(paddings.num_shapes, "shape")
     return [
         Finding(
             kind="padding",
             place=place or steps.call,
-            seen=(
-                f"{1 - paddings.useful:.0%} of the model's positions are padding "
-                f"({plural(paddings.num_shapes, 'shape')})"
-            ),
-            costs=f"{1 - paddings.useful:.0%} of the model's work",
+            seen=f"{padding} positions are padding ({shapes})",
+            costs=f"{padding} work",
             change=change,
             after=f"{best.positions / paddings.now:.0%} of the positions, {plural(best.num_shapes, 'shape')}",
             share=saved,
@@ -380,6 +345,7 @@ def find_batch(steps: StepMeasurements, now: TrialResult, trials: Sequence[Trial
     tried = ", ".join(f"{one.value}: {one.items_per_s / now.items_per_s:.2f}x" for one in ran)
     items = statistics.median(step.num_items for step in steps.steps)
     rule = rate_rule(steps.optimizer, steps.learning_rate, now.value, chosen.value, items / now.value)
+    peak = "" if chosen.peak_bytes is None else f", {format_bytes(chosen.peak_bytes)} at the peak"
     return [
         Finding(
             kind="batch",
@@ -387,7 +353,7 @@ def find_batch(steps: StepMeasurements, now: TrialResult, trials: Sequence[Trial
             seen=f"batch_size={now.value} does not use the whole machine: samples per second {tried}",
             costs=f"{1 - 1 / gain:.0%} of the time per sample",
             change=f"`batch_size={chosen.value}`. {rule}",
-            after=f"{gain:.2f}x the samples per second (measured)" + _memory(chosen),
+            after=f"{gain:.2f}x the samples per second (measured){peak}",
             share=1 - 1 / gain,
         )
     ]
@@ -404,7 +370,6 @@ def rate_rule(optimizer: str, rate: float | None, batch: int, chosen: int, parts
     """Return the advice on the learning rate for another batch size, or on accumulation instead.
 
     Args:
-        batch: the current batch size of the loader.
         parts: batches that are accumulated per optimizer step now.
     """
     factor = chosen / batch
@@ -418,23 +383,58 @@ def rate_rule(optimizer: str, rate: float | None, batch: int, chosen: int, parts
 
 def fits_next(tried: Sequence[TrialResult], value: int, limit_bytes: int) -> bool:
     """Return True if a batch of `value` should fit, extrapolating the two largest that ran."""
-    known = [one for one in tried if one.peak_bytes is not None and not one.failure]
+    known = [(one.value, one.peak_bytes) for one in tried if one.peak_bytes is not None and not one.failure]
     if not known:
         return True
-    last = known[-1]
-    assert last.peak_bytes is not None
-    if len(known) < 2:
-        return last.peak_bytes <= limit_bytes
-    before = known[-2]
-    assert before.peak_bytes is not None
-    slope = (last.peak_bytes - before.peak_bytes) / (last.value - before.value)
-    return last.peak_bytes + max(0.0, slope) * (value - last.value) <= limit_bytes
+    last, peak_bytes = known[-1]
+    if len(known) > 1:
+        before, less_bytes = known[-2]
+        peak_bytes += max(0.0, (peak_bytes - less_bytes) / (last - before)) * (value - last)
+    return peak_bytes <= limit_bytes
 
 
-def _memory(trial: TrialResult) -> str:
-    return "" if trial.peak_bytes is None else f", {format_bytes(trial.peak_bytes)} at the peak"
+# -- report --------------------------------------------------------------------------------------------------
 
 
-def _multiple(widest: int) -> int:
-    """Return the multiple for rounding widths: about an eighth of the longest row, from 8 to 64."""
-    return min(64, max(8, 2 ** math.floor(math.log2(max(1, widest / 8)))))
+@dataclasses.dataclass(frozen=True, slots=True)
+class TuningReport:
+    """Result of a profile.
+
+    As text it has one paragraph per finding. `holdfast tune` also prints tables.
+    """
+
+    script: str
+    steps: StepMeasurements
+    throughput: Throughput
+    findings: tuple[Finding, ...]  # the most expensive first
+    verdicts: tuple[CompileVerdict, ...]
+    paddings: PaddingComparison | None = None
+    batches: tuple[TrialResult, ...] = ()
+    workers: tuple[TrialResult, ...] = ()
+    unanswered: tuple[str, ...] = ()  # questions without an answer, and the reasons
+    logs: str | None = None  # folder with the logs, if they were kept
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        values = dataclasses.asdict(self)
+        shown = ("device", "optimizer", "learning_rate", "loader", "call")
+        values["steps"] = {key: values["steps"][key] for key in shown}
+        for verdict, row in zip(self.verdicts, values["verdicts"], strict=True):
+            row["pays"] = verdict.pays
+        return values
+
+    def __str__(self) -> str:
+        """Return the advice as text."""
+        lines: list[str] = []
+        for number, one in enumerate(self.findings, 1):
+            code = f"   {one.place.code}" if one.place is not None and one.place.code else ""
+            lines += [
+                f"{number}. {one.kind}: {format_line(one.place)}{code}",
+                f"   {one.seen}.",
+                f"   Costs: {one.costs}. After the change: {one.after}.",
+                f"   {one.change}",
+            ]
+        lines = lines or ["Found nothing that would speed it up by more than the noise."]
+        lines += [f"compile: {format_verdict(one)}" for one in self.verdicts]
+        lines += [f"not answered: {reason}" for reason in self.unanswered]
+        return "\n".join(lines)

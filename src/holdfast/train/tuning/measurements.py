@@ -1,8 +1,11 @@
-"""Measurements of profile runs, as plain values that can be stored as JSON."""
+"""Measurements of profile runs, as plain values that can be stored as JSON, and verdicts on them; pure."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,43 +23,32 @@ class StepTiming:
 
     wall_s: float
     cpu_s: float
-    wait_s: float
-    """Part of `wall_s` spent waiting for the data loader."""
-    num_items: int
-    """Samples: first dimensions of the model's inputs, or the loader's batch sizes."""
-    num_elements: int
-    """Elements of the model's largest input, over all its calls."""
-    peak_bytes: int | None = None
-    """Peak of memory, if it can be measured."""
-    is_odd: bool = False
-    """The step started an epoch or compiled something, so it is not typical."""
+    wait_s: float  # part of `wall_s` spent waiting for the data loader
+    num_items: int  # samples: first dimensions of the model's inputs, or the loader's batch sizes
+    num_elements: int  # elements of the model's largest input, over all its calls
+    peak_bytes: int | None = None  # peak of memory, if it can be measured
+    is_odd: bool = False  # the step started an epoch or compiled something, so it is not typical
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoaderInfo:
     """The data loader that feeds the steps."""
 
-    index: int
-    """Index among the script's loaders, in the order of their creation."""
-    place: SourceLine | None
-    """Line that created the loader."""
+    index: int  # index among the script's loaders, in the order of their creation
+    place: SourceLine | None  # line that created the loader
     sample_code: SourceLine | None
     """Line of the code that makes batches: the collate function, or the dataset."""
-    batch_size: int | None
-    """Batch size, or None for a custom sampler."""
+    batch_size: int | None  # batch size, or None for a custom sampler
     num_workers: int
-    is_iterable: bool
-    """The dataset is a stream, which each worker would read completely."""
+    is_iterable: bool  # the dataset is a stream, which each worker would read completely
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowLengths:
     """Lengths of the rows of the batches without padding."""
 
-    rows: tuple[tuple[int, ...], ...]
-    """Useful length of each row, batch by batch."""
-    widths: tuple[int, ...]
-    """Padded length of the rows of each batch."""
+    rows: tuple[tuple[int, ...], ...]  # useful length of each row, batch by batch
+    widths: tuple[int, ...]  # padded length of the rows of each batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,21 +57,15 @@ class StepMeasurements:
 
     device: str
     steps: tuple[StepTiming, ...]
-    call: SourceLine | None
-    """Line that calls the model."""
+    call: SourceLine | None  # line that calls the model
     optimizer: str
-    learning_rate: float | None
-    """Learning rate of the first group; with a schedule, its initial value."""
+    learning_rate: float | None  # learning rate of the first group; with a schedule, its initial value
     loader: LoaderInfo | None
-    shapes: tuple[str, ...]
-    """Shape of the model's largest input, step by step."""
+    shapes: tuple[str, ...]  # shape of the model's largest input, step by step
     lengths: RowLengths | None
-    compiled_at: SourceLine | None
-    """Line that calls torch.compile, if any."""
-    has_random: bool
-    """The model draws random numbers in training, as dropout does."""
-    num_blocks: int
-    """Number of layers of the same class, which can be compiled separately."""
+    compiled_at: SourceLine | None  # line that calls torch.compile, if any
+    has_random: bool  # the model draws random numbers in training, as dropout does
+    num_blocks: int  # number of layers of the same class, which can be compiled separately
     in_place: bool = True
     """`model.compile()` compiles the model. For torch's own containers it compiles nothing."""
 
@@ -90,13 +76,10 @@ class HostSync:
 
     kind: str
     place: SourceLine
-    inside: SourceLine | None
-    """Library line that waits on behalf of `place`."""
-    num_steps: int
-    """Number of watched steps with this sync."""
+    inside: SourceLine | None  # library line that waits on behalf of `place`
+    num_steps: int  # number of watched steps with this sync
     num_times: int
-    seconds: float
-    """Total duration."""
+    seconds: float  # total duration
     in_forward: bool
 
 
@@ -121,28 +104,23 @@ class GraphBreak:
 class Recompile:
     """A function that was recompiled, with the reasons."""
 
-    place: SourceLine
-    """First line of the function."""
+    place: SourceLine  # first line of the function
     function: str
     num_times: int
     reasons: tuple[str, ...]
-    hit_limit: bool
-    """The compiler gave up, and the function runs eagerly."""
-    is_shape: bool
-    """Shapes of its inputs are the reason."""
+    hit_limit: bool  # the compiler gave up, and the function runs eagerly
+    is_shape: bool  # shapes of its inputs are the reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphMeasurements:
     """Graphs, graph breaks and recompiles that the compiler's tracer produced for the model."""
 
-    num_graphs: int
-    """Graphs of the model for one batch."""
+    num_graphs: int  # graphs of the model for one batch
     breaks: tuple[GraphBreak, ...]
     recompiles: tuple[Recompile, ...]
     num_steps: int
-    failure: str = ""
-    """The compiler's error if it could not trace the model."""
+    failure: str = ""  # the compiler's error if it could not trace the model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,12 +132,105 @@ class CompileMeasurements:
     eager_s: tuple[float, ...]
     """Seconds of each step, per element if batches differ in size; CPU seconds on a CPU."""
     compiled_s: tuple[float, ...]
-    warm_up_s: float
-    """Cost of compiling beyond a compiled step; CPU seconds of all processes on a CPU."""
-    step_s: float
-    """Duration of a complete eager step, in the same unit."""
-    eager_bytes: int | None
-    """Peak memory of an eager step, beyond its start."""
+    warm_up_s: float  # cost of compiling beyond a compiled step; CPU seconds of all processes on a CPU
+    step_s: float  # duration of a complete eager step, in the same unit
+    eager_bytes: int | None  # peak memory of an eager step, beyond its start
     compiled_bytes: int | None
     losses: tuple[float, ...] = ()
     failure: str = ""
+
+
+MIN_GAIN = 0.03  # smallest difference that counts. Steps of the same program differ by 3 to 4 %
+_REUSED = 0.1  # no compiler saves nine tenths of a step's memory; such a difference comes from the allocator
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompileVerdict:
+    """Verdict on one way to compile."""
+
+    variant: str
+    speed_up: float  # eager time of a step divided by its compiled time
+    noise: float  # relative differences up to this value are noise
+    warm_up_s: float
+    break_even_steps: int | None  # steps after which the warm-up has paid off. None means never
+    memory_ratio: float | None  # additional peak memory of a compiled step, divided by that of an eager one
+    failure: str = ""
+
+    @property
+    def pays(self) -> bool:
+        """True if it is faster by more than the noise."""
+        return not self.failure and self.speed_up > 1 + self.noise
+
+    @property
+    def is_idle(self) -> bool:
+        """True if it has a warm-up, but its steps are not faster."""
+        return not self.failure and self.speed_up < 1 + MIN_GAIN and self.warm_up_s > 0
+
+    @property
+    def costs(self) -> bool:
+        """True if it is slower by more than the noise."""
+        return not self.failure and self.speed_up < 1 - self.noise
+
+
+def judge_compile(race: CompileMeasurements) -> CompileVerdict:
+    """Return the verdict on a comparison of compiled and eager steps."""
+    if race.failure or len(race.eager_s) < 2 or len(race.compiled_s) < 2:
+        why = race.failure or "too few steps without compilation"
+        return CompileVerdict(race.variant, 0.0, 0.0, race.warm_up_s, None, None, why)
+    eager, compiled = statistics.median(race.eager_s), statistics.median(race.compiled_s)
+    noise = max(MIN_GAIN, 2 * math.hypot(_error(race.eager_s), _error(race.compiled_s)))
+    speed_up = eager / compiled
+    saved_s = race.step_s * (1 - 1 / speed_up)
+    even = math.ceil(race.warm_up_s / saved_s) if speed_up > 1 + noise else None
+    return CompileVerdict(race.variant, speed_up, noise, race.warm_up_s, even, _memory_ratio(race))
+
+
+def _memory_ratio(race: CompileMeasurements) -> float | None:
+    """Return compiled by eager memory. None if one kind reused the other's allocations."""
+    peaks = (race.eager_bytes or 0, race.compiled_bytes or 0)
+    if min(peaks) <= _REUSED * max(peaks):
+        return None
+    return peaks[1] / peaks[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Throughput:
+    """Speed of the steps."""
+
+    step_s: float  # wall time of a step
+    work_s: float  # work of a step: CPU seconds on a CPU, otherwise wall time
+    wait_share: float  # share of the wall time spent waiting for data
+    items_per_s: float  # samples per second of wall time
+    items_per_work_s: float
+    noise: float
+    peak_bytes: int | None
+
+
+def measure_throughput(steps: Sequence[StepTiming], device: str) -> Throughput:
+    """Return the throughput of typical steps.
+
+    Steps that start an epoch or compile something are left out, unless they are the majority.
+    """
+    chosen = [step for step in steps if not step.is_odd]
+    if len(chosen) * 2 < len(steps):
+        chosen = list(steps)
+    wall_s = sum(step.wall_s for step in chosen)
+    items = sum(step.num_items for step in chosen)
+    works = [step.cpu_s if device == "cpu" else step.wall_s for step in chosen]
+    peaks = [step.peak_bytes for step in steps if step.peak_bytes is not None]
+    return Throughput(
+        step_s=statistics.median(step.wall_s for step in chosen),
+        work_s=statistics.median(works),
+        wait_share=sum(step.wait_s for step in chosen) / wall_s,
+        items_per_s=items / wall_s,
+        items_per_work_s=items / sum(works),
+        noise=max(MIN_GAIN, 2 * _error(works)),
+        peak_bytes=max(peaks, default=None),
+    )
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the relative standard error of the median, robust to outliers."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * spread / math.sqrt(len(values)) / middle if middle else 0.0

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from holdfast.errors import InvalidInput
 from holdfast.train.batch.training_state import Snapshot, collect_training_state
 from holdfast.train.tuning import findings
-from holdfast.train.tuning.compile_watcher import CompileWatcher
-from holdfast.train.tuning.graph_watcher import GraphWatcher
+from holdfast.train.tuning.compiler_watchers import CompileWatcher, GraphWatcher
+from holdfast.train.tuning.findings import TuningReport
 from holdfast.train.tuning.loaders import LoaderMonitor
-from holdfast.train.tuning.measurements import (
-    CompileMeasurements,
-    GraphMeasurements,
-    SourceLine,
-    StepMeasurements,
-    SyncMeasurements,
-)
-from holdfast.train.tuning.report import TuningReport
+from holdfast.train.tuning.measurements import judge_compile, measure_throughput
 from holdfast.train.tuning.sync_watcher import SyncWatcher
 from holdfast.train.tuning.timing_watcher import TimingWatcher
-from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun
-from holdfast.train.tuning.verdict import CompileVerdict, judge_compile, measure_throughput
-
-T = TypeVar("T")
+from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun, T
 
 
 def tune(
@@ -65,38 +54,39 @@ def tune(
     kept = list(itertools.islice(batches, max_batches))
     if not kept:
         raise InvalidInput("tune() got no batches. Pass a data loader or a list of batches.")
-    with _restored(state):
-        driver = _Driver(step, kept)
-        loaders = LoaderMonitor()
-        compiled_at: list[SourceLine] = []
-        steps = driver.measure(
-            TimingWatcher(num_steps, loaders, compiled_at=compiled_at), loaders, StepMeasurements
-        )
-        now = measure_throughput(steps.steps, steps.device)
-        found = findings.find_padding(steps, paddings := findings.compare_lengths(steps.lengths))
-        syncs = findings.find_syncs(
-            driver.measure(SyncWatcher(num_steps), LoaderMonitor(), SyncMeasurements), now.step_s
-        )
-        graphs = driver.measure(
-            GraphWatcher(num_steps, compiles_itself=False), LoaderMonitor(), GraphMeasurements
-        )
-        breaks = findings.find_breaks(graphs, syncs)
-        recompiles = findings.find_recompiles(graphs, len(set(steps.shapes)))
-        verdicts: list[CompileVerdict] = []
-        if compile:
-            torch._dynamo.reset()
-            verdicts.append(
-                judge_compile(
-                    driver.measure(CompileWatcher("whole", num_steps), LoaderMonitor(), CompileMeasurements)
-                )
-            )
-            torch._dynamo.reset()
-        found += [
-            *breaks,
-            *findings.exclude_lines(syncs, breaks),
-            *findings.exclude_lines(recompiles, breaks),
-            *findings.find_compile(steps, verdicts),
-        ]
+    snapshot = Snapshot(collect_training_state(state))
+    try:
+        return _profile(step, kept, num_steps, compares_compiled=compile)
+    finally:
+        snapshot.restore()
+
+
+def _profile(
+    step: Callable[[Any], object], batches: Sequence[Any], num_steps: int, *, compares_compiled: bool
+) -> TuningReport:
+    def measure(watcher: StepWatcher[T], loaders: LoaderMonitor | None = None) -> T:
+        return _measure(step, batches, watcher, loaders or LoaderMonitor())
+
+    loaders = LoaderMonitor()
+    steps = measure(TimingWatcher(num_steps, loaders, compiled_at=[]), loaders)
+    now = measure_throughput(steps.steps, steps.device)
+    paddings = findings.compare_lengths(steps.lengths)
+    syncs = findings.find_syncs(measure(SyncWatcher(num_steps)), now.step_s)
+    graphs = measure(GraphWatcher(num_steps, compiles_itself=False))
+    breaks = findings.find_breaks(graphs, syncs)
+    recompiles = findings.find_recompiles(graphs, len(set(steps.shapes)))
+    verdicts = []
+    if compares_compiled:
+        torch._dynamo.reset()
+        verdicts.append(judge_compile(measure(CompileWatcher("whole", num_steps))))
+        torch._dynamo.reset()
+    found = [
+        *findings.find_padding(steps, paddings),
+        *breaks,
+        *findings.exclude_lines(syncs, breaks),
+        *findings.exclude_lines(recompiles, breaks),
+        *findings.find_compile(steps, verdicts),
+    ]
     failures = (f"graphs: the compiler cannot trace the model: {graphs.failure}",) if graphs.failure else ()
     return TuningReport(
         script=getattr(step, "__qualname__", "step"),
@@ -109,39 +99,25 @@ def tune(
     )
 
 
-@contextlib.contextmanager
-def _restored(state: Any) -> Iterator[None]:
-    snapshot = Snapshot(collect_training_state(state))
+def _measure(
+    step: Callable[[Any], object], batches: Sequence[Any], watcher: StepWatcher[T], loaders: LoaderMonitor
+) -> T:
+    """Return the measurements of a watcher over some steps."""
+    results: list[T] = []
+    tracker = StepTracker(watcher, loaders, on_result=results.append)
+    tracker.start()
     try:
-        yield
+        for number, batch in enumerate(itertools.cycle(batches)):
+            if number == 4 and not tracker.has_stepped:
+                break
+            step(batch)
+    except StopRun:
+        pass
     finally:
-        snapshot.restore()
-
-
-class _Driver:
-    """Driver that runs the step function under one watcher after another."""
-
-    def __init__(self, step: Callable[[Any], object], batches: Sequence[Any]) -> None:
-        self._step, self._batches = step, batches
-
-    def measure(self, watcher: StepWatcher, loaders: LoaderMonitor, kind: type[T]) -> T:
-        """Return the measurements of a watcher."""
-        results: list[Any] = []
-        tracker = StepTracker(watcher, loaders, on_result=results.append)
-        tracker.start()
-        try:
-            for number, batch in enumerate(itertools.cycle(self._batches)):
-                if number == 4 and not tracker.num_stepped:
-                    break
-                self._step(batch)
-        except StopRun:
-            pass
-        finally:
-            tracker.stop()
-        if not results:
-            raise InvalidInput(
-                "tune() called the step function with 4 batches, but no optimizer made a step. Pass a "
-                "function for a complete training step: forward, backward, `optimizer.step()`."
-            )
-        assert isinstance(results[0], kind)
-        return results[0]
+        tracker.stop()
+    if not results:
+        raise InvalidInput(
+            "tune() called the step function with 4 batches, but no optimizer made a step. Pass a "
+            "function for a complete training step: forward, backward, `optimizer.step()`."
+        )
+    return results[0]

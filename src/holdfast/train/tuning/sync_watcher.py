@@ -18,13 +18,9 @@ from typing_extensions import override
 
 from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.measurements import HostSync, SourceLine, SyncMeasurements
-from holdfast.train.tuning.modules import Call, OutermostModule, find_tensors
-from holdfast.train.tuning.tracker import StepWatcher, TrainingInfo
+from holdfast.train.tuning.tracker import Call, OutermostModule, StepWatcher, TrainingInfo, find_tensors
 
 _CALLS: dict[Any, str] = {
-    Tensor.item: ".item()",
-    Tensor.tolist: ".tolist()",
-    Tensor.numpy: ".numpy()",
     Tensor.__array__: ".numpy()",
     Tensor.__bool__: "bool()",
     Tensor.__float__: "float()",
@@ -34,24 +30,12 @@ _CALLS: dict[Any, str] = {
     Tensor.__repr__: "print()",
     Tensor.__format__: "print()",
     Tensor.__contains__: "in",
-    Tensor.cpu: ".cpu()",
-    Tensor.nonzero: ".nonzero()",
-    torch.nonzero: ".nonzero()",
-    torch.argwhere: ".argwhere()",
-    Tensor.argwhere: ".argwhere()",
-    Tensor.masked_select: ".masked_select()",
-    torch.masked_select: ".masked_select()",
-    Tensor.unique: ".unique()",
-    torch.unique: ".unique()",
-    Tensor.unique_consecutive: ".unique_consecutive()",
-    torch.unique_consecutive: ".unique_consecutive()",
-    Tensor.equal: ".equal()",
-    torch.equal: ".equal()",
-    Tensor.allclose: ".allclose()",
-    torch.allclose: ".allclose()",
-    Tensor.bincount: ".bincount()",
-    torch.bincount: ".bincount()",
 }
+_COUNTS = ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount")
+for _name in (*_COUNTS, "equal", "allclose"):
+    _CALLS[getattr(Tensor, _name)] = _CALLS[getattr(torch, _name)] = f".{_name}()"
+for _name in ("item", "tolist", "numpy", "cpu"):
+    _CALLS[getattr(Tensor, _name)] = f".{_name}()"
 _LOADING = ("/torch/utils/data/", "/torchdata/")
 
 
@@ -66,7 +50,7 @@ class _Hits:
     seconds: float = 0.0
 
 
-class SyncWatcher(StepWatcher):
+class SyncWatcher(StepWatcher[SyncMeasurements]):
     """Watcher that records every call in eager steps that needs a value of the device.
 
     On a CPU all values are available. There a call counts only if it would wait on a GPU: if it concerns a
@@ -112,27 +96,15 @@ class SyncWatcher(StepWatcher):
         self._mode.__exit__(None, None, None)
         torch.compiler.set_stance("default")
         found = tuple(
-            HostSync(
-                kind,
-                place,
-                hits.inside,
-                len(hits.steps),
-                hits.num_times,
-                hits.seconds,
-                in_forward=hits.in_forward,
-            )
-            for (kind, place), hits in self._hits.items()
+            HostSync(kind, place, one.inside, len(one.steps), one.num_times, one.seconds, one.in_forward)
+            for (kind, place), one in self._hits.items()
         )
         return SyncMeasurements(self._device.type, self._number - 1, found)
 
     def _observe(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = _kind(function, args, kwargs)
-        is_sync = kind is not None and self._waits(args)
-        if not is_sync or source_lines.is_running(*_LOADING):
-            result = function(*args, **kwargs)
-            self._follow(args, kwargs, result)
-            return result
-        found = source_lines.current_line_and_library()
+        kind, found = _kind(function, args, kwargs), None
+        if kind is not None and self._waits(args) and not source_lines.is_running(*_LOADING):
+            found = source_lines.current_line_and_library()
         started_s = time.perf_counter()
         result = function(*args, **kwargs)
         seconds = time.perf_counter() - started_s
@@ -184,29 +156,23 @@ def _kind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str |
     if (kind := _CALLS.get(function)) is not None:
         return kind
     if function in (Tensor.__getitem__, Tensor.__setitem__):
-        return "x[mask]" if _is_masked(args[1]) and _needs_count(function, args) else None
+        return "x[mask]" if _counts_mask(function, args) else None
     if function is Tensor.to and args[0].device.type != "cpu":
         wanted = [*args[1:], *kwargs.values()]
         to_host = any(str(one) == "cpu" for one in wanted if isinstance(one, (str, torch.device)))
         return ".to('cpu')" if to_host else None
-    if function in (torch.where,) and len(args) == 1 and not kwargs.keys() - {"condition"}:
+    if function is torch.where and len(args) == 1 and not kwargs.keys() - {"condition"}:
         return ".nonzero()"
     is_repeat = function in (torch.repeat_interleave, Tensor.repeat_interleave)
-    if is_repeat and isinstance(args[1] if len(args) > 1 else None, Tensor) and "output_size" not in kwargs:
-        return ".repeat_interleave()"
-    return None
+    is_counted = is_repeat and "output_size" not in kwargs and isinstance((*args, None, None)[1], Tensor)
+    return ".repeat_interleave()" if is_counted else None
 
 
-def _is_masked(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
+def _counts_mask(function: Any, args: tuple[Any, ...]) -> bool:
+    """Return True for an index with a mask, except `x[mask] = number`, which fills without counting."""
+    if function is Tensor.__setitem__ and not (isinstance(args[2], Tensor) and args[2].dim()):
+        return False
+    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
     return any(
         isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) and one.dim() for one in parts
     )
-
-
-def _needs_count(function: Any, args: tuple[Any, ...]) -> bool:
-    """Return False for `x[mask] = number`, which fills in place without counting."""
-    if function is not Tensor.__setitem__:
-        return True
-    value = args[2]
-    return isinstance(value, Tensor) and value.dim() > 0

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from holdfast.train.tuning import modules
+from holdfast.train.tuning import tracker
 from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import RowLengths, SourceLine, StepMeasurements, StepTiming
-from holdfast.train.tuning.modules import Call, OutermostModule
-from holdfast.train.tuning.tracker import StepWatcher, TrainingInfo
+from holdfast.train.tuning.tracker import Call, OutermostModule, StepWatcher, TrainingInfo
 
 _STATUS = Path("/proc/self/status")
 
@@ -119,14 +118,8 @@ _WARM_UP = 2
 _MAX_BATCHES = 256  # enough lengths to compare paddings
 
 
-class TimingWatcher(StepWatcher):
-    """Watcher that times unmodified steps.
-
-    Args:
-        num_steps: steps to time, after the warm-up.
-        loaders: the monitor of the data loaders.
-        compiled_at: lines where the script calls torch.compile.
-    """
+class TimingWatcher(StepWatcher[StepMeasurements]):
+    """Watcher that times unmodified steps."""
 
     def __init__(self, num_steps: int, loaders: LoaderMonitor, *, compiled_at: list[SourceLine]) -> None:
         self.num_steps = num_steps + _WARM_UP
@@ -159,7 +152,7 @@ class TimingWatcher(StepWatcher):
     def step_done(self, number: int) -> None:
         self._clock.synchronize()
         wall_s, cpu_s = time.perf_counter() - self._started_s, time.process_time() - self._started_cpu_s
-        is_odd = self._loaders.num_started != self._started or modules.compilation_state() != self._compiled
+        is_odd = self._loaders.num_started != self._started or tracker.compilation_state() != self._compiled
         if number > _WARM_UP:
             waited_s, num_loaded = self._loaders.pop_waited()
             peak, num_items = self._clock.peak_bytes(), self._items or num_loaded
@@ -171,7 +164,7 @@ class TimingWatcher(StepWatcher):
     def end(self) -> StepMeasurements:
         groups = self._training.optimizer.param_groups
         rate = groups[0].get("initial_lr", groups[0].get("lr"))  # a schedule changes "lr"
-        found = [modules.unwrap(one.module) for one in self._training.modules]
+        found = [tracker.unwrap(one.module) for one in self._training.modules]
         places = [one.place for one in self._training.modules if one.place is not None]
         return StepMeasurements(
             device=self._training.device.type,
@@ -183,21 +176,21 @@ class TimingWatcher(StepWatcher):
             shapes=tuple(self._shapes),
             lengths=RowLengths(tuple(self._rows), tuple(self._widths)) if self._rows else None,
             compiled_at=self._compiled_at[0] if self._compiled_at else None,
-            has_random=any(modules.uses_randomness(module) for module in found),
-            num_blocks=sum(len(modules.find_layers(module)) for module in found),
-            in_place=all(modules.compiles_in_place(module) for module in found),
+            has_random=any(tracker.uses_randomness(module) for module in found),
+            num_blocks=sum(len(tracker.find_layers(module)) for module in found),
+            in_place=all(tracker.compiles_in_place(module) for module in found),
         )
 
     def _begin_step(self) -> None:
         self._given.clear()
         self._items = self._elements = 0
-        self._started, self._compiled = self._loaders.num_started, modules.compilation_state()
+        self._started, self._compiled = self._loaders.num_started, tracker.compilation_state()
         self._clock.reset_peak()
         self._loaders.pop_waited()
         self._started_s, self._started_cpu_s = time.perf_counter(), time.process_time()
 
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [one for one in modules.find_tensors((args, kwargs)) if one.dim() > 0]
+        given = [one for one in tracker.find_tensors((args, kwargs)) if one.dim() > 0]
         if not given:
             return
         largest = max(given, key=lambda one: one.numel())

@@ -1,4 +1,4 @@
-"""Tracker of a training's optimizer steps, which drives a watcher and stops the run afterwards."""
+"""Tracker of a training's optimizer steps and the modules that they call, which drives a watcher."""
 
 from __future__ import annotations
 
@@ -6,18 +6,38 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
+import torch._dynamo.external_utils
+import torch._dynamo.trace_rules
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.loaders import LoaderMonitor
-from holdfast.train.tuning.modules import Call, ModuleDiscovery, OutermostModule, intercept_calls, unwrap
+from holdfast.train.tuning.measurements import SourceLine
+
+Call = Callable[..., Any]
+T = TypeVar("T")
+_COMPILER = "/torch/_dynamo/eval_frame.py"
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+_RATES = ("dropout", "attention_dropout", "dropout_p", "resid_pdrop")
 
 
 class StopRun(BaseException):
     """Request to end a run between two steps. Not an Exception, so the script's handlers do not catch it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutermostModule:
+    """A module that a step calls directly."""
+
+    module: nn.Module
+    place: SourceLine | None
+    is_compiled_around: bool  # called inside a function that the script compiles: calls cannot be intercepted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,11 +54,10 @@ class TrainingInfo:
         return tuple(one for one in self.modules if not one.is_compiled_around)
 
 
-class StepWatcher(abc.ABC):
+class StepWatcher(abc.ABC, Generic[T]):
     """Measurement of some steps of a training, for one question."""
 
-    num_steps: int
-    """Number of steps to watch, after the first one."""
+    num_steps: int  # number of steps to watch, after the first one
 
     @abc.abstractmethod
     def begin(self, training: TrainingInfo) -> None:
@@ -53,81 +72,194 @@ class StepWatcher(abc.ABC):
         """Record the end of step `number`, counted from 1."""
 
     @abc.abstractmethod
-    def end(self) -> Any:
+    def end(self) -> T:
         """Stop watching, and return the measurements: a dataclass of `measurements`."""
 
 
-class StepTracker:
-    """Tracker that drives a watcher over the optimizer steps of this process.
-
-    Args:
-        on_result: receives the measurements once the watcher has enough.
-    """
+class StepTracker(Generic[T]):
+    """Tracker that drives a watcher over the optimizer steps of this process."""
 
     def __init__(
-        self, watcher: StepWatcher, loaders: LoaderMonitor, *, on_result: Callable[[Any], None]
+        self, watcher: StepWatcher[T], loaders: LoaderMonitor, *, on_result: Callable[[T], object]
     ) -> None:
-        self._watcher = watcher
-        self._loaders = loaders
-        self._on_result = on_result
-        self._discovery: ModuleDiscovery | None = ModuleDiscovery()
-        self._pacer: int | None = None
+        self._watcher, self._loaders, self._on_result = watcher, loaders, on_result
+        self._discovery = ModuleDiscovery()
+        self._pacer: int | None = None  # the optimizer that marks the steps, if there are several
         self._number = 0
-        self._calls = contextlib.ExitStack()
-        self._handle: Any = None
+        self._undo = contextlib.ExitStack()
         self.is_done = False
 
     @property
-    def num_stepped(self) -> int:
-        """Steps so far, including the first one."""
-        return 0 if self._pacer is None else self._number + 1
+    def has_stepped(self) -> bool:
+        """True after the first step of an optimizer."""
+        return self._pacer is not None
 
     def start(self) -> None:
         """Start tracking. The training need not exist yet."""
-        assert self._discovery is not None
-        self._handle = register_optimizer_step_post_hook(self._after_step)
+        self._undo.callback(self._loaders.stop)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._loaders.start()
         self._discovery.start()
 
     def stop(self) -> None:
         """Stop tracking, and pass on the measurements if that has not happened."""
-        if self._handle is None:
+        if self.is_done:
             return
-        self._handle.remove()
-        self._handle = None
-        if self._discovery is not None:
-            self._discovery.stop()
-            self._discovery = None
-        self._calls.close()
-        if self._pacer is not None:
-            self._on_result(self._watcher.end())
-        self._loaders.stop()
         self.is_done = True
+        with self._undo:
+            if self._pacer is None:
+                self._discovery.stop()
+            else:
+                self._on_result(self._watcher.end())
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self.is_done:
+            return
         if self._pacer is None:
             self._begin(optimizer)
-            return
-        if id(optimizer) != self._pacer:
-            return  # with several optimizers, one of them marks the steps
-        self._number += 1
-        self._watcher.step_done(self._number)
-        if self._number >= self._watcher.num_steps:
-            self.stop()
-            raise StopRun
+        elif id(optimizer) == self._pacer:
+            self._number += 1
+            self._watcher.step_done(self._number)
+            if self._number >= self._watcher.num_steps:
+                self.stop()
+                raise StopRun
 
     def _begin(self, optimizer: Optimizer) -> None:
-        assert self._discovery is not None
         self._pacer = id(optimizer)
         modules = self._discovery.stop()
-        self._discovery = None
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         training = TrainingInfo(tuple(modules), optimizer, parameters[0].device)
         self._watcher.begin(training)
         for one in training.interceptable:
-            target = (
-                one.module if isinstance(one.module, torch._dynamo.OptimizedModule) else unwrap(one.module)
-            )
-            self._calls.enter_context(
-                intercept_calls(target, functools.partial(self._watcher.intercept, one))
-            )
+            is_compiled = isinstance(one.module, torch._dynamo.OptimizedModule)
+            target = one.module if is_compiled else unwrap(one.module)
+            through = functools.partial(self._watcher.intercept, one)
+            self._undo.enter_context(intercept_calls(target, through))
+
+
+# -- modules -------------------------------------------------------------------------------------------------
+
+
+class ModuleDiscovery:
+    """Observer of all module calls of one step, which keeps the outermost modules that train."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, OutermostModule] = {}
+        self._depth = 0
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """Start observing. Compiled code runs eagerly meanwhile, to keep the hooks out of it."""
+        torch.compiler.set_stance("force_eager")
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def stop(self) -> list[OutermostModule]:
+        """Stop observing, and return the outermost modules, in the order of their first calls."""
+        for handle in self._handles:
+            handle.remove()
+        torch.compiler.set_stance("default")
+        called = [one.module for one in self._found.values()]
+        inner = {id(child) for module in called for child in module.modules() if child is not module}
+        return [one for key, one in self._found.items() if key not in inner]
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or id(module) in self._found or not torch.is_grad_enabled():
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            is_compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl
+            around = not is_compiled and source_lines.is_running(_COMPILER)
+            self._found[id(module)] = OutermostModule(module, source_lines.current_line(), around)
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._depth -= 1
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module without DistributedDataParallel and torch.compile wrappers."""
+    while True:
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            module = module._orig_mod
+        elif isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        else:
+            return module
+
+
+def find_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers of a model: outermost members of lists whose class occurs again.
+
+    Source: the structure of the models in transformers and in PyTorch's own examples.
+    """
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        kinds = [type(child) for child in module if any(True for _ in child.parameters())]
+        repeated = {
+            kind for kind in kinds if kinds.count(kind) > 1 and not kind.__module__.startswith("torch.")
+        }
+        if found := [child for child in module if type(child) in repeated]:
+            return found
+    return [block for child in module.children() for block in find_layers(child)]
+
+
+def uses_randomness(module: nn.Module) -> bool:
+    """Return True if the module draws random numbers in training, judging by its submodules."""
+    return any(
+        (isinstance(part, _RANDOM) and getattr(part, "p", 0.1) > 0)
+        or any(isinstance(rate := getattr(part, name, None), float) and rate > 0 for name in _RATES)
+        for part in module.modules()
+    )
+
+
+def compiles_in_place(module: nn.Module) -> bool:
+    """Return False for torch's own containers: their `compile()` compiles nothing.
+
+    Their forward is in a file that the compiler skips. Only `torch.compile(module)` handles that.
+    """
+    return not torch._dynamo.trace_rules.check(module.forward)
+
+
+def traceable(call: Call) -> Call:
+    """Return a module's call so that the compiler traces it, even for torch's own containers."""
+    owner = getattr(call, "__self__", None)
+    if isinstance(owner, nn.Module) and not compiles_in_place(owner):
+        return torch._dynamo.external_utils.wrap_inline(call)
+    return call
+
+
+def compilation_state() -> object:
+    """Return a value that changes with every compilation."""
+    from torch._dynamo.utils import get_compilation_metrics  # slow import, not needed for eager training
+
+    done = get_compilation_metrics()  # torch keeps only the newest few
+    return len(done), id(done[-1]) if done else None
+
+
+@contextlib.contextmanager
+def intercept_calls(module: nn.Module, through: Callable[[Call], Call]) -> Iterator[None]:
+    """Route every call of a module through a function during the block."""
+    before = module._compiled_call_impl
+    module._compiled_call_impl = through(before or module._call_impl)
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
+def find_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments or in a batch."""
+    members: Iterator[Any] = iter(())
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth >= 6:
+        return
+    elif isinstance(value, Mapping):
+        members = iter(value.values())
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        members = iter(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        members = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    for one in members:
+        yield from find_tensors(one, depth + 1)

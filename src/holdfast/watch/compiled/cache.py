@@ -18,16 +18,13 @@ from holdfast.system.process_exit import complete_at_exit
 from holdfast.system.units import format_bytes, format_duration
 from holdfast.watch.compiled import directory as directories
 from holdfast.watch.compiled.build_environment import current_environment, environment_key
-from holdfast.watch.compiled.download import DownloadResult, load, read_indices
+from holdfast.watch.compiled.transfer import CacheUploader, DownloadResult, UploadResult, load, read_indices
 from holdfast.watch.compiled.trust import VARIABLE, is_trusted
-from holdfast.watch.compiled.upload import CacheUploader, UploadResult
 
 _log = get_logger("watch.compiled")
 LOAD_LIMIT_S = 120.0
 """Longest wait for compiled code at the start. Files that are missing then are compiled again."""
-CLOSE_LIMIT_S = 10.0
-"""Longest wait for uploads at the end of a training."""
-
+CLOSE_LIMIT_S = 10.0  # longest wait for uploads at the end of a training
 _COMPILER = "torch._inductor.codecache"
 _MAX_LISTED = 3
 
@@ -40,12 +37,7 @@ class CompiledCode:
     user is warned.
 
     Args:
-        limit_bytes: limit for all compile caches in the home.
         trust_home: allow running code from this home. None uses the environment and the user's file.
-        warn: shows a text to the user. Threads may call it.
-
-    Raises:
-        InvalidInput: the environment or the user's file has invalid homes.
     """
 
     def __init__(
@@ -57,13 +49,9 @@ class CompiledCode:
         trust_home: bool | None = None,
         warn: Callable[[str], None],
     ) -> None:
-        self._store = store
-        self._home = home
-        self._limit_bytes = limit_bytes
+        self._store, self._home, self._limit_bytes, self._warn = store, home, limit_bytes, warn
         self._asks_for_trust = trust_home is None
-        self._notify: Callable[[UploadResult, float], None] | None = None
         self.is_trusted = is_trusted(home) if trust_home is None else trust_home
-        self._warn = warn
         self._loaded: DownloadResult | None = None
         self._has_failed = False  # reported once, even if uploads keep failing
         self._uploader: CacheUploader | None = None
@@ -79,15 +67,15 @@ class CompiledCode:
         if found is not None and not directories.is_own(found.path):
             return
         try:
-            os.environ[directories.VARIABLE] = str(
-                directories.own(self._home, environment_key(current_environment()))
-            )
+            own = directories.own(self._home, environment_key(current_environment()))
         except OSError as error:
             self._warn(
                 f"Cannot create a directory for compiled code: {error}. Compiled code is not saved in "
                 f"{self._home}. Training is not affected."
             )
             self.is_trusted = False
+        else:
+            os.environ[directories.VARIABLE] = str(own)
 
     @property
     def place(self) -> str:
@@ -109,25 +97,28 @@ class CompiledCode:
             return DownloadResult(), None
         self._loaded = DownloadResult()
         facts = current_environment()
-        key = environment_key(facts)
+        key, began = environment_key(facts), time.monotonic()
         try:
             if not self.is_trusted:
-                return DownloadResult(), self._trust_hint(key)
+                return self._loaded, self._trust_hint(key)
             found = directories.current()
             assert found is not None
-            began = time.monotonic()
             loaded = load(self._store, key, facts, found, limit_s=LOAD_LIMIT_S)
         except HoldfastError as error:
             self._warn(f"Cannot read the compile cache in {self._home}: {error} The code is compiled again.")
-            return DownloadResult(), None
+            return self._loaded, None
         self._loaded = loaded
-        self._report(loaded.problems)
+        if problems := loaded.problems:
+            more = f" (and {len(problems) - _MAX_LISTED} more)" if len(problems) > _MAX_LISTED else ""
+            self._warn(
+                f"Part of the compile cache in {self._home} was not used, and is compiled again: "
+                f"{' '.join(problems[:_MAX_LISTED])}{more}"
+            )
         if not loaded.num_placed:
             return loaded, None
-        spent = format_duration(time.monotonic() - began)
         return loaded, (
             f"compiled code from {self._home}: {loaded.num_placed} files, {format_bytes(loaded.num_bytes)} "
-            f"in {spent}, verified"
+            f"in {format_duration(time.monotonic() - began)}, verified"
         )
 
     def _trust_hint(self, key: str) -> str | None:
@@ -141,14 +132,6 @@ class CompiledCode:
             f"{VARIABLE}=... or pass watches=[CompileCache(trust=True)]"
         )
 
-    def _report(self, problems: list[str]) -> None:
-        if problems:
-            more = f" (and {len(problems) - _MAX_LISTED} more)" if len(problems) > _MAX_LISTED else ""
-            self._warn(
-                f"Part of the compile cache in {self._home} was not used, and is compiled again: "
-                f"{' '.join(problems[:_MAX_LISTED])}{more}"
-            )
-
     # -- to home ---------------------------------------------------------------------------------------------
 
     def begin(
@@ -157,7 +140,7 @@ class CompiledCode:
         attempt: int,
         rank: int,
         turn: int,
-        notify: Callable[[UploadResult, float], None] | None = None,
+        notify: Callable[[UploadResult, float], None] = lambda *_: None,
     ) -> None:
         """Start uploads from this rank. One of the ranks that share a directory uploads.
 
@@ -166,8 +149,7 @@ class CompiledCode:
             notify: called in a thread with each result and its duration in seconds.
         """
         self._notify = notify
-        facts = current_environment()
-        loaded = self._loaded or DownloadResult()
+        facts, loaded = current_environment(), self._loaded or DownloadResult()
         self._uploader = CacheUploader(
             self._store,
             environment_key(facts),
@@ -186,7 +168,9 @@ class CompiledCode:
             return
         if self._thread is None:
             complete_at_exit(self)
-            self._thread = threading.Thread(target=self._work, name="holdfast-compiled", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, args=(self._uploader,), name="holdfast-compiled", daemon=True
+            )
             self._thread.start()
         if self._orders.empty():
             self._orders.put("upload")
@@ -211,29 +195,26 @@ class CompiledCode:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _work(self) -> None:
-        while True:
+    def _work(self, uploader: CacheUploader) -> None:
+        order = ""
+        while order != "last":
             order = self._orders.get()
             if not self._is_ended.is_set():
-                self._upload(is_last=order == "last")
-            if order == "last":
-                return
+                self._upload(uploader, is_last=order == "last")
 
-    def _upload(self, *, is_last: bool) -> None:
-        found, uploader = directories.current(), self._uploader
-        if found is None or uploader is None:
+    def _upload(self, uploader: CacheUploader, *, is_last: bool) -> None:
+        found, began = directories.current(), time.monotonic()
+        if found is None:
             return
-        began = time.monotonic()
         try:
             result = uploader.upload(found, is_last=is_last, is_ended=self._is_ended.is_set)
         except (HoldfastError, OSError) as error:
-            message = (
-                f"Cannot upload compiled code to {self._home}: {error} Holdfast tries again after later "
-                "saves. Training and checkpoints are not affected."
+            result = UploadResult(
+                problem=f"Cannot upload compiled code to {self._home}: {error} Holdfast tries again after "
+                "later saves. Training and checkpoints are not affected."
             )
-            result = UploadResult(problem=message)
         if result.problem and not self._has_failed:
             self._has_failed = True
             self._warn(result.problem)
-        if result.num_files and self._notify is not None:
+        if result.num_files:
             self._notify(result, time.monotonic() - began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import stat
@@ -23,12 +24,9 @@ from holdfast.watch.compiled.index import MAX_FILE_BYTES, check_path
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Variable with torch.compile's cache directory. torch sets it on first use."""
-HEADERS = "precompiled_headers/"
-"""Prefix of the paths of precompiled headers."""
-MAX_HEADER_FILES = 8
-"""Newest headers of a host to include. Each version of torch and compiler has two files."""
-MAX_FILES = 50_000
-"""Most files of a directory that are considered."""
+HEADERS = "precompiled_headers/"  # prefix of the paths of precompiled headers
+MAX_HEADER_FILES = 8  # newest headers of a host to include. Each version of torch and compiler has two files
+MAX_FILES = 50_000  # most files of a directory that are considered
 
 _TORCH_CHOOSES = "torch._inductor.runtime.cache_dir_utils"
 _LEFT_OUT_FOLDERS = ("locks", "precompiled_headers")
@@ -38,19 +36,15 @@ _IS_BEING_BUILT = "_CxxBuild"  # inductor's folder next to a file that the compi
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A cache directory of torch.compile.
+    """A cache directory of torch.compile."""
 
-    Attributes:
-        path: the directory.
-        since_unix_s: older files belong to other programs, which share the directory. 0 for a directory of
-            this run or of the user's choice.
-        headers: folder of inductor's precompiled C++ headers, always in its usual directory. On an empty
-            machine inductor builds them again even if nothing else has to be compiled.
-    """
-
-    path: Path
+    path: Path  # the directory
     since_unix_s: float = 0.0
+    """Older files belong to other programs, which share the directory. 0 for a directory of this run or of
+    the user's choice."""
     headers: Path | None = None
+    """Folder of inductor's precompiled C++ headers, always in its usual directory. On an empty machine
+    inductor builds them again even if nothing else has to be compiled."""
 
     def locate(self, path: str) -> tuple[Path, str]:
         """Return the folder of a cache file, and its path inside."""
@@ -113,11 +107,7 @@ def _process_start_unix_s() -> float:
 
 
 def whole_files(directory: Directory) -> dict[str, int]:
-    """Return the size of each complete file by path, without files that are being written.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Return the size of each complete file by path, without files that are being written."""
     found: dict[str, int] = {}
     for path, size, changed_unix_s in _walk(directory.path, ""):
         if len(found) >= MAX_FILES:
@@ -135,28 +125,19 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int, float]]:
         entries = sorted(os.scandir(folder), key=lambda one: one.name)
     except FileNotFoundError:
         return  # deleted meanwhile
-    in_work = {
-        entry.name[: -len(_IS_BEING_BUILT)] for entry in entries if entry.name.endswith(_IS_BEING_BUILT)
-    }
+    built = [entry.name for entry in entries if entry.name.endswith(_IS_BEING_BUILT)]
+    in_work = {f"{name.removesuffix(_IS_BEING_BUILT)}." for name in built}
     for entry in entries:
         name = entry.name
         if entry.is_dir(follow_symlinks=False):
             if not name.endswith(_IS_BEING_BUILT) and not (prefix == "" and name in _LEFT_OUT_FOLDERS):
                 yield from _walk(folder / name, f"{prefix}{name}/")
-        elif entry.is_file(follow_symlinks=False) and not _is_left_out(name, in_work):
-            try:
-                facts = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
+        elif entry.is_file(follow_symlinks=False):
+            if name.startswith((".", *in_work)) or name.endswith(_LEFT_OUT_ENDS):
                 continue
-            yield f"{prefix}{name}", facts.st_size, facts.st_mtime
-
-
-def _is_left_out(name: str, in_work: set[str]) -> bool:
-    return (
-        name.startswith(".")
-        or name.endswith(_LEFT_OUT_ENDS)
-        or any(name.startswith(f"{one}.") for one in in_work)
-    )
+            with contextlib.suppress(FileNotFoundError):
+                facts = entry.stat(follow_symlinks=False)
+                yield f"{prefix}{name}", facts.st_size, facts.st_mtime
 
 
 def _can_be_named(path: str) -> bool:
@@ -208,12 +189,7 @@ def has(directory: Directory, path: str, num_bytes: int) -> bool:
 
 
 def place(directory: Directory, path: str, data: bytes) -> None:
-    """Write a file atomically.
-
-    Raises:
-        InvalidInput: the path leads out of the directory, possibly through a link.
-        OSError: the disk is full, or permission is missing.
-    """
+    """Write a file atomically."""
     folder, inside = directory.locate(check_path(path))
     target = folder / inside
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,14 +1,15 @@
-"""Index of an attempt's uploads: files with hashes, and their positions in packs; pure."""
+"""Index of an attempt's uploads: files with hashes, packed into objects, and their positions there; pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.checkpoint.format.catalog import columns
-from holdfast.checkpoint.format.hashes import DIGITS
+from holdfast.checkpoint.format.hashes import DIGITS, digest
 from holdfast.checkpoint.format.limits import HASH, MAX_ATTEMPT, MAX_RANKS
 from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal
 from holdfast.checkpoint.store.contract import check_name
@@ -16,10 +17,8 @@ from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, is_text, read_integers, shown
 from holdfast.watch.compiled.build_environment import BuildEnvironment
 
-FOLDER = "compiled/"
-"""Prefix of all objects of compile caches."""
-MAX_FILE_BYTES = 256 << 20
-"""Largest file to upload."""
+FOLDER = "compiled/"  # prefix of all objects of compile caches
+MAX_FILE_BYTES = 256 << 20  # largest file to upload
 MAX_INDEX_BYTES = 64 << 20
 MAX_PATH_CHARS = 1024
 
@@ -31,15 +30,12 @@ _PACK = re.compile(rf"{_KEY}{_A}-([0-9a-f]{{32}})\.pack")
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """One file: its path, size and hash, and its position in a pack.
-
-    `pack` is the pack's hash. The compressed file is the `packed_bytes` from `offset` on.
-    """
+    """One file: its path, size and hash, and its position in a pack."""
 
     path: str
     num_bytes: int
     hash: str
-    pack: str
+    pack: str  # hash of the pack, which has the compressed file from `offset` on
     offset: int
     packed_bytes: int
 
@@ -55,8 +51,7 @@ class CacheIndex:
     files: tuple[PackedFile, ...]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class IndexName:
+class IndexName(NamedTuple):
     """Parts of an index's name. The newest index of a key is the greatest."""
 
     attempt: int
@@ -65,8 +60,7 @@ class IndexName:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class PackName:
+class PackName(NamedTuple):
     """Parts of a pack's name."""
 
     key: str
@@ -105,25 +99,12 @@ def document(index: CacheIndex) -> bytes:
         [file.path, file.num_bytes, file.hash, packs.index(file.pack), file.offset, file.packed_bytes]
         for file in index.files
     ]
-    body = {
-        **VERSIONS.header,
-        "attempt": index.attempt,
-        "rank": index.rank,
-        "number": index.number,
-        "facts": index.facts,
-        "packs": packs,
-        "files": rows,
-    }
-    return seal(dumps(body))
+    members = {name: getattr(index, name) for name in ("attempt", "rank", "number", "facts")}
+    return seal(dumps({**VERSIONS.header, **members, "packs": packs, "files": rows}))
 
 
 def parse(text: bytes, name: str) -> CacheIndex:
-    """Parse the document of an index, and check every path.
-
-    Raises:
-        Corrupt: the bytes have changed, the name is wrong, or a path leads out of a directory.
-        Unsupported: a newer format wrote it.
-    """
+    """Parse the document of an index, and check every path."""
     body = unseal(text, name, max_bytes=MAX_INDEX_BYTES)
     return VERSIONS.parser(body, name)(body, name)
 
@@ -140,18 +121,10 @@ def _parse_v1(body: Fields, name: str) -> CacheIndex:
         raise Corrupt(
             f"{name} is sealed but not a valid index of compiled files: {error}.", key=name
         ) from error
-    index = CacheIndex(attempt, rank, number, facts, files)
     parsed = parse_name(name)
-    if not isinstance(parsed, IndexName) or (parsed.attempt, parsed.rank, parsed.number) != (
-        index.attempt,
-        index.rank,
-        index.number,
-    ):
-        raise Corrupt(
-            f"{name} is the index of attempt {index.attempt}, rank {index.rank}, under a wrong name.",
-            key=name,
-        )
-    return index
+    if not isinstance(parsed, IndexName) or parsed[:3] != (attempt, rank, number):
+        raise Corrupt(f"{name} is the index of attempt {attempt}, rank {rank}, under a wrong name.", key=name)
+    return CacheIndex(attempt, rank, number, facts, files)
 
 
 VERSIONS = Versions("holdfast-compiled", written=1, parsers={1: _parse_v1})
@@ -168,11 +141,7 @@ def _file(row: Any, packs: Sequence[str]) -> PackedFile:
 
 
 def check_path(path: str) -> str:
-    """Return a path, if it stays inside its directory.
-
-    Raises:
-        InvalidInput: it leads out of the directory, or is not a valid file name.
-    """
+    """Return a path, if it stays inside its directory."""
     if not isinstance(path, str) or len(path) > MAX_PATH_CHARS or "\\" in path or not is_text(path):
         raise InvalidInput(f"{shown(path)} is not a valid path in a compile cache.")
     return check_name(path)
@@ -184,3 +153,51 @@ def newest(names: Iterable[IndexName]) -> list[list[IndexName]]:
     for name in sorted(names, reverse=True):
         writers.setdefault((name.key, name.attempt, name.rank), []).append(name)
     return list(writers.values())
+
+
+_LEVEL, _LARGE_LEVEL = 6, 1
+_LARGE_BYTES = 8 << 20  # precompiled headers; better compression costs more than it saves
+
+
+def pack(files: Mapping[str, bytes]) -> tuple[bytes, tuple[PackedFile, ...]]:
+    """Pack files into one object, and return their positions in it."""
+    whole, positions = bytearray(), []
+    for path, data in sorted(files.items()):
+        packed = zlib.compress(data, _LARGE_LEVEL if len(data) > _LARGE_BYTES else _LEVEL)
+        positions.append((path, len(data), digest(data), len(whole), len(packed)))
+        whole += packed
+    named = digest(whole)
+    return bytes(whole), tuple(
+        PackedFile(path, num_bytes, file_hash, named, offset, packed_bytes)
+        for path, num_bytes, file_hash, offset, packed_bytes in positions
+    )
+
+
+def unpack(whole: bytes, file: PackedFile) -> bytes:
+    """Return the contents of a file, verified against its hash."""
+    stretch = memoryview(whole)[file.offset : file.offset + file.packed_bytes]
+    try:
+        # One byte more than allowed: longer data are detected without decompressing all of them.
+        data = zlib.decompressobj().decompress(stretch, file.num_bytes + 1)
+    except zlib.error as error:
+        raise Corrupt(f"{file.path} in the pack {file.pack} is damaged: {error}.", key=file.path) from error
+    if len(data) != file.num_bytes or digest(data) != file.hash:
+        raise Corrupt(
+            f"{file.path} in the pack {file.pack} is damaged (expected {file.num_bytes} bytes of "
+            f"xxh3:{file.hash}, found {len(data)} of xxh3:{digest(data)}).",
+            key=file.path,
+        )
+    return data
+
+
+def divide(sizes: Iterable[tuple[str, int]], max_bytes: int) -> list[list[str]]:
+    """Divide paths into groups of at most `max_bytes` each. A larger file has its own group."""
+    groups: list[list[str]] = []
+    room = 0
+    for path, num_bytes in sizes:
+        if not groups or num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(path)
+        room -= num_bytes
+    return groups

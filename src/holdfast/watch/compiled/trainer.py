@@ -15,7 +15,7 @@ from holdfast.system.units import parse_bytes, plural
 
 if TYPE_CHECKING:
     from holdfast.watch.compiled.cache import CompiledCode
-    from holdfast.watch.compiled.upload import UploadResult
+    from holdfast.watch.compiled.transfer import UploadResult
 
 
 @dataclass

@@ -45,9 +45,6 @@ def place_of(text: str, *, here: bool = False) -> TrustedPlace:
 
     Args:
         here: add the server from the environment, as an access would.
-
-    Raises:
-        InvalidInput: it is not a valid place.
     """
     scheme, mark, rest = text.partition("://")
     if not text.strip():
@@ -72,9 +69,6 @@ def is_trusted(home: str) -> bool:
 
     Entries apply to the server that they name. The environment determines the server of the home, and a
     trusted name is not trusted on another server.
-
-    Raises:
-        InvalidInput: one of them is invalid.
     """
     there = place_of(home, here=True)
     named = [word.strip() for word in os.environ.get(VARIABLE, "").split(",") if word.strip()]
@@ -91,11 +85,7 @@ def file_path() -> Path:
 
 
 def trusted() -> list[str]:
-    """Return the lines of the user's file.
-
-    Raises:
-        InvalidInput: other users could have written it.
-    """
+    """Return the lines of the user's file."""
     path = file_path()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -116,15 +106,9 @@ def trusted() -> list[str]:
 def trust(home: str, *, allow_http: bool = False) -> str:
     """Trust a home, or all homes in a folder, from now on.
 
-    Args:
-        allow_http: allow an http endpoint on another machine.
-
     Returns:
         Its line in the file: an absolute path, or a URL with endpoint, account, profile and region as far
         as the URL or the environment gives them.
-
-    Raises:
-        InvalidInput: it is not a valid place, or uses an http endpoint without `allow_http`.
     """
     line = _line_of(home, allow_http=allow_http)
     _write([*(one for one in trusted() if place_of(one) != place_of(line)), line])
@@ -132,11 +116,7 @@ def trust(home: str, *, allow_http: bool = False) -> str:
 
 
 def distrust(home: str) -> bool:
-    """Remove a home from the user's file. Return False if the file does not contain it.
-
-    Raises:
-        InvalidInput: it is not a valid place.
-    """
+    """Remove a home from the user's file. Return False if the file does not contain it."""
     lines, meant = trusted(), (place_of(home), place_of(home, here=True))
     left = [one for one in lines if place_of(one) not in meant]
     if len(left) < len(lines):

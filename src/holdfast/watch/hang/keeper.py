@@ -16,31 +16,20 @@ from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.system.environment import report_hang
 from holdfast.watch.hang import evidence as evidences
-from holdfast.watch.hang.capture import end_process
-from holdfast.watch.hang.evidence import RankEvidence
-from holdfast.watch.hang.grouping import place_of
-from holdfast.watch.hang.handlers import EXIT_SIGNAL
-from holdfast.watch.hang.incidents import OVER
+from holdfast.watch.hang.evidence import RankEvidence, capture_host, capture_rank, read_progress
+from holdfast.watch.hang.incidents import OVER, describe_hang, describe_odd, place_of
 from holdfast.watch.hang.limit import HangLimits, StallClock
 from holdfast.watch.hang.places import Kind
-from holdfast.watch.hang.rank_capture import capture_host, capture_rank, read_progress
-from holdfast.watch.hang.text import describe_hang, summary
+from holdfast.watch.hang.stacks import EXIT_SIGNAL, end_process
 
-_PERIOD_S = 1.0
-"""Longest pause between two looks at the pulse."""
-_LOOKS = 10
-"""Looks within the limit of a step, if that is short."""
-_GATHER_S = 10.0
-"""Time to wait for the evidence of ranks on other hosts."""
-_RECORD_S = 10.0
-"""Time to wait for the history before what was found is printed and done without it."""
-_SAVES_S = 60.0
-"""Time to wait for saves under way before a trainer that hangs is ended."""
-_LEAD_S = 5.0
-"""Lead of the keeper that reports, before the other trainers of its host are ended."""
+_PERIOD_S = 1.0  # longest pause between two looks at the pulse
+_LOOKS = 10  # looks within the limit of a step, if that is short
+_GATHER_S = 10.0  # time to wait for the evidence of ranks on other hosts
+_RECORD_S = 10.0  # time to wait for the history before what was found is printed and done without it
+_SAVES_S = 60.0  # time to wait for saves under way before a trainer that hangs is ended
+_LEAD_S = 5.0  # lead of the keeper that reports, before the other trainers of its host are ended
 _EXIT_S = 5.0
-_SHOW_S = 3.0
-"""Time that a trainer may take to print a text."""
+_SHOW_S = 3.0  # time that a trainer may take to print a text
 _UNLIMITED_S = 1e9
 
 
@@ -86,39 +75,33 @@ class HangKeeper(KeeperWatch):
         if not self._has_recovered(progress):
             return
         self._reported = None
-        if not progress.is_training:
-            return  # it has left its loop, as after a signal
-        seconds = time.monotonic() - self._reported_s
-        self._history.record(
-            OVER, step=progress.step, seconds=seconds, detail="the training makes progress again"
-        )
+        if progress.is_training:  # otherwise it has left its loop, as after a signal
+            seconds, detail = time.monotonic() - self._reported_s, "the training makes progress again"
+            self._history.record(OVER, step=progress.step, seconds=seconds, detail=detail)
 
     def _handle(self, progress: TrainerProgress) -> None:
         """Capture all ranks of this host, and report a hang unless one may take long."""
         clock = self._clock
         own = capture_rank(self._trainer, progress, stalled_s=clock.stalled_s, limit_s=clock.limit_s)
-        peers = self._capture_peers()
+        config, peers = self._config, list[RankEvidence]()
+        with contextlib.suppress(HoldfastError):
+            found_here = capture_host(config.home, attempt=config.attempt, without=config.rank)
+            peers = list(found_here.values())
         if (limit_s := self._longer_limit([own, *peers], progress)) is not None:
             self._clock.extend(limit_s)
             return
         self._reported = progress.beats, progress.phase_count
         self._reported_s = time.monotonic() - self._clock.stalled_s
         recording = self._run.in_background(lambda: self._record(own))
-        is_first = self._is_first(own, peers)
+        late = [one.rank for one in peers if one.stalled_s >= own.stalled_s / 2 and not one.phase]
+        is_first = own.rank <= min(late, default=own.rank)  # the lowest one reports for all of the host
         found = self._report(own, peers) if is_first else [own]
         recording.join(_RECORD_S)
         if self._restarts:
             if not is_first:  # the job takes the first place that is reported
                 time.sleep(_LEAD_S if self._config.all_ranks_here else _LEAD_S + _GATHER_S)
             with contextlib.suppress(OSError, Corrupt):  # it has exited
-                self._end_trainer(own.step, summary(found))
-
-    def _capture_peers(self) -> list[RankEvidence]:
-        """Return evidence of the other ranks on this host."""
-        config = self._config
-        with contextlib.suppress(HoldfastError):
-            return list(capture_host(config.home, attempt=config.attempt, without=config.rank).values())
-        return []
+                self._end_trainer(own.step, describe_odd(found))
 
     def _longer_limit(self, ranks: Sequence[RankEvidence], progress: TrainerProgress) -> float | None:
         """Return a longer limit if a rank of this host does what may take long; None if none does."""
@@ -137,16 +120,11 @@ class HangKeeper(KeeperWatch):
             evidences.EVENT,
             step=one.step,
             seconds=one.stalled_s,
-            detail=summary([one]),
+            detail=describe_odd([one]),
             members={"evidence": evidences.encode(one)},
         )
         with contextlib.suppress(HoldfastError):
             self._history.store.flush()
-
-    def _is_first(self, own: RankEvidence, peers: Sequence[RankEvidence]) -> bool:
-        """Return True if this keeper reports for all ranks of the host: the lowest one that is late too."""
-        late = [one.rank for one in peers if one.stalled_s >= own.stalled_s / 2 and not one.phase]
-        return own.rank <= min(late, default=own.rank)
 
     def _report(self, own: RankEvidence, peers: Sequence[RankEvidence]) -> list[RankEvidence]:
         """Print one block about all ranks, with what other hosts have recorded. Return the evidence."""
@@ -161,12 +139,11 @@ class HangKeeper(KeeperWatch):
             if one.phase or one.stalled_s < own.stalled_s / 2:  # its own keeper does not
                 self._run.in_background(lambda one=one: self._record(one))
         ranks = [found[rank] for rank in sorted(found)]
-        text = describe_hang(
-            ranks,
-            world_size=self._config.world_size,
-            action=self._action(),
-            home=self._config.home,
-        )
+        action = 'Nothing was done (Hang("report")).'
+        if self._restarts:
+            action = "The trainers are ended, so that the job starts again."
+        config = self._config
+        text = describe_hang(ranks, world_size=config.world_size, action=action, home=config.home)
         if not self._run.show(text, wait_s=_SHOW_S):  # it is stopped, or something holds the GIL
             _print_to(self._trainer.trainer_pid, f"holdfast: {text}\n")
         return ranks
@@ -182,11 +159,6 @@ class HangKeeper(KeeperWatch):
                     if one is not None and not (one.rank in found and found[one.rank].is_late):
                         found[one.rank] = one
             time.sleep(_PERIOD_S)
-
-    def _action(self) -> str:
-        if self._restarts:
-            return "The trainers are ended, so that the job starts again."
-        return 'Nothing was done (Hang("report")).'
 
     # -- restart ---------------------------------------------------------------------------------------------
 

@@ -9,29 +9,22 @@ from holdfast.checkpoint.keeper.pulse import TrainerProgress
 
 MIN_LIMIT_S = 60.0
 """Shortest limit that is learnt: a slow disk or a busy network may delay any step for so long."""
-TIMES_MEDIAN = 10.0
-"""The limit, as a multiple of the median duration of the last steps."""
+TIMES_MEDIAN = 10.0  # the limit, as a multiple of the median duration of the last steps
 TIMES_LONGEST = 2.0
 """The least limit, as a multiple of the longest of the last steps: such as one with an evaluation."""
-MIN_STEPS = 10
-"""Steps after which a limit is learnt."""
+MIN_STEPS = 10  # steps after which a limit is learnt
 _MAX_TICK_S = 2.0
 """Longest time that one tick counts: a suspended machine makes no progress, and does not hang."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """Limits of the times without progress, in seconds.
+    """Limits of the times without progress, in seconds."""
 
-    Attributes:
-        step_s: of a step; None to learn it.
-        first_s: of the first step of a loop, and of all until the limit is learnt.
-        phase_s: of a phase, such as an evaluation or a restore, or ten times the longest of its name before.
-    """
-
-    step_s: float | None = None
-    first_s: float = 1800.0
+    step_s: float | None = None  # of a step; None to learn it
+    first_s: float = 1800.0  # of the first step of a loop, and of all until the limit is learnt
     phase_s: float = 1800.0
+    """Of a phase, such as an evaluation or a restore, or ten times the longest of its name before."""
 
 
 def learn_limit(durations_s: tuple[float, ...]) -> float | None:
@@ -62,14 +55,11 @@ class StallClock:
         self._longest_s: dict[str, float] = {}
 
     def tick(self, progress: TrainerProgress, passed_s: float) -> bool:
-        """Add a tick. Return True if the trainer has made no progress for longer than its limit.
-
-        Args:
-            passed_s: time since the last tick.
-        """
+        """Add a tick. Return True if the trainer has made no progress for longer than its limit."""
         seen = progress.beats, progress.beats_here, progress.phase_count
         if seen != self._seen:
-            self._learn_phase()
+            if self._phase:
+                self._longest_s[self._phase] = max(self._longest_s.get(self._phase, 0.0), self.stalled_s)
             self._seen, self._phase = seen, progress.phase
             self.stalled_s = self._least_limit_s = 0.0
         elif progress.is_training:
@@ -80,10 +70,6 @@ class StallClock:
     def extend(self, limit_s: float | None = None) -> None:
         """Give what the trainer is doing a longer limit, by default that of a phase."""
         self._least_limit_s = self._limits.phase_s if limit_s is None else limit_s
-
-    def _learn_phase(self) -> None:
-        if self._phase:
-            self._longest_s[self._phase] = max(self._longest_s.get(self._phase, 0.0), self.stalled_s)
 
     def _limit(self, progress: TrainerProgress) -> float:
         limits = self._limits

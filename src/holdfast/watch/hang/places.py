@@ -44,17 +44,11 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of a thread.
+    """Place of a thread."""
 
-    Attributes:
-        kind: whether it waits for other ranks.
-        operation: function of a library that it is in, such as "all_reduce"; "" in the user's own code.
-        user: innermost frame of the user's script; None if all frames are those of libraries.
-    """
-
-    kind: Kind
-    operation: str
-    user: Frame | None
+    kind: Kind  # whether it waits for other ranks
+    operation: str  # function of a library that it is in, such as "all_reduce"; "" in the user's own code
+    user: Frame | None  # innermost frame of the user's script; None if all frames are those of libraries
 
     def describe(self) -> str:
         """Return the place as text, such as "all_reduce, called at train.py:88 (step)"."""
@@ -71,7 +65,7 @@ def find_place(thread: Thread) -> Place:
     user = next((one for one in frames if not _is_library(one)), None)
     inner = frames[: frames.index(user)] if user is not None else frames
     kind, operation = _operation(inner)
-    if kind is Kind.WORKS or kind is Kind.WAITS:
+    if kind in (Kind.WORKS, Kind.WAITS):
         if any(one.file.endswith(_DEBUGGERS) for one in frames):
             kind = Kind.DEBUGS
         elif any(_COMPILERS.search(one.file) for one in inner):
@@ -113,7 +107,9 @@ def _operation(frames: tuple[Frame, ...]) -> tuple[Kind, str]:
         if (found := _HOLDFAST.search(frame.file)) and found[1] == "ranks":
             return Kind.SYNCS, "the exchange of the ranks after a step"
         if (found := _TORCH.search(frame.file)) and (kind := _torch_kind(found[1], frame.function)):
-            return kind, _torch_name(found[1], frame.function)
+            is_loader = found[1].startswith("utils/data/")
+            name = "backward" if found[1] == "autograd/graph.py" else frame.function
+            return kind, "DataLoader.__next__" if is_loader else name
     if not frames:
         return Kind.WORKS, ""
     inner = next((one for one in frames if not one.file.startswith(_STDLIB)), None)
@@ -131,11 +127,3 @@ def _torch_kind(file: str, function: str) -> Kind | None:
     if file.startswith("utils/data/"):
         return Kind.WORKS
     return None
-
-
-def _torch_name(file: str, function: str) -> str:
-    if file == "autograd/graph.py":
-        return "backward"
-    if file.startswith("utils/data/"):
-        return "DataLoader.__next__"
-    return function

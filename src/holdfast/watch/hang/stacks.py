@@ -1,18 +1,37 @@
-"""Stacks of a process: the text that faulthandler writes, parsed into threads and frames; pure."""
+"""Stacks of a process: written by a signal handler of its own, or read by py-spy, and parsed."""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-MAX_FRAMES = 100
-"""Frames of a thread that are kept, innermost first."""
-MAX_THREADS = 64
-"""Threads of a process that are kept."""
+from holdfast.errors import HUNG_STATUS, Corrupt
+from holdfast.system.documents import decode
+from holdfast.system.linux.locks import try_flock
+from holdfast.system.linux.processes import handles_signal, start_time, threads_blocking
+from holdfast.system.linux.program_runs import run_program
+
+NAME = "hang"
+"""Name of the watch. The first of its words in the pulse is one more than the descriptor for stacks."""
+STACKS_SIGNAL = signal.SIGRTMAX - 2
+"""Signal that has a trainer write its stacks. Real-time signals are hardly used by other libraries."""
+EXIT_SIGNAL = HUNG_STATUS
+"""Signal that ends a trainer at once. Its handler is the C function _exit, so its number is the status."""
+MAX_FRAMES, MAX_THREADS = 100, 64
+"""Frames of a thread that are kept, innermost first, and threads of a process."""
 _MAX_TEXT = 300
-
-_THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-fA-F]+)(?: \[(.*?)\])? \(most recent call first\):")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +51,56 @@ class Thread:
     frames: tuple[Frame, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessStacks:
+    """Threads of a process, and its state."""
+
+    pid: int
+    state: str  # a value of `_STATES`, or "gone"
+    threads: tuple[Thread, ...]  # empty if the process could not write them
+
+
+def main_thread(threads: tuple[Thread, ...], ident: int) -> Thread | None:
+    """Return the thread that trains; None if its stack was not written.
+
+    Args:
+        ident: its identifier; 0 for the oldest thread, which is written last.
+    """
+    if ident == 0:
+        return threads[-1] if threads else None
+    return next((one for one in threads if one.ident == ident), None)
+
+
+# -- handlers of a trainer, which need no GIL ----------------------------------------------------------------
+
+
+def install_handlers() -> int:
+    """Install both handlers, once per process, unless something else handles their signals.
+
+    Returns:
+        The descriptor of the file that receives the stacks; -1 without one.
+    """
+    return _install(os.getpid())
+
+
+@cache
+def _install(pid: int) -> int:
+    if not handles_signal(pid, EXIT_SIGNAL):
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+        libc.signal.restype = ctypes.c_void_p
+        libc.signal(EXIT_SIGNAL, ctypes.cast(libc._exit, ctypes.c_void_p))
+    if handles_signal(pid, STACKS_SIGNAL):
+        return -1
+    fd = os.memfd_create("holdfast-stacks")
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True)
+    return fd
+
+
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-fA-F]+)(?: \[(.*?)\])? \(most recent call first\):")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
 def parse_stacks(text: str) -> tuple[Thread, ...]:
     """Return the threads in a text of faulthandler. Lines of other kinds are left out.
 
@@ -47,12 +116,180 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
     return tuple(Thread(ident, tuple(frames[:MAX_FRAMES])) for ident, frames in found[-MAX_THREADS:])
 
 
-def main_thread(threads: tuple[Thread, ...], ident: int) -> Thread | None:
-    """Return the thread that trains; None if its stack was not written.
+# -- py-spy --------------------------------------------------------------------------------------------------
+
+_PY_SPY_S = 15.0
+_MAX_JSON_BYTES = 4 << 20
+
+
+def find_py_spy() -> str | None:
+    """Return the path of py-spy beside this Python, or on the PATH; None without it."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def read_stacks(pid: int) -> tuple[Thread, ...]:
+    """Return the threads of a process; empty if py-spy is not installed, or may not read the process.
+
+    Source: py-spy 0.4, `py-spy dump --json --nonblocking`.
+
+    Blocks: at most 15 s.
+    """
+    program = find_py_spy()
+    if program is None:
+        return ()
+    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+    try:
+        found = run_program(command, timeout_s=_PY_SPY_S)
+        # It needs rights that containers often lack.
+        return parse_json(found.out) if found.status == 0 else ()
+    except (OSError, subprocess.TimeoutExpired, Corrupt):
+        return ()
+
+
+def parse_json(text: bytes) -> tuple[Thread, ...]:
+    """Return the threads in the JSON of py-spy. Raises Corrupt if it is not a list of threads."""
+    body = decode(text, "the output of py-spy", max_bytes=_MAX_JSON_BYTES, any_text=True)
+    if not isinstance(body, list) or not all(isinstance(one, dict) for one in body):
+        raise Corrupt("The output of py-spy is not a list of threads.")
+    threads: list[Thread] = []
+    for one in reversed(body):  # the oldest thread last, as faulthandler writes them
+        frames, ident = one.get("frames"), one.get("thread_id")
+        if not isinstance(frames, list):
+            raise Corrupt("The output of py-spy has a thread without frames.")
+        threads.append(
+            Thread(ident if isinstance(ident, int) else 0, tuple(map(_frame, frames[:MAX_FRAMES])))
+        )
+    return tuple(threads[-MAX_THREADS:])
+
+
+def _frame(one: Any) -> Frame:
+    if not isinstance(one, dict):
+        raise Corrupt("The output of py-spy has a frame that is not an object.")
+    line, file, name = one.get("line"), str(one.get("filename")), str(one.get("name"))
+    return Frame(file[-_MAX_TEXT:], line if isinstance(line, int) else 0, name[:_MAX_TEXT])
+
+
+# -- capture -------------------------------------------------------------------------------------------------
+
+MAX_WORKERS = 8  # child processes whose stacks are captured, such as workers of data loaders
+_WRITE_S, _QUIET_S = 3.0, 0.1
+"""Time that a process may take to write its stacks, and time without growth after which they may be whole."""
+_LOOK_S = 0.01
+_OTHERS_S = 45.0  # time to wait for other captures of the same process, which may be stopped themselves
+_MAX_BYTES = 1 << 20
+_STATES = {
+    "R": "running",
+    "S": "waiting",
+    "D": "waiting for a device",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+}
+
+
+def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStacks, ...]]:
+    """Return the stacks of a trainer, and of its workers with an inherited handler.
 
     Args:
-        ident: its identifier; 0 for the oldest thread, which is written last.
+        stacks_fd: the trainer's descriptor of the file that receives its stacks; -1 without one.
+
+    Blocks: at most 3 s per process, 15 s for one that py-spy reads, and 45 s for other captures.
     """
-    if ident == 0:
-        return threads[-1] if threads else None
-    return next((one for one in threads if one.ident == ident), None)
+    try:
+        file = os.open(f"/proc/{pid}/fd/{stacks_fd}", os.O_RDONLY | os.O_CLOEXEC) if stacks_fd >= 0 else -1
+    except OSError:
+        file = -1
+    if file < 0:
+        return ProcessStacks(pid, read_state(pid), read_stacks(pid)), ()
+    try:
+        if not _locked_in_time(file):
+            return ProcessStacks(pid, read_state(pid), ()), ()
+        own = ProcessStacks(pid, read_state(pid), _dump(pid, file) or read_stacks(pid))
+        workers = [
+            ProcessStacks(child, read_state(child), _dump(child, file))
+            for child, _ in zip(_children(pid), range(MAX_WORKERS), strict=False)
+            if _is_same_file(child, stacks_fd, file)
+        ]
+        return own, tuple(workers)
+    finally:
+        os.close(file)
+
+
+def _locked_in_time(file: int) -> bool:
+    """Lock the file of a process's stacks, as those of two captures must not alternate."""
+    deadline_s = time.monotonic() + _OTHERS_S
+    while not (is_locked := try_flock(file)) and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)
+    return is_locked
+
+
+def read_state(pid: int) -> str:
+    """Return the state of a process as a word."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return "gone"
+    return _STATES.get(text.rpartition(")")[2].split()[0], "gone")
+
+
+def _dump(pid: int, file: int) -> tuple[Thread, ...]:
+    """Have a process write its stacks into a file that it shares, and return them."""
+    born, before = start_time(pid), os.fstat(file).st_size
+    if born is None or not handles_signal(pid, STACKS_SIGNAL) or read_state(pid).startswith("stopped"):
+        return ()
+    blocked = threads_blocking(pid, STACKS_SIGNAL)
+    try:
+        os.kill(pid, STACKS_SIGNAL)
+    except OSError:
+        return ()
+    _wait_written(file, before, lambda: threads_blocking(pid, STACKS_SIGNAL) <= blocked)
+    if start_time(pid) != born:
+        return ()
+    return parse_stacks(os.pread(file, _MAX_BYTES, before).decode(errors="replace"))
+
+
+def _wait_written(file: int, before: int, has_returned: Callable[[], bool]) -> None:
+    """Wait until a handler that writes into a file has returned. On a busy machine it may pause for long."""
+    deadline_s, size, grown_s = time.monotonic() + _WRITE_S, before, time.monotonic()
+    while (now_s := time.monotonic()) < deadline_s:
+        if (found := os.fstat(file).st_size) != size:
+            size, grown_s = found, now_s
+        elif size > before and now_s - grown_s >= _QUIET_S and has_returned():
+            return
+        time.sleep(_LOOK_S)
+
+
+def _children(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            words = task.read_text().split()
+        except OSError:
+            continue
+        yield from map(int, words)
+
+
+def _is_same_file(pid: int, fd: int, file: int) -> bool:
+    try:
+        return os.path.samestat(Path(f"/proc/{pid}/fd/{fd}").stat(), os.fstat(file))
+    except OSError:
+        return False
+
+
+def end_process(pid: int, number: int, *, limit_s: float) -> None:
+    """End a process with its exit handler, and after a while with SIGKILL.
+
+    Blocks: until it has exited, at most `limit_s` and as long again.
+    """
+    born = start_time(pid)
+    for one in (number, signal.SIGKILL):
+        if one == signal.SIGKILL or handles_signal(pid, one):
+            try:
+                os.kill(pid, one)
+                os.kill(pid, signal.SIGCONT)  # a stopped process handles no signal
+            except OSError:
+                return
+        deadline_s = time.monotonic() + limit_s
+        while born is not None and start_time(pid) == born and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        if start_time(pid) != born:
+            return

@@ -11,11 +11,10 @@ from typing_extensions import override
 from holdfast.checkpoint.watch import Watch, WatchedRun
 from holdfast.errors import InvalidInput
 from holdfast.system.units import Duration, parse_duration
-from holdfast.watch.hang.handlers import NAME, install_handlers
 from holdfast.watch.hang.limit import HangLimits
+from holdfast.watch.hang.stacks import NAME, install_handlers
 
-ACTIONS = ("report", "restart", "off")
-"""Responses to a training that makes no progress."""
+ACTIONS = ("report", "restart", "off")  # responses to a training that makes no progress
 
 
 @dataclass

@@ -1,32 +1,29 @@
-"""Judgement about slow ranks, from the own time of each rank; pure."""
+"""Judgement about slow ranks from the own time of each rank, and the periods it begins and ends; pure."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-FACTOR = 1.15
-"""Own time of a slow rank, as a multiple of that of the others."""
-_WINDOWS = 8
-"""Windows that a judgement looks at. A rank is slow in most of them."""
-_LEAST_WINDOWS = 6
-"""Windows of these in which it must be slow."""
+from holdfast.watch.pace.slow_periods import SlowPeriod
+from holdfast.watch.pace.windows import PaceWindow, find_cause
+
+FACTOR = 1.15  # own time of a slow rank, as a multiple of that of the others
+_WINDOWS, _LEAST_WINDOWS = 8, 6
+"""Windows that a judgement looks at, and those of them in which a slow rank must be slow."""
 LEAST_COST = 0.05
 """Share of the training's time that slow ranks cost all. Ranks that cost less are not to blame."""
 _END_SHARE = 0.5
 """Rest of an excess or cost at which a slow rank is no longer slow, so that a verdict does not flicker."""
-_UNEVEN_SHARE = 0.15
-"""Share of the time that a usual rank waits, from which the work is uneven."""
-_RISE = 1.5
-"""Rise over its own earlier factor that names a rank where the work of many ranks differs."""
-_LEAST_EARLIER = 16
-"""Earlier windows that a rank is compared with."""
-_MAX_EARLIER = 240
-_LEAST_PRESENT = 0.9
-"""Share of the ranks whose own times are needed."""
+_UNEVEN_SHARE = 0.15  # share of the time that a usual rank waits, from which the work is uneven
+_RISE = 1.5  # rise over its own earlier factor that names a rank where the work of many ranks differs
+_LEAST_EARLIER, _MAX_EARLIER = 16, 240  # earlier windows that a rank is compared with
+_LEAST_PRESENT = 0.9  # share of the ranks whose own times are needed
+_MAX_BEGINS = 1000  # windows whose times are remembered, for the begin of a period
 
 
 class PaceKind(str, Enum):
@@ -41,37 +38,22 @@ class PaceKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """Rank that the others wait for.
-
-    Attributes:
-        rank: its number.
-        since: number of the window in which it became slow, from 0.
-        factor: its own time, as a multiple of that of a usual rank.
-    """
+    """Rank that the others wait for."""
 
     rank: int
-    since: int
-    factor: float
+    since: int  # number of the window in which it became slow, from 0
+    factor: float  # its own time, as a multiple of that of a usual rank
 
 
 @dataclass(frozen=True, slots=True)
 class PaceVerdict:
-    """Verdict about all ranks.
-
-    Attributes:
-        kind: its kind.
-        slow: the ranks that are slow, the slowest first.
-        cost_share: share of the training's time that all would save if the slow ranks were as quick as the
-            slowest of the others.
-        waiting_share: share of the time that a usual rank waits for the slowest.
-        rise: own time of a usual rank, as a multiple of its earlier one.
-    """
+    """Verdict about all ranks."""
 
     kind: PaceKind
-    slow: tuple[SlowRank, ...] = ()
-    cost_share: float = 0.0
-    waiting_share: float = 0.0
-    rise: float = 1.0
+    slow: tuple[SlowRank, ...] = ()  # the slowest first
+    cost_share: float = 0.0  # of the time, which all would save if these were as quick as the slowest other
+    waiting_share: float = 0.0  # of the time, in which a usual rank waits for the slowest
+    rise: float = 1.0  # own time of a usual rank, as a multiple of its earlier one
 
 
 @dataclass(slots=True)
@@ -81,18 +63,15 @@ class _RankPast:
     factors: list[float] = field(default_factory=list)
     since: int | None = None  # it is slow since this window
 
-    @property
-    def recent(self) -> list[float]:
-        return self.factors[-_WINDOWS:]
-
     def is_above(self, factor: float) -> bool:
         """Return True if most of the recent windows are above `factor`."""
-        return sum(one >= factor for one in self.recent) >= _LEAST_WINDOWS
+        return sum(one >= factor for one in self.factors[-_WINDOWS:]) >= _LEAST_WINDOWS
 
-    def earlier(self) -> float | None:
-        """Return the usual factor of the windows before the recent ones; None for too few of them."""
-        found = self.factors[:-_WINDOWS]
-        return statistics.median(found) if len(found) >= _LEAST_EARLIER else None
+    def has_risen(self) -> bool:
+        """Return True if the rank is slow already, or most recent windows are far above those before."""
+        earlier = self.factors[:-_WINDOWS]
+        is_known = len(earlier) >= _LEAST_EARLIER
+        return self.since is not None or (is_known and self.is_above(_RISE * statistics.median(earlier)))
 
 
 class PaceJudge:
@@ -151,9 +130,9 @@ class PaceJudge:
 
     def _update(self, world_size: int) -> None:
         """Find the ranks that have become slow, and those that no longer are."""
-        above = [rank for rank in self._past if self._is_above(rank)]
+        above = [rank for rank, past in self._past.items() if past.is_above(self._limit(past))]
         is_few = len(above) <= max(1, (world_size - 1) // 2)
-        slow = {rank for rank in above if is_few or self._has_risen(self._past[rank])}
+        slow = {rank for rank in above if is_few or self._past[rank].has_risen()}
         was_slow = any(past.since is not None for past in self._past.values())
         if self._cost(slow) < LEAST_COST * (_END_SHARE if was_slow else 1.0):
             slow = set()
@@ -161,29 +140,32 @@ class PaceJudge:
             if rank not in slow:
                 past.since = None
             elif past.since is None:
-                past.since = self._number - len(past.recent) + _first_above(past.recent, self._factor)
+                recent = past.factors[-_WINDOWS:]
+                first = next((number for number, one in enumerate(recent) if one >= self._factor), 0)
+                past.since = self._number - len(recent) + first
+
+    def _limit(self, past: _RankPast) -> float:
+        return 1 + (self._factor - 1) * (1.0 if past.since is None else _END_SHARE)
 
     def _cost(self, slow: set[int]) -> float:
-        return statistics.median(_cost(own, slow) for own in self._windows)
-
-    def _is_above(self, rank: int) -> bool:
-        past = self._past[rank]
-        excess = (self._factor - 1) * (1.0 if past.since is None else _END_SHARE)
-        return past.is_above(1 + excess)
-
-    def _has_risen(self, past: _RankPast) -> bool:
-        earlier = past.earlier()
-        return past.since is not None or (earlier is not None and past.is_above(_RISE * earlier))
+        """Return the share of the time that all wait for the slow ranks."""
+        costs: list[float] = []
+        for own in self._windows:
+            slowest = max(own.values())
+            others = max((one for rank, one in own.items() if rank not in slow), default=slowest)
+            costs.append(max(0.0, slowest - others))
+        return statistics.median(costs)
 
     def _verdict(self) -> PaceVerdict:
-        slow = tuple(
-            SlowRank(rank, past.since, round(statistics.median(past.recent), 3))
+        slow = [
+            SlowRank(rank, past.since, round(statistics.median(past.factors[-_WINDOWS:]), 3))
             for rank, past in self._past.items()
             if past.since is not None
-        )
-        named = {one.rank for one in slow}
+        ]
         waiting = statistics.median(max(own.values()) - _usual(own.values()) for own in self._windows)
-        rise = self._rise()
+        earlier, recent = self._levels[:-_WINDOWS], self._levels[-_WINDOWS:]
+        is_known = len(earlier) >= _LEAST_EARLIER
+        rise = statistics.median(recent) / statistics.median(earlier) if is_known else 1.0
         if slow:
             kind = PaceKind.SLOW_RANKS
         elif rise >= self._factor:
@@ -193,23 +175,10 @@ class PaceJudge:
         return PaceVerdict(
             kind,
             tuple(sorted(slow, key=lambda one: (-one.factor, one.rank))),
-            round(self._cost(named), 4),
+            round(self._cost({one.rank for one in slow}), 4),
             round(waiting, 4),
             round(rise, 3),
         )
-
-    def _rise(self) -> float:
-        earlier, recent = self._levels[:-_WINDOWS], self._levels[-_WINDOWS:]
-        if len(earlier) < _LEAST_EARLIER:
-            return 1.0
-        return statistics.median(recent) / statistics.median(earlier)
-
-
-def judge(rows: Sequence[Mapping[int, float]], factor: float = FACTOR) -> list[PaceVerdict]:
-    """Return the verdict after each window of a series: the own times of all ranks."""
-    found = PaceJudge(factor)
-    world_size = len({rank for row in rows for rank in row})
-    return [found.add(row, world_size=world_size) for row in rows]
 
 
 def _usual(values: Iterable[float]) -> float:
@@ -217,12 +186,54 @@ def _usual(values: Iterable[float]) -> float:
     return statistics.median_low(values)
 
 
-def _cost(own: Mapping[int, float], named: set[int]) -> float:
-    """Return the share of a window that all wait for the named ranks."""
-    slowest = max(own.values())
-    others = max((one for rank, one in own.items() if rank not in named), default=slowest)
-    return max(0.0, slowest - others)
+# -- periods -------------------------------------------------------------------------------------------------
 
 
-def _first_above(factors: Sequence[float], factor: float) -> int:
-    return next((number for number, one in enumerate(factors) if one >= factor), 0)
+@dataclass(frozen=True, slots=True)
+class PaceChange:
+    """Slow periods that have begun and ended with a window."""
+
+    begun: tuple[SlowPeriod, ...] = ()
+    ended: tuple[SlowPeriod, ...] = ()
+
+
+class SlowRankAnnouncer:
+    """Announcer of the slow ranks of one attempt: each period when it is certain, and at its end."""
+
+    def __init__(self, world_size: int, factor: float) -> None:
+        self._world_size = world_size
+        self._judge = PaceJudge(factor)
+        self._recent: deque[PaceWindow] = deque(maxlen=_WINDOWS)
+        self._begins: deque[float] = deque(maxlen=_MAX_BEGINS)  # of the windows that were judged
+        self._num_judged = 0
+        self._open: dict[int, SlowPeriod] = {}
+
+    def add(self, window: PaceWindow, *, window_s: float, hosts: Mapping[int, str]) -> PaceChange:
+        """Add a window with all ranks, its length, and the name of the host of each rank."""
+        shares = window.shares
+        if not shares:
+            return PaceChange()
+        self._recent.append(window)
+        self._begins.append(window.number * window_s)
+        self._num_judged += 1
+        verdict = self._judge.add(shares, world_size=self._world_size, whole_s=1.0, step_s=window.step_s)
+        slow, now_s = {one.rank: one for one in verdict.slow}, (window.number + 1) * window_s
+        ended = [
+            replace(self._open.pop(rank), until_unix_s=now_s) for rank in sorted(set(self._open) - set(slow))
+        ]
+        begun = [rank for rank in slow if rank not in self._open]
+        for rank, one in slow.items():
+            self._open[rank] = SlowPeriod(
+                rank,
+                hosts.get(rank, "?"),
+                self._begin(one.since) if rank in begun else self._open[rank].since_unix_s,
+                one.factor,
+                verdict.cost_share,
+                round(window.step_s, 6),
+                find_cause(tuple(self._recent), rank),
+            )
+        return PaceChange(tuple(self._open[rank] for rank in begun), tuple(ended))
+
+    def _begin(self, number: int) -> float:
+        """Return the begin of a judged window; that of the oldest remembered one if it is older."""
+        return self._begins[max(0, number - (self._num_judged - len(self._begins)))]

@@ -14,8 +14,8 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, ru
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
-from holdfast.watch.pace.activity import NAME
-from holdfast.watch.pace.announcer import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.judgement import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.sampler import NAME
 from holdfast.watch.pace.slow_periods import BEGUN, OVER, SlowPeriod, block_of_end, block_of_slow
 from holdfast.watch.pace.windows import (
     EVENT,
@@ -28,8 +28,7 @@ from holdfast.watch.pace.windows import (
 
 _LINE_WINDOWS, _MAX_LINE_WINDOWS = 4, 40
 """Windows in one line of the history: few at first, and more in a long attempt, whose log would be long."""
-_AGE_WINDOWS = 60
-"""Windows of an attempt for each one in a line."""
+_AGE_WINDOWS = 60  # windows of an attempt for each one in a line
 
 
 class PaceKeeper(KeeperWatch):
@@ -86,7 +85,10 @@ class PaceKeeper(KeeperWatch):
         if ranks:
             self._add(PaceWindow(number, max(steps), ranks))
         if self._config.rank == 0:
-            self._compare()
+            if len(self._ranks) < self._config.world_size:
+                self._read_others()
+            for one in self._table.take():
+                self._announce(self._announcer.add(one, window_s=self._window_s, hosts=self._hosts))
 
     def _add(self, window: PaceWindow) -> None:
         self._num_windows += 1
@@ -105,13 +107,6 @@ class PaceKeeper(KeeperWatch):
 
     # -- all hosts, by rank 0's keeper -----------------------------------------------------------------------
 
-    def _compare(self) -> None:
-        if len(self._ranks) < self._config.world_size:
-            self._read_others()
-        for window in self._table.take():
-            change = self._announcer.add(window, window_s=self._window_s, hosts=self._hosts)
-            self._announce(change)
-
     def _read_others(self) -> None:
         """Read the windows of other hosts that are new in the history."""
         with contextlib.suppress(HoldfastError):  # the store failed; the next window reads again
@@ -120,9 +115,7 @@ class PaceKeeper(KeeperWatch):
                 if found is None or line.get("rank") in self._ranks:
                     continue
                 host, window_s, windows = found
-                if window_s != self._window_s:
-                    continue
-                for window in windows:
+                for window in windows if window_s == self._window_s else ():
                     self._hosts |= dict.fromkeys(window.ranks, host)
                     self._table.add(window)
 
@@ -136,12 +129,10 @@ class PaceKeeper(KeeperWatch):
             self._run.show(block_of_slow(change.begun, self._config.home))
 
     def _record(self, event: str, one: SlowPeriod, text: str) -> None:
-        seconds = 0.0 if one.until_unix_s is None else one.until_unix_s - one.since_unix_s
-        self._history.record(event, step=self._step(), seconds=seconds, detail=text, members=one.members())
-
-    def _step(self) -> int | None:
         own = self._ranks.get(self._config.rank)
-        return None if own is None or own.before is None else own.before.step
+        step = None if own is None or own.before is None else own.before.step
+        seconds = 0.0 if one.until_unix_s is None else one.until_unix_s - one.since_unix_s
+        self._history.record(event, step=step, seconds=seconds, detail=text, members=one.members())
 
 
 class _RankReader:

@@ -10,34 +10,22 @@ from holdfast.errors import Corrupt, printable
 from holdfast.system.documents import read_dataclass
 from holdfast.system.units import format_duration
 
-BEGUN, OVER = "slow-rank", "slow-rank-over"
-"""Kinds of the events at the begin and end of a period."""
+BEGUN, OVER = "slow-rank", "slow-rank-over"  # kinds of the events at the begin and end of a period
 _WHAT = "a slow rank"
 
 
 @dataclass(frozen=True, slots=True)
 class SlowPeriod:
-    """Period during which the other ranks waited for one.
+    """Period during which the other ranks waited for one."""
 
-    Attributes:
-        rank: its number.
-        host: name of its machine.
-        since_unix_s: begin.
-        factor: its own time, as a multiple of that of a usual rank.
-        cost_share: share of the training's time that all lose by it and other slow ranks together.
-        step_s: duration of a step.
-        cause: what most of its longer time is; "" if that is not known.
-        until_unix_s: end; None while it lasts.
-    """
-
-    rank: int
-    host: str
-    since_unix_s: float
-    factor: float
-    cost_share: float
-    step_s: float
-    cause: str = ""
-    until_unix_s: float | None = None
+    rank: int  # its number
+    host: str  # name of its machine
+    since_unix_s: float  # begin
+    factor: float  # its own time, as a multiple of that of a usual rank
+    cost_share: float  # share of the training's time that all lose by it and other slow ranks together
+    step_s: float  # duration of a step
+    cause: str = ""  # what most of its longer time is; "" if that is not known
+    until_unix_s: float | None = None  # end; None while it lasts
 
     @property
     def cost_s(self) -> float:
@@ -60,15 +48,10 @@ class SlowPeriod:
 
 @dataclass(frozen=True, slots=True)
 class SlowAttempt:
-    """Slow period, with its attempt.
+    """Slow period, with its attempt."""
 
-    Attributes:
-        attempt: the attempt.
-        period: the period; without an end if the attempt ended first.
-    """
-
-    attempt: int
-    period: SlowPeriod
+    attempt: int  # the attempt
+    period: SlowPeriod  # the period; without an end if the attempt ended first
 
 
 def decode_period(line: Mapping[str, Any]) -> SlowPeriod | None:

@@ -12,9 +12,8 @@ from typing_extensions import override
 from holdfast.checkpoint.watch import Watch, WatchedRun
 from holdfast.errors import InvalidInput
 from holdfast.system.units import Duration, parse_duration
-from holdfast.watch.pace.activity import NAME
 from holdfast.watch.pace.judgement import FACTOR
-from holdfast.watch.pace.sampler import ActivitySampler
+from holdfast.watch.pace.sampler import NAME, ActivitySampler
 
 _MIN_WINDOW_S = 0.2
 

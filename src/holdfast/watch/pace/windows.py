@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import Corrupt
 from holdfast.system.documents import read_dataclass
-from holdfast.watch.pace.activity import OWN, Activity
+from holdfast.watch.pace.sampler import OWN, Activity
 
-EVENT = "pace"
-"""Kind of the event with windows of the ranks of one host."""
-_LEAST_SAMPLES = 10
-"""Least number of samples in a window."""
+EVENT = "pace"  # kind of the event with windows of the ranks of one host
+_LEAST_SAMPLES = 10  # least number of samples in a window
 _LEAST_OWN = 0.3
 """Least share of a window that the slowest rank has for itself. A phase leaves too little to compare."""
 _MAX_RANKS, _MAX_WINDOWS = 4096, 100
@@ -23,24 +21,22 @@ _MAX_DIGITS, _MAX_HOST = 7, 255
 
 @dataclass(frozen=True, slots=True)
 class RankWindow:
-    """One rank in one window, in shares of its time.
+    """One rank in one window, in shares of its time."""
 
-    Attributes:
-        runs: with a processor, or waiting for one.
-        loads: in a data loader.
-        sleeps: asleep in anything else of its own.
-        queues: waiting for a processor, which is a part of the others; 0 if it is not known.
-    """
-
-    runs: float
-    loads: float
-    sleeps: float
-    queues: float = 0.0
+    runs: float  # with a processor, or waiting for one
+    loads: float  # in a data loader
+    sleeps: float  # asleep in anything else of its own
+    queues: float = 0.0  # waiting for a processor, which is a part of the others; 0 if it is not known
 
     @property
     def own(self) -> float:
         """Time that it did not wait for other ranks, outside phases."""
         return self.runs + self.loads + self.sleeps
+
+    @property
+    def row(self) -> list[float]:
+        """Its shares, rounded, as `_Document` has them."""
+        return [round(share, 3) for share in (self.runs, self.loads, self.sleeps, self.queues)]
 
     @classmethod
     def of_samples(cls, counts: Sequence[int], queues: float) -> RankWindow | None:
@@ -54,17 +50,11 @@ class RankWindow:
 
 @dataclass(frozen=True, slots=True)
 class PaceWindow:
-    """Ranks in one window of time.
+    """Ranks in one window of time."""
 
-    Attributes:
-        number: its begin, in windows since 1970, so that hosts have the same numbers.
-        step_s: duration of a step.
-        ranks: by rank.
-    """
-
-    number: int
-    step_s: float
-    ranks: Mapping[int, RankWindow]
+    number: int  # its begin, in windows since 1970, so that hosts have the same numbers
+    step_s: float  # duration of a step
+    ranks: Mapping[int, RankWindow]  # by rank
 
     @property
     def shares(self) -> dict[int, float]:
@@ -75,28 +65,18 @@ class PaceWindow:
 
 @dataclass(frozen=True, slots=True)
 class PaceReading:
-    """Own shares of the ranks in one window of the history.
+    """Own shares of the ranks in one window of the history."""
 
-    Attributes:
-        attempt: its attempt.
-        unix_s: begin of the window.
-        shares: share of the window that each rank did not wait for others.
-    """
-
-    attempt: int
-    unix_s: float
-    shares: Mapping[int, float]
+    attempt: int  # its attempt
+    unix_s: float  # begin of the window
+    shares: Mapping[int, float]  # share of the window that each rank did not wait for others
 
 
 @dataclass(slots=True)
 class WindowTable:
-    """Windows of several hosts, until each of them has the ranks of all hosts.
+    """Windows of several hosts, until each of them has the ranks of all hosts."""
 
-    Args:
-        world_size: number of ranks.
-    """
-
-    world_size: int
+    world_size: int  # number of ranks
     _windows: dict[int, PaceWindow] = field(default_factory=dict)
     _taken: int = -1
 
@@ -135,23 +115,12 @@ class _Document:
 
 def encode_windows(windows: Sequence[PaceWindow], *, host: str, window_s: float) -> dict[str, Any]:
     """Return windows of one host as members of a line of the history."""
-    ranks = sorted({rank for one in windows for rank in one.ranks})
-    return asdict(
-        _Document(
-            host,
-            window_s,
-            tuple(one.number for one in windows),
-            tuple(round(one.step_s, 6) for one in windows),
-            {
-                str(rank): tuple(_encode(one.ranks[rank]) if rank in one.ranks else None for one in windows)
-                for rank in ranks
-            },
-        )
-    )
-
-
-def _encode(one: RankWindow) -> tuple[float, ...]:
-    return tuple(round(share, 3) for share in (one.runs, one.loads, one.sleeps, one.queues))
+    numbers, steps_s = [one.number for one in windows], [round(one.step_s, 6) for one in windows]
+    rows = {
+        str(rank): [one.ranks[rank].row if rank in one.ranks else None for one in windows]
+        for rank in sorted({rank for one in windows for rank in one.ranks})
+    }
+    return {"host": host, "window_s": window_s, "numbers": numbers, "step_s": steps_s, "ranks": rows}
 
 
 def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow]] | None:
@@ -164,11 +133,8 @@ def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow
         return None
     numbers, steps_s = document.numbers, document.step_s
     is_whole = 0 < len(numbers) == len(steps_s) <= _MAX_WINDOWS and len(document.ranks) <= _MAX_RANKS
-    times_s = (
-        document.window_s,
-        *steps_s,
-        *(number * document.window_s for number in numbers[:_MAX_WINDOWS]),
-    )
+    begins_s = (number * document.window_s for number in numbers[:_MAX_WINDOWS])
+    times_s = (document.window_s, *steps_s, *begins_s)
     if not is_whole or document.window_s <= 0 or not all(0 <= one <= _MAX_TIME_S for one in times_s):
         return None
     found: list[dict[int, RankWindow]] = [{} for _ in numbers]
@@ -198,9 +164,9 @@ def list_paces(lines: Iterable[Mapping[str, Any]]) -> list[PaceReading]:
 
 
 CAUSES = {
+    Activity.RUNS: "computing",
     Activity.LOADS: "its data loader",
     Activity.SLEEPS: "sleep in its own code, such as for a disk or the network",
-    Activity.RUNS: "computing",
 }
 """Causes of a longer own time, as text."""
 _LEAST_EXCESS = 0.01
@@ -209,11 +175,7 @@ QUEUE_CAUSE = "waiting for a processor that something else uses"
 
 def find_cause(windows: Sequence[PaceWindow], rank: int) -> str:
     """Return the largest part of a rank's excess as text, else ""."""
-    excess = {
-        Activity.RUNS: _excess(windows, rank, "runs"),
-        Activity.LOADS: _excess(windows, rank, "loads"),
-        Activity.SLEEPS: _excess(windows, rank, "sleeps"),
-    }
+    excess = {one: _excess(windows, rank, one.name.lower()) for one in CAUSES}
     largest = max(excess, key=lambda one: excess[one])
     if excess[largest] <= _LEAST_EXCESS:
         return ""

@@ -13,9 +13,7 @@ from typing_extensions import override
 
 from holdfast.system.linux.program_runs import run_program
 from holdfast.system.units import format_duration
-from holdfast.watch.preemption.cloud import Cloud
-from holdfast.watch.preemption.metadata import Unreachable
-from holdfast.watch.preemption.notice import Notice
+from holdfast.watch.preemption.notice import Cloud, Notice, Unreachable
 
 _LEAST_LEAD_S, _MARGIN_S = 60.0, 30.0
 """Shortest time from the notice to the end, and what is added to twice the time of a step and a save."""
@@ -58,11 +56,7 @@ class _End(Cloud):
 
 
 class Deadline(_End):
-    """Deadline that the user gives, as a time from the start of the training.
-
-    Args:
-        after_s: time until then.
-    """
+    """Deadline that the user gives, as a time from the start of the training."""
 
     name = "deadline"
     detail = "time is over"

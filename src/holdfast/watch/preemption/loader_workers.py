@@ -67,11 +67,7 @@ def _protect_running(iterator: Any) -> None:
 
 
 def _prepare_running() -> NoReturn:
-    """Leave the signals to the trainer, in a worker.
-
-    Raises:
-        queue.Empty: always; the worker then waits for the next message.
-    """
+    """Leave the signals to the trainer, in a worker."""
     _leave_signals()
     trainer = multiprocessing.parent_process()
     if trainer is not None and trainer.pid != os.getppid():
@@ -127,7 +123,6 @@ class _FirstFunction:
     """First function that a worker calls: leaves the signals to the trainer, then calls the user's.
 
     Args:
-        own: the user's `worker_init_fn`.
         blocked: signals that are blocked until then.
     """
 

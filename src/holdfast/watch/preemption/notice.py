@@ -1,9 +1,16 @@
-"""A preemption notice: its source, its reason, and the machine's deadline."""
+"""Notice of a preemption, its file, and the interface of the sources that are polled for it."""
 
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+import json
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from holdfast.errors import Corrupt
+from holdfast.system.documents import decode_object
+from holdfast.system.linux.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +38,55 @@ def parse_time(text: str) -> float | None:
             continue
         return moment.replace(tzinfo=datetime.timezone.utc).timestamp()
     return None
+
+
+_MAX_FILE_BYTES = 1 << 16
+
+
+def write_notice(path: Path, notice: Notice) -> None:
+    """Write a notice to a file that training processes watch."""
+    write_atomic(path, json.dumps(asdict(notice)), is_durable=False)
+
+
+def read_notice(path: Path) -> Notice | None:
+    """Return the notice in a file, or None if the file does not exist.
+
+    Any other contents are a notice too, so that `touch PATH` is enough.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
+    try:
+        document = decode_object(text, str(path), any_text=True)
+        return Notice(
+            (document.text("source") if "source" in document else "") or "file",
+            document.text("detail") if "detail" in document else "",
+            document.number("deadline_unix_s") if "deadline_unix_s" in document else None,
+            is_final=document.flag("is_final") if "is_final" in document else True,
+        )
+    except Corrupt:
+        return Notice("file", text.splitlines()[0][:200] if text else str(path))
+
+
+class Unreachable(Exception):
+    """Failure of a service to answer correctly, which may pass. Not raised outside of this folder."""
+
+
+class Cloud(ABC):
+    """Source of notices about this machine, of a cloud or a scheduler."""
+
+    name: str  # the name that users write
+    pause_s: float
+    """Pause between two polls. 0 if the service itself holds a request until its response changes."""
+
+    save_s: float = 0.0
+    """Measured time of one step and one durable save, for sources that choose the moment themselves."""
+
+    @abstractmethod
+    def poll(self) -> Notice | None:
+        """Return the notice for this machine, or None. Raises Unreachable if the service does not answer.
+
+        Blocks: for one request, at most for about its `timeout_s`.
+        """

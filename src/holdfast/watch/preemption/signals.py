@@ -17,8 +17,7 @@ from holdfast.system.callsite import is_loading, warn
 from holdfast.system.linux.processes import handles_signal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-_NOTICE_S = 1.0
-"""Time in which a trainer receives the signal that one of its workers has died of."""
+_NOTICE_S = 1.0  # time in which a trainer receives the signal that one of its workers has died of
 _INTERRUPTED = b"\nholdfast: saving after this step, then stopping; Ctrl-C again stops at once\n"
 
 
@@ -43,7 +42,9 @@ class SignalRecorder:
             _watchers.append(weakref.ref(self))
         for number in SIGNALS:
             _install(number)
-        _defer_failures()
+        before = signal.getsignal(signal.SIGCHLD)
+        if getattr(before, "__module__", "") == "torch.utils.data._utils.signal_handling":
+            signal.signal(signal.SIGCHLD, _FailureHandler(before))
         return True
 
     def unwatch(self) -> None:
@@ -54,11 +55,7 @@ class SignalRecorder:
 
 
 class _Handler:
-    """Handler of one signal: records it for every watcher, then calls the previous handler.
-
-    Args:
-        before: previous handler, as `signal.getsignal` returns it.
-    """
+    """Handler of one signal: records it for every watcher, then calls the previous handler."""
 
     def __init__(self, number: int, before: Any) -> None:
         self.number = number
@@ -83,10 +80,7 @@ class _Handler:
             self._is_running = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.is_of_this_process:
-            self._pass_on(number, frame)
-            return
-        watchers = [one for ref in _watchers if (one := ref()) is not None]
+        watchers = _live() if self.is_of_this_process else []
         for one in watchers:
             one.received = one.received or signal.Signals(number).name
         if not watchers:
@@ -128,9 +122,6 @@ class _FailureHandler:
 
     PyTorch's handler raises them wherever the trainer is, such as in the middle of an optimizer's step. Its
     loader finds a dead worker by itself when it waits for a batch.
-
-    Args:
-        before: PyTorch's handler.
     """
 
     def __init__(self, before: Any) -> None:
@@ -145,23 +136,17 @@ class _FailureHandler:
             if any(one.f_code.co_filename == __file__ for one in frames):
                 return  # the notice is being recorded
             deadline = time.monotonic() + _NOTICE_S
-            while not (has_notice := _have_received()) and time.monotonic() < deadline:
+            while not (notices := [one for one in _live() if one.received]) and time.monotonic() < deadline:
                 time.sleep(0.01)  # a signal that arrives meanwhile is handled
-            if not has_notice or is_loading(frames):
+            if not notices or is_loading(frames):
                 raise
 
 
-def _have_received() -> bool:
-    return any(one.received for ref in _watchers if (one := ref()) is not None)
-
-
-def _defer_failures() -> None:
-    before = signal.getsignal(signal.SIGCHLD)
-    if getattr(before, "__module__", "") == "torch.utils.data._utils.signal_handling":
-        signal.signal(signal.SIGCHLD, _FailureHandler(before))
-
-
 _watchers: list[weakref.ref[SignalRecorder]] = []
+
+
+def _live() -> list[SignalRecorder]:
+    return [one for ref in _watchers if (one := ref()) is not None]
 
 
 def _is_python_handler(handler: Any) -> bool:

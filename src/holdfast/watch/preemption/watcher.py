@@ -9,11 +9,8 @@ from collections.abc import Iterable
 
 from holdfast.system import backoff
 from holdfast.system.log import get_logger
-from holdfast.watch.preemption.cloud import Cloud
-from holdfast.watch.preemption.file import read_notice
 from holdfast.watch.preemption.loader_workers import protect_workers
-from holdfast.watch.preemption.metadata import Unreachable
-from holdfast.watch.preemption.notice import Notice
+from holdfast.watch.preemption.notice import Cloud, Notice, Unreachable, read_notice
 from holdfast.watch.preemption.signals import SignalRecorder
 from holdfast.watch.preemption.sources import parse_sources
 
@@ -24,14 +21,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 2.0, 60.0
 
 
 class NoticeWatcher:
-    """Watcher of signals, files and metadata services. Its `notice` is the first one that arrived.
-
-    Args:
-        sources: sources other than signals, see `holdfast.watch.preemption.sources.parse_sources`.
-
-    Raises:
-        InvalidInput: a source does not exist.
-    """
+    """Watcher of signals, files and metadata services. Its `notice` is the first one that arrived."""
 
     def __init__(self, sources: str | Iterable[str] | None = None) -> None:
         self._signals = SignalRecorder()

@@ -2,82 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.system.units import plural
 
-MAX_TENSORS = 8
-"""Tensors that are named in a difference; the others are only counted."""
+MAX_TENSORS = 8  # tensors that are named in a difference; the others are only counted
 _Key = tuple[str, int]  # a tensor's name and the number of its region
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One rank's copy of a region of a tensor.
+    """One rank's copy of a region of a tensor."""
 
-    Attributes:
-        tensor: number of the tensor in the catalog of the rank.
-        region: number of the region, in the order of the tensor's partitioning.
-        is_trained: only an optimizer's step changes it, so all copies must have the same bytes.
-    """
-
-    tensor: int
-    region: int
-    is_trained: bool
+    tensor: int  # number of the tensor in the catalog of the rank
+    region: int  # number of the region, in the order of the tensor's partitioning
+    is_trained: bool  # only an optimizer's step changes it, so all copies must have the same bytes
 
 
 @dataclass(frozen=True, slots=True)
 class HashedReplicas:
-    """The replicas of one rank that were hashed at a save.
+    """The replicas of one rank that were hashed at a save."""
 
-    Attributes:
-        host: name of the rank's host.
-        hashes: of each replica, xxh3-64 in 16 hex digits.
-    """
-
-    host: str
+    host: str  # name of the rank's host
     replicas: tuple[Replica, ...]
-    hashes: tuple[str, ...]
-
-    def named(self, names: Sequence[str]) -> Iterator[tuple[str, Replica, str]]:
-        """Yield the name of the tensor, the replica and the hash of each replica.
-
-        Args:
-            names: of the tensors in the catalog of the rank.
-
-        Raises:
-            ValueError: the catalog does not have a tensor with such a number.
-        """
-        for replica, found in zip(self.replicas, self.hashes, strict=True):
-            if replica.tensor >= len(names):
-                raise ValueError(f"a replica of tensor {replica.tensor}, but the catalog has {len(names)}")
-            yield names[replica.tensor], replica, found
+    hashes: tuple[str, ...]  # of each replica, xxh3-64 in 16 hex digits
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDifference:
-    """Tensors with other bytes on some ranks, the same for all of them.
+    """Tensors with other bytes on some ranks, the same for all of them."""
 
-    Attributes:
-        step: of the first checkpoint that showed it.
-        tensors: names of the first of them.
-        num_tensors: their number.
-        ranks: those with other bytes; all of them if no bytes have a majority.
-        others: the ranks with the bytes of the majority; empty without one.
-        hosts: of `ranks`, in their order.
-        equal_at: step of the newest checkpoint of this attempt at which all ranks had the same bytes; None if
-            they were not compared before.
-    """
-
-    step: int
-    tensors: tuple[str, ...]
-    num_tensors: int
-    ranks: tuple[int, ...]
-    others: tuple[int, ...]
-    hosts: tuple[str, ...]
+    step: int  # of the first checkpoint that showed it
+    tensors: tuple[str, ...]  # names of the first of them
+    num_tensors: int  # their number
+    ranks: tuple[int, ...]  # those with other bytes; all of them if no bytes have a majority
+    others: tuple[int, ...]  # the ranks with the bytes of the majority; empty without one
+    hosts: tuple[str, ...]  # of `ranks`, in their order
     equal_at: int | None
+    """Step of the newest checkpoint of this attempt at which all ranks had the same bytes; None if they were
+    not compared before."""
 
     @property
     def text(self) -> str:
@@ -93,27 +58,16 @@ class ReplicaDifference:
 
     def members(self) -> dict[str, Any]:
         """Return the difference as JSON, for a line of the history."""
-        return {
-            "tensors": list(self.tensors),
-            "num_tensors": self.num_tensors,
-            "ranks": list(self.ranks),
-            "others": list(self.others),
-            "hosts": list(self.hosts),
-            "equal_at": self.equal_at,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "step"}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of the replicas in one checkpoint.
+    """Comparison of the replicas in one checkpoint."""
 
-    Attributes:
-        num_equal: regions of tensors that were compared and are equal on all ranks.
-        differences: of this checkpoint, and of earlier ones whose tensors were not found equal since.
-    """
-
-    num_equal: int = 0
+    num_equal: int = 0  # regions of tensors that were compared and are equal on all ranks
     differences: tuple[ReplicaDifference, ...] = ()
+    """Of this checkpoint, and of earlier ones whose tensors were not found equal since."""
 
 
 @dataclass(slots=True)
@@ -125,17 +79,12 @@ class ReplicaHashes:
     hashes: dict[_Key, dict[int, str]] = field(default_factory=dict[_Key, dict[int, str]])
 
     def add(self, rank: int, audit: HashedReplicas, names: Sequence[str]) -> None:
-        """Add the hashes of one rank.
-
-        Args:
-            names: of the tensors in the rank's catalog.
-
-        Raises:
-            ValueError: the audit does not fit the catalog.
-        """
+        """Add the hashes of one rank. Raises ValueError if they do not fit the names in its catalog."""
         self.hosts[rank] = audit.host
-        for name, replica, found in audit.named(names):
-            key = name, replica.region
+        for replica, found in zip(audit.replicas, audit.hashes, strict=True):
+            if replica.tensor >= len(names):
+                raise ValueError(f"a replica of tensor {replica.tensor}, but the catalog has {len(names)}")
+            key = names[replica.tensor], replica.region
             self.hashes.setdefault(key, {})[rank] = found
             if replica.is_trained:
                 self.trained.add(key)

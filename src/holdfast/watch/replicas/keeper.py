@@ -17,8 +17,7 @@ from holdfast.system.documents import Fields, read_integers
 from holdfast.system.units import plural
 from holdfast.watch.replicas.comparison import HashedReplicas, Replica, ReplicaHashes, ReplicaWatch
 
-REPLICA_DIGITS = 16
-"""Length of the hash of a replica: xxh3-64."""
+REPLICA_DIGITS = 16  # length of the hash of a replica: xxh3-64
 _MAX_HOST_CHARS = 256
 _DIFFERENCE = (
     "THE RANKS' COPIES DIFFER in the checkpoint of step {}, which is marked as unhealthy:\n{}\n"
@@ -72,12 +71,7 @@ class ReplicasKeeper(KeeperWatch):
 
 
 def _read(section: Section) -> HashedReplicas:
-    """Return the hashes of a rank.
-
-    Raises:
-        Corrupt: the section has something else.
-        ValueError: a row is something else.
-    """
+    """Return the hashes of a rank."""
     body = Fields(dict(section.data), "the section of replicas")
     replicas = tuple(_replica(row) for row in body.array("rows"))
     text = body.text("hashes", max_chars=REPLICA_DIGITS * len(replicas))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +14,46 @@ from holdfast.checkpoint.format.sections import Section
 from holdfast.checkpoint.watch import CopiedSave, Watch, WatchedRun
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
-from holdfast.watch.replicas.turns import turns_of
+
+MAX_TURNS = 64  # saves within which every tensor is compared, at most, unless the user chooses a number
+FREE_BYTES = 64 << 20
+"""Bytes of a rank that are compared at every save in any case: some 20 ms of processor time."""
+_TURNS_PER_COPY = 8
+"""A turn has an eighth of the bytes that a rank writes: it writes one of the copies' share."""
+
+
+def turns_of(tensors: Sequence[SharedTensor], *, within: int | None) -> Copies:
+    """Distribute the tensors that other ranks hold too over turns of about the same bytes.
+
+    Args:
+        within: saves within which every tensor is compared; None to bound the cost instead: a turn has an
+            eighth of the bytes that the rank writes, or 64 MiB, and there are at most 64 turns.
+
+    Ranks: not collective; ranks that hold the same tensors compute the same turns for them.
+    """
+    by_object: dict[int, list[SharedTensor]] = {}
+    for one in tensors:
+        by_object.setdefault(id(one.holders), []).append(one)
+    by_holders: dict[tuple[tuple[int, ...], ...], list[SharedTensor]] = {}
+    for members in by_object.values():  # few: hashing a thousand ranks for each tensor would take long
+        by_holders.setdefault(members[0].holders, []).extend(members)
+    found: list[tuple[tuple[str, ...], ...]] = []
+    for holders, members in by_holders.items():
+        num_bytes = sum(one.num_bytes for one in members)
+        most = min(-(-num_bytes // FREE_BYTES), _TURNS_PER_COPY * len(holders), MAX_TURNS)
+        found.append(_turns(members, max(1, most) if within is None else within))
+    return Copies(tuple(found))
+
+
+def _turns(members: Sequence[SharedTensor], num_turns: int) -> tuple[tuple[str, ...], ...]:
+    """Distribute tensors, the largest first, each to the turn with the fewest bytes so far."""
+    loads = [(0, turn) for turn in range(num_turns)]
+    turns: list[list[str]] = [[] for _ in range(num_turns)]
+    for one in sorted(members, key=lambda member: (-member.num_bytes, member.name)):
+        load, turn = loads[0]
+        turns[turn].append(one.name)
+        heapq.heapreplace(loads, (load + one.num_bytes, turn))
+    return tuple(map(tuple, turns))
 
 
 @dataclass
@@ -64,18 +104,12 @@ class Replicas(Watch):
 
     @override
     def saving(self, save: CopiedSave) -> Section | None:
-        self._note(save)
-        rows = [[one.number, one.region, int(one.is_trained)] for one in save.copies]
-        return Section(1, {"rows": rows}) if rows else None
-
-    def _note(self, save: CopiedSave) -> None:
-        """Record how the tensors are compared, at the first save and when that changes."""
-        if not self._num_tensors:
-            return
         tensors = plural(self._num_tensors, "replicated tensor")
         text = f"{tensors}, each compared once in {plural(self._num_saves, 'save')}"
         if not save.has_room:
             text = "only the tensors that this rank writes are hashed: memory= has no room for others"
-        if text != self._noted:
+        if self._num_tensors and text != self._noted:  # at the first save, and when that changes
             self._noted = text
             self._run.note("replica-check", step=None, detail=text)
+        rows = [[one.number, one.region, int(one.is_trained)] for one in save.copies]
+        return Section(1, {"rows": rows}) if rows else None

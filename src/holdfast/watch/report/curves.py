@@ -50,11 +50,15 @@ def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[CheckpointId]
     restored step, from there back to the source of that checkpoint, and so on.
 
     Args:
-        events: events of the whole run, by time.
         saves: all saves, for restores without a recorded source.
     """
     stretches = _stretches(events, sorted(saves))
-    _count(stretches)
+    upto: float = math.inf
+    at = len(stretches) - 1 if stretches else None
+    while at is not None:
+        one = stretches[at]
+        one.counts_upto = upto
+        upto, at = min(upto, one.base), one.source  # a source is always earlier
     names = dict.fromkeys(name for one in stretches for name in one.numbers)
     return [_curve(name, stretches) for name in names]
 
@@ -75,18 +79,11 @@ def _stretches(events: Iterable[HistoryEvent], saves: Sequence[CheckpointId]) ->
             restores.append((own[-1], event))
     ordered = [one for number in sorted(found) for one in found[number]]
     for stretch, event in restores:
-        stretch.source = _source(stretch, event, ordered, saves)
+        owner = _owner(event, saves)
+        for i, one in enumerate(ordered[: next(i for i, one in enumerate(ordered) if one is stretch)]):
+            if one.base <= stretch.base and owner in (None, one.attempt):
+                stretch.source = i
     return ordered
-
-
-def _source(
-    stretch: _Stretch, event: HistoryEvent, ordered: Sequence[_Stretch], saves: Sequence[CheckpointId]
-) -> int | None:
-    """Return the index of the stretch that trained the restored step."""
-    owner = _owner(event, saves)
-    before = ordered[: next(i for i, one in enumerate(ordered) if one is stretch)]
-    fits = [i for i, one in enumerate(before) if one.base <= stretch.base and owner in (None, one.attempt)]
-    return fits[-1] if fits else None
 
 
 def _owner(event: HistoryEvent, saves: Sequence[CheckpointId]) -> int | None:
@@ -96,16 +93,6 @@ def _owner(event: HistoryEvent, saves: Sequence[CheckpointId]) -> int | None:
         return int(first[1])
     known = checkpoint_of(event, saves)
     return known.attempt if known else None
-
-
-def _count(stretches: Sequence[_Stretch]) -> None:
-    """Set the last step that counts in each stretch."""
-    upto: float = math.inf
-    at = len(stretches) - 1 if stretches else None
-    while at is not None:
-        one = stretches[at]
-        one.counts_upto = upto
-        upto, at = min(upto, one.base), one.source  # a source is always earlier
 
 
 def _curve(name: str, stretches: Sequence[_Stretch]) -> Curve:

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from holdfast.checkpoint.home.history import Line, is_number
 
 MEMORY, LOCAL, HOME = "memory", "local", "home"
-TIERS = (MEMORY, LOCAL, HOME)
-"""Tiers of a checkpoint, nearest first."""
+TIERS = (MEMORY, LOCAL, HOME)  # tiers of a checkpoint, nearest first
 
 
-METRICS = "metrics"
-"""Kind of events with training metrics."""
-Metric = tuple[str, int, float]
-"""Value of a training metric: its name, the step, the value."""
+METRICS = "metrics"  # kind of events with training metrics
+Metric = tuple[str, int, float]  # value of a training metric: its name, the step, the value
 
 
 @dataclass(frozen=True, slots=True)

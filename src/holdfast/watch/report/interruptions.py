@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from holdfast.checkpoint.format import run
@@ -14,8 +14,7 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.watch.report.events import METRICS, HistoryEvent
 from holdfast.watch.report.saves import SaveRecord
 
-Span = tuple[float, float]
-"""Start and end, in seconds of one clock."""
+Span = tuple[float, float]  # start and end, in seconds of one clock
 
 
 @dataclass(slots=True)
@@ -63,6 +62,7 @@ def seconds_of(spans: Iterable[Span]) -> float:
     return found
 
 
+_SOURCE = re.compile(r"^attempt \d+(; )?")  # at the start of the detail of a restore
 _TRAINERS = ("restored", "saved", "staged", "skipped", "dropped", "ended", "killed", METRICS)
 """Events of the trainer's own process. The keeper's continue after its death, but for "killed"."""
 
@@ -91,11 +91,7 @@ class AttemptSpan:
 def attempt_spans(
     events: Iterable[HistoryEvent], claims: Mapping[int, run.AttemptClaim]
 ) -> list[AttemptSpan]:
-    """Return every attempt with a claim or an event, by number, except imports.
-
-    Args:
-        claims: readable claims by attempt number.
-    """
+    """Return every attempt with a claim or an event, by number, except imports."""
     by_attempt: dict[int, list[HistoryEvent]] = {number: [] for number in claims}
     for event in events:
         if event.attempt > 0:
@@ -107,11 +103,6 @@ def attempt_spans(
             event.kind == "committed" and event.detail.startswith("imported") for event in by_attempt[number]
         )
     ]
-
-
-def _without_source(event: HistoryEvent) -> HistoryEvent:
-    """Return a restore's event without the source attempt at the start of its detail."""
-    return replace(event, detail=re.sub(r"^attempt \d+(; )?", "", event.detail))
 
 
 def _attempt_span(number: int, events: list[HistoryEvent], claim: run.AttemptClaim | None) -> AttemptSpan:
@@ -143,7 +134,7 @@ def _attempt_span(number: int, events: list[HistoryEvent], claim: run.AttemptCla
         end=(ended[0].detail or "ended") if ended else None,
         has_last_step=bool(ended) or any(event.kind == "killed" for event in trainers),
         tear_check=next((event.detail for event in events if event.kind == "tear-check"), ""),
-        remark=next((event.detail for event in map(_without_source, restored) if event.detail), ""),
+        remark=next(filter(None, (_SOURCE.sub("", event.detail) for event in restored)), ""),
     )
 
 
@@ -222,19 +213,10 @@ class Losses:
 def find_losses(
     attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord], *, finished: int | None
 ) -> Losses:
-    """Return the losses between the attempts.
-
-    Args:
-        attempts: attempts by number.
-        saves: saves of the whole run.
-        finished: the attempt that finished the run, if any.
-    """
+    """Return the losses between the attempts, by number; `finished` is the one that finished the run."""
     seen = Spans()  # lost or idle already
     found: list[Interruption] = []
-    redone: list[Span] = []
-    down: list[Span] = []
-    restoring: list[Span] = []
-    idle: list[Span] = []
+    redone, down, restoring, idle = list[Span](), list[Span](), list[Span](), list[Span]()
     trained = [attempt for attempt in attempts if attempt.has_trained or attempt is attempts[0]]
     step_s = seconds_per_step(attempts, saves)
     for before, after in pairwise(trained):
@@ -249,41 +231,28 @@ def find_losses(
         redone += again
         down += outage
         restoring += start
+        restored, unseen = after.restored_step or 0, _unseen(before, after, saves, step_s)
+        steps_lost = max(0, before.last_step - restored)
         found.append(
-            _interruption(
-                kind, before, after, attempts, (again, outage, start), _unseen(before, after, saves, step_s)
+            Interruption(
+                kind=kind,
+                before=before.number,
+                after=after.number,
+                num_failed_starts=sum(before.number < one.number < after.number for one in attempts),
+                last_seen_unix_s=before.last_seen_unix_s,
+                resumed_unix_s=after.training_unix_s,
+                last_step=before.last_step,
+                restored_step=restored,
+                steps_lost=steps_lost,
+                max_steps_lost=None if unseen is None else steps_lost + unseen,
+                redo_s=seconds_of(again),
+                down_s=seconds_of(outage),
+                restore_s=seconds_of(start),
+                end=before.end,
+                remark=after.remark,
             )
         )
     return Losses(tuple(found), tuple(redone), tuple(down), tuple(restoring), tuple(idle))
-
-
-def _interruption(
-    kind: str,
-    before: AttemptSpan,
-    after: AttemptSpan,
-    attempts: Sequence[AttemptSpan],
-    spans: tuple[list[Span], list[Span], list[Span]],
-    unseen: int | None,
-) -> Interruption:
-    restored = after.restored_step or 0
-    steps_lost = max(0, before.last_step - restored)
-    return Interruption(
-        kind=kind,
-        before=before.number,
-        after=after.number,
-        num_failed_starts=sum(before.number < attempt.number < after.number for attempt in attempts),
-        last_seen_unix_s=before.last_seen_unix_s,
-        resumed_unix_s=after.training_unix_s,
-        last_step=before.last_step,
-        restored_step=restored,
-        steps_lost=steps_lost,
-        max_steps_lost=None if unseen is None else steps_lost + unseen,
-        redo_s=seconds_of(spans[0]),
-        down_s=seconds_of(spans[1]),
-        restore_s=seconds_of(spans[2]),
-        end=before.end,
-        remark=after.remark,
-    )
 
 
 def _kind(before: AttemptSpan, after: AttemptSpan, saves: Sequence[SaveRecord], finished: int | None) -> str:
@@ -353,6 +322,7 @@ def seconds_per_step(attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord
 def _neighbours(
     attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord]
 ) -> Iterator[tuple[SaveRecord, SaveRecord]]:
+    """Yield the saves of each attempt with the next ones."""
     for attempt in attempts:
         own = sorted((save for save in saves if save.attempt == attempt.number), key=lambda save: save.step)
         yield from pairwise(own)

@@ -14,8 +14,7 @@ from holdfast.errors import RetryLater, redact
 from holdfast.system.units import format_duration
 
 _T = TypeVar("_T")
-_WAIT_S = 10.0
-"""Time that a request waits for a reading, counted from its start."""
+_WAIT_S = 10.0  # time that a request waits for a reading, counted from its start
 
 
 @dataclass(slots=True)
@@ -33,9 +32,7 @@ class KeptReadings(Generic[_T]):
     A place that does not answer delays only the requests for it, and those only for a limited time.
 
     Args:
-        least_age_s: time for which a result is kept.
         rest: the same, as a multiple of the time that the reading took.
-        max_kept: number of results that are kept in memory.
     """
 
     def __init__(self, *, least_age_s: float, rest: float = 0.0, max_kept: int = 1) -> None:
@@ -47,14 +44,7 @@ class KeptReadings(Generic[_T]):
         """Return the result for a place, as it was read a moment ago.
 
         Args:
-            place: the place, which an error names.
-            read: reads it.
-            part: part of the place that is read, if several are.
             wait_s: longest wait for the place, from the start of its reading; by default 10 s.
-
-        Raises:
-            RetryLater: the place has not answered.
-            Exception: that of `read`.
 
         Blocks: while the place is read, at most `wait_s`.
         """

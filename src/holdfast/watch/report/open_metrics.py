@@ -15,21 +15,13 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """Numbers of one name.
+    """Numbers of one name."""
 
-    Attributes:
-        name: without the suffix of counters.
-        help: its meaning.
-        samples: values by their labels.
-        unit: the last part of the name, if it is a unit.
-        is_counter: it only grows, as long as the run's history is kept.
-    """
-
-    name: str
+    name: str  # without the suffix of counters
     help: str
-    samples: tuple[tuple[Labels, float], ...]
-    unit: str = ""
-    is_counter: bool = False
+    samples: tuple[tuple[Labels, float], ...]  # values by their labels
+    unit: str = ""  # the last part of the name, if it is a unit
+    is_counter: bool = False  # it only grows, as long as the run's history is kept
 
     def lines(self) -> Iterable[str]:
         """Yield its lines.
@@ -47,21 +39,15 @@ class MetricFamily:
 
 
 def format_metrics(summary: RunSummary, home: str) -> str:
-    """Return the numbers of a run as OpenMetrics text.
-
-    Args:
-        summary: of the run.
-        home: its home, which is a label of each number.
-    """
+    """Return the numbers of a run as OpenMetrics text; `home` is a label of each."""
     lines = [line for one in metric_families(summary, home) for line in one.lines()]
     return "\n".join([*lines, "# EOF", ""])
 
 
 def metric_families(summary: RunSummary, home: str) -> list[MetricFamily]:
     """Return the numbers of a run; unknown ones are left out."""
-    label = {"home": home}
-    found = [*_progress(summary, label), *_events(summary, label), *_times(summary, label)]
-    return [one for one in found if one.samples]
+    found = _Families(summary, home)
+    return [one for one in (*found.progress(), *found.events(), *found.times()) if one.samples]
 
 
 def goodput(summary: RunSummary) -> float | None:
@@ -70,133 +56,105 @@ def goodput(summary: RunSummary) -> float | None:
     return summary.times.kept_s / whole_s if whole_s > 0 else None
 
 
-def _progress(summary: RunSummary, label: Labels) -> list[MetricFamily]:
-    newest = summary.attempts[-1] if summary.attempts else None
-    contents = summary.home_contents
-    return [
-        MetricFamily(
-            "holdfast_step",
-            "Newest recorded step of the newest attempt.",
-            _known(label, None if newest is None else newest.last_step),
-        ),
-        MetricFamily(
-            "holdfast_checkpoint_step",
-            "Step of the newest checkpoint in home.",
-            _known(label, None if contents is None else contents.newest_step),
-        ),
-        MetricFamily(
-            "holdfast_checkpoints",
-            "Checkpoints in home.",
-            _known(label, None if contents is None else contents.num_checkpoints),
-        ),
-        MetricFamily("holdfast_finished", "1 if the run has finished.", ((label, bool(summary.finished)),)),
-        MetricFamily(
-            "holdfast_last_event_timestamp_seconds",
-            "Time of the last event of the training.",
-            _known(label, summary.last_unix_s),
-            unit="seconds",
-        ),
-    ]
+class _Families:
+    """Maker of the families of one run."""
 
+    def __init__(self, summary: RunSummary, home: str) -> None:
+        self._summary, self._label = summary, {"home": home}
+        self._newest = summary.attempts[-1] if summary.attempts else None
 
-def _events(summary: RunSummary, label: Labels) -> list[MetricFamily]:
-    newest = summary.attempts[-1].number if summary.attempts else 0
-    outcomes = Counter(
-        "durable" if save.durable else str(save.outcome or "under way") for save in summary.saves
-    )
-    kinds = Counter(one.kind for one in summary.interruptions)
-    slow = [
-        one.period for one in summary.slow_periods if one.attempt == newest and not one.period.until_unix_s
-    ]
-    restores = sum(one.restored_step is not None for one in summary.attempts)
-    lost = sum(one.steps_lost for one in summary.interruptions)
-    return [
-        _counter("holdfast_attempts", "Starts of the run.", ((label, len(summary.attempts)),)),
-        MetricFamily(
-            "holdfast_saves",
-            "Saves by their outcome.",
-            tuple(({**label, "outcome": one}, number) for one, number in sorted(outcomes.items())),
-        ),
-        _counter("holdfast_restores", "Attempts that restored a checkpoint.", ((label, restores),)),
-        _counter(
-            "holdfast_interruptions",
-            "Interruptions by their kind.",
-            tuple(({**label, "kind": one}, number) for one, number in sorted(kinds.items())),
-        ),
-        _counter("holdfast_steps_lost", "Steps known to be repeated.", ((label, lost),)),
-        _counter("holdfast_hangs", "Hangs that were reported.", ((label, len(summary.hangs)),)),
-        _counter(
-            "holdfast_unhealthy_checkpoints",
-            "Checkpoints of states that are not healthy.",
-            ((label, len(summary.unhealthy)),),
-        ),
-        _counter(
-            "holdfast_slow_periods",
-            "Periods in which all ranks waited for one.",
-            ((label, len(summary.slow_periods)),),
-        ),
-        MetricFamily(
-            "holdfast_slow_rank_factor",
-            "Own time of each rank that is slow now, as a multiple of that of a usual rank.",
-            tuple(({**label, "rank": str(one.rank), "host": one.host}, one.factor) for one in slow),
-        ),
-        MetricFamily(
-            "holdfast_slow_rank_cost_ratio",
-            "Share of the time that all lose by slow ranks now.",
-            ((label, max((one.cost_share for one in slow), default=0.0)),),
-            unit="ratio",
-        ),
-    ]
+    def progress(self) -> list[MetricFamily]:
+        summary, held = self._summary, self._summary.home_contents
+        step = None if self._newest is None else self._newest.last_step
+        newest, number = (None, None) if held is None else (held.newest_step, held.num_checkpoints)
+        last_s = summary.last_unix_s
+        return [
+            self._one("step", "Newest recorded step of the newest attempt.", step),
+            self._one("checkpoint_step", "Step of the newest checkpoint in home.", newest),
+            self._one("checkpoints", "Checkpoints in home.", number),
+            self._one("finished", "1 if the run has finished.", bool(summary.finished)),
+            self._one("last_event_timestamp", "Time of the last event of the training.", last_s, "seconds"),
+        ]
 
+    def events(self) -> list[MetricFamily]:
+        summary = self._summary
+        outcomes = ("durable" if save.durable else str(save.outcome or "under way") for save in summary.saves)
+        kinds = (one.kind for one in summary.interruptions)
+        newest = self._newest.number if self._newest is not None else 0
+        slow = [
+            one.period
+            for one in summary.slow_periods
+            if one.attempt == newest and not one.period.until_unix_s
+        ]
+        factors = tuple(
+            ({**self._label, "rank": str(one.rank), "host": one.host}, one.factor) for one in slow
+        )
+        cost = max((one.cost_share for one in slow), default=0.0)
+        restores = sum(one.restored_step is not None for one in summary.attempts)
+        lost = sum(one.steps_lost for one in summary.interruptions)
+        unhealthy, periods = len(summary.unhealthy), len(summary.slow_periods)
+        return [
+            self._count("attempts", "Starts of the run.", len(summary.attempts)),
+            self._by("saves", "Saves by their outcome.", "outcome", outcomes),
+            self._count("restores", "Attempts that restored a checkpoint.", restores),
+            self._by("interruptions", "Interruptions by their kind.", "kind", kinds, is_counter=True),
+            self._count("steps_lost", "Steps known to be repeated.", lost),
+            self._count("hangs", "Hangs that were reported.", len(summary.hangs)),
+            self._count("unhealthy_checkpoints", "Checkpoints of states that are not healthy.", unhealthy),
+            self._count("slow_periods", "Periods in which all ranks waited for one.", periods),
+            MetricFamily(
+                "holdfast_slow_rank_factor",
+                "Own time of each rank that is slow now, as a multiple of that of a usual rank.",
+                factors,
+            ),
+            self._one("slow_rank_cost", "Share of the time that all lose by slow ranks now.", cost, "ratio"),
+        ]
 
-def _times(summary: RunSummary, label: Labels) -> list[MetricFamily]:
-    parts = {name.removesuffix("_s"): seconds for name, seconds in asdict(summary.times).items()}
-    del parts["total"]
-    return [
-        MetricFamily(
-            "holdfast_time_seconds",
-            "Time since the first start, by what it was.",
-            tuple(({**label, "part": part}, seconds) for part, seconds in parts.items()),
-            unit="seconds",
-        ),
-        MetricFamily(
-            "holdfast_goodput_ratio",
-            "Training that counts, as a share of the time that was meant for training.",
-            _known(label, goodput(summary)),
-            unit="ratio",
-        ),
-        MetricFamily(
-            "holdfast_save_blocked_seconds",
-            "Mean time for which a save blocked the training.",
-            _known(label, summary.advice.cost_s),
-            unit="seconds",
-        ),
-        MetricFamily(
-            "holdfast_mean_time_between_failures_seconds",
-            "Training time per failure.",
-            _known(label, summary.advice.mtbf_s),
-            unit="seconds",
-        ),
-    ]
+    def times(self) -> list[MetricFamily]:
+        advice = self._summary.advice
+        parts = {name.removesuffix("_s"): seconds for name, seconds in asdict(self._summary.times).items()}
+        del parts["total"]
+        return [
+            MetricFamily(
+                "holdfast_time_seconds",
+                "Time since the first start, by what it was.",
+                tuple(({**self._label, "part": part}, seconds) for part, seconds in parts.items()),
+                "seconds",
+            ),
+            self._one(
+                "goodput",
+                "Training that counts, as a share of the time that was meant for training.",
+                goodput(self._summary),
+                "ratio",
+            ),
+            self._one(
+                "save_blocked", "Mean time for which a save blocked the training.", advice.cost_s, "seconds"
+            ),
+            self._one("mean_time_between_failures", "Training time per failure.", advice.mtbf_s, "seconds"),
+        ]
 
+    def _one(self, name: str, text: str, value: float | None, unit: str = "") -> MetricFamily:
+        """Return a family with one value; without a sample if it is None."""
+        samples = () if value is None else ((self._label, value),)
+        return MetricFamily("_".join(filter(None, ("holdfast", name, unit))), text, samples, unit)
 
-def _counter(name: str, text: str, samples: tuple[tuple[Labels, float], ...]) -> MetricFamily:
-    return MetricFamily(name, text, samples, is_counter=True)
+    def _count(self, name: str, text: str, value: float) -> MetricFamily:
+        return MetricFamily(f"holdfast_{name}", text, ((self._label, value),), is_counter=True)
 
-
-def _known(label: Labels, value: float | None) -> tuple[tuple[Labels, float], ...]:
-    return () if value is None else ((label, value),)
+    def _by(
+        self, name: str, text: str, key: str, labels: Iterable[str], *, is_counter: bool = False
+    ) -> MetricFamily:
+        """Return a family with the number of occurrences of each value of a label."""
+        counts = sorted(Counter(labels).items())
+        samples = tuple(({**self._label, key: label}, number) for label, number in counts)
+        return MetricFamily(f"holdfast_{name}", text, samples, is_counter=is_counter)
 
 
 def _number(value: float) -> str:
     value = float(value)
-    return (
-        str(int(value))
-        if value.is_integer() and abs(value) < 1e15
-        else repr(value)
-        if math.isfinite(value)
-        else "NaN"
-    )
+    if not math.isfinite(value):
+        return "NaN"
+    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
 
 
 def _escaped(text: str) -> str:

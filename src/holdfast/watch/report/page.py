@@ -117,24 +117,21 @@ _LONG = 60  # characters; more are broken into lines
 
 
 def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
-    """Return the page as HTML.
-
-    Raises:
-        Unsupported: the chart library is not installed.
-    """
+    """Return the page as HTML."""
     figures = make_figures(summary)
     specs = {one.id: one.spec for one in figures if one.spec is not None}
+    torn = plural(summary.num_torn, "incomplete line")
     parts = {
         "title": html.escape(f"{name}: report"),
         "name": html.escape(name),
         "sentence": html.escape(headline(summary)),
         "made": html.escape(f"Made {format_time(made_unix_s)} UTC from the run's history."),
-        "torn": _torn(summary),
+        "torn": f"<p>Skipped {torn} of the history, torn by a crash.</p>" if summary.num_torn else "",
         "tear-check": html.escape(tear_check(summary)),
         "numbers": "\n".join(map(_number, headline_numbers(summary))),
         "figures": "\n".join(map(_section, figures)),
         "style": read_asset("page.css"),
-        "library": _script(chart_library()),
+        "library": chart_library().replace("</script", "<\\/script").replace("<!--", "\\x3c!--"),
         "draw": read_asset("page.js"),
         # A script element ends at the first "</script", even inside a string.
         "specs": json.dumps(specs, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
@@ -147,16 +144,6 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
     return pieces[0] + "".join(
         parts[piece.partition("-->")[0]] + piece.partition("-->")[2] for piece in pieces[1:]
     )
-
-
-def _script(text: str) -> str:
-    return text.replace("</script", "<\\/script").replace("<!--", "\\x3c!--")
-
-
-def _torn(summary: RunSummary) -> str:
-    if not summary.num_torn:
-        return ""
-    return f"<p>Skipped {plural(summary.num_torn, 'incomplete line')} of the history, torn by a crash.</p>"
 
 
 def _number(one: HeadlineNumber) -> str:

@@ -77,14 +77,10 @@ def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
 
 
 def checkpoint_of(event: HistoryEvent, known: Collection[CheckpointId]) -> CheckpointId | None:
-    """Return the checkpoint that an event is about, or None.
+    """Return the checkpoint, of those known, that a commit, drain, deletion or restore is about, or None.
 
     An attempt also commits, drains and deletes checkpoints of earlier attempts. The detail may contain their
     attempt; otherwise the newest checkpoint of that step counts.
-
-    Args:
-        event: a commit, drain, deletion or restore.
-        known: all checkpoints.
     """
     named = _OF_ATTEMPT.match(event.detail)
     if named:
@@ -141,8 +137,7 @@ def _bytes_of_ranks(events: Sequence[HistoryEvent]) -> dict[int, int]:
 
 
 def _tiers_of(events: Sequence[HistoryEvent]) -> list[str]:
-    found = {event.tier for event in events if event.kind in ("persisted", "committed", "drained")}
-    return [*(tier for tier in TIERS if tier in found), *sorted(found - set(TIERS))]
+    return _ordered(event.tier for event in events if event.kind in ("persisted", "committed", "drained"))
 
 
 def _copy(tier: str, events: Sequence[HistoryEvent], began: float, num_bytes: int) -> Copy:
@@ -182,25 +177,23 @@ def tier_levels(events: Iterable[HistoryEvent], saves: Sequence[SaveRecord]) -> 
     for event in events:
         tier = contents.setdefault(event.tier, {})
         before = len(tier)
-        _apply(event, tier, sizes)
+        # A restored checkpoint was complete, even if the commit was made by a later attempt without an event.
+        is_there = event.kind == "restored" and event.tier != MEMORY
+        if event.kind in ("committed", "drained") or is_there:
+            if (one := checkpoint_of(event, sizes)) is not None:
+                tier[one] = sizes[one]
+        elif event.kind == "retained" and (one := checkpoint_of(event, tier)) is not None:
+            del tier[one]
         if len(tier) != before:
             levels.append(TierLevel(event.unix_s, event.tier, sum(tier.values()), len(tier)))
     return levels
 
 
-def _apply(event: HistoryEvent, tier: dict[CheckpointId, int], sizes: dict[CheckpointId, int]) -> None:
-    if event.kind in ("committed", "drained") or (event.kind == "restored" and event.tier != MEMORY):
-        # A restored checkpoint was complete, even if the commit was made by a later attempt without an event.
-        one = checkpoint_of(event, sizes)
-        if one is not None:
-            tier[one] = sizes[one]
-    elif event.kind == "retained":
-        one = checkpoint_of(event, tier)
-        if one is not None:
-            del tier[one]
-
-
 def tiers_in(levels: Iterable[TierLevel]) -> list[str]:
     """Return the tiers that had contents, nearest first."""
-    found = {level.tier for level in levels}
-    return [*(tier for tier in TIERS if tier in found), *sorted(found - set(TIERS))]
+    return _ordered(level.tier for level in levels)
+
+
+def _ordered(tiers: Iterable[str]) -> list[str]:
+    """Return the tiers, each once, the known ones first and nearest first."""
+    return sorted(set(tiers), key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))

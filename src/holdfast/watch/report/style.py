@@ -14,15 +14,12 @@ from typing import Any, TypeVar
 from holdfast.system.units import format_bytes, format_duration
 from holdfast.watch.report.summary import RunSummary
 
-Spec = dict[str, Any]
-"""A Vega-Lite specification, or a part of one."""
+Spec = dict[str, Any]  # a Vega-Lite specification, or a part of one
 Cell = str | int | None
 _T = TypeVar("_T")
 
-MAX_ROWS = 500
-"""Rows of a table on the page. `holdfast history` prints all."""
-MAX_MARKS = 1500
-"""Saves in a chart. With more, every second, third, ... is drawn."""
+MAX_ROWS = 500  # rows of a table on the page. `holdfast history` prints all
+MAX_MARKS = 1500  # saves in a chart. With more, every second, third, ... is drawn
 
 # Charts use names of colours. The page's style sheet defines them for light and dark mode, so a chart
 # follows the reader's setting without a second drawing.
@@ -45,7 +42,7 @@ class Figure:
 
 def make_figure(
     name: str,
-    rows: Sequence[Sequence[Cell]],
+    rows: Sequence[Sequence[Any]],
     *,
     id: str | None = None,
     lead: str = "",
@@ -57,7 +54,6 @@ def make_figure(
 
     Args:
         name: of its entry, and by default its id.
-        rows: of the table, with a cell for each column of the entry.
         lead: text before that of the entry.
         note: text after it.
         label: replaces `$name` in the title and the columns.
@@ -65,7 +61,8 @@ def make_figure(
             `when` names an empty value is left out.
     """
     entry = _declared()["figures"][name]
-    shown = tuple(tuple(row) for row in rows[-MAX_ROWS:])
+    formats = entry.get("formats", [""] * len(entry["columns"]))
+    shown = tuple(tuple(map(_format_cell, formats, row)) for row in rows[-MAX_ROWS:])
     text = " ".join(entry["text"])
     title, *columns = (label if one == "$name" else one for one in (entry["title"], *entry["columns"]))
     title = title.replace("$name", label)
@@ -73,6 +70,13 @@ def make_figure(
     return Figure(
         id or name, title, f"{lead}{text}{note}", spec, tuple(columns), shown, len(rows) - len(shown)
     )
+
+
+def _format_cell(kind: str, value: Any) -> Cell:
+    """Return a cell in the format of its column; with a "?", an unknown value is an empty cell."""
+    if not kind or (value is None and kind.endswith("?")):
+        return value
+    return _FORMATS[kind.removesuffix("?")](value)
 
 
 @cache
@@ -87,11 +91,8 @@ def read_asset(name: str) -> str:
 
 def _make_spec(entry: Spec, values: Mapping[str, Any]) -> Spec:
     """Return the chart of an entry, as wide as its container on the page."""
-    known = {
-        "span_axis": "".join(_declared()["span_axis"]),
-        "legend_columns": entry.get("legend_columns", 2),
-        **values,
-    }
+    span_axis, columns = "".join(_declared()["span_axis"]), entry.get("legend_columns", 2)
+    known = {"span_axis": span_axis, "legend_columns": columns, **values}
     known.update(_filled(entry.get("parts", {}), known))
     return _filled({**_declared()["frame"], **entry["chart"]}, known)
 
@@ -106,14 +107,12 @@ def _filled(template: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(template, str):
         return values[template[1:]] if template.startswith("$") else template
     if isinstance(template, list):
-        return [_filled(one, values) for one in template if _is_drawn(one, values)]
+        conditions = (one.get("when") if isinstance(one, dict) else None for one in template)
+        parts = zip(template, conditions, strict=True)
+        return [_filled(one, values) for one, when in parts if when is None or values[when]]
     if isinstance(template, dict):
         return {key: _filled(value, values) for key, value in template.items() if key != "when"}
     return template
-
-
-def _is_drawn(part: Any, values: Mapping[str, Any]) -> bool:
-    return not isinstance(part, dict) or "when" not in part or bool(values[part["when"]])
 
 
 def time_axis(field: str, summary: RunSummary, *, grid: bool = True) -> Spec:
@@ -167,12 +166,8 @@ def _decimals(first: int, last: int) -> list[float]:
 
 def color_by(field: str, looks: Mapping[str, Any], *, legend: bool = True) -> Spec:
     """Return an encoding with a distinct style for each value of a field."""
-    encoded: Spec = {
-        "field": field,
-        "type": "nominal",
-        "scale": {"domain": list(looks), "range": list(looks.values())},
-        "sort": list(looks),
-    }
+    scale = {"domain": list(looks), "range": list(looks.values())}
+    encoded: Spec = {"field": field, "type": "nominal", "scale": scale, "sort": list(looks)}
     return encoded if legend else {**encoded, "legend": None}
 
 
@@ -213,9 +208,12 @@ def format_share(value: float | None) -> str:
     percent = value * 100
     if percent == 0 or percent >= 9.95:
         return f"{percent:.0f} %"
-    return (
-        f"{percent:.1f} %" if percent >= 0.95 else f"{percent:.2g} %" if percent >= 0.001 else "under 0.001 %"
-    )
+    if percent < 0.001:
+        return "under 0.001 %"
+    return f"{percent:.1f} %" if percent >= 0.95 else f"{percent:.2g} %"
+
+
+_FORMATS = {"time": format_time, "seconds": format_seconds, "size": format_size, "share": format_share}
 
 
 def thin_out(items: Sequence[_T]) -> tuple[list[_T], int]:

@@ -16,8 +16,7 @@ from holdfast.checkpoint.home.rollbacks import read_rollbacks
 from holdfast.checkpoint.policy import BestInterval, best_interval, lost_share, mtbf_bounds_s
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Corrupt, NotFound, Unsupported
-from holdfast.watch.hang import text as hang_text
-from holdfast.watch.hang.incidents import HangIncident, list_hangs
+from holdfast.watch.hang.incidents import HangIncident, describe_odd, list_hangs
 from holdfast.watch.pace.slow_periods import SlowAttempt, list_slow_periods
 from holdfast.watch.pace.windows import PaceReading, list_paces
 from holdfast.watch.report.curves import Curve, collect_curves
@@ -47,29 +46,17 @@ PROBLEMS = (
 
 @dataclass(frozen=True, slots=True)
 class CheckedNode:
-    """Checks of one node before one attempt of a job.
+    """Checks of one node before one attempt of a job."""
 
-    Attributes:
-        job: number of the job.
-        attempt: its attempt, which may have another number than that of the run.
-        node: number of the node.
-        machine: name of the machine.
-        unix_s: time of the checks.
-        num_checks: number of checks.
-        failures: the checks that failed, for people; empty if none has.
-        was_refused: the attempt was not started because of them.
-        cost_s: time that the commands of the job had to wait; of a refused node, duration of its attempt.
-    """
-
-    job: int
-    attempt: int
-    node: int
-    machine: str
-    unix_s: float
-    num_checks: int
-    failures: str
-    was_refused: bool
-    cost_s: float
+    job: int  # number of the job
+    attempt: int  # its attempt, which may have another number than that of the run
+    node: int  # number of the node
+    machine: str  # name of the machine
+    unix_s: float  # time of the checks
+    num_checks: int  # number of checks
+    failures: str  # the checks that failed, for people; empty if none has
+    was_refused: bool  # the attempt was not started because of them
+    cost_s: float  # time that the commands of the job had to wait; of a refused node, duration of its attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +161,9 @@ class RunSummary:
             {**asdict(one), "cost_s": one.cost_s, "is_failure": one.is_failure} for one in self.interruptions
         ]
         del document["losses"]["gaps"]
-        document["hangs"] = [
-            {
-                "attempt": one.attempt,
-                "unix_s": one.unix_s,
-                "over_s": one.over_s,
-                "place": hang_text.summary(one.ranks),
-            }
-            for one in self.hangs
-        ]
+        for row, hang in zip(document["hangs"], self.hangs, strict=True):
+            del row["ranks"]
+            row["place"] = describe_odd(hang.ranks)
         del document["paces"], document["watch_lines"]  # the history has them
         document["slow_periods"] = [
             {"attempt": one.attempt, **asdict(one.period), "cost_s": one.period.cost_s}
@@ -258,16 +239,10 @@ def summarize(
     home_contents: HomeContents | None = None,
     num_torn: int = 0,
 ) -> RunSummary:
-    """Return the summary of a run from its events.
-
-    Args:
-        events: events of the whole run, by time.
-        claims: the attempts' claims by number.
-        num_torn: incomplete lines of the history.
-    """
+    """Return the summary of a run from its events, by time, and the claims of its attempts, by number."""
     attempts, saves = attempt_spans(events, claims), collect_saves(events)
     losses = find_losses(attempts, saves, finished=finished.attempt if finished else None)
-    began = min((attempt.started_unix_s for attempt in attempts), default=None)
+    began, up_s = min((attempt.started_unix_s for attempt in attempts), default=None), _up_s(attempts)
     # Attempts after the last one that trained have no countable cost yet.
     trained = [attempt for attempt in attempts if attempt.has_trained] or attempts[:1]
     last = max((attempt.last_seen_unix_s for attempt in trained), default=None)
@@ -279,8 +254,8 @@ def summarize(
         tuple(saves),
         losses,
         _times(began, last, losses, saves),
-        _overhead(attempts, saves),
-        _advise(attempts, saves, losses.interruptions),
+        sum(save.blocked_s or 0.0 for save in saves) / up_s if up_s > 0 else None,
+        _advise(attempts, saves, losses.interruptions, up_s),
         tuple(tier_levels(events, saves)),
         tuple(event for event in events if event.kind in PROBLEMS),
         tuple(event for event in events if event.kind == "drained"),
@@ -319,11 +294,6 @@ def _times(
     return TimeBreakdown(total, kept_s, blocked_s, redo_s, down_s, restore_s, idle_s)
 
 
-def _overhead(attempts: Iterable[AttemptSpan], saves: Iterable[SaveRecord]) -> float | None:
-    up_s = _up_s(attempts)
-    return sum(save.blocked_s or 0.0 for save in saves) / up_s if up_s > 0 else None
-
-
 def _up_s(attempts: Iterable[AttemptSpan]) -> float:
     """Return the recorded training time of all attempts."""
     return sum(
@@ -332,13 +302,15 @@ def _up_s(attempts: Iterable[AttemptSpan]) -> float:
 
 
 def _advise(
-    attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord], interruptions: Sequence[Interruption]
+    attempts: Sequence[AttemptSpan],
+    saves: Sequence[SaveRecord],
+    interruptions: Sequence[Interruption],
+    up_s: float,
 ) -> IntervalAdvice:
     costs = [save.blocked_s for save in saves if save.blocked_s is not None]
     gaps = save_intervals_s(attempts, saves)
     failures = [one for one in interruptions if one.is_failure]
     num_failures = sum(1 + one.num_failed_starts for one in failures)
-    up_s = _up_s(attempts)
     cost_s = statistics.fmean(costs) if costs else None
     interval_s = statistics.fmean(gaps) if gaps else None
     restart_s = statistics.fmean(one.down_s + one.restore_s for one in failures) if failures else 0.0

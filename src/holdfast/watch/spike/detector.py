@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
+import statistics
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-WINDOW = 128
-"""Values that a new one is compared with."""
-MIN_VALUES = 32
-"""Values before the first judgement."""
-NUM_RECENT, NUM_HIGH = 5, 3
-"""A spike is at least three high values among the last five."""
-_Z = 8.0
-"""Least distance of a high value from the median, in robust standard deviations."""
+WINDOW = 128  # values that a new one is compared with
+MIN_VALUES = 32  # values before the first judgement
+NUM_RECENT, NUM_HIGH = 5, 3  # a spike is at least three high values among the last five
+_Z = 8.0  # least distance of a high value from the median, in robust standard deviations
 _RATIO = {"loss": 0.1, "norm": 2.0}
 """Least distance of a high value from the median, as a share of it: noise may be very small."""
 _MAD_TO_DEVIATION = 1.4826
 _MAX_METRICS = 8
-_REFRESH = 8
-"""Values between two computations of the median, unless one is high by the older one."""
+_REFRESH = 8  # values between two computations of the median, unless one is high by the older one
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +31,10 @@ class RecordedValue:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Judgement of the metrics that were recorded up to a save.
+    """Judgement of the metrics that were recorded up to a save."""
 
-    Attributes:
-        is_spiking: None if there are too few values.
-        detail: the values that are too high, or why that is not known.
-    """
-
-    is_spiking: bool | None
-    detail: str
+    is_spiking: bool | None  # None if there are too few values
+    detail: str  # the values that are too high, or why that is not known
 
 
 class SpikeDetector:
@@ -52,7 +44,6 @@ class SpikeDetector:
     the new normal. So a spike does not hide the next one, and a lasting change is reported once.
 
     Args:
-        name: of the metric, for people.
         kind: "loss", or "norm" for norms of gradients, which vary much more.
     """
 
@@ -90,18 +81,15 @@ class SpikeDetector:
             self._sorted.clear()
             self._recent.clear()
             self._num_high = 0
-        self._note_first()
+        if not self.is_spiking:
+            self.first_high = None
+        elif self.first_high is None:
+            self.first_high = next(point for point, is_high in self._recent if is_high)
 
     def go_back(self) -> None:
         """Continue after training went back behind the present spike. The usual values stay."""
         self._recent.clear()
         self._num_high, self.first_high = 0, None
-
-    def _note_first(self) -> None:
-        if not self.is_spiking:
-            self.first_high = None
-        elif self.first_high is None:
-            self.first_high = next(point for point, is_high in self._recent if is_high)
 
     def _is_high(self, value: float) -> bool:
         if not math.isfinite(value):
@@ -124,19 +112,16 @@ class SpikeDetector:
     def _refresh(self) -> None:
         """Compute the median of the window, and the limit above it."""
         self._num_since = 0
-        self._center = _middle(self._sorted)
-        deviations = sorted(abs(value - self._center) for value in self._sorted)
-        deviation = _MAD_TO_DEVIATION * _middle(deviations)
+        self._center = statistics.median(self._sorted)
+        deviation = _MAD_TO_DEVIATION * statistics.median(abs(one - self._center) for one in self._sorted)
         self._limit = self._center + max(_Z * deviation, self._ratio * abs(self._center))
 
     def trend(self) -> Trend:
         """Return the judgement of the values so far."""
-        spiking = self.is_spiking
-        if spiking is None:
-            return Trend(
-                None, f"{self._name} has {len(self._usual)} values; at least {MIN_VALUES} are needed"
-            )
-        if not spiking:
+        if self.is_spiking is None:
+            few = f"{self._name} has {len(self._usual)} values; at least {MIN_VALUES} are needed"
+            return Trend(None, few)
+        if not self.is_spiking:
             return Trend(False, f"{self._name} is within reason")
         high = [point for point, is_high in self._recent if is_high]
         worst = max(high, key=lambda point: math.inf if math.isnan(point.value) else point.value)
@@ -146,19 +131,14 @@ class SpikeDetector:
 
 def kind_of(name: str) -> str | None:
     """Return the kind of a metric by its name: "loss", "norm" for norms of gradients, or None."""
-    words = name.lower().replace("/", "_").replace("-", "_").replace(".", "_").split("_")
-    if "val" in words or "eval" in words or "test" in words or "valid" in words:
+    words = re.split("[-/._]", name.lower())
+    if not {"val", "eval", "test", "valid"}.isdisjoint(words):
         return None  # recorded too rarely, and after other steps
     if words[-1] == "loss":
         return "loss"
     if words[-1] in ("norm", "gradnorm") and any(word.startswith("grad") for word in words):
         return "norm"
     return None
-
-
-def _middle(ordered: list[float]) -> float:
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 class SpikeDetectors:
@@ -192,10 +172,7 @@ class SpikeDetectors:
     def trend(self) -> Trend | None:
         """Return the judgement of all metrics together; None if none is watched."""
         trends = [one.trend() for one in self._detectors.values()]
-        if not trends:
-            return None
-        for outcome in (True, False):
-            found = [one.detail for one in trends if one.is_spiking is outcome]
-            if found:
+        for outcome in (True, False, None):
+            if found := [one.detail for one in trends if one.is_spiking is outcome]:
                 return Trend(outcome, "; ".join(found))
-        return Trend(None, "; ".join(one.detail for one in trends))
+        return None

@@ -16,8 +16,7 @@ from holdfast.watch.spike.detector import NUM_RECENT, WINDOW, SpikeDetectors
 
 SPIKE_ACTIONS = ("report", "rollback", "off")
 """Responses to a spike of the recorded loss or norm of gradients."""
-_MOST_NOTICED_STEPS = 16
-"""Steps after which a spike is usually noticed, on all ranks."""
+_MOST_NOTICED_STEPS = 16  # steps after which a spike is usually noticed, on all ranks
 _MARKS = {True: Mark.AGAINST, False: Mark.FOR, None: Mark.NONE}
 _log = get_logger("watch.spike")
 
@@ -56,11 +55,8 @@ class Spike(Watch):
             raise InvalidInput(
                 f"Spike(action=) must be one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r:.100}."
             )
-        for value, name, least in (
-            (self.max_rollbacks, "max_rollbacks", 1),
-            (self.back, "back", 0),
-            (self.skip, "skip", 0),
-        ):
+        for name, least in {"max_rollbacks": 1, "back": 0, "skip": 0}.items():
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InvalidInput(f"Spike({name}=) must be a whole number from {least}, got {value!r:.100}.")
 
@@ -108,14 +104,8 @@ class Spike(Watch):
                 _log.warning('SPIKE: %s. Nothing was done (Spike("report")).', trend.detail)
         if self.action != "rollback":
             return None
-        return Vote(
-            Act.GO_BACK,
-            trend.detail,
-            since=first.step,
-            upto=first.step - 1 - self.back,
-            most=self.max_rollbacks,
-            skip=self.skip,
-        )
+        upto, most = first.step - 1 - self.back, self.max_rollbacks
+        return Vote(Act.GO_BACK, trend.detail, since=first.step, upto=upto, most=most, skip=self.skip)
 
     @override
     def saving(self, save: CopiedSave) -> Section | None:

@@ -20,11 +20,9 @@ from holdfast.checkpoint.format.hashes import CACHED_BYTES
 from holdfast.checkpoint.format.layout import header_bytes, parse_header
 from holdfast.watch.values.judgement import MAX_NAMES, Squares, TensorHealth
 
-_BLOCK_BYTES = CACHED_BYTES
-"""Bytes that are checked at once."""
+_BLOCK_BYTES = CACHED_BYTES  # bytes that are checked at once
 _MOMENT = re.compile(r"(?:^|\.)state\.")
-_TRAINED = re.compile(r"(?:^|\.)(?:weight|bias)$")
-"""Usual names of parameters. Masks have others."""
+_TRAINED = re.compile(r"(?:^|\.)(?:weight|bias)$")  # usual names of parameters. Masks have others
 _STEP = re.compile(r"\.step(?:@r\d+)?$")
 _SMALL = {  # dtype -> mask, largest finite value of the masked bits
     "F16": (0x7FFF, 0x7BFF),
@@ -117,9 +115,7 @@ class ContentCheck:
 
     def result(self) -> TensorHealth:
         """Return the health of the tensors, after all bytes were added."""
-        bad = [
-            tensor.name for tensor, has_nan in self._has_nan.items() if has_nan or not self._is_mask(tensor)
-        ]
+        bad = [one.name for one, has_nan in self._has_nan.items() if has_nan or not self._is_mask(one)]
         summed = {run.tensors[0].is_moment for run in self._runs if run.tensors[0].is_summed}
         parameters, moments = (
             total if is_moment in summed and math.isfinite(total) else None

@@ -9,16 +9,13 @@ from statistics import median
 
 from holdfast.checkpoint.format.sections import Mark
 
-MAX_NAMES = 8
-"""Tensors that are named in a part; the others are only counted."""
+MAX_NAMES = 8  # tensors that are named in a part; the others are only counted
 MAX_BEFORE = 8
 """Checkpoints before whose norms are kept, so that the next attempt has something to compare with."""
-_MIN_BEFORE = 3
-"""Checkpoints that a norm is compared with, at least."""
+_MIN_BEFORE = 3  # checkpoints that a norm is compared with, at least
 _MAX_GROWTH = 10.0
 """A norm of parameters this many times as large, or as small, as before is not within reason."""
-_MAX_MOMENT_GROWTH = 100.0
-"""The same for norms of an optimizer's state, which follow the gradients."""
+_MAX_MOMENT_GROWTH = 100.0  # the same for norms of an optimizer's state, which follow the gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +28,20 @@ class Squares:
 
 @dataclass(frozen=True, slots=True)
 class TensorHealth:
-    """Health of the tensors in one data file.
+    """Health of the tensors in one data file."""
 
-    Attributes:
-        num_bad: tensors with a NaN, or with an infinity that is not part of a mask.
-        bad: names of the first of them.
-        squares: sums of squares of this rank's shards.
-    """
-
-    num_bad: int = 0
-    bad: tuple[str, ...] = ()
-    squares: Squares = Squares()
+    num_bad: int = 0  # tensors with a NaN, or with an infinity that is not part of a mask
+    bad: tuple[str, ...] = ()  # names of the first of them
+    squares: Squares = Squares()  # sums of squares of this rank's shards
 
 
 @dataclass(frozen=True, slots=True)
 class ValueJudgement:
-    """Judgement of the tensors of all ranks.
+    """Judgement of the tensors of all ranks."""
 
-    Attributes:
-        mark: FOR only if the norms could be compared with those before, and are within reason.
-        reasons: of the mark.
-        squares: of all ranks together.
-    """
-
-    mark: Mark
-    reasons: tuple[str, ...]
-    squares: Squares
+    mark: Mark  # FOR only if the norms could be compared with those before, and are within reason
+    reasons: tuple[str, ...]  # of the mark
+    squares: Squares  # of all ranks together
 
 
 def judge(tensors: Iterable[TensorHealth | None], before: Sequence[Squares] = ()) -> ValueJudgement:
@@ -76,7 +61,9 @@ def judge(tensors: Iterable[TensorHealth | None], before: Sequence[Squares] = ()
         return ValueJudgement(Mark.AGAINST, against, squares)
     if len(checked) < len(found):
         return ValueJudgement(Mark.UNSURE, (NOT_CHECKED,), squares)
-    mark = Mark.FOR if _can_compare(squares, before) else Mark.NONE
+    known = [one for one in before if one.parameters]
+    can_compare = squares.parameters is not None and len(known) >= _MIN_BEFORE
+    mark = Mark.FOR if can_compare else Mark.NONE
     return ValueJudgement(mark, ("all tensors are finite",), squares)
 
 
@@ -101,22 +88,16 @@ def not_finite(checked: Iterable[TensorHealth]) -> list[str]:
     return [f"NaN or infinity in {', '.join(name[:100] for name in names)}{more}"]
 
 
-def _norms(squares: Squares) -> tuple[tuple[str, float | None, float], ...]:
-    return (
-        ("parameters", squares.parameters, _MAX_GROWTH),
-        ("optimizer state", squares.moments, _MAX_MOMENT_GROWTH),
-    )
-
-
 def _out_of_reason(squares: Squares, before: Sequence[Squares]) -> list[str]:
     """Return the norms that differ too much from those before."""
     if len(before) < _MIN_BEFORE:
         return []
     found: list[str] = []
-    for (name, now, limit), earlier in zip(
-        _norms(squares), zip(*map(_norms, before), strict=True), strict=True
+    for name, now, earlier, limit in (
+        ("parameters", squares.parameters, [one.parameters for one in before], _MAX_GROWTH),
+        ("optimizer state", squares.moments, [one.moments for one in before], _MAX_MOMENT_GROWTH),
     ):
-        known = [value for _, value, _ in earlier if value is not None]
+        known = [value for value in earlier if value is not None]
         usual = math.sqrt(median(known)) if len(known) >= _MIN_BEFORE else 0.0
         if now is None or usual == 0.0:
             continue
@@ -124,8 +105,3 @@ def _out_of_reason(squares: Squares, before: Sequence[Squares]) -> list[str]:
         if ratio > limit or (name == "parameters" and ratio < 1 / limit):
             found.append(f"the norm of the {name} is {math.sqrt(now):.4g}, usually {usual:.4g}")
     return found
-
-
-def _can_compare(squares: Squares, before: Sequence[Squares]) -> bool:
-    known = [one for one in before if one.parameters]
-    return squares.parameters is not None and len(known) >= _MIN_BEFORE

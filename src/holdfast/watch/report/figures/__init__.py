@@ -9,9 +9,8 @@ from holdfast.watch.report.figures.costs import costs, shares
 from holdfast.watch.report.figures.curves import curves
 from holdfast.watch.report.figures.durations import durations, levels
 from holdfast.watch.report.figures.intervals import intervals
-from holdfast.watch.report.figures.nodes import nodes
 from holdfast.watch.report.figures.pace import pace
-from holdfast.watch.report.figures.problems import hangs, problems, replicas, rollbacks
+from holdfast.watch.report.figures.problems import hangs, nodes, problems, replicas, rollbacks
 from holdfast.watch.report.figures.timeline import progress, timeline
 from holdfast.watch.report.style import MAX_ROWS, Figure, framed
 from holdfast.watch.report.summary import RunSummary

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from holdfast.system.units import plural
 from holdfast.watch.report import style
 from holdfast.watch.report.interruptions import Interruption
@@ -27,23 +29,18 @@ def costs(summary: RunSummary) -> Figure | None:
 
 def _chart(drawn: list[Interruption]) -> Spec:
     labels = {one.after: f"{one.before} to {one.after}" for one in drawn}
+
+    def bar(one: Interruption, took_s: float, **more: Any) -> Spec:
+        return {"which": labels[one.after], "s": took_s, "took": style.format_seconds(took_s), **more}
+
     parts = [
-        {
-            "which": labels[one.after],
-            "part": part,
-            "order": order,
-            "s": took_s,
-            "took": style.format_seconds(took_s),
-        }
+        bar(one, took_s, part=part, order=order)
         for one in drawn
         for order, (part, took_s) in enumerate(
-            (("repeated", one.redo_s), ("down", one.down_s), ("restoring", one.restore_s))
+            zip(_PARTS, (one.redo_s, one.down_s, one.restore_s), strict=True)
         )
     ]
-    sums = [
-        {"which": labels[one.after], "s": one.cost_s, "took": style.format_seconds(one.cost_s)}
-        for one in drawn
-    ]
+    sums = [bar(one, one.cost_s) for one in drawn]
     longest = max(one.cost_s for one in drawn)
     axis = {"title": "attempts", "labelFontSize": 13, "ticks": False}
     return {
@@ -58,31 +55,17 @@ def _chart(drawn: list[Interruption]) -> Spec:
     }
 
 
-def _row(one: Interruption) -> tuple[str | int | None, ...]:
-    most = one.max_steps_lost
-    lost = (
-        str(one.steps_lost)
-        if most == one.steps_lost
-        else f"{one.steps_lost} to {most}"
-        if most
-        else f"{one.steps_lost} or more"
-    )
+def _row(one: Interruption) -> tuple[object, ...]:
+    most, lost = one.max_steps_lost, str(one.steps_lost)
+    if most != one.steps_lost:
+        lost += f" to {most}" if most else " or more"
     remarks = [one.end or "", one.remark]
     if one.num_failed_starts:
         remarks.append(f"{plural(one.num_failed_starts, 'start')} in between without further events")
-    return (
-        style.format_time(one.last_seen_unix_s),
-        f"{one.before} to {one.after}",
-        one.kind,
-        one.last_step,
-        one.restored_step,
-        lost,
-        style.format_seconds(one.redo_s),
-        style.format_seconds(one.down_s),
-        style.format_seconds(one.restore_s),
-        style.format_seconds(one.cost_s),
-        "; ".join(filter(None, remarks)) or None,
-    )
+    steps, times = (one.last_step, one.restored_step, lost), (one.redo_s, one.down_s, one.restore_s)
+    remark = "; ".join(filter(None, remarks)) or None
+    which = f"{one.before} to {one.after}"
+    return (one.last_seen_unix_s, which, one.kind, *steps, *times, one.cost_s, remark)
 
 
 def shares(summary: RunSummary) -> Figure | None:
@@ -115,8 +98,5 @@ def shares(summary: RunSummary) -> Figure | None:
         "domain": [0, longest * 1.01],
         "ticks": style.span_ticks(longest),
     }
-    rows = [
-        (kind, style.format_seconds(took_s), style.format_share(took_s / whole_s))
-        for kind, (took_s, _) in kinds.items()
-    ]
+    rows = [(kind, took_s, took_s / whole_s) for kind, (took_s, _) in kinds.items()]
     return style.make_figure("shares", rows, chart=chart)

@@ -10,8 +10,7 @@ from holdfast.watch.report.curves import Curve, Point
 from holdfast.watch.report.style import Figure, Spec
 from holdfast.watch.report.summary import RunSummary
 
-MAX_CURVES = 8
-"""Metrics that are drawn. `holdfast history --metrics` prints all."""
+MAX_CURVES = 8  # metrics that are drawn. `holdfast history --metrics` prints all
 _MAX_LABELS = 12  # of attempts; more would overlap
 _MAX_DOTS = 50  # values that are also drawn as dots
 _LOG_FROM = 1000.0  # smallest ratio of values for a logarithmic axis

@@ -7,7 +7,7 @@ import math
 from holdfast.system.units import plural
 from holdfast.watch.report import style
 from holdfast.watch.report.saves import SaveRecord, tiers_in
-from holdfast.watch.report.style import Cell, Figure, Spec
+from holdfast.watch.report.style import Figure, Spec
 from holdfast.watch.report.summary import RunSummary
 
 _COLOURS = {"memory": "var(--memory)", "local": style.ON_THE_WAY, "home": style.KEPT}
@@ -44,10 +44,7 @@ def levels(summary: RunSummary) -> Figure | None:
     dashes = {tier: _DASHES.get(tier, [4, 2]) for tier in tiers}
     return style.make_figure(
         "levels",
-        [
-            (style.format_time(one.unix_s), one.tier, one.num_checkpoints, style.format_size(one.num_bytes))
-            for one in summary.levels
-        ],
+        [(one.unix_s, one.tier, one.num_checkpoints, one.num_bytes) for one in summary.levels],
         note=note,
         chart={
             "levels": values,
@@ -111,25 +108,14 @@ def _chart(summary: RunSummary, values: list[Spec]) -> Spec:
     }
 
 
-def _rows(save: SaveRecord) -> list[tuple[Cell, ...]]:
-    start = (
-        style.format_time(save.started_unix_s),
-        save.attempt,
-        save.step,
-        style.format_size(save.num_bytes),
-        style.format_seconds(save.blocked_s),
-        style.format_seconds(save.staged_s),
-    )
+def _rows(save: SaveRecord) -> list[tuple[object, ...]]:
+    facts = save.started_unix_s, save.attempt, save.step, save.num_bytes, save.blocked_s, save.staged_s
     if not save.copies:
-        return [(*start, None, None, None, None, save.outcome)]
-    return [
-        (
-            *start,
-            copy.tier,
-            style.format_seconds(copy.write_s),
-            f"{style.format_size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None,
-            style.format_seconds(copy.durable_s),
-            save.outcome if copy.durable_unix_s is None else "durable",
-        )
-        for copy in save.copies
-    ]
+        return [(*facts, None, None, None, None, save.outcome)]
+    rows = []
+    for copy in save.copies:
+        speed = f"{style.format_size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None
+        written, durable = style.format_seconds(copy.write_s), style.format_seconds(copy.durable_s)
+        outcome = save.outcome if copy.durable_unix_s is None else "durable"
+        rows.append((*facts, copy.tier, written, speed, durable, outcome))
+    return rows

@@ -7,7 +7,7 @@ import math
 from holdfast.checkpoint.policy import BestInterval, lost_share
 from holdfast.system.units import plural
 from holdfast.watch.report import style
-from holdfast.watch.report.style import Cell, Figure, Spec
+from holdfast.watch.report.style import Figure, Spec
 from holdfast.watch.report.summary import IntervalAdvice, RunSummary
 
 _POINTS = 80
@@ -31,9 +31,9 @@ def intervals(summary: RunSummary) -> Figure | None:
 
 def _verdict(advice: IntervalAdvice) -> str:
     lower_s, upper_s = advice.mtbf_bounds_s
-    own_s = (
-        f"It saved every {style.format_seconds(advice.interval_s)} on average. " if advice.interval_s else ""
-    )
+    own_s = ""
+    if advice.interval_s:
+        own_s = f"It saved every {style.format_seconds(advice.interval_s)} on average. "
     if advice.own is None:
         up = f" in {style.format_seconds(advice.up_s)} of training"
         bound = (
@@ -102,16 +102,15 @@ def _chart(advice: IntervalAdvice, bests: list[BestInterval]) -> Spec | None:
     }
 
 
-def _rows(advice: IntervalAdvice) -> list[tuple[Cell, ...]]:
+def _rows(advice: IntervalAdvice) -> list[tuple[object, ...]]:
     bests = [("this run's", advice.own)] if advice.own else []
     bests += [("assumed", one) for one in advice.assumed]
     return [
         (
             f"{whose}: {style.format_seconds(one.mtbf_s)}",
-            style.format_seconds(one.young_s),
-            style.format_seconds(one.daly_s),
+            *(one.young_s, one.daly_s),
             f"{max(1, round(one.daly_s / advice.step_s))}" if advice.step_s else None,
-            style.format_share(one.lost_share),
+            one.lost_share,
         )
         for whose, one in bests
     ]

@@ -6,7 +6,7 @@ import statistics
 
 from holdfast.watch.pace.slow_periods import SlowAttempt
 from holdfast.watch.report import style
-from holdfast.watch.report.style import Cell, Figure, Spec
+from holdfast.watch.report.style import Figure, Spec
 from holdfast.watch.report.summary import RunSummary
 
 _SLOW, _USUAL = "slow rank", "other ranks"
@@ -38,40 +38,22 @@ def _values(summary: RunSummary, slow: set[int]) -> list[Spec]:
     """Return the points of the chart: of the slow ranks, and of some others."""
     ranks = sorted({rank for one in summary.paces for rank in one.shares})
     drawn = set(sorted(ranks, key=lambda rank: rank not in slow)[:_MAX_RANKS])
-    groups = _groups([one.unix_s for one in summary.paces], max(1, style.MAX_MARKS // max(1, len(drawn))))
+    most = max(1, style.MAX_MARKS // max(1, len(drawn)))
+    size = -(-len(summary.paces) // most) or 1  # neighbours that are drawn as one point
     values: list[Spec] = []
-    for group in groups:
-        windows = [summary.paces[number] for number in group]
+    for first in range(0, len(summary.paces), size):
+        windows = summary.paces[first : first + size]
         for rank in sorted(drawn):
             shares = [one.shares[rank] for one in windows if rank in one.shares]
             if shares:
+                share, kind = round(statistics.fmean(shares), 4), _SLOW if rank in slow else _USUAL
                 values.append(
-                    {
-                        "t": style.to_ms(windows[0].unix_s),
-                        "share": round(statistics.fmean(shares), 4),
-                        "rank": rank,
-                        "kind": _SLOW if rank in slow else _USUAL,
-                    }
+                    {"t": style.to_ms(windows[0].unix_s), "share": share, "rank": rank, "kind": kind}
                 )
     return values
 
 
-def _groups(times: list[float], most: int) -> list[range]:
-    """Return at most so many groups of neighbours, which are drawn as one point."""
-    size = -(-len(times) // most) or 1
-    return [range(first, min(first + size, len(times))) for first in range(0, len(times), size)]
-
-
-def _row(one: SlowAttempt) -> tuple[Cell, ...]:
-    period = one.period
-    return (
-        style.format_time(period.since_unix_s),
-        style.format_time(period.until_unix_s),
-        one.attempt,
-        period.rank,
-        period.host,
-        f"{period.factor:.2f}",
-        style.format_share(period.cost_share),
-        style.format_seconds(period.cost_s),
-        period.cause,
-    )
+def _row(one: SlowAttempt) -> tuple[object, ...]:
+    of = one.period
+    times, costs = (of.since_unix_s, of.until_unix_s), (of.cost_share, of.cost_s)
+    return (*times, one.attempt, of.rank, of.host, f"{of.factor:.2f}", *costs, of.cause)

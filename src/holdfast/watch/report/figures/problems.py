@@ -1,17 +1,17 @@
-"""Problems of the run, with their costs: failed saves, sick states, hangs, rollbacks and differing copies."""
+"""Problems of the run, with their costs: failed saves, hangs, rollbacks, differing copies, failed checks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 
 from holdfast.checkpoint.format.run import Rollback
 from holdfast.system.units import plural
-from holdfast.watch.hang.incidents import HangIncident
-from holdfast.watch.hang.text import describe_groups, summary
+from holdfast.watch.hang.incidents import HangIncident, describe_groups, describe_odd
 from holdfast.watch.report import style
 from holdfast.watch.report.events import HistoryEvent
-from holdfast.watch.report.style import Cell, Figure
-from holdfast.watch.report.summary import RunSummary
+from holdfast.watch.report.style import Figure
+from holdfast.watch.report.summary import CheckedNode, RunSummary
 
 
 def rollbacks(found: RunSummary) -> Figure | None:
@@ -23,20 +23,11 @@ def rollbacks(found: RunSummary) -> Figure | None:
     return style.make_figure("rollbacks", [_rollback_row(found, one) for one in found.rollbacks], lead=count)
 
 
-def _rollback_row(found: RunSummary, one: Rollback) -> tuple[Cell, ...]:
+def _rollback_row(found: RunSummary, one: Rollback) -> tuple[object, ...]:
     left_out = [f"samples {start} to {stop - 1} of {key}" for key, (start, stop) in one.skipped.items()]
-    cost_s = found.cost_after(one.attempt)
-    return (
-        style.format_time(one.noted_unix_s),
-        one.attempt,
-        one.first_step,
-        one.last_step,
-        one.base_step,
-        one.in_a_row,
-        None if cost_s is None else style.format_seconds(cost_s),
-        "; ".join([*left_out, *(f"{key} stayed at its position" for key in one.kept)]),
-        one.reason,
-    )
+    left_out += [f"{key} stayed at its position" for key in one.kept]
+    steps, cost_s = (one.first_step, one.last_step, one.base_step), found.cost_after(one.attempt)
+    return (one.noted_unix_s, one.attempt, *steps, one.in_a_row, cost_s, "; ".join(left_out), one.reason)
 
 
 def hangs(found: RunSummary) -> Figure | None:
@@ -52,18 +43,13 @@ def hangs(found: RunSummary) -> Figure | None:
     )
 
 
-def _hang_row(found: RunSummary, one: HangIncident) -> tuple[Cell, ...]:
-    cost_s = found.cost_after(one.attempt) if one.over_s is None else one.over_s
-    return (
-        style.format_time(one.unix_s),
-        one.attempt,
-        min(rank.step for rank in one.ranks),
-        len(one.ranks),
-        style.format_seconds(max(rank.stalled_s for rank in one.ranks)),
-        "the end of the attempt" if one.over_s is None else "progress",
-        None if cost_s is None else style.format_seconds(cost_s),
-        summary(one.ranks),
-    )
+def _hang_row(found: RunSummary, one: HangIncident) -> tuple[object, ...]:
+    step, stalled_s = min(rank.step for rank in one.ranks), max(rank.stalled_s for rank in one.ranks)
+    end, cost_s = "progress", one.over_s
+    if one.over_s is None:
+        end, cost_s = "the end of the attempt", found.cost_after(one.attempt)
+    place = describe_odd(one.ranks)
+    return (one.unix_s, one.attempt, step, len(one.ranks), stalled_s, end, cost_s, place)
 
 
 _SAVE_KINDS = ("failed", "dropped", "skipped", "fenced", "unhealthy")
@@ -81,20 +67,11 @@ def problems(found: RunSummary) -> Figure | None:
     return style.make_figure("problems", rows, lead=f"{plural(len(found.problems), 'problem')}. ")
 
 
-def _row(found: RunSummary, some: list[HistoryEvent]) -> tuple[Cell, ...]:
+def _row(found: RunSummary, some: list[HistoryEvent]) -> tuple[object, ...]:
     first, last = some[0], some[-1]
-    return (
-        style.format_time(first.unix_s),
-        style.format_time(last.unix_s),
-        first.attempt,
-        first.rank,
-        first.kind,
-        len(some),
-        first.step,
-        last.step,
-        _cost(found, first, last) if first.kind in _SAVE_KINDS else None,
-        last.detail,
-    )
+    cost = _cost(found, first, last) if first.kind in _SAVE_KINDS else None
+    kind = first.attempt, first.rank, first.kind
+    return (first.unix_s, last.unix_s, *kind, len(some), first.step, last.step, cost, last.detail)
 
 
 def _cost(found: RunSummary, first: HistoryEvent, last: HistoryEvent) -> str | None:
@@ -130,9 +107,36 @@ def replicas(found: RunSummary) -> Figure | None:
     return style.make_figure("replicas", rows, lead=f"{plural(len(rows), 'difference')}. ")
 
 
-def _difference_row(found: RunSummary, event: HistoryEvent) -> tuple[Cell, ...]:
+def _difference_row(found: RunSummary, event: HistoryEvent) -> tuple[object, ...]:
     cost = None
     if event.step is not None:
         before, _ = good_steps_around(found, event.attempt, event.step, event.step)
         cost = f"{plural(event.step - before, 'step')} in doubt"
-    return style.format_time(event.unix_s), event.attempt, event.step, cost, event.detail
+    return event.unix_s, event.attempt, event.step, cost, event.detail
+
+
+def nodes(found: RunSummary) -> Figure | None:
+    """Return the figure, or None without checks."""
+    checks = found.node_checks
+    if not checks:
+        return None
+    num_failed = sum(bool(one.failures) for one in checks)
+    num_refused = sum(one.was_refused for one in checks)
+    failed = f"{plural(num_failed, 'node')} failed" if num_failed else "All passed"
+    refused = f", {num_refused} refused" if num_refused else ""
+    lead = f"{failed}{refused}; the job waited {style.format_seconds(_waited_s(checks))}. "
+    return style.make_figure("nodes", [_node_row(one) for one in checks], lead=lead)
+
+
+def _waited_s(checks: Iterable[CheckedNode]) -> float:
+    """Return the time that all attempts waited. The nodes of an attempt are checked at the same time."""
+    longest = dict[tuple[int, int], float]()
+    for one in checks:
+        longest[one.job, one.attempt] = max(longest.get((one.job, one.attempt), 0.0), one.cost_s)
+    return sum(longest.values())
+
+
+def _node_row(one: CheckedNode) -> tuple[object, ...]:
+    result = "refused" if one.was_refused else "failed" if one.failures else f"{one.num_checks} passed"
+    node = one.unix_s, one.job, one.attempt, one.node, one.machine
+    return (*node, result, one.cost_s, one.failures or None)

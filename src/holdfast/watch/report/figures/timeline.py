@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from holdfast.watch.report import style
 from holdfast.watch.report.events import HOME
 from holdfast.watch.report.interruptions import AttemptSpan, Span
 from holdfast.watch.report.saves import SaveRecord
-from holdfast.watch.report.style import Cell, Figure, Spec
+from holdfast.watch.report.style import Figure, Spec
 from holdfast.watch.report.summary import RunSummary, kept_spans
 
 _DURABLE, _LOST = "durable save", "failed save"
@@ -50,17 +52,10 @@ def progress(summary: RunSummary) -> Figure | None:
     return style.make_figure("progress", [_row(attempt) for attempt in summary.attempts], chart=chart)
 
 
-def _row(attempt: AttemptSpan) -> tuple[Cell, ...]:
-    restored = attempt.restored_step
-    return (
-        attempt.number,
-        style.format_time(attempt.started_unix_s),
-        attempt.num_ranks,
-        restored,
-        None if restored is None else style.format_seconds(attempt.restore_s),
-        style.format_time(attempt.last_seen_unix_s),
-        attempt.last_step,
-    )
+def _row(attempt: AttemptSpan) -> tuple[object, ...]:
+    start = attempt.number, attempt.started_unix_s, attempt.num_ranks, attempt.restored_step
+    took_s = None if attempt.restored_step is None else attempt.restore_s
+    return (*start, took_s, attempt.last_seen_unix_s, attempt.last_step)
 
 
 _MAX_LABELS = 12  # of attempts; more would overlap
@@ -97,12 +92,8 @@ def timeline(summary: RunSummary) -> Figure | None:
 
 def _chart(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], problems: list[Spec]) -> Spec:
     starts = [
-        {
-            "from": style.to_ms(attempt.started_unix_s),
-            "what": f"attempt {attempt.number}",
-            "label": str(attempt.number),
-        }
-        for attempt in summary.attempts
+        {"from": style.to_ms(one.started_unix_s), "what": f"attempt {one.number}", "label": str(one.number)}
+        for one in summary.attempts
     ]
     time = style.time_axis("from", summary, grid=False)
     lines = {lane: style.line_of(look) for lane, look in lanes.items()}
@@ -142,10 +133,8 @@ def _saving(saves: list[SaveRecord]) -> list[Spec]:
     bars: list[Spec] = []
     for save in saves:
         what = f"step {save.step}, attempt {save.attempt}, {style.format_size(save.num_bytes)}"
-        if save.returned_unix_s is not None:
-            bars.append(
-                _bar("save()", (save.returned_unix_s - (save.blocked_s or 0.0), save.returned_unix_s), what)
-            )
+        if (end := save.returned_unix_s) is not None:
+            bars.append(_bar("save()", (end - (save.blocked_s or 0.0), end), what))
         bars += [
             _bar(f"to {copy.tier}", (save.started_unix_s, copy.durable_unix_s), what)
             for copy in save.copies
@@ -157,12 +146,8 @@ def _saving(saves: list[SaveRecord]) -> list[Spec]:
 def _drains(summary: RunSummary) -> list[Spec]:
     drains, _ = style.thin_out(summary.drains)
     return [
-        _bar(
-            "draining",
-            (one.unix_s - one.seconds, one.unix_s),
-            f"step {one.step}, {style.format_size(one.num_bytes)}",
-        )
-        for one in drains
+        _bar("draining", (one.unix_s - one.seconds, one.unix_s), f"step {one.step}, {size}")
+        for one, size in ((one, style.format_size(one.num_bytes)) for one in drains)
     ]
 
 
@@ -176,45 +161,24 @@ def _bar(lane: str, span: Span, what: str) -> Spec:
     }
 
 
-def _rows(summary: RunSummary) -> list[tuple[str | int | None, ...]]:
-    rows: list[tuple[float, tuple[str | int | None, ...]]] = []
+def _rows(summary: RunSummary) -> list[tuple[object, ...]]:
+    """Return the rows by time: time, attempt, event, step, duration and detail."""
+    rows: list[tuple[Any, ...]] = []
     for attempt in summary.attempts:
         where = "from scratch" if attempt.restored_step is None else f"from step {attempt.restored_step}"
         what = f"started {where}" if attempt.has_trained else "started, without further events"
-        took = style.format_seconds(attempt.restore_s) if attempt.restore_s else None
         detail = attempt.remark or (f"on {attempt.host}" if attempt.host else None)
-        row = (
-            style.format_time(attempt.started_unix_s),
-            attempt.number,
-            what,
-            attempt.restored_step,
-            took,
-            detail,
-        )
-        rows.append((attempt.started_unix_s, row))
+        start = attempt.started_unix_s, attempt.number
+        rows.append((*start, what, attempt.restored_step, attempt.restore_s or None, detail))
     for one in summary.losses.gaps:
         detail = one.end or f"{style.format_seconds(one.cost_s)} lost"
-        row = (
-            style.format_time(one.last_seen_unix_s),
-            one.before,
-            f"last event ({one.kind})",
-            one.last_step,
-            None,
-            detail,
-        )
-        rows.append((one.last_seen_unix_s, row))
+        end = one.last_seen_unix_s, one.before
+        rows.append((*end, f"last event ({one.kind})", one.last_step, None, detail))
     for event in (*summary.problems, *summary.drains):
-        took = style.format_seconds(event.seconds) if event.seconds else None
-        row = (style.format_time(event.unix_s), event.attempt, event.kind, event.step, took, event.detail)
-        rows.append((event.unix_s, row))
+        took_s = event.seconds or None
+        rows.append((event.unix_s, event.attempt, event.kind, event.step, took_s, event.detail))
     for save in summary.saves:
-        copy = next((copy for copy in save.copies if copy.tier == HOME), None)
-        took = style.format_seconds(copy.durable_s) if copy and copy.durable_s is not None else None
+        took_s = next((copy.durable_s for copy in save.copies if copy.tier == HOME), None)
         what = "saved" if save.durable else f"save {save.outcome}"
-        rows.append(
-            (
-                save.started_unix_s,
-                (style.format_time(save.started_unix_s), save.attempt, what, save.step, took, save.detail),
-            )
-        )
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+        rows.append((save.started_unix_s, save.attempt, what, save.step, took_s, save.detail))
+    return sorted(rows, key=lambda row: row[0])

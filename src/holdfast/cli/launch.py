@@ -249,12 +249,7 @@ def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
 
 def add_task(parser: argparse.ArgumentParser) -> None:
     """Add TASK, and the options that override its keys, with the names that `sky launch` uses."""
-    parser.add_argument(
-        "task",
-        nargs="?",
-        metavar="TASK",
-        help="YAML file in SkyPilot's format",
-    )
+    parser.add_argument("task", nargs="?", metavar="TASK", help="YAML file in SkyPilot's format")
     parser.add_argument(
         "args", nargs="*", metavar="COMMAND", help="after --, in place of a file: a command and its arguments"
     )

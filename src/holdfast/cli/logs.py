@@ -120,9 +120,7 @@ def run(args: argparse.Namespace) -> int:
     found = job(args.job)
     engine = get_engine(found.engine)
     printer = OutputPrinter(
-        is_labelled=args.node is None and found.num_nodes > 1,
-        has_times=args.timestamps,
-        is_json=args.json,
+        is_labelled=args.node is None and found.num_nodes > 1, has_times=args.timestamps, is_json=args.json
     )
     wanted = OutputSelection(
         follow=args.follow,

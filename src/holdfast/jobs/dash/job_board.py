@@ -46,12 +46,7 @@ class JobListing:
         return {"jobs": self.rows, "left_out": len(self.jobs) - len(self.rows), "problems": self.problems}
 
     def find(self, number: int) -> Job:
-        """Return the job with a number.
-
-        Raises:
-            NotFound: the job does not exist.
-            RetryLater: it is unknown whether it does.
-        """
+        """Return the job with a number."""
         found = next((job for job in self.jobs if job.id == number), None)
         if found is None and self.is_old:
             raise RetryLater(" ".join(self.problems))
@@ -92,10 +87,6 @@ class JobBoard:
             number: number of the job.
             part: name of what is read.
             read: reads it.
-
-        Raises:
-            NotFound: the job does not exist.
-            RetryLater: the folder has not answered.
 
         Blocks: while it is read, at most 3 s, and as `listing`.
         """

@@ -37,10 +37,6 @@ def output_page(job: Job, *, cursor: str, node: str) -> dict[str, Any]:
         job: the job.
         cursor: that of the response before, or "" for the newest lines.
         node: the only node to show, or "" for all.
-
-    Raises:
-        InvalidInput: the cursor or the node is not a valid one.
-        NotFound: the job does not have the node.
     """
     ranks = _ranks(job, node)
     folder = job_folder(state_dir(), job.id)

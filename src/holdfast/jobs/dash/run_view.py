@@ -47,11 +47,7 @@ class RunPlace:
 
 
 def find_place(places: Iterable[str], wanted: str) -> RunPlace:
-    """Return the home with an id among those that may be read.
-
-    Raises:
-        NotFound: it is not one of them.
-    """
+    """Return the home with an id among those that may be read."""
     for one in map(RunPlace, places):
         if one.id == wanted:
             return one
@@ -68,19 +64,12 @@ class RunView:
     def curves(self, place: RunPlace) -> dict[str, Any]:
         """Return the curves of a run as JSON, as they were read a moment ago.
 
-        Raises:
-            HoldfastError: the home cannot be read, or has not answered yet.
-
         Blocks: while the home is read, at most 10 s.
         """
         return self._curves.get(place.place, lambda: _curves(_read(place)))
 
     def report(self, place: RunPlace) -> str:
         """Return the report of a run as an HTML page.
-
-        Raises:
-            HoldfastError: the home cannot be read or has not answered yet, or the chart library is not
-                installed.
 
         Blocks: while the home is read, at most 10 s.
         """

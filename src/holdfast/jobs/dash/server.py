@@ -32,10 +32,6 @@ class DashServer:
     Args:
         application: answers the requests.
         port: port to listen on; 0 for any free one.
-
-    Raises:
-        Unsupported: the server library is not installed.
-        InvalidInput: the port cannot be used.
     """
 
     def __init__(self, application: Application, port: int = 0) -> None:

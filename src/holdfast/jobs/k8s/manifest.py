@@ -56,12 +56,7 @@ _RETRIED = 143
 
 
 def job(task: Task) -> Object:
-    """Return the Job of a task with one node.
-
-    Raises:
-        InvalidInput: Kubernetes would reject a value of the task.
-        Unsupported: Kubernetes cannot provide what the task requests.
-    """
+    """Return the Job of a task with one node."""
     pod = _pod(task, "training", ["localhost"], {"value": "0"})
     pod["spec"]["restartPolicy"] = "Never"
     return _object(task, "Job", pod)

@@ -132,11 +132,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_bytes(value: str) -> int | None:
-    """Return the limit that the variable sets, or None for no limit.
-
-    Raises:
-        InvalidInput: the value is not a size.
-    """
+    """Return the limit that the variable sets, or None for no limit."""
     if value.strip().lower() == "none":
         return None
     number = parse_bytes(value, LIMIT)

@@ -58,11 +58,7 @@ class BootCommand:
 
 
 def make_boot_command(state: Path) -> BootCommand:
-    """Return the command for a state folder, with this process's interpreter and package.
-
-    Raises:
-        InvalidInput: a path cannot be written in a unit.
-    """
+    """Return the command for a state folder, with this process's interpreter and package."""
     words = tuple(command("holdfast.cli", "service", "start"))
     environment = {STATE: str(state)}
     if parts := [part for part in os.environ.get(_PATH, "").split(os.pathsep) if part]:
@@ -80,11 +76,7 @@ def service_name(state: Path) -> str:
 
 
 def _check_text(text: str) -> None:
-    """Check that a text has neither control characters nor bytes that are not UTF-8.
-
-    Raises:
-        InvalidInput: it has.
-    """
+    """Check that a text has neither control characters nor bytes that are not UTF-8."""
     if any(one < " " or one == "\x7f" or "\ud800" <= one <= "\udfff" for one in text):
         raise InvalidInput(
             f"{text!r} has a line break, another control character or bytes that are not UTF-8, and cannot "

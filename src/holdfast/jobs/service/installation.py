@@ -53,12 +53,7 @@ class Service:
 
 
 def install() -> Service:
-    """Install the service of the state folder. A second time changes nothing.
-
-    Raises:
-        Unsupported: no systemd manager of this user is running.
-        InvalidInput: a path cannot be written in a unit.
-    """
+    """Install the service of the state folder. A second time changes nothing."""
     command = make_boot_command(state_dir())
     if not is_current(command):
         if not has_manager():
@@ -79,11 +74,7 @@ def uninstall() -> bool:
 
 
 def status() -> Service:
-    """Return the service of the state folder.
-
-    Raises:
-        InvalidInput: a path could not be written in a unit.
-    """
+    """Return the service of the state folder."""
     command = make_boot_command(state_dir())
     is_installed = is_enabled(command.name)
     records = Records(command.state).all(LocalEngine.name)
@@ -102,9 +93,6 @@ def start() -> list[Job]:
     """Start the controllers of all jobs that have not ended, and return these jobs.
 
     Jobs on Slurm and SkyPilot are not among them: those systems restart them.
-
-    Raises:
-        NotFound: the state folder does not exist.
     """
     if not state_path().is_dir():
         raise NotFound(
@@ -199,12 +187,7 @@ def is_current(command: BootCommand) -> bool:
 
 
 def install_unit(command: BootCommand) -> None:
-    """Write the unit of a command, and enable it.
-
-    Raises:
-        Unsupported: the manager refuses it. Nothing is left of it.
-        RetryLater: systemctl does not end.
-    """
+    """Write the unit of a command, and enable it."""
     path = unit_path(command.name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(path, unit_text(command))

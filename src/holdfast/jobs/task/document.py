@@ -59,12 +59,7 @@ class Value:
 
 
 def parse_documents(text: str, name: str) -> list[Value]:
-    """Parse the documents of a YAML file, without empty ones.
-
-    Raises:
-        InvalidInput: the YAML is invalid, or a map has a duplicate key.
-        Unsupported: it contains objects, or anchors that contain themselves.
-    """
+    """Parse the documents of a YAML file, without empty ones."""
     if len(text) > MAX_CHARS:
         raise InvalidInput(f"{name} has {len(text)} characters; a task file has at most {MAX_CHARS}.")
     try:
@@ -114,12 +109,7 @@ def _scalar(node: Any, loader: yaml.SafeLoader, name: str) -> Any:
 
 
 def _check_expansion(nodes: list[Any], name: str) -> None:
-    """Check that the document is not too large with its aliases expanded.
-
-    Raises:
-        InvalidInput: the document has too many values, or is nested too deeply.
-        Unsupported: an anchor contains itself.
-    """
+    """Check that the document is not too large with its aliases expanded."""
     sizes: dict[int, int] = {}
 
     def size_of(node: Any, depth: int) -> int:

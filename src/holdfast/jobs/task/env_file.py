@@ -32,9 +32,6 @@ def parse_env_file(text: str, name: str, known: Mapping[str, str]) -> dict[str, 
     Args:
         name: name of the file, for messages.
         known: variables to which `${NAME}` may refer, beside earlier ones of the file.
-
-    Raises:
-        InvalidInput: a line is invalid, or refers to a variable without a value.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     found: dict[str, str] = {}

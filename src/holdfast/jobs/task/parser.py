@@ -49,13 +49,7 @@ class Overrides:
 
 
 def load_tasks(path: str | Path, overrides: Overrides | None = None) -> TaskFile:
-    """Load the tasks of a file.
-
-    Raises:
-        NotFound: the file does not exist.
-        InvalidInput: the file has errors. The message has a line for each.
-        Unsupported: the tasks are a job group.
-    """
+    """Load the tasks of a file."""
     path = Path(path)
     try:
         text = decode_text(path.read_bytes(), str(path))
@@ -93,11 +87,7 @@ def parse_tasks(text: str, name: str, overrides: Overrides | None = None) -> Tas
 
 
 def load_task(path: str | Path, overrides: Overrides | None = None) -> Task:
-    """Load the only task of a file; see `load_tasks`.
-
-    Raises:
-        Unsupported: the file contains several tasks.
-    """
+    """Load the only task of a file; see `load_tasks`."""
     return _only(load_tasks(path, overrides))
 
 
@@ -125,16 +115,8 @@ def _edited(root: Value, given: Overrides) -> Value:
 
 
 def _check_overrides(given: Overrides, name: str, num_tasks: int) -> None:
-    """Check that a file with several tasks is not combined with options for one task.
-
-    Raises:
-        InvalidInput: there is one.
-    """
-    options = {
-        "--gpus": given.accelerators,
-        "--num-nodes": given.num_nodes,
-        "--workdir": given.workdir,
-    }
+    """Check that a file with several tasks is not combined with options for one task."""
+    options = {"--gpus": given.accelerators, "--num-nodes": given.num_nodes, "--workdir": given.workdir}
     for option, value in options.items():
         if value is not None:
             raise InvalidInput(
@@ -301,10 +283,6 @@ def split_documents(documents: list[Value], name: str) -> Documents:
 
     Args:
         name: name of the file, for messages.
-
-    Raises:
-        InvalidInput: the file has no task or too many, or its header is invalid.
-        Unsupported: the tasks are a job group, which would run at the same time.
     """
     found = [document for document in documents if document.plain is not None]
     if not found:

@@ -72,10 +72,5 @@ def is_excluded(name: str, exclude: tuple[str, ...]) -> bool:
 
 
 def parse_config(text: str) -> UploaderConfig:
-    """Parse a configuration.
-
-    Raises:
-        Corrupt: the text is not a configuration.
-        InvalidInput: a value is invalid.
-    """
+    """Parse a configuration."""
     return decode_dataclass(UploaderConfig, text, "the config of an uploader", any_text=True)

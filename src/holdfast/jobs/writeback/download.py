@@ -61,12 +61,7 @@ class Download:
         return [entry for entry in self._store.list() if not is_excluded(entry.name)]
 
     def check_size(self, entries: list[ObjectInfo], max_bytes: int | None) -> None:
-        """Raise if objects are too large together, before anything is downloaded.
-
-        Raises:
-            InvalidInput: they have more than `max_bytes`.
-            RetryLater: the disk does not have enough space.
-        """
+        """Raise if objects are too large together, before anything is downloaded."""
         wanted, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(self._folder).free
         if max_bytes is not None and wanted > max_bytes:
             raise InvalidInput(
@@ -99,9 +94,6 @@ class Download:
 
         Args:
             replaced: files that may be replaced if they have not changed. Other existing files are kept.
-
-        Raises:
-            RetryLater: the store failed, or the disk is full. The files yielded so far are complete.
         """
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-fetch") as pool:
             jobs = [

@@ -42,9 +42,6 @@ class TreeWatch:
 
     Args:
         is_excluded: returns True for names that are not watched, nor anything below them.
-
-    Raises:
-        Unsupported: inotify is missing, or its limit of instances is reached.
     """
 
     def __init__(self, root: Path, is_excluded: Callable[[str], bool]) -> None:
@@ -67,12 +64,7 @@ class TreeWatch:
         os.close(self._fd)
 
     def add_tree(self, name: str = "") -> None:
-        """Watch a directory and everything below it. Renews the names of directories already watched.
-
-        Raises:
-            Unsupported: the limit of watches is reached.
-            RetryLater: a directory cannot be watched.
-        """
+        """Watch a directory and everything below it. Renews the names of directories already watched."""
         pending = [name]
         while pending:
             below = pending.pop()

@@ -51,13 +51,7 @@ CREATE TABLE IF NOT EXISTS problem (
 
 
 class Journal:
-    """Journal of one directory. One process writes it, and any process may read it.
-
-    Raises:
-        NotFound: the journal to read does not exist.
-        RetryLater: the disk is full or does not respond.
-        Corrupt: the file is not a journal of this version.
-    """
+    """Journal of one directory. One process writes it, and any process may read it."""
 
     def __init__(self, directory: Path, *, is_reader: bool = False) -> None:
         self._path = directory / FOLDER / FILE

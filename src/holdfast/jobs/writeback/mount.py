@@ -167,11 +167,7 @@ def mount(
 
 
 def resolve_place(root: Path, place: str | os.PathLike[str]) -> str:
-    """Return the URL of a place, after checking that it can receive `root`'s files.
-
-    Raises:
-        InvalidInput: one of both is inside the other, or the place is in this process's memory.
-    """
+    """Return the URL of a place, after checking that it can receive `root`'s files."""
     url = open_store(place).url
     if url.startswith("memory:"):
         raise InvalidInput(f"{url} is in the memory of this process, and the uploader is another process.")
@@ -181,13 +177,7 @@ def resolve_place(root: Path, place: str | os.PathLike[str]) -> str:
 
 
 def create_folder(root: Path) -> Path:
-    """Create a directory and the uploader's folder in it, and return the folder.
-
-    Raises:
-        InvalidInput: `root`, or a part of its path, is a file.
-        Unsupported: the file system does not support named pipes.
-        RetryLater: it cannot be created now.
-    """
+    """Create a directory and the uploader's folder in it, and return the folder."""
     folder = root / FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,12 +204,7 @@ def lifecycle_lock(folder: Path) -> Iterator[None]:
 
 
 def _join(root: Path, url: str, timeout_s: float | None) -> bool:
-    """Return True if an uploader is ready, after waiting for one that is starting.
-
-    Raises:
-        Conflict: the uploader sends to another place.
-        RetryLater: the uploader was not ready in time.
-    """
+    """Return True if an uploader is ready, after waiting for one that is starting."""
     began_s = time.monotonic()
     while has_uploader(root):
         with suppress(NotFound):  # it is just starting

@@ -18,11 +18,7 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 def check_owner(owner: str, attempt: int) -> None:
-    """Check that an owner and its attempt can be recorded.
-
-    Raises:
-        InvalidInput: the owner's name is invalid, or only one of owner and attempt is given.
-    """
+    """Check that an owner and its attempt can be recorded."""
     if owner and not _OWNER.fullmatch(owner):
         raise InvalidInput(f"owner may only contain letters, digits, '.', '_' and '-', got {owner!r}.")
     if bool(owner) != (attempt > 0):
@@ -46,12 +42,7 @@ def record_attempt(store: Store, owner: str, attempt: int) -> None:
 
 
 def check_newest_attempt(store: Store, owner: str, attempt: int) -> None:
-    """Raise if a newer attempt of the owner has mounted the place.
-
-    Raises:
-        Conflict: a newer attempt has.
-        RetryLater: the store failed.
-    """
+    """Raise if a newer attempt of the owner has mounted the place."""
     newest = newest_attempt(store, owner) if owner else 0
     if newest > attempt:
         raise Conflict(

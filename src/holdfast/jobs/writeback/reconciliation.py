@@ -33,11 +33,6 @@ def reconcile(
     directory is ahead of the bucket: its files are kept and uploaded. Otherwise it is behind, and the
     bucket's files win. The bucket also wins over a file that was never uploaded from here. Files that lose
     are moved to `ASIDE`, not deleted.
-
-    Raises:
-        InvalidInput: the bucket holds more than the limit for downloads.
-        RetryLater: the bucket failed, or the disk is full. The next mount continues.
-        Conflict: a newer attempt has already mounted the place.
     """
     check_newest_attempt(store, config.owner, config.attempt)
     is_behind = _is_behind(store, config, queue)

@@ -87,11 +87,7 @@ class Sender:
             self.error = error
 
     def _try(self, entry: Upload) -> None:
-        """Process an entry, or wait a while if that fails.
-
-        Raises:
-            Conflict: another mount has taken over.
-        """
+        """Process an entry, or wait a while if that fails."""
         try:
             self._check_attempt()
             self._do(entry)
@@ -156,12 +152,7 @@ class Sender:
             os.close(fd)
 
     def _put(self, entry: Upload, fd: int) -> None:
-        """Upload a file under the entry's name, unless the bucket has the same bytes.
-
-        Raises:
-            _Changed: the file was written meanwhile. The bucket has not changed.
-            RetryLater: the bucket failed.
-        """
+        """Upload a file under the entry's name, unless the bucket has the same bytes."""
         version = entry.version
         assert version is not None
         if version.form == COPY:

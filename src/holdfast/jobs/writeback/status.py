@@ -167,11 +167,7 @@ def wait_until_settled(
 
 
 def has_uploader(root: Path) -> bool:
-    """Return True if an uploader is running.
-
-    Raises:
-        RetryLater: the lock cannot be read.
-    """
+    """Return True if an uploader is running."""
     lock = root / FOLDER / LOCK
     try:
         fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)

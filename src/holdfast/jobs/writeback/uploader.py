@@ -92,9 +92,6 @@ class Uploader:
     def prepare(self) -> None:
         """Reconcile directory and bucket, and start watching.
 
-        Raises:
-            HoldfastError: bucket, disk or system failed.
-
         Blocks: until all objects of the bucket are downloaded, if requested.
         """
         store = open_store(self._config.place)
@@ -458,11 +455,7 @@ def _earlier_name(name: str, renamed: tuple[str, str] | None) -> str:
 
 
 def _lock(folder: Path) -> int:
-    """Acquire the lock of the living uploader.
-
-    Raises:
-        Conflict: another uploader is running.
-    """
+    """Acquire the lock of the living uploader."""
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     give_up_s = time.monotonic() + _LOCK_LIMIT_S
     while not try_flock(fd):  # a process that checks for an uploader also holds it for a moment

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.commands import Commands, add_json, argument, command, count
 from holdfast.cli.experiment import (
     DifferenceRow,
     Divergence,
@@ -24,7 +25,6 @@ from holdfast.cli.experiment import (
     trial_folder,
     unseeded,
 )
-from holdfast.cli.options import Commands, add_json, command, count
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_duration, plural
@@ -83,26 +83,16 @@ holdfast check -- torchrun --nproc-per-node 2 train.py
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_check(commands: Commands) -> None:
     """Add the command."""
     details = "The exit status is 1 if resuming is not exact."
     parser = command(commands, "check", run, details=details, examples=_EXAMPLES)
-    parser.add_argument(
-        "--steps",
-        type=count,
-        default=5,
-        metavar="N",
-        help="save after N steps, compare after 2 N (default: 5)",
-    )
-    parser.add_argument(
-        "--timeout", default="10m", metavar="TIME", help="time limit of each of the 4 runs (default: 10m)"
-    )
-    parser.add_argument(
-        "--keep", metavar="DIR", help="copy the homes, traces and logs of the runs to this folder"
-    )
+    argument(parser, "--steps N", "save after N steps, compare after 2 N", count, default=5)
+    argument(parser, "--timeout TIME", "time limit of each of the 4 runs", default="10m")
+    argument(parser, "--keep DIR", "copy the homes, traces and logs of the runs to this folder")
     add_json(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="training script, or any command")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
+    argument(parser, "script SCRIPT", "training script, or any command")
+    argument(parser, "args ARGS", "arguments of the script", nargs=argparse.REMAINDER)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from holdfast.cli.commands import COMMANDS, load_command, short_summary
-from holdfast.cli.options import Commands, command
+from holdfast.cli.commands import COMMANDS, Commands, add_command, argument, command, short_summary
 
 Kind: TypeAlias = Literal["words", "paths", "files"]
 
@@ -104,7 +103,7 @@ def _complete_argument(command: str, before: Sequence[str], last: str) -> tuple[
 def arguments_of(command: str) -> list[argparse.Action]:
     """Return the arguments and options of a command."""
     commands = argparse.ArgumentParser().add_subparsers()
-    load_command(command).add_parser(commands)
+    add_command(commands, command)
     return [one for one in commands.choices[command]._actions if one.help != argparse.SUPPRESS]
 
 
@@ -278,11 +277,11 @@ holdfast completion fish > ~/.config/fish/completions/holdfast.fish
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_completion(commands: Commands) -> None:
     """Add the command."""
     details = "The script completes commands, options, homes and steps of this machine, and files."
     parser = command(commands, "completion", run, details=details, examples=_EXAMPLES)
-    parser.add_argument("shell", choices=tuple(SCRIPTS), help="the shell")
+    argument(parser, "shell", "the shell", choices=tuple(SCRIPTS))
     # The script passes the line up to the cursor.
     parser.add_argument("--line", help=argparse.SUPPRESS)
 

@@ -6,10 +6,19 @@ import argparse
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
+from operator import itemgetter
 
+from holdfast.cli.commands import Commands, add_json, command
 from holdfast.cli.jobs import add_which, format_span, job_row
-from holdfast.cli.options import Commands, add_json, command
-from holdfast.cli.tables import format_time, print_fields, print_json, print_table, printable, terminal_width
+from holdfast.cli.tables import (
+    Column,
+    format_time,
+    print_fields,
+    print_json,
+    print_table,
+    printable,
+    terminal_width,
+)
 from holdfast.jobs.description import JobDescription, describe_checks
 from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
@@ -43,7 +52,7 @@ holdfast describe gpt --json | jq '.attempts[].outcomes'
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_describe(commands: Commands) -> None:
     """Add the command."""
     details = (
         "It lists the attempts with their times, machines, reasons and exit statuses, the cost of "
@@ -66,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     print_checks(found)
     if found.checkpoints:
         print("\ncheckpoints:")
-        rows = [(home, str(step)) for home, step in found.checkpoints.items()]
-        print_table(("HOME", "NEWEST STEP"), rows, right=("NEWEST STEP",), names=("HOME",))
+        columns = Column("HOME", itemgetter(0), "name"), Column("NEWEST STEP", itemgetter(1), "right")
+        print_table(columns, found.checkpoints.items())
     for rank, lines in found.last_lines.items():
         print("\nlast lines:" if found.job.num_nodes == 1 else f"\nlast lines of node {rank}:")
         for line in lines:
@@ -128,30 +137,22 @@ def _print_attempts(found: JobDescription) -> None:
     if not found.attempts:
         return
     print("\nattempts:")
-    has_machines = any(one.machines for one in found.attempts)
-    columns = ("#", "STARTED", "TOOK", "LOST", "STEP", "EXIT", *(("MACHINES",) * has_machines), "WHY")
-    print_table(
-        columns,
-        [_cells(one, found, has_machines=has_machines) for one in found.attempts],
-        right=("#", "TOOK", "LOST", "STEP"),
-        names=("MACHINES",),
-        text="WHY",
-    )
+    columns = [
+        Column("#", lambda one: one.number, "right"),
+        Column("STARTED", lambda one: format_time(one.started_unix_s)),
+        Column("TOOK", _took, "right"),
+        Column("LOST", lambda one: format_span(one.lost_s) if one.lost_s else None, "right"),
+        Column("STEP", lambda one: one.step, "right"),
+        Column("EXIT", lambda one: _exits(one, found.job.num_nodes)),
+        Column("WHY", lambda one: one.reason.partition("\n")[0] or one.status.value, "text"),
+    ]
+    if any(one.machines for one in found.attempts):
+        columns.insert(-1, Column("MACHINES", lambda one: " ".join(one.machines) or None, "name"))
+    print_table(columns, found.attempts)
 
 
-def _cells(one: JobAttempt, found: JobDescription, *, has_machines: bool) -> tuple[str, ...]:
-    ended_s = one.ended_unix_s
-    span_s = None if ended_s is None else ended_s - one.started_unix_s
-    return (
-        str(one.number),
-        format_time(one.started_unix_s),
-        "-" if span_s is None else format_span(span_s),
-        format_span(one.lost_s) if one.lost_s else "-",
-        "-" if one.step is None else str(one.step),
-        _exits(one, found.job.num_nodes),
-        *((" ".join(one.machines) or "-",) * has_machines),
-        one.reason.partition("\n")[0] or one.status.value,
-    )
+def _took(one: JobAttempt) -> str | None:
+    return None if one.ended_unix_s is None else format_span(one.ended_unix_s - one.started_unix_s)
 
 
 def _exits(one: JobAttempt, num_nodes: int) -> str:

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.format.manifest import EACH
@@ -19,9 +20,9 @@ from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store import Store
 from holdfast.cli import TROUBLE, values
+from holdfast.cli.commands import Commands, add_filter, add_json, add_patience, argument, command
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_filter, add_json, add_patience, command
-from holdfast.cli.tables import print_json, print_table
+from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import Corrupt
 from holdfast.system.units import plural
 
@@ -77,19 +78,19 @@ class Difference:
         return bool(self.only_a or self.only_b or self.changed or self.values)
 
 
-def add_parser(commands: Commands) -> None:
+def add_diff(commands: Commands) -> None:
     """Add the command."""
     details = "The exit status is 1 if they differ, as with diff(1)."
     parser = command(commands, "diff", run, details=details, examples=_EXAMPLES)
     add_patience(parser)
     for name in ("A", "B"):
-        parser.add_argument(name.lower(), metavar=name, help="HOME for the newest checkpoint, or HOME@STEP")
-    parser.add_argument(
-        "--within",
-        type=float,
+        argument(parser, f"{name.lower()} {name}", "HOME for the newest checkpoint, or HOME@STEP")
+    argument(
+        parser,
+        "--within X",
+        "treat numbers as equal if they differ by at most X (default: 0)",
+        float,
         default=0.0,
-        metavar="X",
-        help="treat numbers as equal if they differ by at most X (default: 0)",
     )
     add_filter(parser)
     add_json(parser)
@@ -289,22 +290,24 @@ def _print(difference: Difference) -> None:
         for name in names:
             print(f"only in {label}: {name}")
     if difference.changed:
-        columns = ("TENSOR", "KIND", "CHANGED", "OF", "MAX ABS", "MEAN ABS")
-        print_table(
-            columns,
-            map(_cells, difference.changed),
-            right=columns[2:],
-            names=("TENSOR", "KIND"),
-            spare=("OF", "MEAN ABS"),
-        )
+        print_table(_TENSOR_COLUMNS, difference.changed)
     if difference.values:
-        rows = [(path, one or "-", other or "-") for path, one, other in difference.values]
-        print_table(("VALUE", "A", "B"), rows, names=("VALUE", "A", "B"))
+        headings = ("VALUE", "A", "B")
+        columns = [Column(heading, itemgetter(i), "name") for i, heading in enumerate(headings)]
+        print_table(columns, [(path, one or "-", other or "-") for path, one, other in difference.values])
     tensors = f"{plural(difference.num_compared, 'tensor')} compared"
     print(f"{tensors}, {len(difference.changed)} differ" if difference else f"{tensors}, no difference")
 
 
-def _cells(change: TensorChange) -> tuple[str, ...]:
-    numbers = ("-" if n is None else str(n) for n in (change.num_changed, change.num_items))
-    sizes = ("-" if x is None else f"{x:.3g}" for x in (change.max_abs, change.mean_abs))
-    return (change.name, change.how, *numbers, *sizes)
+def _short(number: float | None) -> str | None:
+    return None if number is None else f"{number:.3g}"
+
+
+_TENSOR_COLUMNS = (
+    Column("TENSOR", lambda change: change.name, "name"),
+    Column("KIND", lambda change: change.how, "name"),
+    Column("CHANGED", lambda change: change.num_changed, "right"),
+    Column("OF", lambda change: change.num_items, "right", spare=1),
+    Column("MAX ABS", lambda change: _short(change.max_abs), "right"),
+    Column("MEAN ABS", lambda change: _short(change.mean_abs), "right", spare=2),
+)

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store import open_store
 from holdfast.cli.diff import Difference, Side, compare
 from holdfast.cli.homes import nearest_hint
-from holdfast.cli.tables import print_table
+from holdfast.cli.tables import Column, print_table
 from holdfast.errors import InvalidInput
 from holdfast.system.environment import TRIAL, sandbox_environment
 from holdfast.system.linux.partial_files import temporary_folder
@@ -80,7 +81,7 @@ def _rows(found: Difference, of_a: str, of_b: str) -> list[DifferenceRow]:
 
 def print_rows(rows: Sequence[dict[str, str]]) -> None:
     """Print the first rows as a table."""
-    print_table(("KEY", "DIFFERENCE"), [(row["key"], row["how"]) for row in rows[:_MAX_ROWS]])
+    print_table((Column("KEY", itemgetter("key")), Column("DIFFERENCE", itemgetter("how"))), rows[:_MAX_ROWS])
     if len(rows) > _MAX_ROWS:
         print(f"and {len(rows) - _MAX_ROWS} more; use --json to print all")
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.cli import TROUBLE
+from holdfast.cli.commands import argument
 from holdfast.errors import HoldfastError
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job, Line
@@ -18,14 +19,13 @@ from holdfast.jobs.registry import ENGINES
 
 def add_engine(parser: argparse.ArgumentParser, *, default: str | None, shown: str) -> None:
     """Add `--on`, the engine."""
-    parser.add_argument(
-        "--on", choices=ENGINES, default=default, help=f"engine: {', '.join(ENGINES)} (default: {shown})"
-    )
+    text = f"engine: {', '.join(ENGINES)} (default: {shown})"
+    argument(parser, "--on", text, choices=ENGINES, default=default)
 
 
 def add_which(parser: argparse.ArgumentParser) -> None:
     """Add JOB, the number or name of a job."""
-    parser.add_argument("job", metavar="JOB", help="number of the job, or the name of the newest")
+    argument(parser, "job JOB", "number of the job, or the name of the newest")
 
 
 def job_row(job: Job) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.restore.atomic_output import atomic_file
+from holdfast.cli.commands import Commands, add_json, argument, command, count
 from holdfast.cli.jobs import add_engine, job_row, print_line
-from holdfast.cli.options import Commands, add_json, command, count
-from holdfast.cli.tables import print_json, print_table
-from holdfast.errors import InvalidInput, NotFound, RetryLater
+from holdfast.cli.tables import Column, print_json, print_table, write_output
+from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.engine import Engine, Job, UnsupportedKey
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import get_engine
@@ -59,7 +59,7 @@ def _plan(task: Task, engine: Engine) -> dict[str, Any]:
 
 
 def _print_plan(task: Task, engine: Engine) -> None:
-    print_table(("WHAT", "HOW"), list(_rows(task, engine)), text="HOW")
+    print_table((Column("WHAT", itemgetter(0)), Column("HOW", itemgetter(1), "text")), _rows(task, engine))
     _print_effects(engine.unsupported_keys(task), engine)
     for note in task.notes:
         print(f"note: {note}")
@@ -82,11 +82,7 @@ def write_rendered(file: TaskFile, engine: Engine, output: str) -> None:
     if output == "-":
         sys.stdout.write(text)
         return
-    try:
-        with atomic_file(Path(output), overwrite=True) as partial:
-            partial.write_text(text, encoding="utf-8")
-    except (InvalidInput, RetryLater) as error:
-        raise InvalidInput(f"Cannot write {output}: {error}") from error
+    write_output(output, text, "")
     print(f"{output} was written, and nothing was started")
 
 
@@ -130,8 +126,12 @@ def _format_workdir(task: Task) -> str:
 def _print_effects(unsupported: list[UnsupportedKey], engine: Engine) -> None:
     if unsupported:
         print(f"\nkeys with another meaning on {engine.name}:")
-        rows = [(str(one.line or "-"), one.key, one.what) for one in unsupported]
-        print_table(("LINE", "KEY", "HERE"), rows, names=("KEY",), text="HERE")
+        columns = (
+            Column("LINE", lambda one: one.line or None),
+            Column("KEY", lambda one: one.key, "name"),
+            Column("HERE", lambda one: one.what, "text"),
+        )
+        print_table(columns, unsupported)
 
 
 _EXAMPLES = """
@@ -146,36 +146,31 @@ holdfast launch task.yaml --on k8s --dry-run -o job.yaml
 _FAILED = 1
 
 
-def add_parser(commands: Commands) -> None:
+def add_launch(commands: Commands) -> None:
     """Add the command."""
     parser = command(commands, "launch", run, examples=_EXAMPLES)
     add_task(parser)
     add_engine(parser, default="local", shown="local, this machine")
-    parser.add_argument(
-        "--notify",
-        action="append",
-        metavar="COMMAND|URL",
-        help="shell command or http(s) URL that is notified of new statuses; can be repeated (default: the "
+    argument(
+        parser,
+        "--notify COMMAND|URL",
+        "shell command or http(s) URL that is notified of new statuses; can be repeated (default: the "
         "lines of HOLDFAST_NOTIFY; use it for secret URLs, which ps would show)",
+        action="append",
     )
-    parser.add_argument(
-        "--notify-on",
-        metavar="S,...",
-        help="statuses to notify of, such as running; ended means all final ones, failed all failures "
+    argument(
+        parser,
+        "--notify-on S,...",
+        "statuses to notify of, such as running; ended means all final ones, failed all failures "
         "(default: HOLDFAST_NOTIFY_ON, or ended,recovering)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="show the plan without starting anything")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="with --dry-run: write what would be submitted to FILE (- for standard output)",
+    argument(parser, "--dry-run", "show the plan without starting anything")
+    argument(
+        parser,
+        "-o, --output FILE",
+        "with --dry-run: write what would be submitted to FILE (- for standard output)",
     )
-    parser.add_argument(
-        "--attach",
-        action="store_true",
-        help="print the output until the job has ended; Ctrl-C does not stop the job",
-    )
+    argument(parser, "--attach", "print the output until the job has ended; Ctrl-C does not stop the job")
     add_json(parser)
 
 
@@ -249,47 +244,41 @@ def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
 
 def add_task(parser: argparse.ArgumentParser) -> None:
     """Add TASK, and the options that override its keys, with the names that `sky launch` uses."""
-    parser.add_argument("task", nargs="?", metavar="TASK", help="YAML file in SkyPilot's format")
-    parser.add_argument(
-        "args", nargs="*", metavar="COMMAND", help="after --, in place of a file: a command and its arguments"
-    )
-    parser.add_argument("--name", "-n", metavar="NAME", help="name of the job (default: from the file)")
-    parser.add_argument(
-        "--env",
+    argument(parser, "task TASK", "YAML file in SkyPilot's format", nargs="?")
+    argument(parser, "args COMMAND", "after --, in place of a file: a command and its arguments", nargs="*")
+    argument(parser, "--name, -n NAME", "name of the job (default: from the file)")
+    argument(
+        parser,
+        "--env K=V",
+        "set a variable of envs; K alone copies it from this environment; can be repeated",
         action="append",
         default=[],
-        metavar="K=V",
-        help="set a variable of envs; K alone copies it from this environment; can be repeated",
     )
-    parser.add_argument(
-        "--env-file",
-        metavar="FILE",
-        help="set variables from a file with one K=V per line; --env overrides them",
+    argument(
+        parser, "--env-file FILE", "set variables from a file with one K=V per line; --env overrides them"
     )
-    parser.add_argument(
-        "--secret",
+    argument(
+        parser,
+        "--secret K=V",
+        "set a variable of secrets, as --env does; its value is never shown",
         action="append",
         default=[],
-        metavar="K=V",
-        help="set a variable of secrets, as --env does; its value is never shown",
     )
-    parser.add_argument(
-        "--gpus",
-        metavar="NAME:N",
-        help="GPUs per node, such as A100:8, which replace all accelerators of the file; or none",
+    argument(
+        parser,
+        "--gpus NAME:N",
+        "GPUs per node, such as A100:8, which replace all accelerators of the file; or none",
     )
-    parser.add_argument("--num-nodes", type=count, metavar="N", help="number of nodes")
-    parser.add_argument(
-        "--priority",
-        type=_priority,
-        metavar="N",
-        help="priority: if several jobs wait for GPUs, CPUs or memory here, the greatest starts first: "
+    argument(parser, "--num-nodes N", "number of nodes", count)
+    argument(
+        parser,
+        "--priority N",
+        "priority: if several jobs wait for GPUs, CPUs or memory here, the greatest starts first: "
         f"{-MAX_PRIORITY} to {MAX_PRIORITY} (default: 0)",
+        _priority,
     )
-    parser.add_argument(
-        "--workdir",
-        metavar="FOLDER",
-        help="folder to copy as the workdir (default for a command: the current one)",
+    argument(
+        parser, "--workdir FOLDER", "folder to copy as the workdir (default for a command: the current one)"
     )
 
 

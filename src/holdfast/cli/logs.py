@@ -7,8 +7,8 @@ import json
 import shutil
 import sys
 
+from holdfast.cli.commands import Commands, add_json, argument, command, step_number
 from holdfast.cli.jobs import add_which
-from holdfast.cli.options import Commands, add_json, command, step_number
 from holdfast.jobs.interface import job
 from holdfast.jobs.output.block import OutputBlock, OutputSelection, format_second, texts, with_prefix
 from holdfast.jobs.registry import get_engine
@@ -96,7 +96,7 @@ holdfast logs bert --node 1 --timestamps
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_logs(commands: Commands) -> None:
     """Add the command."""
     details = (
         "It has the lines of all attempts, sorted by time if there are several nodes. With -f, new lines "
@@ -104,14 +104,10 @@ def add_parser(commands: Commands) -> None:
     )
     parser = command(commands, "logs", run, details=details, examples=_EXAMPLES)
     add_which(parser)
-    parser.add_argument("--follow", "-f", action="store_true", help="print new lines until the job has ended")
-    parser.add_argument(
-        "--tail", type=step_number, metavar="N", help="begin with the last N lines of each node"
-    )
-    parser.add_argument("--timestamps", "-t", action="store_true", help="print the time before each line")
-    parser.add_argument(
-        "--node", type=step_number, metavar="R", help="only the lines of this node, counted from 0"
-    )
+    argument(parser, "--follow, -f", "print new lines until the job has ended")
+    argument(parser, "--tail N", "begin with the last N lines of each node", step_number)
+    argument(parser, "--timestamps, -t", "print the time before each line")
+    argument(parser, "--node R", "only the lines of this node, counted from 0", step_number)
     add_json(parser)
 
 

@@ -22,6 +22,7 @@ from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.cli import TROUBLE
+from holdfast.cli.commands import Commands, add_home, add_json, argument, command, step_number
 from holdfast.cli.experiment import (
     CheckpointComparison,
     DifferenceRow,
@@ -35,7 +36,6 @@ from holdfast.cli.experiment import (
     trial_folder,
 )
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_home, add_json, command, step_number
 from holdfast.cli.tables import print_json
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.system.environment import place_in_sandbox
@@ -188,7 +188,7 @@ _STATUS = {SOUND: 0, DIFFERS: 1, RANDOM: 3}
 """Exit status of each verdict."""
 
 
-def add_parser(commands: Commands) -> None:
+def add_replay(commands: Commands) -> None:
     """Add the command."""
     details = (
         "The script runs in a sandbox, and HOME is only read. The exit status is 0 if the result equals the "
@@ -196,19 +196,13 @@ def add_parser(commands: Commands) -> None:
     )
     parser = command(commands, "replay", run, details=details, examples=_EXAMPLES)
     add_home(parser)
-    parser.add_argument(
-        "--step", type=step_number, metavar="N", help="step to start from (default: the one before --to)"
-    )
-    parser.add_argument(
-        "--to", type=step_number, metavar="M", help="step to compare (default: the next saved, or the newest)"
-    )
-    parser.add_argument(
-        "--timeout", default="1h", metavar="TIME", help="time limit of each of up to 2 runs (default: 1h)"
-    )
-    parser.add_argument("--keep", metavar="DIR", help="copy the sandbox of the runs to this folder")
+    argument(parser, "--step N", "step to start from (default: the one before --to)", step_number)
+    argument(parser, "--to M", "step to compare (default: the next saved, or the newest)", step_number)
+    argument(parser, "--timeout TIME", "time limit of each of up to 2 runs", default="1h")
+    argument(parser, "--keep DIR", "copy the sandbox of the runs to this folder")
     add_json(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="training script, or any command")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
+    argument(parser, "script SCRIPT", "training script, or any command")
+    argument(parser, "args ARGS", "arguments of the script", nargs=argparse.REMAINDER)
 
 
 def run(args: argparse.Namespace) -> int:

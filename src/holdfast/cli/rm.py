@@ -21,18 +21,19 @@ from holdfast.checkpoint.home.inventory import (
 )
 from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.store import Store
-from holdfast.cli.homes import open_home, read_run_id
-from holdfast.cli.options import (
+from holdfast.cli.commands import (
     Commands,
     add_attempt,
     add_home,
     add_json,
     agrees,
+    argument,
     check_can_agree,
     command,
     step_number,
 )
-from holdfast.cli.tables import format_age, print_json, print_table
+from holdfast.cli.homes import open_home, read_run_id
+from holdfast.cli.tables import Column, format_age, print_json, print_table
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.system.units import format_bytes, plural
 
@@ -43,27 +44,19 @@ holdfast rm runs/gpt --superseded --incomplete --dry-run
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_rm(commands: Commands) -> None:
     """Add the command."""
     details = "The newest complete one is deleted only with --force."
     parser = command(commands, "rm", run, details=details, examples=_EXAMPLES)
     add_home(parser)
-    parser.add_argument("--step", type=step_number, metavar="N", help="this step")
-    parser.add_argument(
-        "--before", type=step_number, metavar="N", help="all steps before this one, except incomplete ones"
-    )
-    parser.add_argument(
-        "--superseded", action="store_true", help="checkpoints that a newer attempt left behind"
-    )
-    parser.add_argument("--incomplete", action="store_true", help="files of saves that were not completed")
+    argument(parser, "--step N", "this step", step_number)
+    argument(parser, "--before N", "all steps before this one, except incomplete ones", step_number)
+    argument(parser, "--superseded", "checkpoints that a newer attempt left behind")
+    argument(parser, "--incomplete", "files of saves that were not completed")
     add_attempt(parser, default="all")
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="also the newest complete checkpoint, and files that may still be written",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
-    parser.add_argument("--yes", "-y", action="store_true", help="do not ask; required without a terminal")
+    argument(parser, "--force", "also the newest complete checkpoint, and files that may still be written")
+    argument(parser, "--dry-run", "only list what would be deleted")
+    argument(parser, "--yes, -y", "do not ask; required without a terminal")
     add_json(parser)
 
 
@@ -163,18 +156,14 @@ def _print_plan(rows: list[Row]) -> None:
     if not rows:
         print("nothing to delete")
         return
-    columns = ("STEP", "ATTEMPT", "SIZE", "AGE", "STATE")
-    cells = (
-        (
-            str(row.step),
-            str(row.attempt),
-            format_bytes(row.num_bytes),
-            format_age(row.created_unix_s),
-            row.state,
-        )
-        for row in rows
+    columns = (
+        Column("STEP", lambda row: row.step, "right"),
+        Column("ATTEMPT", lambda row: row.attempt, "right"),
+        Column("SIZE", lambda row: format_bytes(row.num_bytes), "right"),
+        Column("AGE", lambda row: format_age(row.created_unix_s)),
+        Column("STATE", lambda row: row.state),
     )
-    print_table(columns, cells, right=columns[:3])
+    print_table(columns, rows)
 
 
 def delete(store: Store, inventory: Inventory, row: Row, *, must_refuse: bool = False) -> None:

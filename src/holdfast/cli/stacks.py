@@ -9,8 +9,8 @@ from typing import Any
 
 from holdfast.checkpoint.home.history_lines import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
+from holdfast.cli.commands import Commands, add_home, add_json, argument, command
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import format_time, print_json
 from holdfast.errors import NotFound
 from holdfast.system.units import format_duration, plural
@@ -27,16 +27,14 @@ holdfast stacks s3://bucket/gpt --recorded
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_stacks(commands: Commands) -> None:
     """Add the command."""
     parser = command(commands, "stacks", run, examples=_EXAMPLES)
     add_home(parser)
-    parser.add_argument(
-        "--recorded",
-        action="store_true",
-        help="show the newest hang in the history instead of the processes on this machine",
+    argument(
+        parser, "--recorded", "show the newest hang in the history instead of the processes on this machine"
     )
-    parser.add_argument("--full", action="store_true", help="also print the stacks of all threads")
+    argument(parser, "--full", "also print the stacks of all threads")
     add_json(parser)
 
 

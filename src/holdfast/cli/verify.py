@@ -16,12 +16,11 @@ from holdfast.checkpoint.home.newest import from_listing, was_deleted
 from holdfast.checkpoint.restore.verify import VerifyReport, verify
 from holdfast.checkpoint.store import Store
 from holdfast.cli import FOUND, TROUBLE
+from holdfast.cli.commands import Commands, add_home, add_json, add_step, argument, command, count
 from holdfast.cli.homes import open_home, read_run_id
-from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
-from holdfast.cli.progress import byte_bar
-from holdfast.cli.tables import print_json, print_text
+from holdfast.cli.tables import byte_bar, format_rate, print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
-from holdfast.system.units import format_bytes, format_duration, plural
+from holdfast.system.units import format_bytes, plural
 
 _EXAMPLES = """
 holdfast verify runs/gpt
@@ -56,18 +55,14 @@ class _Line:
         return bool(self.problems) and not self.is_damaged
 
 
-def add_parser(commands: Commands) -> None:
+def add_verify(commands: Commands) -> None:
     """Add the command."""
     details = "The exit status is 1 if a checkpoint is damaged."
     parser = command(commands, "verify", run, details=details, examples=_EXAMPLES)
     add_home(parser)
     add_step(parser, default="the newest with a manifest")
-    parser.add_argument(
-        "--all", action="store_true", help="every checkpoint of the home, including superseded ones"
-    )
-    parser.add_argument(
-        "--threads", type=count, default=4, metavar="T", help="number of threads (default: 4)"
-    )
+    argument(parser, "--all", "every checkpoint of the home, including superseded ones")
+    argument(parser, "--threads T", "number of threads", count, default=4)
     add_json(parser)
 
 
@@ -151,9 +146,8 @@ def _print_line(line: _Line) -> None:
     what = f"step {line.step}, attempt {line.attempt}:"
     if line.is_good and line.report:
         report = line.report
-        speed = f", {format_bytes(report.num_bytes / report.seconds)}/s" if report.seconds else ""
         done = f"{plural(report.num_files, 'file')}, {format_bytes(report.num_bytes)} of data"
-        print(f"{what} good ({done}, {format_duration(report.seconds)}{speed})")
+        print(f"{what} good ({done}, {format_rate(report.num_bytes, report.seconds)})")
     else:
         verdict = "DAMAGED" if line.is_damaged else "COULD NOT BE READ"
         print(f"{what} {verdict}, {plural(len(line.problems), 'problem')}")

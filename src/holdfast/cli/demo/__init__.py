@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.store import open_store
+from holdfast.cli.commands import Commands, add_json, argument, command
 from holdfast.cli.demo.claims import DemoClaim, Figures, check_claims, compute_figures
 from holdfast.cli.demo.scenario import Scenario
-from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.system.units import format_bytes, format_duration, parse_bytes
@@ -29,28 +29,28 @@ holdfast demo --json | jq .proven
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_demo(commands: Commands) -> None:
     """Add the command."""
     parser = command(commands, "demo", run, examples=_EXAMPLES)
-    parser.add_argument(
-        "--home",
-        metavar="PLACE",
-        help="folder or URL in which to create the folder of the demo (default: the folder of temporary "
+    argument(
+        parser,
+        "--home PLACE",
+        "folder or URL in which to create the folder of the demo (default: the folder of temporary "
         "files); with a URL, each failure also deletes the files on this machine",
     )
-    parser.add_argument("--keep", action="store_true", help="do not delete the folder of the demo")
-    parser.add_argument(
-        "--steps",
-        type=int,
+    argument(parser, "--keep", "do not delete the folder of the demo")
+    argument(
+        parser,
+        "--steps N",
+        f"number of training steps (default: 192, at least {MIN_STEPS})",
+        int,
         default=192,
-        metavar="N",
-        help=f"number of training steps (default: 192, at least {MIN_STEPS})",
     )
-    parser.add_argument(
-        "--size",
+    argument(
+        parser,
+        "--size SIZE",
+        "approximate size of a checkpoint (default: 100MB, at least 25MB)",
         default="100MB",
-        metavar="SIZE",
-        help="approximate size of a checkpoint (default: 100MB, at least 25MB)",
     )
     add_json(parser)
 

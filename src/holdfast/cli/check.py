@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import textwrap
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 from holdfast.cli.commands import Commands, add_json, argument, command, count
 from holdfast.cli.experiment import (
     DifferenceRow,
-    Divergence,
     Trace,
     Trials,
     compare_sides,
-    find_divergence,
+    first_batch,
+    first_step,
     newest_steps,
     open_side,
     print_rows,
@@ -36,38 +37,30 @@ _LOADER = (
 )
 
 
-def find_causes(
-    keys: Collection[str], divergence: Divergence, doubts: Collection[str], restored: int
-) -> list[str]:
-    """Return the probable causes, the most likely first. Each is a sentence or two.
+def find_causes(whole: Trace, resumed: Trace, restored: int, *, ignored: Collection[str]) -> Iterator[str]:
+    """Yield the probable causes of a difference, from the traces of the two runs.
 
     Args:
-        keys: names of the tensors and values that differ.
-        divergence: first difference of the traces of the two runs.
-        doubts: warnings about the state from its first save.
         restored: step from which the run was resumed.
+        ignored: generators that nobody has seeded.
     """
-    if not keys:
-        return list(doubts)
-    return [*doubts, *_observed(divergence, restored, has_doubts=bool(doubts))]
-
-
-def _observed(divergence: Divergence, restored: int, *, has_doubts: bool) -> Iterator[str]:
-    if divergence.batch_step is not None:
+    batch_step = first_batch(whole, resumed, restored)
+    generator_step, generators = first_step(whole.generators, resumed.generators, restored, ignored)
+    if batch_step is not None:
         yield (
-            f"The resumed run got another batch in step {divergence.batch_step}: the position in the data, "
+            f"The resumed run got another batch in step {batch_step}: the position in the data, "
             f"or its order, was not restored. {_LOADER}"
         )
-    elif divergence.generator_step is not None:
-        names = " and ".join(divergence.generators)
+    elif generator_step is not None:
         yield (
-            f"The generators of {names} differ after step {divergence.generator_step}: the resumed run drew "
-            "more or fewer random numbers after its restore than the other run in the same steps. Objects "
-            "that draw when they start, such as a loader, need their own generator. Do not seed after "
-            "restore()."
+            f"The generators of {' and '.join(generators)} differ after step {generator_step}: the resumed "
+            "run drew more or fewer random numbers after its restore than the other run in the same steps. "
+            "Objects that draw when they start, such as a loader, need their own generator. Do not seed "
+            "after restore()."
         )
-    elif not has_doubts:
-        where = f" First seen in {', '.join(divergence.records)}." if divergence.records else ""
+    elif not whole.doubts:
+        _, records = first_step(whole.records, resumed.records, restored)
+        where = f" First seen in {', '.join(records)}." if records else ""
         yield (
             f"Batches and random numbers after step {restored} are the same, so something that controls "
             "training is not in the state, or was not restored: a schedule, a counter in a variable of the "
@@ -124,13 +117,12 @@ def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> d
     restored = resumed.restored if resumed.restored is not None else 0
     random_keys = {row.key for row in again}
     rows = [row for row in rows if row.key not in random_keys]
-    doubts = [one["text"] for one in whole.doubts if rows or not one["would_show"]]
-    divergence = find_divergence(whole, resumed, restored, unseeded=unseeded(whole, repeated))
-    causes = find_causes([row.key for row in rows], divergence, doubts, restored)
+    causes = [one["text"] for one in whole.doubts if rows or not one["would_show"]]
+    if rows:
+        causes += find_causes(whole, resumed, restored, ignored=unseeded(whole, repeated))
     if resumed.restored is None:
-        causes.insert(
-            0, "The resumed run did not restore a checkpoint: call restore(), or loop over steps()."
-        )
+        what = "The resumed run did not restore a checkpoint: call restore(), or loop over steps()."
+        causes.insert(0, what)
     return {
         "exact": not rows and not is_random and not causes,
         "deterministic": not is_random,
@@ -199,10 +191,4 @@ def _print(report: dict[str, Any]) -> None:
     if report["causes"]:
         print("\nProbable causes:" if report["differences"] else "\nNot everything is restored:")
         for cause in report["causes"]:
-            print(_wrapped(cause))
-
-
-def _wrapped(text: str) -> str:
-    import textwrap
-
-    return textwrap.fill(text, 80, initial_indent="- ", subsequent_indent="  ")
+            print(textwrap.fill(cause, 80, initial_indent="- ", subsequent_indent="  "))

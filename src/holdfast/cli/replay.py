@@ -71,14 +71,11 @@ def judge(
     """
     if not record.rows or again is None or between is None:
         return ReplayVerdict(SOUND, (), matches_once=False)
-    if _has_tensors(between):
+    if any(row.is_tensor and not row.key.startswith("rng.") for row in between.rows):
         return ReplayVerdict(RANDOM, between.rows, matches_once=not again.rows)
-    rows = tuple(row for row in record.rows if row.key not in between.keys)
+    varying = {row.key for row in between.rows}
+    rows = tuple(row for row in record.rows if row.key not in varying)
     return ReplayVerdict(DIFFERS if rows else SOUND, rows, matches_once=False)
-
-
-def _has_tensors(found: CheckpointComparison) -> bool:
-    return any(not row.key.startswith("rng.") and row.is_tensor for row in found.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +239,6 @@ class _Replay:
             between = self._compare_runs()
         verdict = judge(record, again, between)
         metric = first_difference(recorded_metrics(self._store, self._span), _metrics_of(trace))
-        return self._facts(verdict, record, None if verdict.name == SOUND else metric)
-
-    def _facts(
-        self, verdict: ReplayVerdict, record: CheckpointComparison, metric: MetricDifference | None
-    ) -> dict[str, Any]:
         start, end = self._span.start, self._span.end
         return {
             "home": self._store.url,
@@ -259,7 +251,7 @@ class _Replay:
             "matches_once": verdict.matches_once,
             "num_compared": record.num_compared,
             "differences": [asdict(row) for row in verdict.differences],
-            "metric": None if metric is None else asdict(metric),
+            "metric": None if metric is None or verdict.name == SOUND else asdict(metric),
         }
 
     def _run(self, name: str) -> Trace:

@@ -12,10 +12,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import holdfast
 from holdfast.checkpoint.format import names, run
@@ -31,6 +31,7 @@ from holdfast.system.units import format_duration
 if TYPE_CHECKING:
     from holdfast.cli.demo.screen import Screen
 
+_T = TypeVar("_T")
 _POLL_S = 0.001  # a save is in flight for less than a tenth of a second
 _LIMIT_S = 300.0
 
@@ -71,10 +72,10 @@ class Child:
             start_new_session=True,  # Ctrl-C interrupts only the demo, which ends its children
         )
         os.close(writing)
-        self._receivers = (
+        self._receivers = [
             threading.Thread(target=self._receive_steps, args=(reading, on_step), daemon=True),
             threading.Thread(target=self._receive_lines, args=(on_line,), daemon=True),
-        )
+        ]
         for thread in self._receivers:
             thread.start()
 
@@ -101,22 +102,20 @@ class Child:
                 self.output.append(line.rstrip())
                 on_line(line.rstrip())
 
-    def wait_for(self, condition: Callable[[], object], name: str) -> None:
-        """Wait until `condition()` is true."""
+    def wait_for(self, condition: Callable[[], _T], name: str) -> _T:
+        """Wait until `condition()` is true, and return its value."""
         deadline = time.monotonic() + _LIMIT_S
-        while not condition():
+        while not (found := condition()):
             status = self._process.poll()
             if status is not None or time.monotonic() > deadline:
-                how = (
-                    f"is still running after {format_duration(_LIMIT_S)}"
-                    if status is None
-                    else f"ended with status {status}"
-                )
+                how = f"is still running after {format_duration(_LIMIT_S)}"
+                how = how if status is None else f"ended with status {status}"
                 tail = "\n".join(self.output[-20:])
                 raise RetryLater(
                     f"The {self.name} of the demo {how}, before {name}. The end of its output:\n{tail}"
                 )
             time.sleep(_POLL_S)
+        return found
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process, if it is still running."""
@@ -264,6 +263,11 @@ class DemoOutcome:
         found = (e for e in self.events if e["event"] == "restored" and e.get("attempt") == attempt)
         return next(found, None)
 
+    def restored_step(self, attempt: int) -> int | None:
+        """Return the step that an attempt restored, or None."""
+        event = self.restored(attempt)
+        return None if event is None else event["step"]
+
 
 class Scenario:
     """Two runs of one training: a reference without failures, and a survivor with failures.
@@ -294,7 +298,7 @@ class Scenario:
             damage = self._run_failures()
             self.screen.show_event("the survivor starts again, without further failures")
             survivor = self._start("survivor")
-            endings = [_ending(survivor), _ending(reference)]
+            endings = [Ending(child.wait(), child.step, child.sha256) for child in (survivor, reference)]
         finally:
             for child in self.children:
                 child.end()
@@ -350,12 +354,8 @@ class Scenario:
         if saving_from is None:
             child.wait_for(lambda: child.step >= at_step, f"step {at_step}")
         else:
-            found: list[int] = []
-            child.wait_for(
-                lambda: found.extend(step for step in [self._unfinished(saving_from)] if step) or found,
-                f"a save of step {saving_from} or later",
-            )
-            saving = found[0]
+            name = f"a save of step {saving_from} or later"
+            saving = child.wait_for(lambda: self._unfinished(saving_from), name)
         child.send(number)
         where = f"at step {child.step}" + (
             f", while the save of step {saving} was being written" if saving else ""
@@ -378,7 +378,10 @@ class Scenario:
     def _unfinished(self, from_step: int) -> int | None:
         """Return the newest step if its save is in progress."""
         newest = max((path.name for path in self.near.glob("step-*")), default="")
-        files = list(_files(self.near / newest)) if newest >= names.step_dir(from_step) else []
+        files: list[Path] = []
+        if newest >= names.step_dir(from_step):
+            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
+                files = list((self.near / newest).iterdir())
         writing = any(path.suffix == ".safetensors" or path.name.startswith(".") for path in files)
         if not writing or any(path.name.startswith("manifest-") for path in files):
             return None
@@ -408,18 +411,14 @@ class Scenario:
 
     def _outcome(self, reference: Ending, survivor: Ending, damage: Damage) -> DemoOutcome:
         store = open_store(self.home)
-        starts = [
-            Start(tuple(child.output), child.first_step_s, child.optimizer_s)
-            for child in self.children
-            if child.name == "survivor"
-        ]
+        survivors = [child for child in self.children if child.name == "survivor"]
         outcome = DemoOutcome(
             steps=self.steps,
             every=self.every,
             reference=reference,
             survivor=survivor,
             failures=tuple(self.failures),
-            starts=tuple(starts),
+            starts=tuple(Start(tuple(one.output), one.first_step_s, one.optimizer_s) for one in survivors),
             damage=damage,
             raw_writes=tuple(self.raw_writes),
             done_step=None,
@@ -431,14 +430,3 @@ class Scenario:
             report = holdfast.open(self.home, step=self.steps).verify()
             outcome.problems = tuple(problem.message for problem in report.problems)
         return outcome
-
-
-def _ending(child: Child) -> Ending:
-    return Ending(child.wait(), child.step, child.sha256)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    try:
-        yield from folder.iterdir()
-    except FileNotFoundError:
-        return  # deleted in the meantime

@@ -37,8 +37,8 @@ def add_dash(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
-    from holdfast.jobs.dash.access import AccessKeys
     from holdfast.jobs.dash.application import Application
+    from holdfast.jobs.dash.messages import AccessKeys
     from holdfast.jobs.dash.server import DashServer, has_desktop, opened
 
     homes = [absolute_place(place) for place in args.homes]

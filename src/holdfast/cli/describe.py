@@ -97,7 +97,9 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
     yield "engine", f"{job.engine}{engine_id}"
     yield "nodes", str(job.num_nodes)
     if any(job.gpus):
-        yield "GPUs", "; ".join(_gpus(rank, gpus, job.num_nodes) for rank, gpus in enumerate(job.gpus))
+        lists = [", ".join(gpus) for gpus in job.gpus]
+        named = [f"node {rank}: {gpus}" for rank, gpus in enumerate(lists)]
+        yield "GPUs", "; ".join(named if job.num_nodes > 1 else lists)
     if job.priority:
         yield "priority", str(job.priority)
     yield "task id", job.task_id
@@ -120,17 +122,9 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
 
 
 def _notifications(found: JobDescription) -> str:
-    sent = [one for one in found.notifications if not one.error]
-    failed = [
-        f"{one.status.value} not sent to {one.target} ({one.error})"
-        for one in found.notifications
-        if one.error
-    ]
-    return "; ".join([f"{len(sent)} sent", *failed])
-
-
-def _gpus(rank: int, gpus: tuple[str, ...], num_nodes: int) -> str:
-    return f"{f'node {rank}: ' if num_nodes > 1 else ''}{', '.join(gpus)}"
+    failed = [one for one in found.notifications if one.error]
+    texts = [f"{one.status.value} not sent to {one.target} ({one.error})" for one in failed]
+    return "; ".join([f"{len(found.notifications) - len(failed)} sent", *texts])
 
 
 def _print_attempts(found: JobDescription) -> None:

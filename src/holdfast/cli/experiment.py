@@ -129,7 +129,7 @@ def first_step(
     after: int,
     ignored: Collection[str] = (),
 ) -> tuple[int | None, list[str]]:
-    """Return the first step after another in which values of two traces differ, and their names."""
+    """Return the first step with different values in two traces, later than `after`, and their names."""
     for rank, steps in whole.items():
         for step in sorted(step for step in steps if step > after):
             values, others = steps[step], other.get(rank, {}).get(step)
@@ -142,7 +142,7 @@ def first_step(
 
 
 def first_batch(whole: Trace, other: Trace, after: int) -> int | None:
-    """Return the first step after another in which a rank got another batch."""
+    """Return the first step with different batches in two traces, later than `after`."""
     found = []
     for rank, batches in whole.batches.items():
         one = [pair for pair in batches if pair[0] >= after]

@@ -13,16 +13,15 @@ from holdfast.cli.commands import Commands, add_json, agrees, argument, check_ca
 from holdfast.cli.jobs import add_engine, add_which, format_span, job_row, print_errors
 from holdfast.cli.tables import Column, format_age, format_time, print_fields, print_json, print_table
 from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.jobs import service as job_service
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job, each, sorted_out
 from holdfast.jobs.folder import state_dir
 from holdfast.jobs.interface import cancel_each, clear_node, find, job, queue, wait_each
 from holdfast.jobs.interface import nodes as node_standings
-from holdfast.jobs.machines.judgement import NodeStanding
+from holdfast.jobs.machines import NodeStanding
 from holdfast.jobs.records import Records
 from holdfast.jobs.registry import all_jobs, get_engine
-from holdfast.jobs.service import installation
-from holdfast.jobs.service.installation import Service
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import format_duration, parse_duration, plural
 
@@ -389,7 +388,7 @@ def service(args: argparse.Namespace) -> int:
 
 
 def _install(args: argparse.Namespace) -> int:
-    found = installation.install()
+    found = job_service.install()
     if args.json:
         print_json(asdict(found))
         return 0
@@ -400,7 +399,7 @@ def _install(args: argparse.Namespace) -> int:
 
 
 def _uninstall(args: argparse.Namespace) -> int:
-    existed = installation.uninstall()
+    existed = job_service.uninstall()
     if args.json:
         print_json({"removed": existed})
     else:
@@ -409,7 +408,7 @@ def _uninstall(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    found = installation.status()
+    found = job_service.status()
     if args.json:
         print_json(asdict(found))
     else:
@@ -419,7 +418,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace) -> int:
-    jobs = installation.start()
+    jobs = job_service.start()
     _print_unreadable()
     if args.json:
         print_json([job_row(job) for job in jobs])
@@ -434,7 +433,7 @@ def _start(args: argparse.Namespace) -> int:
 _ACTIONS = {"install": _install, "uninstall": _uninstall, "status": _status, "start": _start}
 
 
-def _service_fields(found: Service) -> list[tuple[str, str]]:
+def _service_fields(found: job_service.Service) -> list[tuple[str, str]]:
     numbers = f": {', '.join(map(str, found.starts))}" if found.starts else ""
     return [
         ("service", found.name),
@@ -446,6 +445,6 @@ def _service_fields(found: Service) -> list[tuple[str, str]]:
     ]
 
 
-def _print_problems(found: Service) -> None:
+def _print_problems(found: job_service.Service) -> None:
     for problem in found.problems:
         print(f"holdfast: {problem}", file=sys.stderr)

@@ -8,12 +8,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from holdfast.cli.commands import Commands, add_json, argument, command, count
-from holdfast.cli.jobs import add_engine, job_row, print_line
+from holdfast.cli.jobs import add_engine, job_row
+from holdfast.cli.logs import print_output
 from holdfast.cli.tables import Column, print_json, print_table, write_output
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.engine import Engine, Job, UnsupportedKey
@@ -46,13 +48,12 @@ def show_plan(file: TaskFile, engine: Engine, args: argparse.Namespace) -> None:
 def _plan(task: Task, engine: Engine) -> dict[str, Any]:
     from holdfast.jobs.task.document import to_yaml
 
-    unsupported = engine.unsupported_keys(task)
     return {
         "name": task.name,
         "engine": engine.name,
         "num_nodes": task.num_nodes,
         "notes": list(task.notes),
-        "unsupported_keys": [{"key": one.key, "line": one.line, "what": one.what} for one in unsupported],
+        "unsupported_keys": [asdict(one) for one in engine.unsupported_keys(task)],
         "rendered": engine.render(task),
         "task": to_yaml(task),
     }
@@ -194,16 +195,22 @@ def run(args: argparse.Namespace) -> int:
     if args.attach:
         # The jobs after one that has failed are cancelled.
         return next((status for job in jobs if (status := _attach(engine, job, args))), 0)
-    if file.is_pipeline:
-        _show_pipeline(file, jobs, args)
-    else:
-        _show_job(jobs[0], args)
+    _show_jobs(file, jobs, args)
     return 0
 
 
-def _show_job(job: Job, args: argparse.Namespace) -> None:
+def _show_jobs(file: TaskFile, jobs: list[Job], args: argparse.Namespace) -> None:
+    job = jobs[0]
     if args.json:
-        print_json(job_row(job))
+        rows = [job_row(job) for job in jobs]
+        print_json(rows if file.is_pipeline else rows[0])
+        return
+    if file.is_pipeline:
+        names = ", ".join(f"{job.id} ({job.name})" for job in jobs)
+        print(
+            f"pipeline {file.name} was submitted and runs in the background, one job after the other: {names}"
+        )
+        print(f"to see the output of the first: holdfast logs {job.id} -f")
         return
     if job.status is JobStatus.PENDING and job.reason:
         print(f"job {job.id} ({job.name}) was submitted and starts in the background: it {job.reason}")
@@ -212,21 +219,12 @@ def _show_job(job: Job, args: argparse.Namespace) -> None:
     print(f"to see its output: holdfast logs {job.id} -f")
 
 
-def _show_pipeline(file: TaskFile, jobs: list[Job], args: argparse.Namespace) -> None:
-    if args.json:
-        print_json([job_row(job) for job in jobs])
-        return
-    names = ", ".join(f"{job.id} ({job.name})" for job in jobs)
-    print(f"pipeline {file.name} was submitted and runs in the background, one job after the other: {names}")
-    print(f"to see the output of the first: holdfast logs {jobs[0].id} -f")
-
-
 def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
     if not args.json:
         print(f"job {job.id} ({job.name}); Ctrl-C does not stop it", file=sys.stderr)
     try:
-        for line in engine.lines(job.id, OutputSelection(follow=True, with_changes=True)):
-            print_line(line, job.num_nodes, is_json=args.json)
+        wanted = OutputSelection(follow=True, is_timed=True, with_changes=True)
+        print_output(job, wanted, is_json=args.json)
     except KeyboardInterrupt:
         print(
             f"\nholdfast: job {job.id} is still running; to see its output: holdfast logs {job.id} -f",

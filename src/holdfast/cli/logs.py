@@ -9,6 +9,7 @@ import sys
 
 from holdfast.cli.commands import Commands, add_json, argument, command, step_number
 from holdfast.cli.jobs import add_which
+from holdfast.jobs.engine import Job
 from holdfast.jobs.interface import job
 from holdfast.jobs.output.block import OutputBlock, OutputSelection, format_second, texts, with_prefix
 from holdfast.jobs.registry import get_engine
@@ -17,7 +18,7 @@ _ERASE = b"\r\x1b[K"
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
-class OutputPrinter:
+class _OutputPrinter:
     """Printer to standard output. Changes of the job's status go to standard error.
 
     Args:
@@ -36,19 +37,22 @@ class OutputPrinter:
     def print(self, block: OutputBlock) -> None:
         """Print a block."""
         if self._is_json:
-            self._print_json(block)
+            before = f'{{"node": {json.dumps(block.node)}, "line": '
+            after = f', "unix_s": {json.dumps(block.unix_s)}}}\n'
+            # One write per block: a log may have millions of lines.
+            sys.stdout.write("".join(before + _ENCODER.encode(text) + after for text in texts(block)))
         elif block.node is None:
-            self.flush()
+            sys.stdout.flush()
             for text in texts(block):
                 print(f"holdfast: {text}", file=sys.stderr, flush=True)
         elif block.is_progress:
-            self._print_progress(block)
+            # The present text of a line replaces the one before, and is cut to the terminal.
+            text = (self._prefix(block) + block.data).decode("utf-8", "replace")
+            self._out.write(_ERASE + text[: shutil.get_terminal_size().columns - 1].encode())
+            self._has_progress = True
+            sys.stdout.flush()
         else:
             self._print_lines(block)
-
-    def flush(self) -> None:
-        """Pass on all that was printed."""
-        sys.stdout.flush()
 
     def close(self) -> None:
         """End an incomplete line, and pass on all that was printed."""
@@ -56,8 +60,7 @@ class OutputPrinter:
             self._out.write(_ERASE)
         elif not self._is_line_start:
             self._out.write(b"\n")
-        self._has_progress, self._is_line_start = False, True
-        self.flush()
+        sys.stdout.flush()
 
     def _print_lines(self, block: OutputBlock) -> None:
         if self._has_progress:
@@ -70,23 +73,26 @@ class OutputPrinter:
         self._out.write(with_prefix(block.data, self._prefix(block), is_line_start=self._is_line_start))
         self._is_line_start = block.data.endswith(b"\n")
 
-    def _print_progress(self, block: OutputBlock) -> None:
-        """Write the present text of a line over the one before, cut to the terminal."""
-        text = (self._prefix(block) + block.data).decode("utf-8", "replace")
-        self._out.write(_ERASE + text[: shutil.get_terminal_size().columns - 1].encode())
-        self._has_progress = True
-        self.flush()
-
     def _prefix(self, block: OutputBlock) -> bytes:
         moment = f"{format_second(block.unix_s)} " if self._has_times else ""
         node = f"(node {block.node}) " if self._is_labelled else ""
         return (moment + node).encode()
 
-    def _print_json(self, block: OutputBlock) -> None:
-        before = f'{{"node": {json.dumps(block.node)}, "line": '
-        after = f', "unix_s": {json.dumps(block.unix_s)}}}\n'
-        # One write per block: a log may have millions of lines.
-        sys.stdout.write("".join(before + _ENCODER.encode(text) + after for text in texts(block)))
+
+def print_output(job: Job, wanted: OutputSelection, *, is_json: bool, has_times: bool = False) -> None:
+    """Print the chosen output of a job.
+
+    Blocks: until the job has ended, if its output is followed.
+    """
+    is_labelled = wanted.node is None and job.num_nodes > 1
+    printer = _OutputPrinter(is_labelled=is_labelled, has_times=has_times, is_json=is_json)
+    try:
+        for block in get_engine(job.engine).output(job.id, wanted):
+            printer.print(block)
+            if wanted.follow:
+                sys.stdout.flush()
+    finally:
+        printer.close()
 
 
 _EXAMPLES = """
@@ -114,10 +120,6 @@ def add_logs(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the lines."""
     found = job(args.job)
-    engine = get_engine(found.engine)
-    printer = OutputPrinter(
-        is_labelled=args.node is None and found.num_nodes > 1, has_times=args.timestamps, is_json=args.json
-    )
     wanted = OutputSelection(
         follow=args.follow,
         node=args.node,
@@ -125,11 +127,5 @@ def run(args: argparse.Namespace) -> int:
         is_timed=args.timestamps or args.json,
         with_progress=args.follow and sys.stdout.isatty() and not args.json,
     )
-    try:
-        for block in engine.output(found.id, wanted):
-            printer.print(block)
-            if args.follow:
-                printer.flush()
-    finally:
-        printer.close()
-    return engine.job(found.id).exit_status if args.follow else 0
+    print_output(found, wanted, is_json=args.json, has_times=args.timestamps)
+    return get_engine(found.engine).job(found.id).exit_status if args.follow else 0

@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
         print_json(_as_json(checkpoint, tensors, state))
         return 0
     _print_facts(store.url, checkpoint)
-    _print_tensors(checkpoint, tensors)
+    print(f"\n{plural(len(tensors), 'tensor')}")
+    if tensors:
+        print_table(_TENSOR_COLUMNS, ((name, checkpoint.info(name)) for name in tensors))
     _print_state(state, args.filter)
     return 0
 
@@ -113,12 +115,6 @@ def _print_facts(url: str, checkpoint: Checkpoint) -> None:
     print(f"{format_time(checkpoint.created)} ({format_age(checkpoint.created)})")
     health = checkpoint.manifest.health
     print_text(f"health: {health.word} ({'; '.join(health.reasons)})")
-
-
-def _print_tensors(checkpoint: Checkpoint, tensors: list[str]) -> None:
-    print(f"\n{plural(len(tensors), 'tensor')}")
-    if tensors:
-        print_table(_TENSOR_COLUMNS, ((name, checkpoint.info(name)) for name in tensors))
 
 
 _TENSOR_COLUMNS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from holdfast.checkpoint.home.history_lines import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
@@ -62,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(title: str, ranks: Sequence[RankEvidence], args: argparse.Namespace) -> None:
     if args.json:
-        print_json(_as_json(ranks))
+        groups = [{**asdict(one), "kind": one.kind.value} for one in group_ranks(ranks)]
+        print_json({"groups": groups, "ranks": [asdict(one) for one in ranks]})
         return
     print(f"{title}:")
     for line in describe_groups(group_ranks(ranks)):
@@ -71,8 +71,3 @@ def _show(title: str, ranks: Sequence[RankEvidence], args: argparse.Namespace) -
         for one in ranks:
             print()
             print("\n".join(format_stacks(one)))
-
-
-def _as_json(ranks: Sequence[RankEvidence]) -> dict[str, Any]:
-    groups = [{**asdict(one), "kind": one.kind.value} for one in group_ranks(ranks)]
-    return {"groups": groups, "ranks": [asdict(one) for one in ranks]}

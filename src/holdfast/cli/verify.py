@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,7 +89,11 @@ def _verify_chosen(args: argparse.Namespace) -> tuple[Store, list[_Line]]:
         if bar.on_total is not None:
             bar.on_total(sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest)))
         for one, found in manifests.items():
-            line = _verify(store, one, found, args.threads, bar.on_bytes)
+            line = _Line(one.step, one.attempt, (str(found),), None)
+            if isinstance(found, Manifest):
+                report = verify(store, found, num_threads=args.threads, on_bytes=bar.on_bytes)
+                problems = tuple(problem.message for problem in report.problems)
+                line = _Line(one.step, one.attempt, problems, report)
             if not line.is_good and was_deleted(store, one):
                 if not args.all:
                     raise NotFound(
@@ -126,20 +129,6 @@ def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
             elif not args.all:
                 raise
     return store, found
-
-
-def _verify(
-    store: Store,
-    checkpoint: CheckpointId,
-    found: Manifest | HoldfastError,
-    num_threads: int,
-    on_bytes: Callable[[int], None] | None,
-) -> _Line:
-    problems, report = (str(found),), None
-    if not isinstance(found, HoldfastError):
-        report = verify(store, found, num_threads=num_threads, on_bytes=on_bytes)
-        problems = tuple(problem.message for problem in report.problems)
-    return _Line(step=checkpoint.step, attempt=checkpoint.attempt, problems=problems, report=report)
 
 
 def _print_line(line: _Line) -> None:

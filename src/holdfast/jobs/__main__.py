@@ -49,7 +49,7 @@ def _mounter(folder: Path) -> None:
 
 def _notifier(folder: Path) -> None:
     write_times()
-    from holdfast.jobs.notifications.notifier import serve
+    from holdfast.jobs.notifications import serve
 
     serve(folder)
 

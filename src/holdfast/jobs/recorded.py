@@ -14,7 +14,7 @@ from holdfast.errors import Conflict, NotFound
 from holdfast.jobs.engine import Engine, Job
 from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.node.removal import remove
-from holdfast.jobs.notifications.notifier import announce
+from holdfast.jobs.notifications import announce
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
 from holdfast.jobs.output.log_reader import LogReader, interleaved
 from holdfast.jobs.output.tail import FolderWatch

@@ -373,7 +373,8 @@ class Scenario:
         """Time a raw write while both trainings run."""
         name = f"step {at_step} without a save in progress"
         child.wait_for(lambda: child.step >= at_step and self._unfinished(0) is None, name)
-        self.raw_writes.append(write_raw(self.folder, self._data_bytes()))
+        sizes = [path.stat().st_size for path in self.near.glob("step-*/*.safetensors")]
+        self.raw_writes.append(write_raw(self.folder, max(sizes, default=self.num_bytes)))
 
     def _unfinished(self, from_step: int) -> int | None:
         """Return the newest step if its save is in progress."""
@@ -386,10 +387,6 @@ class Scenario:
         if not writing or any(path.name.startswith("manifest-") for path in files):
             return None
         return int(newest.removeprefix("step-"))
-
-    def _data_bytes(self) -> int:
-        sizes = [path.stat().st_size for path in self.near.glob("step-*/*.safetensors")]
-        return max(sizes, default=self.num_bytes)
 
     def _damage_newest(self) -> Damage:
         store = open_store(self.home)

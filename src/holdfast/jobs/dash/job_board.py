@@ -177,16 +177,19 @@ def _durations(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
 
 
 def _attempt(one: JobAttempt, found: JobDescription) -> dict[str, Any]:
+    same = (
+        "number",
+        "started_unix_s",
+        "running_unix_s",
+        "ended_unix_s",
+        "reason",
+        "machines",
+        "step",
+        "lost_s",
+    )
     return {
-        "number": one.number,
-        "started_unix_s": one.started_unix_s,
-        "running_unix_s": one.running_unix_s,
-        "ended_unix_s": one.ended_unix_s,
+        **{name: getattr(one, name) for name in same},
         "status": one.status.value,
-        "reason": one.reason,
-        "machines": one.machines,
-        "step": one.step,
-        "lost_s": one.lost_s,
         "exits": [_exit(one, rank) for rank in range(found.job.num_nodes)],
         "checks": list(describe_checks(found.checks.get(one.number, {}))),
     }

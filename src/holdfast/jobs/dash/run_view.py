@@ -48,10 +48,10 @@ class RunPlace:
 
 def find_place(places: Iterable[str], wanted: str) -> RunPlace:
     """Return the home with an id among those that may be read."""
-    for one in map(RunPlace, places):
-        if one.id == wanted:
-            return one
-    raise NotFound("This home is not among those of the job or of the command line.")
+    found = next((one for one in map(RunPlace, places) if one.id == wanted), None)
+    if found is None:
+        raise NotFound("This home is not among those of the job or of the command line.")
+    return found
 
 
 class RunView:
@@ -88,7 +88,6 @@ def _read(place: RunPlace) -> RunSummary:
 
 
 def _curves(summary: RunSummary) -> dict[str, Any]:
-    figures = [
-        {"id": one.id, "title": one.title, "text": one.text, "spec": one.spec} for one in curves(summary)
-    ]
+    drawn = curves(summary)
+    figures = [{"id": one.id, "title": one.title, "text": one.text, "spec": one.spec} for one in drawn]
     return {"headline": headline(summary), "figures": figures}

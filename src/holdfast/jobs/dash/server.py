@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
 import logging
 import socket
+import webbrowser
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import InvalidInput, Unsupported
+from holdfast.system.linux.partial_files import temporary_folder
 
 if TYPE_CHECKING:
     from holdfast.jobs.dash.application import Application
-import contextlib
-import html
-import webbrowser
-from collections.abc import Iterator, Mapping
-
-from holdfast.system.linux.partial_files import temporary_folder
 
 _ADDRESS = "127.0.0.1"
 _NUM_THREADS = 4

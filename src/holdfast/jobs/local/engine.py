@@ -31,7 +31,7 @@ from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.node_spec import Environment
-from holdfast.jobs.notifications.outbox import write_plan
+from holdfast.jobs.notifications import write_plan
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord, Records

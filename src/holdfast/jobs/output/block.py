@@ -69,8 +69,7 @@ def with_prefix(data: bytes, prefix: bytes, *, is_line_start: bool) -> bytes:
 
 def texts(block: OutputBlock) -> Iterator[str]:
     """Yield the lines of a block as text."""
-    data = block.data.removesuffix(b"\n")
-    for line in data.split(b"\n"):
+    for line in block.data.removesuffix(b"\n").split(b"\n"):
         yield line.decode("utf-8", "replace")
 
 

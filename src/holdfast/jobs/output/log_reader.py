@@ -72,7 +72,7 @@ class LogReader:
             chunk = os.pread(self._fd, min(_CHUNK_BYTES, left), self._pos)
             if not chunk:
                 break
-            if self._next_data() > self._pos:
+            if _data_from(self._fd, self._pos) > self._pos:
                 continue  # removed while it was read
             yield from self._take(chunk[: self._num_bytes_of_data()], status.st_mtime)
         if is_end and self._rest:
@@ -126,10 +126,6 @@ class LogReader:
                 self._pos = _tail_offset(self._fd, self._tail)
         return True
 
-    def _next_data(self) -> int:
-        assert self._fd is not None
-        return _data_from(self._fd, self._pos)
-
     def _num_bytes_of_data(self) -> int:
         """Return the number of bytes before a removed part, or the end."""
         assert self._fd is not None
@@ -137,7 +133,8 @@ class LogReader:
 
     def _skip_removed(self) -> Iterator[tuple[bytes, float | None]]:
         """Skip a part that was removed, and yield a line in its place."""
-        at = self._next_data()
+        assert self._fd is not None
+        at = _data_from(self._fd, self._pos)
         if at <= self._pos:
             return
         removed = format_bytes(at - self._pos)

@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -27,20 +27,14 @@ def times_path(log: Path) -> Path:
 
 def add_sample(path: Path, size: int, unix_s: float) -> None:
     """Record the size of a log at a time."""
+    if path.exists() and path.stat().st_size >= _MAX_BYTES:
+        samples = list(_read(path, 0))
+        write_atomic(path, b"".join(_SAMPLE.pack(*one) for one in samples[1::2]), is_durable=False)
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if os.fstat(fd).st_size >= _MAX_BYTES:
-            _thin_out(path)
-            os.close(fd)
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.write(fd, _SAMPLE.pack(size, unix_s))
     finally:
         os.close(fd)
-
-
-def _thin_out(path: Path) -> None:
-    samples = list(_read(path, 0))
-    write_atomic(path, b"".join(_SAMPLE.pack(*one) for one in samples[1::2]), is_durable=False)
 
 
 def _read(path: Path, begin: int) -> Iterator[tuple[int, float]]:
@@ -57,14 +51,14 @@ def _first_sample(path: Path, begin: int) -> int:
     """Return the offset of the first sample with a size of more than `begin`."""
     try:
         with path.open("rb") as file:
-            low, high = 0, os.fstat(file.fileno()).st_size // _SAMPLE.size
-            while low < high:
-                middle = (low + high) // 2
-                size, _ = _SAMPLE.unpack(os.pread(file.fileno(), _SAMPLE.size, middle * _SAMPLE.size))
-                low, high = (middle + 1, high) if size <= begin else (low, middle)
+            fd = file.fileno()
+            samples = range(0, os.fstat(fd).st_size // _SAMPLE.size * _SAMPLE.size, _SAMPLE.size)
+            index = bisect_right(
+                samples, begin, key=lambda at: _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, at))[0]
+            )
+            return index * _SAMPLE.size
     except FileNotFoundError:
         return 0
-    return low * _SAMPLE.size
 
 
 class LogTimes:
@@ -152,11 +146,6 @@ def hole(size: int, limit: int) -> tuple[int, int]:
     return begin, max(0, end - begin)
 
 
-def is_reached(status: os.stat_result, limit: int) -> bool:
-    """Return True if a log takes more space on disk than the limit."""
-    return status.st_blocks * 512 > limit
-
-
 def punch(fd: int, begin: int, num_bytes: int) -> None:
     """Give a part of a file back to the file system. Its size and the offsets of the rest stay.
 
@@ -198,7 +187,7 @@ class LogSampler:
         self._size = status.st_size
         try:
             add_sample(self._times, status.st_size, time.time())
-            if self._limit is not None and is_reached(status, self._limit):
+            if self._limit is not None and status.st_blocks * 512 > self._limit:  # on disk
                 begin, num_bytes = hole(status.st_size, self._limit)
                 if num_bytes:
                     punch(self._fd, begin, num_bytes)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
+from holdfast.jobs.environment import add_notice_file
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.model import MountMode, Task
 from holdfast.system.environment import PREEMPTION
@@ -35,7 +36,7 @@ def add_holdfast_keys(task: Task, task_id: str, job: str) -> Task:
         **document.get("envs", {}),
         TASK_ID: task_id,
         JOB: job,
-        PREEMPTION: _with_file(task.envs.get(PREEMPTION, "auto"), notice),
+        PREEMPTION: add_notice_file(task.envs.get(PREEMPTION, "auto"), notice),
     }
     document["resources"] = _with_free_status(document.get("resources") or {})
     document["config"] = _with_hook(document.get("config") or {}, notice)
@@ -59,10 +60,6 @@ def managed_name(name: str, job: str) -> str:
 def notice_path(task_id: str) -> str:
     """Return the path of notices on the job's machines."""
     return f"/tmp/holdfast-notice-{task_id}"
-
-
-def _with_file(notices: str, path: str) -> str:
-    return f"{notices},file:{path}" if notices not in ("", "none") else f"file:{path}"
 
 
 def _with_free_status(resources: Mapping[str, Any]) -> dict[str, Any]:

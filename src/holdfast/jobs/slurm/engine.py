@@ -26,7 +26,7 @@ from holdfast.jobs.node.mounts.validation import validate, validate_sources
 from holdfast.jobs.node.parent_python import own_python
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.notifications.outbox import write_plan
+from holdfast.jobs.notifications import write_plan
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord

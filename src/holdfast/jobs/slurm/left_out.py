@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
-from holdfast.jobs.machines.judgement import NodeStanding, judge
-from holdfast.jobs.machines.record import read_events
+from holdfast.jobs.machines import NodeStanding, judge, read_events
 from holdfast.jobs.slurm import commands
 from holdfast.system.log import get_logger
 

@@ -18,7 +18,7 @@ from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotF
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.files import Fingerprint, is_being_written, is_settled, open_file
 from holdfast.jobs.writeback.journal import JournaledQueue
-from holdfast.jobs.writeback.ownership import check_newest_attempt
+from holdfast.jobs.writeback.reconciliation import check_newest_attempt
 from holdfast.jobs.writeback.upload_queue import COPY, INCOMPLETE, PATH, REJECTED, SKIPPED, Sent, Upload
 from holdfast.jobs.writeback.versions import KeptVersions
 from holdfast.system import backoff

@@ -175,12 +175,14 @@ class UploadQueue:
         self.sent[name] = sent
         return [JournalWrite("sent", name, sent)]
 
-    def forget(self) -> None:
-        """Remove all entries and results. The numbering continues."""
-        self.entries.clear()
-        self.sent.clear()
-        self.problems.clear()
-        self._newest_of.clear()
+    def clear(self) -> Writes:
+        """Remove all entries and results, as another mount has continued. The numbering continues."""
+        writes = [JournalWrite("entry", number, None) for number in self.entries]
+        writes += [JournalWrite("problem", name, None) for name in self.problems]
+        writes += [JournalWrite("sent", name, None) for name in self.sent]
+        for table in (self.entries, self.sent, self.problems, self._newest_of):
+            table.clear()
+        return writes
 
     def mark_lost(self, entry: Upload) -> Writes:
         """Mark the kept version of an entry as lost: only the file's name remains."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.checkpoint.store import ObjectInfo, Store, open_store
 from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater
-from holdfast.jobs.writeback.ownership import FOLDER
+from holdfast.jobs.writeback.journal import FOLDER
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import format_bytes, plural
 

@@ -10,22 +10,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli import experiment
 from holdfast.cli.commands import Commands, add_json, argument, command, count
-from holdfast.cli.experiment import (
-    DifferenceRow,
-    Trace,
-    Trials,
-    compare_sides,
-    first_batch,
-    first_step,
-    newest_steps,
-    open_side,
-    print_rows,
-    script_words,
-    show_progress,
-    trial_folder,
-    unseeded,
-)
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_duration, plural
@@ -37,15 +23,14 @@ _LOADER = (
 )
 
 
-def find_causes(whole: Trace, resumed: Trace, restored: int, *, ignored: Collection[str]) -> Iterator[str]:
-    """Yield the probable causes of a difference, from the traces of the two runs.
-
-    Args:
-        restored: step from which the run was resumed.
-        ignored: generators that nobody has seeded.
-    """
-    batch_step = first_batch(whole, resumed, restored)
-    generator_step, generators = first_step(whole.generators, resumed.generators, restored, ignored)
+def find_causes(
+    whole: experiment.Trace, resumed: experiment.Trace, restored: int, *, ignored: Collection[str]
+) -> Iterator[str]:
+    """Yield the probable causes of a difference, from the traces of the two runs."""
+    batch_step = experiment.first_batch(whole, resumed, restored)
+    generator_step, generators = experiment.first_step(
+        whole.generators, resumed.generators, restored, ignored
+    )
     if batch_step is not None:
         yield (
             f"The resumed run got another batch in step {batch_step}: the position in the data, "
@@ -59,7 +44,7 @@ def find_causes(whole: Trace, resumed: Trace, restored: int, *, ignored: Collect
             "after restore()."
         )
     elif not whole.doubts:
-        _, records = first_step(whole.records, resumed.records, restored)
+        _, records = experiment.first_step(whole.records, resumed.records, restored)
         where = f" First seen in {', '.join(records)}." if records else ""
         yield (
             f"Batches and random numbers after step {restored} are the same, so something that controls "
@@ -90,8 +75,8 @@ def add_check(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the trials, and print the differences. The exit status is 1 if resuming is not exact."""
-    words = script_words(args.script, args.args)
-    with trial_folder("check", args.keep) as folder:
+    words = experiment.script_words(args.script, args.args)
+    with experiment.trial_folder("check", args.keep) as folder:
         report = _check(words, folder, steps=args.steps, timeout_s=parse_duration(args.timeout, "--timeout"))
     if args.json:
         print_json(report)
@@ -101,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> dict[str, Any]:
-    trials = Trials(words, folder, timeout_s=timeout_s, on_progress=show_progress)
+    trials = experiment.Trials(words, folder, timeout_s=timeout_s, on_progress=experiment.show_progress)
     save_at, whole = _run_whole(trials, steps)
-    end_at = min(newest_steps(trials.homes("a")).values())
+    end_at = min(experiment.newest_steps(trials.homes("a")).values())
     kill_at = save_at + max(1, (end_at - save_at) // 2)
     plan = {"save_at": [save_at, end_at], "end_at": end_at}
     repeated = trials.run("again", f"uninterrupted once more, to step {end_at}", plan)
@@ -119,7 +104,7 @@ def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> d
     rows = [row for row in rows if row.key not in random_keys]
     causes = [one["text"] for one in whole.doubts if rows or not one["would_show"]]
     if rows:
-        causes += find_causes(whole, resumed, restored, ignored=unseeded(whole, repeated))
+        causes += find_causes(whole, resumed, restored, ignored=experiment.unseeded(whole, repeated))
     if resumed.restored is None:
         what = "The resumed run did not restore a checkpoint: call restore(), or loop over steps()."
         causes.insert(0, what)
@@ -137,12 +122,12 @@ def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> d
     }
 
 
-def _run_whole(trials: Trials, steps: int) -> tuple[int, Trace]:
+def _run_whole(trials: experiment.Trials, steps: int) -> tuple[int, experiment.Trace]:
     """Run the script without interruption. Return the step of its first save, and the trace."""
     end_at = 2 * steps
     plan = {"save_at": [steps, end_at], "end_at": end_at, "num_saves": 2}
     whole = trials.run("a", f"uninterrupted, to step {end_at}", plan)
-    found = newest_steps(trials.homes("a"))
+    found = experiment.newest_steps(trials.homes("a"))
     if not found:
         raise InvalidInput("The script saved no checkpoint, so there is nothing to compare.")
     end = min(found.values())
@@ -155,16 +140,16 @@ def _run_whole(trials: Trials, steps: int) -> tuple[int, Trace]:
     return end // 2, trials.run("a", f"uninterrupted, to its end at step {end}", plan)
 
 
-def _differences(a: Path, b: Path, step: int) -> tuple[list[DifferenceRow], int]:
+def _differences(a: Path, b: Path, step: int) -> tuple[list[experiment.DifferenceRow], int]:
     """Compare the checkpoints of a step in all homes of two trials."""
-    rows: list[DifferenceRow] = []
+    rows: list[experiment.DifferenceRow] = []
     num_compared = 0
-    for home in newest_steps(a):
-        if home not in newest_steps(b):
-            rows.append(DifferenceRow("(all)", "missing in the other run"))
+    for home in experiment.newest_steps(a):
+        if home not in experiment.newest_steps(b):
+            rows.append(experiment.DifferenceRow("(all)", "missing in the other run"))
             continue
-        one, other = (open_side(os.fspath(folder / home), step) for folder in (a, b))
-        found = compare_sides(one, other, of_a="the uninterrupted run", of_b="the resumed run")
+        one, other = (experiment.open_side(os.fspath(folder / home), step) for folder in (a, b))
+        found = experiment.compare_sides(one, other, of_a="the uninterrupted run", of_b="the resumed run")
         num_compared += found.num_compared
         rows += found.rows
     return rows, num_compared
@@ -174,14 +159,14 @@ def _print(report: dict[str, Any]) -> None:
     if report["random"]:
         print("Two uninterrupted runs differ, so the script is not deterministic. Seed it, and use")
         print("deterministic kernels; then resuming can be exact. The two differ in:")
-        print_rows(report["random"])
+        experiment.print_rows(report["random"])
     if report["differences"]:
         print(
             f"Resuming is not exact: killed after step {report['killed_at']} and resumed from step "
             f"{report['restored']},\nthe run differs at step {report['compared_at']} from one that was not "
             "killed:"
         )
-        print_rows(report["differences"])
+        experiment.print_rows(report["differences"])
     elif report["exact"]:
         print(
             f"Resuming is exact: killed after step {report['killed_at']} and resumed from step "

@@ -34,17 +34,11 @@ _RUN, _STEP = "holdfast.json", re.compile(r"step-(\d{8,})")  # as in `holdfast.c
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """All candidates for the last argument of a line.
+    """All candidates for the last argument of a line."""
 
-    Attributes:
-        kind: "words", "paths", or "files" if the shell itself is to complete the names of files.
-        values: the candidates, with their descriptions.
-        num_fixed: length of the part of the argument that bash does not replace.
-    """
-
-    kind: Kind
-    values: dict[str, str]
-    num_fixed: int = 0
+    kind: Kind  # "words", "paths", or "files" if the shell itself is to complete the names of files
+    values: dict[str, str]  # the candidates, with their descriptions
+    num_fixed: int = 0  # length of the part of the argument that bash does not replace
 
 
 def complete(line: str) -> Completions:

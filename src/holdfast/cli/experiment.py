@@ -163,13 +163,7 @@ def unseeded(one: Trace, other: Trace) -> set[str]:
 
 
 class Trials:
-    """Runs a command several times, one after the other.
-
-    Args:
-        folder: folder for the homes, traces and logs of all trials.
-        timeout_s: time limit of each trial.
-        on_progress: called with a line after each trial.
-    """
+    """Runs a command several times, one after the other."""
 
     def __init__(
         self, command: Sequence[str], folder: Path, *, timeout_s: float, on_progress: Callable[[str], None]
@@ -220,11 +214,7 @@ class Trials:
 
 
 def script_words(script: str, args: Sequence[str]) -> list[str]:
-    """Return the command that starts a training script, as the user starts it.
-
-    Args:
-        script: a Python file, or any command.
-    """
+    """Return the command that starts a training script, as the user starts it."""
     if script.endswith(".py"):
         if not Path(script).is_file():
             raise InvalidInput(f"The script {script!r} does not exist. {nearest_hint(script)}")

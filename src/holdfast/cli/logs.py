@@ -19,13 +19,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 class _OutputPrinter:
-    """Printer to standard output. Changes of the job's status go to standard error.
-
-    Args:
-        is_labelled: write the node before each line.
-        has_times: write the time before each line.
-        is_json: write an object per line.
-    """
+    """Printer to standard output. Changes of the job's status go to standard error."""
 
     def __init__(self, *, is_labelled: bool, has_times: bool, is_json: bool) -> None:
         self._is_labelled, self._has_times, self._is_json = is_labelled, has_times, is_json
@@ -80,10 +74,7 @@ class _OutputPrinter:
 
 
 def print_output(job: Job, wanted: OutputSelection, *, is_json: bool, has_times: bool = False) -> None:
-    """Print the chosen output of a job.
-
-    Blocks: until the job has ended, if its output is followed.
-    """
+    """Print the chosen output of a job."""
     is_labelled = wanted.node is None and job.num_nodes > 1
     printer = _OutputPrinter(is_labelled=is_labelled, has_times=has_times, is_json=is_json)
     try:

@@ -21,20 +21,8 @@ from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
-from holdfast.cli import TROUBLE
+from holdfast.cli import TROUBLE, experiment
 from holdfast.cli.commands import Commands, add_home, add_json, argument, command, step_number
-from holdfast.cli.experiment import (
-    CheckpointComparison,
-    DifferenceRow,
-    Trace,
-    Trials,
-    compare_sides,
-    open_side,
-    print_rows,
-    script_words,
-    show_progress,
-    trial_folder,
-)
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import print_json
 from holdfast.errors import Corrupt, InvalidInput, NotFound
@@ -52,12 +40,14 @@ class ReplayVerdict:
     """Verdict of a replay."""
 
     name: str
-    differences: tuple[DifferenceRow, ...]  # from the record, or of the replays if these differ
+    differences: tuple[experiment.DifferenceRow, ...]  # from the record, or of the replays if these differ
     matches_once: bool  # one of two replays equals the record
 
 
 def judge(
-    record: CheckpointComparison, again: CheckpointComparison | None, between: CheckpointComparison | None
+    record: experiment.CheckpointComparison,
+    again: experiment.CheckpointComparison | None,
+    between: experiment.CheckpointComparison | None,
 ) -> ReplayVerdict:
     """Return the verdict.
 
@@ -91,12 +81,7 @@ class MetricDifference:
 def first_difference(
     recorded: Mapping[int, Mapping[str, float]], replayed: Mapping[int, Mapping[str, float]]
 ) -> MetricDifference | None:
-    """Return the first metric that differs; None if all that both have are equal.
-
-    Args:
-        recorded: by step and name.
-        replayed: the same, of the replay.
-    """
+    """Return the first metric that differs; None if all that both have are equal."""
     for step in sorted(recorded.keys() & replayed.keys()):
         for name in sorted(recorded[step].keys() & replayed[step].keys()):
             one, other = recorded[step][name], replayed[step][name]
@@ -204,13 +189,15 @@ def add_replay(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay the steps, and print the verdict."""
-    words = script_words(args.script, args.args)
+    words = experiment.script_words(args.script, args.args)
     timeout_s = parse_duration(args.timeout, "--timeout")
     store, _ = open_home(args.home)
     span = find_span(store, step=args.step, to_step=args.to)
     try:
-        with trial_folder("replay", args.keep) as folder:
-            trials = Trials(words, folder, timeout_s=timeout_s, on_progress=show_progress)
+        with experiment.trial_folder("replay", args.keep) as folder:
+            trials = experiment.Trials(
+                words, folder, timeout_s=timeout_s, on_progress=experiment.show_progress
+            )
             report = _Replay(store, absolute_place(args.home), span, trials).report()
     except Corrupt as error:  # 1 would mean that the replay differs
         print(f"holdfast: {error}", file=sys.stderr)
@@ -225,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
 class _Replay:
     """Replay of a span: one run, and a second one if the first differs from the record."""
 
-    def __init__(self, store: Store, place: str, span: RecordedSpan, trials: Trials) -> None:
+    def __init__(self, store: Store, place: str, span: RecordedSpan, trials: experiment.Trials) -> None:
         self._store, self._place, self._span, self._trials = store, place, span, trials
 
     def report(self) -> dict[str, Any]:
@@ -254,14 +241,14 @@ class _Replay:
             "metric": None if metric is None or verdict.name == SOUND else asdict(metric),
         }
 
-    def _run(self, name: str) -> Trace:
+    def _run(self, name: str) -> experiment.Trace:
         """Run the steps once, from a copy of the first checkpoint."""
         start, end = self._span.start, self._span.end
         home = self._home(name)
         home.mkdir(parents=True)
         copy_checkpoint(self._store, open_store(os.fspath(home)), start)
         what = f"{name} replay of steps {start.step} to {end.step}"
-        show_progress(what)
+        experiment.show_progress(what)
         trace = self._trials.run(name, what, {"save_at": [end.step], "end_at": end.step})
         if trace.restored != start.step:
             raise InvalidInput(
@@ -274,23 +261,26 @@ class _Replay:
     def _home(self, name: str) -> Path:
         return place_in_sandbox(self._trials.homes(name), self._place)
 
-    def _compare_with_record(self, name: str) -> CheckpointComparison:
+    def _compare_with_record(self, name: str) -> experiment.CheckpointComparison:
         end = self._span.end
-        record = open_side(self._store.url, end.step, end.attempt)
-        replayed = open_side(os.fspath(self._home(name)), end.step)
+        record = experiment.open_side(self._store.url, end.step, end.attempt)
+        replayed = experiment.open_side(os.fspath(self._home(name)), end.step)
         if replayed.checkpoint.world_size != end.world_size:
             raise InvalidInput(
                 f"The replay ran on {plural(replayed.checkpoint.world_size, 'rank')}, and the recorded steps "
                 f"on {end.world_size}. Results depend on the number of ranks: start as many."
             )
-        return compare_sides(record, replayed, of_a="the record", of_b="the replay")
+        return experiment.compare_sides(record, replayed, of_a="the record", of_b="the replay")
 
-    def _compare_runs(self) -> CheckpointComparison:
-        sides = (open_side(os.fspath(self._home(name)), self._span.end.step) for name in ("first", "second"))
-        return compare_sides(*sides, of_a="the first replay", of_b="the second replay")
+    def _compare_runs(self) -> experiment.CheckpointComparison:
+        sides = (
+            experiment.open_side(os.fspath(self._home(name)), self._span.end.step)
+            for name in ("first", "second")
+        )
+        return experiment.compare_sides(*sides, of_a="the first replay", of_b="the second replay")
 
 
-def _metrics_of(trace: Trace) -> Mapping[int, Mapping[str, float]]:
+def _metrics_of(trace: experiment.Trace) -> Mapping[int, Mapping[str, float]]:
     recorded = trace.records.get("0", {})
     return {step: {name: float(value) for name, value in values.items()} for step, values in recorded.items()}
 
@@ -315,7 +305,7 @@ def _print(report: dict[str, Any]) -> None:
         print("The two runs differ in:")
     else:
         _show(f"{span} were run twice with equal results, which differ from {saved}:")
-    print_rows(report["differences"])
+    experiment.print_rows(report["differences"])
     if metric := report["metric"]:
         _show(
             f"The first recorded metric that differs is {metric['name']} of step {metric['step']}: "

@@ -174,12 +174,7 @@ _INDENT = "    "
 
 
 def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Return the lines of a table, the heading first.
-
-    Args:
-        rows: cells of each row.
-        width: in characters; None for no limit.
-    """
+    """Return the lines of a table, the heading first."""
     left_out: list[int] = []
     if width is not None:
         texts = [i for i, column in enumerate(columns) if column.kind == "text"]

@@ -13,7 +13,7 @@ from holdfast.jobs.node.checks.disk import FEW_BYTES
 from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks
 from holdfast.jobs.node.mounts.mount_spec import outside_path, read_links
 from holdfast.jobs.notifications import Delivery, read_deliveries
-from holdfast.jobs.output.tail import last_lines
+from holdfast.jobs.output.log_reader import last_lines
 from holdfast.system.environment import read_progress
 from holdfast.system.units import format_bytes, plural
 

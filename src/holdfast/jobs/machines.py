@@ -46,27 +46,16 @@ _NEWEST_REASONS = 3
 
 @dataclass(frozen=True, slots=True)
 class MachineEvent:
-    """Event of a machine: an attempt of a job has ended there, or the user has cleared it.
+    """Event of a machine: an attempt of a job has ended there, or the user has cleared it."""
 
-    Attributes:
-        unix_s: time of the event.
-        machine: name of the machine.
-        job: task id of the job; empty for a machine that was cleared.
-        attempt: number of the attempt.
-        is_lost: the attempt was lost because of this machine.
-        is_wrong: a check returned a wrong result there.
-        failed: names of failed checks.
-        why: why it was lost, or which checks failed, for people.
-    """
-
-    unix_s: float
-    machine: str
-    job: str = ""
-    attempt: int = 0
-    is_lost: bool = False
-    is_wrong: bool = False
-    failed: tuple[str, ...] = ()
-    why: str = ""
+    unix_s: float  # time of the event
+    machine: str  # name of the machine
+    job: str = ""  # task id of the job; empty for a machine that was cleared
+    attempt: int = 0  # number of the attempt
+    is_lost: bool = False  # the attempt was lost because of this machine
+    is_wrong: bool = False  # a check returned a wrong result there
+    failed: tuple[str, ...] = ()  # names of failed checks
+    why: str = ""  # why it was lost, or which checks failed, for people
 
     @property
     def is_clear(self) -> bool:
@@ -166,31 +155,18 @@ def _worse(one: MachineEvent | None, other: MachineEvent) -> MachineEvent:
 
 @dataclass(frozen=True, slots=True)
 class NodeStanding:
-    """Standing of a machine on which jobs have run.
+    """Standing of a machine on which jobs have run."""
 
-    Attributes:
-        name: name of the machine.
-        attempts: attempts that ran on it, in the last 30 days and since it was cleared.
-        lost: of these, attempts that were lost because of it.
-        failed_checks: number of failed checks, by name.
-        wrong_results: attempts before which it returned a wrong result.
-        chance: probability that a machine like the others loses as many, for any of them.
-        stands_out: it is left out of new attempts where that is possible.
-        reasons: the newest reasons, newest first.
-        newest_unix_s: time of its newest event.
-        lost_unix_s: time of its newest loss or failed check; None if it has neither.
-    """
-
-    name: str
-    attempts: int
-    lost: int
-    failed_checks: Mapping[str, int]
-    wrong_results: int
-    chance: float
-    stands_out: bool
-    reasons: tuple[str, ...]
-    newest_unix_s: float
-    lost_unix_s: float | None
+    name: str  # name of the machine
+    attempts: int  # attempts that ran on it, in the last 30 days and since it was cleared
+    lost: int  # of these, attempts that were lost because of it
+    failed_checks: Mapping[str, int]  # number of failed checks, by name
+    wrong_results: int  # attempts before which it returned a wrong result
+    chance: float  # probability that a machine like the others loses as many, for any of them
+    stands_out: bool  # it is left out of new attempts where that is possible
+    reasons: tuple[str, ...]  # the newest reasons, newest first
+    newest_unix_s: float  # time of its newest event
+    lost_unix_s: float | None  # time of its newest loss or failed check; None if it has neither
 
 
 def judge(events: Sequence[MachineEvent]) -> list[NodeStanding]:

@@ -97,23 +97,14 @@ class Notification:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Result of sending a notification to one target.
+    """Result of sending a notification to one target."""
 
-    Attributes:
-        notification: id of the notification.
-        status: status of the job.
-        target: "command" or "webhook", and its position.
-        error: why it was not sent; empty if it was.
-        num_tries: number of times that it was tried.
-        unix_s: time of the result.
-    """
-
-    notification: str
-    status: JobStatus
-    target: str
-    error: str
-    num_tries: int
-    unix_s: float
+    notification: str  # id of the notification
+    status: JobStatus  # status of the job
+    target: str  # "command" or "webhook", and its position
+    error: str  # why it was not sent; empty if it was
+    num_tries: int  # number of times that it was tried
+    unix_s: float  # time of the result
 
 
 def write_plan(folder: JobFolder, subscription: Subscription, submission: Submission) -> None:
@@ -222,9 +213,6 @@ def announce(folder: JobFolder, job_state: JobState, *, log: Path) -> None:
 
     Without targets, does nothing. Never raises for a disk that failed: the job continues, and the next call
     tries again.
-
-    Args:
-        log: file for the notifier's messages.
     """
     if not folder.notify_plan.exists():
         return
@@ -242,10 +230,7 @@ def announce(folder: JobFolder, job_state: JobState, *, log: Path) -> None:
 
 
 def wait_for_notifier(folder: JobFolder, *, limit_s: float) -> None:
-    """Wait until the notifier of a job has ended.
-
-    Blocks: at most `limit_s`.
-    """
+    """Wait until the notifier of a job has ended."""
     until_s = time.monotonic() + limit_s
     while locks.is_held(folder.notifier_lock) and time.monotonic() < until_s:
         time.sleep(_POLL_S)
@@ -376,11 +361,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def run_hook(command: str, given: bytes, *, environment: Mapping[str, str], directory: str) -> str:
-    """Run a command, and return why it failed; empty if it succeeded. Its output is this process's.
-
-    Args:
-        given: its standard input, which it may ignore.
-    """
+    """Run a command, and return why it failed; empty if it succeeded. Its output is this process's."""
     try:
         with given_input(given) as stdin:
             process = subprocess.Popen(

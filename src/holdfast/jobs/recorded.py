@@ -16,8 +16,7 @@ from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.node.removal import remove
 from holdfast.jobs.notifications import announce
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
-from holdfast.jobs.output.log_reader import LogReader, interleaved
-from holdfast.jobs.output.tail import FolderWatch
+from holdfast.jobs.output.log_reader import FolderWatch, LogReader, interleaved
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import JobState
 from holdfast.system.environment import read_progress

@@ -41,25 +41,15 @@ _STOP_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Service of a state folder.
+    """Service of a state folder."""
 
-    Attributes:
-        name: its name.
-        state: path of the state folder.
-        unit: path of the installed unit; None if there is none.
-        command: the command that runs after a restart, for a shell.
-        cron_line: the line of a crontab that runs it instead; None if it is too long for cron.
-        starts: numbers of the jobs that it would continue now.
-        problems: reasons why it may not start the jobs, each with the remedy.
-    """
-
-    name: str
-    state: str
-    unit: str | None
-    command: str
-    cron_line: str | None
-    starts: tuple[int, ...]
-    problems: tuple[str, ...]
+    name: str  # its name
+    state: str  # path of the state folder
+    unit: str | None  # path of the installed unit; None if there is none
+    command: str  # the command that runs after a restart, for a shell
+    cron_line: str | None  # the line of a crontab that runs it instead; None if it is too long for cron
+    starts: tuple[int, ...]  # numbers of the jobs that it would continue now
+    problems: tuple[str, ...]  # reasons why it may not start the jobs, each with the remedy
 
 
 def install() -> Service:
@@ -132,19 +122,12 @@ def _problems(boot: BootCommand) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class BootCommand:
-    """Command with its environment.
+    """Command with its environment."""
 
-    Attributes:
-        name: name of the service, made of that of the folder and a hash of its path.
-        state: the state folder.
-        environment: variables that it requires, by name.
-        words: the program and its arguments, all paths absolute.
-    """
-
-    name: str
-    state: Path
-    environment: dict[str, str]
-    words: tuple[str, ...]
+    name: str  # name of the service, made of that of the folder and a hash of its path
+    state: Path  # the state folder
+    environment: dict[str, str]  # variables that it requires, by name
+    words: tuple[str, ...]  # the program and its arguments, all paths absolute
 
     def shell_text(self) -> str:
         """Return it for a shell."""

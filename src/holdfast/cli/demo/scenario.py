@@ -122,11 +122,7 @@ class Child:
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Wait until the process has ended and all its output is received.
-
-        Returns:
-            Exit status; -N if signal N ended it.
-        """
+        """Wait until the process has ended and all its output is received."""
         try:
             status = self._process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired as error:
@@ -157,10 +153,7 @@ class RawWrite:
 
 
 def write_raw(folder: Path, num_bytes: int) -> RawWrite:
-    """Write and remove a file of about `num_bytes`, in whole blocks of 4 KiB.
-
-    Blocks: until it is durable.
-    """
+    """Write and remove a file of about `num_bytes`, in whole blocks of 4 KiB."""
     num_bytes = max(mmap.PAGESIZE, num_bytes - num_bytes % mmap.PAGESIZE)
     noise = mmap.mmap(-1, min(_BLOCK_BYTES, num_bytes))
     noise.write(os.urandom(len(noise)))  # some disks and hosts compress data

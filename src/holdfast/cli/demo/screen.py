@@ -25,11 +25,7 @@ _SHARE_VARIES = (
 
 
 class Screen:
-    """Output with progress bars on a terminal, and with occasional lines otherwise. Threads may share it.
-
-    Args:
-        home: folder of the demo, shortened in messages.
-    """
+    """Output with progress bars on a terminal, and with occasional lines otherwise. Threads may share it."""
 
     def __init__(self, file: TextIO, *, steps: int, home: str) -> None:
         tty = file.isatty()

@@ -40,12 +40,7 @@ _KINDS = {
 
 
 class Application:
-    """Dash as a WSGI application. It only reads.
-
-    Args:
-        keys: keys of this server.
-        homes: homes from the command line, shown beside those of jobs.
-    """
+    """Dash as a WSGI application. It only reads."""
 
     def __init__(self, keys: AccessKeys, homes: Sequence[str] = ()) -> None:
         self._keys, self._homes = keys, tuple(homes)

@@ -70,10 +70,7 @@ class JobBoard:
         self._ended: dict[tuple[int, str], dict[str, Any]] = {}  # rows, which are read once
 
     def listing(self) -> JobListing:
-        """Return all jobs, as they were read a moment ago.
-
-        Blocks: while they are read, at most 3 s.
-        """
+        """Return all jobs, as they were read a moment ago."""
         try:
             self._listing = self._readings.get("The list of jobs", self._read, wait_s=WAIT_S)
         except RetryLater as error:
@@ -82,11 +79,6 @@ class JobBoard:
 
     def read(self, number: int, part: str, read: Callable[[Job], _T]) -> _T:
         """Return what is read from a job's folder.
-
-        Args:
-            number: number of the job.
-            part: name of what is read.
-            read: reads it.
 
         Blocks: while it is read, at most 3 s, and as `listing`.
         """

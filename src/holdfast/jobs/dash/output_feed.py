@@ -85,28 +85,16 @@ def _offsets(cursor: str) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class LogWindow:
-    """Lines of several nodes.
+    """Lines of several nodes."""
 
-    Attributes:
-        blocks: the lines, in the order of their times.
-        offsets: by node, the offset in its log from where to continue.
-        progress: by node, the present text of a line that is still being rewritten.
-        skipped_bytes: output before these lines that was left out, because it exceeds the limit.
-    """
-
-    blocks: tuple[OutputBlock, ...]
-    offsets: dict[int, int]
-    progress: dict[int, bytes]
-    skipped_bytes: int
+    blocks: tuple[OutputBlock, ...]  # the lines, in the order of their times
+    offsets: dict[int, int]  # by node, the offset in its log from where to continue
+    progress: dict[int, bytes]  # by node, the present text of a line that is still being rewritten
+    skipped_bytes: int  # output before these lines that was left out, because it exceeds the limit
 
 
 def _read_window(logs: Mapping[int, Path], offsets: Mapping[int, int], *, is_end: bool) -> LogWindow:
-    """Return the lines that follow the offsets, of each node. If they exceed the limit, only the newest.
-
-    Args:
-        offsets: from an earlier window. A node without an offset begins at its log's start.
-        is_end: no more output follows, so return incomplete last lines too.
-    """
+    """Return the lines that follow the offsets, of each node. If they exceed the limit, only the newest."""
     share = max(_MIN_BYTES, MAX_BYTES // max(1, len(logs)))
     readers: dict[int, LogReader] = {}
     skipped_bytes = 0

@@ -62,17 +62,11 @@ class RunView:
         self._summaries = KeptReadings[RunSummary](least_age_s=_MIN_AGE_S, rest=_REST)
 
     def curves(self, place: RunPlace) -> dict[str, Any]:
-        """Return the curves of a run as JSON, as they were read a moment ago.
-
-        Blocks: while the home is read, at most 10 s.
-        """
+        """Return the curves of a run as JSON, as they were read a moment ago."""
         return self._curves.get(place.place, lambda: _curves(_read(place)))
 
     def report(self, place: RunPlace) -> str:
-        """Return the report of a run as an HTML page.
-
-        Blocks: while the home is read, at most 10 s.
-        """
+        """Return the report of a run as an HTML page."""
         summary = self._summaries.get(place.place, lambda: _read(place))
         name = redact(place.place).rstrip("/").rpartition("/")[2] or place.place
         return make_page(summary, name=name, made_unix_s=time.time())

@@ -26,12 +26,7 @@ _NOT_INSTALLED = "`holdfast dash` needs a web server: pip install 'torch-holdfas
 
 
 class DashServer:
-    """Server of one application, which listens from its creation on.
-
-    Args:
-        application: answers the requests.
-        port: port to listen on; 0 for any free one.
-    """
+    """Server of one application, which listens from its creation on."""
 
     def __init__(self, application: Application, port: int = 0) -> None:
         try:
@@ -53,10 +48,7 @@ class DashServer:
         )
 
     def run(self) -> None:
-        """Answer requests.
-
-        Blocks: until Ctrl-C.
-        """
+        """Answer requests."""
         self._server.run()
 
     def close(self) -> None:

@@ -19,23 +19,14 @@ class OutputBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSelection:
-    """Choice of a job's output.
+    """Choice of a job's output."""
 
-    Attributes:
-        follow: read until the job ends, and not only what was written so far.
-        node: the only node to be read, or None for all.
-        tail: number of lines at each node's end to begin with, or None for all lines.
-        is_timed: give each block its time.
-        with_changes: also read changes of the status.
-        with_progress: also read lines that are still being rewritten, if one node is read.
-    """
-
-    follow: bool = False
-    node: int | None = None
-    tail: int | None = None
-    is_timed: bool = False
-    with_changes: bool = False
-    with_progress: bool = False
+    follow: bool = False  # read until the job ends, and not only what was written so far
+    node: int | None = None  # the only node to be read, or None for all
+    tail: int | None = None  # number of lines at each node's end to begin with, or None for all lines
+    is_timed: bool = False  # give each block its time
+    with_changes: bool = False  # also read changes of the status
+    with_progress: bool = False  # also read lines that are still being rewritten, if one node is read
 
 
 def last_texts(data: bytes) -> bytes:

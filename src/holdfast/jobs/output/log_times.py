@@ -62,12 +62,7 @@ def _first_sample(path: Path, begin: int) -> int:
 
 
 class LogTimes:
-    """Times of one log, read again while it grows.
-
-    Args:
-        log: path of the log.
-        begin: offset from which times are needed. Earlier samples are not read.
-    """
+    """Times of one log, read again while it grows."""
 
     def __init__(self, log: Path, *, begin: int = 0) -> None:
         self._path = times_path(log)
@@ -101,11 +96,7 @@ class LogTimes:
 
 
 def split(data: bytes, begin: int, times: LogTimes, default: float) -> Iterator[tuple[bytes, float]]:
-    """Yield whole lines in parts, each written within a second, with their times.
-
-    Args:
-        begin: offset of the data in the log.
-    """
+    """Yield whole lines in parts, each written within a second, with their times."""
     done = 0
     for before, cut in pairwise([begin, *times.cuts(begin, begin + len(data))]):
         is_last = cut == begin + len(data)
@@ -158,13 +149,7 @@ def punch(fd: int, begin: int, num_bytes: int) -> None:
 
 
 class LogSampler:
-    """Sampler of one node's log, for the process that runs the node.
-
-    Args:
-        log: path of the log.
-        fd: the log, open for appending.
-        limit: value of `HOLDFAST_LOG_LIMIT`.
-    """
+    """Sampler of one node's log, for the process that runs the node."""
 
     def __init__(self, log: Path, fd: int, limit: str) -> None:
         self._times = times_path(log)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
-from holdfast.jobs.task.document import Value
-from holdfast.jobs.task.shape import TaskProblem
+from holdfast.jobs.task.document import TaskProblem, Value
 
 ALTERNATIVES = ("any_of", "ordered")
 """Keys of `resources` with lists of alternative resources."""
@@ -115,7 +114,7 @@ def parse_variables(value: Value | None, given: Mapping[str, str]) -> dict[str, 
             found.pop(str(item.plain), None)
         for name, member in value.members.items():
             if member.plain is not None:
-                found[name] = _text(member.plain)
+                found[name] = str(member.plain)  # as from SkyPilot, `yes` is True
     return {**found, **given}
 
 
@@ -152,8 +151,3 @@ def fill_in(plain: Any, variables: Mapping[str, str]) -> Any:
     if isinstance(plain, list):
         return [fill_in(item, variables) for item in plain]
     return plain
-
-
-def _text(plain: Any) -> str:
-    """Return the text that a shell receives. As from SkyPilot, `yes` is True."""
-    return str(plain)

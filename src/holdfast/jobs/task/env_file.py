@@ -27,12 +27,7 @@ _LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v
 
 
 def parse_env_file(text: str, name: str, known: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a file.
-
-    Args:
-        name: name of the file, for messages.
-        known: variables to which `${NAME}` may refer, beside earlier ones of the file.
-    """
+    """Return the variables of a file."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     found: dict[str, str] = {}
     at = 0

@@ -279,11 +279,7 @@ class Documents:
 
 
 def split_documents(documents: list[Value], name: str) -> Documents:
-    """Return the tasks of a file.
-
-    Args:
-        name: name of the file, for messages.
-    """
+    """Return the tasks of a file."""
     found = [document for document in documents if document.plain is not None]
     if not found:
         raise InvalidInput(f"{name}:1: the file is empty; expected a task with at least `run`.")

@@ -5,28 +5,16 @@ Source: skypilot 0.14.1, sky/utils/schemas.py (task, resources, storage).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from typing_extensions import override
 
 from holdfast.jobs.task.amounts import is_multiple, memory_mib, parse_accelerators, parse_cpus
-from holdfast.jobs.task.document import Value
+from holdfast.jobs.task.document import TaskProblem, Value
 from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts, parse_variables, variable_problems
-from holdfast.jobs.task.shape import (
-    COUNT,
-    FLAG,
-    NUMBER,
-    TEXT,
-    WHOLE,
-    Anything,
-    Either,
-    Keys,
-    ListOf,
-    MapOf,
-    Scalar,
-    Shape,
-    TaskProblem,
-    optional,
-)
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 
 MAX_PRIORITY = 1000
@@ -35,6 +23,207 @@ _MAX_LISTED = 10
 MODES = ("MOUNT", "COPY", "MOUNT_CACHED")
 STORES = ("S3", "GCS", "AZURE", "R2", "IBM", "OCI", "NEBIUS", "COREWEAVE", "VASTDATA", "HF", "VOLUME")
 DISK_TIERS = ("low", "medium", "high", "ultra", "best", "none")
+
+# -- shapes ----------------------------------------------------------------------------------------------
+
+
+class Shape(ABC):
+    """Valid values in one place of a task file."""
+
+    @abstractmethod
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        """Yield all problems of a value."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return a description of what is expected, to follow the word "expected"."""
+
+    def fits(self, value: Value) -> bool:
+        """Return True if a value has no problems."""
+        return next(self.problems(value, ""), None) is None
+
+    def mismatch(self, value: Value, where: str) -> TaskProblem:
+        """Return the problem of a value that has the wrong kind."""
+        return TaskProblem(value.line, where, f"expected {self.describe()}, found {describe_value(value)}")
+
+
+def describe_value(value: Value) -> str:
+    """Return a value as text, shortened."""
+    if value.kind != "scalar":
+        return f"a {value.kind}"
+    if value.plain is None:
+        return "nothing"
+    text = repr(value.plain)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class Anything(Shape):
+    """Any value, which is not checked."""
+
+    @override
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        yield from ()
+
+    @override
+    def describe(self) -> str:
+        return "anything"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar(Shape):
+    """Scalar of some types."""
+
+    types: tuple[type, ...]
+    name: str
+    allowed: Collection[str] = ()  # if given: only these, in upper or lower case
+    least: float | None = None
+
+    @override
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        if not self.is_of_type(value):
+            yield self.mismatch(value, where)
+        elif self.allowed and str(value.plain).lower() not in {one.lower() for one in self.allowed}:
+            near = nearest(str(value.plain), self.allowed)
+            yield TaskProblem(
+                value.line, where, f"expected {self.describe()}, found {str(value.plain)!r}{near}"
+            )
+        elif self.least is not None and isinstance(value.plain, (int, float)) and value.plain < self.least:
+            what = f"expected {self.describe()}, at least {self.least:g}, found {describe_value(value)}"
+            yield TaskProblem(value.line, where, what)
+
+    @override
+    def describe(self) -> str:
+        return f"one of {', '.join(self.allowed)}" if self.allowed else self.name
+
+    def is_of_type(self, value: Value) -> bool:
+        """Return True if the value has the right type."""
+        if value.kind != "scalar" or (isinstance(value.plain, bool) and bool not in self.types):
+            return False
+        return isinstance(value.plain, self.types)
+
+
+NOTHING = Scalar((type(None),), "nothing")
+TEXT = Scalar((str,), "text")
+FLAG = Scalar((bool,), "true or false")
+WHOLE = Scalar((int,), "a whole number")
+COUNT = Scalar((int,), "a whole number", least=1)
+NUMBER = Scalar((int, float), "a number")
+
+
+@dataclass(frozen=True, slots=True)
+class Either(Shape):
+    """One of several shapes."""
+
+    shapes: tuple[Shape, ...]
+
+    @override
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        # Problems of the shape of the value's kind are more specific, if there is exactly one.
+        if any(shape.fits(value) for shape in self.shapes):
+            return
+        near = [shape for shape in self.shapes if _is_near(shape, value)]
+        if len(near) == 1:
+            yield from near[0].problems(value, where)
+        else:
+            yield self.mismatch(value, where)
+
+    @override
+    def describe(self) -> str:
+        names = [shape.describe() for shape in self.shapes if shape is not NOTHING]
+        return " or ".join(dict.fromkeys(names))
+
+
+def _is_near(shape: Shape, value: Value) -> bool:
+    """Return True if a value has a shape's kind."""
+    if isinstance(shape, Either):
+        return any(_is_near(one, value) for one in shape.shapes)
+    if isinstance(shape, Scalar):
+        return shape.is_of_type(value)
+    return value.kind == ("list" if isinstance(shape, ListOf) else "map")
+
+
+def optional(shape: Shape) -> Shape:
+    """Return a shape that also accepts an empty value."""
+    return Either((shape, NOTHING))
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf(Shape):
+    """List of one shape."""
+
+    item: Shape
+
+    @override
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        if value.kind != "list":
+            yield self.mismatch(value, where)
+            return
+        for number, item in enumerate(value.items):
+            yield from self.item.problems(item, f"{where}[{number}]")
+
+    @override
+    def describe(self) -> str:
+        return f"a list of {self.item.describe()}"
+
+
+@dataclass(frozen=True, slots=True)
+class MapOf(Shape):
+    """Map with keys that users choose."""
+
+    member: Shape
+
+    @override
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        if value.kind != "map":
+            yield self.mismatch(value, where)
+            return
+        for key, member in value.members.items():
+            yield from self.member.problems(member, f"{where}.{key}")
+
+    @override
+    def describe(self) -> str:
+        return f"a map to {self.member.describe()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys(Shape):
+    """Map with a fixed set of keys."""
+
+    shapes: Mapping[str, Shape]
+    name: str = "a map"
+
+    @override
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        if value.kind != "map":
+            yield self.mismatch(value, where)
+            return
+        for key, member in value.members.items():
+            path = f"{where}.{key}" if where else key
+            if key in self.shapes:
+                yield from self.shapes[key].problems(member, path)
+            else:
+                yield TaskProblem(value.key_lines[key], path, self._unknown(key, where))
+
+    @override
+    def describe(self) -> str:
+        return self.name
+
+    def _unknown(self, key: str, where: str) -> str:
+        place = f"in {where}" if where else "at the top of a task"
+        hint = nearest(key, self.shapes) or f" Expected one of: {', '.join(self.shapes)}."
+        return f"unknown key {key!r} {place}.{hint}"
+
+
+def nearest(found: str, known: Collection[str]) -> str:
+    """Return a question with the most similar valid word, or an empty string."""
+    by_lower = {word.lower(): word for word in known}
+    close = difflib.get_close_matches(found.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+# -- keys ------------------------------------------------------------------------------------------------
+
 _SIZE = Either((NUMBER, TEXT))  # 32, 32+, 32GB
 _WORD = Either((TEXT, NUMBER))
 
@@ -140,14 +329,15 @@ def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, st
         envs, secrets: variables of the command line, which the task may lack.
     """
     # SkyPilot too replaces variables first. Values of secrets stay out of messages.
-    yield from TASK.problems(_with_variables(root, envs), "")
-    if root.kind != "map":
+    is_map = root.kind == "map"
+    filled = fill_in_mounts(root, parse_variables(root.get("envs"), envs)) if is_map else root
+    yield from TASK.problems(filled, "")
+    if not is_map:
         return
     run = root.get("run")
     if root.get("pool") is None and root.get("service") is None and (run is None or not run.plain):
         yield TaskProblem(root.line, "run", "expected the commands of the job, found nothing")
-    for key, option in (("envs", "--env"), ("secrets", "--secret")):
-        chosen = envs if key == "envs" else secrets
+    for key, option, chosen in (("envs", "--env", envs), ("secrets", "--secret", secrets)):
         yield from variable_problems(root.get(key), chosen, where=key, option=option)
     for key, use in (("service", "sky serve up"), ("pool", "sky jobs pool apply")):
         if root.get(key) is not None:
@@ -161,12 +351,6 @@ def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, st
             yield TaskProblem(line, f"file_mounts.{target}", what)
 
 
-def _with_variables(root: Value, envs: Mapping[str, str]) -> Value:
-    if root.kind != "map":
-        return root
-    return fill_in_mounts(root, parse_variables(root.get("envs"), envs))
-
-
 def _resource_problems(resources: Value | None) -> Iterator[TaskProblem]:
     if resources is None or resources.kind != "map":
         return
@@ -177,7 +361,7 @@ def _resource_problems(resources: Value | None) -> Iterator[TaskProblem]:
             yield TaskProblem(asked.line, f"{where}.accelerators", read)
         yield from _amount_problems(where, place)
         priority = place.get("priority")
-        if priority is not None and _is_beyond(priority.plain):
+        if priority is not None and isinstance(priority.plain, int) and abs(priority.plain) > MAX_PRIORITY:
             what = f"expected {-MAX_PRIORITY} to {MAX_PRIORITY}, found {priority.plain}"
             yield TaskProblem(priority.line, f"{where}.priority", what)
         if place.get("gpus") is not None:
@@ -199,10 +383,6 @@ def _amount_problems(where: str, place: Value) -> Iterator[TaskProblem]:
     if not memory_mib(memory.plain):
         what = f"expected an amount of memory, as 32, 32+ or 32GB, found {memory.plain!r}"
         yield TaskProblem(memory.line, f"{where}.memory", what)
-
-
-def _is_beyond(priority: Any) -> bool:
-    return isinstance(priority, int) and abs(priority) > MAX_PRIORITY
 
 
 def _places(resources: Value) -> Iterator[tuple[str, Value]]:

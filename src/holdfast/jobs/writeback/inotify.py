@@ -38,11 +38,7 @@ class FileEvent:
 
 
 class TreeWatch:
-    """Watch of a directory and everything below it.
-
-    Args:
-        is_excluded: returns True for names that are not watched, nor anything below them.
-    """
+    """Watch of a directory and everything below it."""
 
     def __init__(self, root: Path, is_excluded: Callable[[str], bool]) -> None:
         self._root, self._is_excluded = root, is_excluded

@@ -200,11 +200,7 @@ _PAUSE_S = 1.0
 
 
 class JournaledQueue:
-    """Upload queue of one directory, shared by the uploader's threads and stored in its journal.
-
-    Args:
-        journal: journal of the directory, from which the queue is loaded.
-    """
+    """Upload queue of one directory, shared by the uploader's threads and stored in its journal."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -229,10 +225,7 @@ class JournaledQueue:
             self.changed.notify_all()
 
     def start_next(self, timeout_s: float) -> Upload | None:
-        """Return the upload to do next, marked as started, or None.
-
-        Blocks: until an upload is queued, at most `timeout_s`.
-        """
+        """Return the upload to do next, marked as started, or None."""
         with self.changed:
             if not self.order.entries:
                 self.changed.wait(timeout_s)

@@ -71,14 +71,7 @@ Writes: TypeAlias = "list[JournalWrite]"
 
 @dataclass(slots=True)
 class UploadQueue:
-    """Queued uploads in order, and the results of completed ones.
-
-    Args:
-        entries: queued uploads by number.
-        sent: uploaded or downloaded objects by name.
-        problems: problems by name.
-        last: number of the newest entry ever made.
-    """
+    """Queued uploads in order, and the results of completed ones."""
 
     entries: dict[int, Upload] = field(default_factory=dict)
     sent: dict[str, Sent] = field(default_factory=dict)

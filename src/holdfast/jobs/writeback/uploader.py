@@ -14,6 +14,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
+from holdfast.jobs.writeback import inotify
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.files import (
     UNSETTLED,
@@ -24,16 +25,7 @@ from holdfast.jobs.writeback.files import (
     scan,
     type_problem,
 )
-from holdfast.jobs.writeback.inotify import (
-    CLOSED,
-    CREATED,
-    DELETED,
-    LOST,
-    MOVED_FROM,
-    MOVED_TO,
-    FileEvent,
-    TreeWatch,
-)
+from holdfast.jobs.writeback.inotify import FileEvent, TreeWatch
 from holdfast.jobs.writeback.journal import FOLDER, Journal, JournaledQueue
 from holdfast.jobs.writeback.reconciliation import reconcile, record_attempt
 from holdfast.jobs.writeback.sender import Sender
@@ -88,10 +80,7 @@ class Uploader:
         os.close(os.open(self._folder / HOLDERS_FIFO, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     def prepare(self) -> None:
-        """Reconcile directory and bucket, and start watching.
-
-        Blocks: until all objects of the bucket are downloaded, if requested.
-        """
+        """Reconcile directory and bucket, and start watching."""
         store = open_store(self._config.place)
         reconcile(store, self._root, self._config, self._queue, self._versions)
         if self._config.owner:
@@ -108,11 +97,7 @@ class Uploader:
         self._is_finishing = True
 
     def run(self) -> bool:
-        """Record and upload changes until the last holder is gone.
-
-        Returns:
-            True if all files are in the bucket.
-        """
+        """Record and upload changes until the last holder is gone."""
         try:
             is_drained = self._run()
         except Conflict as error:
@@ -212,38 +197,38 @@ class Uploader:
         """Append new events to the pending ones."""
         for event in self._watch.read():
             self._pending.append(event)
-            if event.kind in (CLOSED, MOVED_TO):
+            if event.kind in (inotify.CLOSED, inotify.MOVED_TO):
                 self._pending_closes[event.name] += 1
 
     def _pop_event(self) -> FileEvent:
         event = self._pending.popleft()
-        if event.kind in (CLOSED, MOVED_TO):
+        if event.kind in (inotify.CLOSED, inotify.MOVED_TO):
             self._pending_closes[event.name] -= 1
             if not self._pending_closes[event.name]:
                 del self._pending_closes[event.name]
         return event
 
     def _handle(self, event: FileEvent) -> None:
-        if event.kind == LOST:
+        if event.kind == inotify.LOST:
             _log.info("file events were lost, scanning all files")
             self._scan_all()
         elif event.is_directory:
             self._handle_directory(event)
-        elif event.kind == MOVED_FROM:
+        elif event.kind == inotify.MOVED_FROM:
             self._handle_moved_from(event)
-        elif event.kind == DELETED:
+        elif event.kind == inotify.DELETED:
             self._remove(event.name)
-        elif event.kind == CREATED:
+        elif event.kind == inotify.CREATED:
             self._handle_created(event.name)
         else:
             self._capture(event.name)
 
     def _handle_directory(self, event: FileEvent) -> None:
-        if event.kind == CREATED:
+        if event.kind == inotify.CREATED:
             self._watch.add_tree(event.name)
             self._scan_all(event.name)  # files that were created before the watch
-        elif event.kind in (MOVED_FROM, MOVED_TO):
-            target = self._take_rename_target(event) if event.kind == MOVED_FROM else None
+        elif event.kind in (inotify.MOVED_FROM, inotify.MOVED_TO):
+            target = self._take_rename_target(event) if event.kind == inotify.MOVED_FROM else None
             self._watch.forget_tree(event.name)
             self._scan_all(renamed=(event.name, target.name) if target else None)
 
@@ -260,7 +245,9 @@ class Uploader:
 
     def _take_rename_target(self, event: FileEvent) -> FileEvent | None:
         """Return the second half of a rename, without its own event, if the file stayed in the directory."""
-        found = next((one for one in self._pending if one.kind == MOVED_TO and one.pair == event.pair), None)
+        found = next(
+            (one for one in self._pending if one.kind == inotify.MOVED_TO and one.pair == event.pair), None
+        )
         if found is not None:
             self._pending.remove(found)
             self._pending_closes[found.name] -= 1
@@ -395,12 +382,7 @@ class Uploader:
             self._capture(name, is_second_scan=True)
 
     def _scan_all(self, below: str = "", *, renamed: tuple[str, str] | None = None) -> None:
-        """Queue all files that differ from the queue's newest version, oldest change first.
-
-        Args:
-            below: subdirectory to which the scan is limited.
-            renamed: former and present name of a directory.
-        """
+        """Queue all files that differ from the queue's newest version, oldest change first."""
         if not below:
             self._watch.add_tree()
         found, others = scan(self._root, self._config.is_excluded, below)

@@ -102,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
         a, b = (_open(place) for place in (args.a, args.b))
         if not args.json:
             _print_sides(a, b)
-        with _deletion_named(a), _deletion_named(b):
+        with contextlib.ExitStack() as stack:
+            for side in (a, b):
+                stack.enter_context(deletion_named(side.store, side.checkpoint.manifest.checkpoint_id))
             difference = compare(a, b, pattern=args.filter or "*", within=args.within)
     except Corrupt as error:
         print(f"holdfast: {error}", file=sys.stderr)
@@ -118,10 +120,6 @@ def _open(place: str) -> Side:
     found = _SIDE.fullmatch(place)
     store, _ = open_home(found[1] if found else place)
     return Side(store, open_checkpoint(store, int(found[2]) if found else None))
-
-
-def _deletion_named(side: Side) -> contextlib.AbstractContextManager[None]:
-    return deletion_named(side.store, side.checkpoint.manifest.checkpoint_id)
 
 
 def _facts(side: Side) -> dict[str, Any]:
@@ -152,13 +150,19 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
         [key for key in side.checkpoint if fnmatch.fnmatchcase(key, pattern)] for side in (a, b)
     )
     shared = set(keys_a) & set(keys_b)
-    both = [key for key in keys_a if key in shared and _tied_to(a, b, key) not in shared]
+    infos = {key: (a.checkpoint.info(key), b.checkpoint.info(key)) for key in keys_a if key in shared}
+    # Tensors that are tied on both sides are compared once.
+    both = [
+        key
+        for key, (one, other) in infos.items()
+        if one.tied_to not in shared or one.tied_to != other.tied_to
+    ]
     ranks = range(a.checkpoint.world_size) if a.checkpoint.world_size == b.checkpoint.world_size else range(1)
     changed: list[TensorChange] = []
     changed_values: list[tuple[str, str | None, str | None]] = []
     for rank in ranks:
         suffix = f"@r{rank}" if rank else ""
-        names = [key for key in both if not rank or _is_per_rank(a, key) or _is_per_rank(b, key)]
+        names = [key for key in both if not rank or EACH in (infos[key][0].owner, infos[key][1].owner)]
         changed += _changes(a, b, names, rank, within, suffix)
         changed_values += _value_changes(a.state(rank), b.state(rank), pattern, suffix)
     return Difference(
@@ -168,16 +172,6 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
         values=changed_values,
         num_compared=len(both),
     )
-
-
-def _tied_to(a: Side, b: Side, key: str) -> str | None:
-    """Return the name that a key is tied to on both sides, or None. Tied tensors are compared once."""
-    name = a.checkpoint.info(key).tied_to
-    return name if name == b.checkpoint.info(key).tied_to else None
-
-
-def _is_per_rank(side: Side, key: str) -> bool:
-    return side.checkpoint.info(key).owner == EACH
 
 
 def _changes(
@@ -232,8 +226,7 @@ def _change(name: str, a: torch.Tensor, b: torch.Tensor, within: float) -> Tenso
     import torch
 
     if a.dtype != b.dtype or a.shape != b.shape:
-        how = f"{_kind(a)} in A, {_kind(b)} in B"
-        return TensorChange(name, how)
+        return TensorChange(name, f"{_kind(a)} in A, {_kind(b)} in B")
     num_changed, max_abs, sum_abs = 0, 0.0, 0.0
     left, right = a.reshape(-1), b.reshape(-1)
     for start in range(0, a.numel(), _SLICE_ITEMS):
@@ -243,16 +236,11 @@ def _change(name: str, a: torch.Tensor, b: torch.Tensor, within: float) -> Tenso
             apart = _differences(one, other)
             # Bits may differ where numbers do not: -0.0, payloads of NaN, integers beyond 2^53.
             num_changed += int((apart.isnan() | (apart > within) | (bits & (within == 0))).sum())
-            max_abs = max(max_abs, float(apart.max()), key=_nan_last)
+            max_abs = max(max_abs, float(apart.max()), key=lambda x: (x != x, x))  # NaN is the largest
             sum_abs += float(apart.sum())
     if not num_changed:
         return None
     return TensorChange(name, _kind(a), num_changed, a.numel(), max_abs, sum_abs / a.numel())
-
-
-def _nan_last(x: float) -> tuple[bool, float]:
-    """Return a sort key that places NaN last."""
-    return x != x, x
 
 
 def _differences(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

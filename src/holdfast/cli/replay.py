@@ -108,23 +108,22 @@ def find_span(store: Store, *, step: int | None = None, to_step: int | None = No
         step: step of the first one; by default that before the other.
         to_step: step of the other one; by default that after the first, or the newest.
     """
-    return from_listing(lambda: _find_listed(store, step, to_step))
 
+    def find_listed() -> RecordedSpan:
+        newest = open_checkpoint(store).manifest
+        line = line_of(candidates(list_home(store)), newest.checkpoint_id, newest.ancestors).current
+        attempts = {one.step: one.attempt for one in reversed(line)}  # of a step saved again, the newest
+        steps = _choose(sorted(attempts), step, to_step, store.url)
+        return RecordedSpan(*(open_checkpoint(store, one, attempts[one]).manifest for one in steps))
 
-def _find_listed(store: Store, step: int | None, to_step: int | None) -> RecordedSpan:
-    newest = open_checkpoint(store).manifest
-    every = candidates(list_home(store))
-    line = line_of(every, newest.checkpoint_id, newest.ancestors).current
-    attempts = {one.step: one.attempt for one in reversed(line)}  # of a step saved again, the newest
-    first, last = _choose(sorted(attempts), step, to_step, store.url)
-    start, end = (open_checkpoint(store, one, attempts[one]).manifest for one in (first, last))
-    if start.world_size != end.world_size:
+    span = from_listing(find_listed)
+    if span.start.world_size != span.end.world_size:
         raise InvalidInput(
-            f"Step {first} was saved on {plural(start.world_size, 'rank')} and step {last} on "
-            f"{end.world_size}. Results depend on the number of ranks, so they cannot be compared. Choose "
-            "two steps of the same number with --step and --to."
+            f"Step {span.start.step} was saved on {plural(span.start.world_size, 'rank')} and step "
+            f"{span.end.step} on {span.end.world_size}. Results depend on the number of ranks, so they "
+            "cannot be compared. Choose two steps of the same number with --step and --to."
         )
-    return RecordedSpan(start, end)
+    return span
 
 
 def _choose(steps: list[int], step: int | None, to_step: int | None, url: str) -> tuple[int, int]:

@@ -105,19 +105,22 @@ def _choose(inventory: Inventory, args: argparse.Namespace, *, is_done: bool) ->
                 "would resume from it. Nothing was deleted. Add --force to delete it anyway.",
                 step=newest.step,
             )
-        rows = [row for row in rows if is_done or not _is_kept(inventory, row)]
+        kept = [] if is_done else [row for row in rows if _may_be_written(inventory, row)]
+        for row in kept:
+            print(
+                f"holdfast: kept step {row.step} of attempt {row.attempt}: the attempt is the newest and may "
+                "still be writing it. If it has ended, add --force.",
+                file=sys.stderr,
+            )
+        rows = [row for row in rows if row not in kept]
     return rows[::-1]
 
 
 def _is_chosen(row: Row, args: argparse.Namespace) -> bool:
-    old = (
-        args.before is not None
-        and row.step < args.before
-        and row.state in (COMPLETE, SUPERSEDED, DAMAGED, SKIPPED)
-    )
+    is_saved = row.state in (COMPLETE, SUPERSEDED, DAMAGED, SKIPPED)
     return (
         row.step == args.step
-        or old
+        or (args.before is not None and row.step < args.before and is_saved)
         or (args.superseded and row.state == SUPERSEDED)
         or (args.incomplete and row.state == INCOMPLETE)
     )
@@ -128,26 +131,13 @@ def _may_be_written(inventory: Inventory, row: Row) -> bool:
     return row.state == INCOMPLETE and row.attempt >= max(inventory.home.attempts, default=0)
 
 
-def _is_kept(inventory: Inventory, row: Row) -> bool:
-    """Return True for a checkpoint that may still be written, and print why it stays."""
-    if not _may_be_written(inventory, row):
-        return False
-    print(
-        f"holdfast: kept step {row.step} of attempt {row.attempt}: the attempt is the newest and may still "
-        "be writing it. If it has ended, add --force.",
-        file=sys.stderr,
-    )
-    return True
-
-
 def _delete_all(store: Store, inventory: Inventory, rows: list[Row], *, is_done: bool) -> None:
     chosen = {row.checkpoint_id for row in rows}
     complete = {key for key, saved in inventory.home.saved.items() if saved.is_committed}
     is_emptied = bool(complete) and complete <= chosen and inventory.run_id is not None
     for row in rows:
-        if (
-            is_emptied and row is rows[-1]
-        ):  # before the last one is deleted, so that the next start may begin from scratch
+        # Before the last one is deleted, so that the next start may begin from scratch.
+        if is_emptied and row is rows[-1]:
             note_emptied(store, inventory.run_id or "", newest_number(store))
         delete(store, inventory, row, must_refuse=not is_done and _may_be_written(inventory, row))
 

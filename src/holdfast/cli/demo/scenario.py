@@ -60,27 +60,25 @@ class Child:
         self.first_step_s: float | None = None  # from its start to the end of its first step
         self.output: list[str] = []  # lines on stderr
         self._began = time.monotonic()
-        reading, writing = os.pipe()
         self._process = subprocess.Popen(
-            command(f"{__package__}.training", *options, "--progress", str(writing)),
+            command(f"{__package__}.training", *options),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            pass_fds=(writing,),
             start_new_session=True,  # Ctrl-C interrupts only the demo, which ends its children
         )
-        os.close(writing)
         self._receivers = [
-            threading.Thread(target=self._receive_steps, args=(reading, on_step), daemon=True),
+            threading.Thread(target=self._receive_steps, args=(on_step,), daemon=True),
             threading.Thread(target=self._receive_lines, args=(on_line,), daemon=True),
         ]
         for thread in self._receivers:
             thread.start()
 
-    def _receive_steps(self, reading: int, on_step: Callable[[int, float], None]) -> None:
-        with os.fdopen(reading) as lines:
+    def _receive_steps(self, on_step: Callable[[int, float], None]) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
             for line in lines:
                 try:
                     facts = json.loads(line)

@@ -6,7 +6,6 @@ Source: skypilot 0.14.1, sky/utils/schemas.py (task, resources, storage).
 from __future__ import annotations
 
 import difflib
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -27,47 +26,42 @@ DISK_TIERS = ("low", "medium", "high", "ultra", "best", "none")
 # -- shapes ----------------------------------------------------------------------------------------------
 
 
-class Shape(ABC):
-    """Valid values in one place of a task file."""
+class Shape:
+    """Valid values in one place of a task file: of this class, all values."""
 
-    @abstractmethod
+    def describe(self) -> str:
+        """Return a description of valid values, to follow the word "expected"."""
+        return "anything"
+
+    def is_near(self, value: Value) -> bool:
+        """Return True if a value has the right kind or type."""
+        return True
+
+    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        """Yield the problems of a value of the right kind."""
+        yield from ()
+
     def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
         """Yield all problems of a value."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Return a description of what is expected, to follow the word "expected"."""
+        if self.is_near(value):
+            yield from self.inner_problems(value, where)
+        else:
+            yield self.mismatch(value, where)
 
     def fits(self, value: Value) -> bool:
         """Return True if a value has no problems."""
         return next(self.problems(value, ""), None) is None
 
-    def mismatch(self, value: Value, where: str) -> TaskProblem:
-        """Return the problem of a value that has the wrong kind."""
-        return TaskProblem(value.line, where, f"expected {self.describe()}, found {describe_value(value)}")
-
-
-def describe_value(value: Value) -> str:
-    """Return a value as text, shortened."""
-    if value.kind != "scalar":
-        return f"a {value.kind}"
-    if value.plain is None:
-        return "nothing"
-    text = repr(value.plain)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-@dataclass(frozen=True, slots=True)
-class Anything(Shape):
-    """Any value, which is not checked."""
-
-    @override
-    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        yield from ()
-
-    @override
-    def describe(self) -> str:
-        return "anything"
+    def mismatch(self, value: Value, where: str, detail: str = "") -> TaskProblem:
+        """Return the problem of a value that is not as expected."""
+        found = repr(value.plain)
+        if value.kind != "scalar":
+            found = f"a {value.kind}"
+        elif value.plain is None:
+            found = "nothing"
+        elif len(found) > 60:
+            found = found[:57] + "..."
+        return TaskProblem(value.line, where, f"expected {self.describe()}{detail}, found {found}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +74,23 @@ class Scalar(Shape):
     least: float | None = None
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        if not self.is_of_type(value):
-            yield self.mismatch(value, where)
-        elif self.allowed and str(value.plain).lower() not in {one.lower() for one in self.allowed}:
-            near = nearest(str(value.plain), self.allowed)
-            yield TaskProblem(
-                value.line, where, f"expected {self.describe()}, found {str(value.plain)!r}{near}"
-            )
-        elif self.least is not None and isinstance(value.plain, (int, float)) and value.plain < self.least:
-            what = f"expected {self.describe()}, at least {self.least:g}, found {describe_value(value)}"
-            yield TaskProblem(value.line, where, what)
-
-    @override
     def describe(self) -> str:
         return f"one of {', '.join(self.allowed)}" if self.allowed else self.name
 
-    def is_of_type(self, value: Value) -> bool:
-        """Return True if the value has the right type."""
+    @override
+    def is_near(self, value: Value) -> bool:
         if value.kind != "scalar" or (isinstance(value.plain, bool) and bool not in self.types):
             return False
         return isinstance(value.plain, self.types)
+
+    @override
+    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        found = str(value.plain)
+        if self.allowed and found.lower() not in {one.lower() for one in self.allowed}:
+            what = f"expected {self.describe()}, found {found!r}{nearest(found, self.allowed)}"
+            yield TaskProblem(value.line, where, what)
+        elif self.least is not None and isinstance(value.plain, (int, float)) and value.plain < self.least:
+            yield self.mismatch(value, where, f", at least {self.least:g}")
 
 
 NOTHING = Scalar((type(None),), "nothing")
@@ -118,29 +108,24 @@ class Either(Shape):
     shapes: tuple[Shape, ...]
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        # Problems of the shape of the value's kind are more specific, if there is exactly one.
-        if any(shape.fits(value) for shape in self.shapes):
-            return
-        near = [shape for shape in self.shapes if _is_near(shape, value)]
-        if len(near) == 1:
-            yield from near[0].problems(value, where)
-        else:
-            yield self.mismatch(value, where)
-
-    @override
     def describe(self) -> str:
         names = [shape.describe() for shape in self.shapes if shape is not NOTHING]
         return " or ".join(dict.fromkeys(names))
 
+    @override
+    def is_near(self, value: Value) -> bool:
+        return any(shape.is_near(value) for shape in self.shapes)
 
-def _is_near(shape: Shape, value: Value) -> bool:
-    """Return True if a value has a shape's kind."""
-    if isinstance(shape, Either):
-        return any(_is_near(one, value) for one in shape.shapes)
-    if isinstance(shape, Scalar):
-        return shape.is_of_type(value)
-    return value.kind == ("list" if isinstance(shape, ListOf) else "map")
+    @override
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        # Problems of the shape of the value's kind are more specific, if there is exactly one.
+        if any(shape.fits(value) for shape in self.shapes):
+            return
+        near = [shape for shape in self.shapes if shape.is_near(value)]
+        if len(near) == 1:
+            yield from near[0].problems(value, where)
+        else:
+            yield self.mismatch(value, where)
 
 
 def optional(shape: Shape) -> Shape:
@@ -155,16 +140,17 @@ class ListOf(Shape):
     item: Shape
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        if value.kind != "list":
-            yield self.mismatch(value, where)
-            return
-        for number, item in enumerate(value.items):
-            yield from self.item.problems(item, f"{where}[{number}]")
-
-    @override
     def describe(self) -> str:
         return f"a list of {self.item.describe()}"
+
+    @override
+    def is_near(self, value: Value) -> bool:
+        return value.kind == "list"
+
+    @override
+    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        for number, item in enumerate(value.items):
+            yield from self.item.problems(item, f"{where}[{number}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +160,17 @@ class MapOf(Shape):
     member: Shape
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        if value.kind != "map":
-            yield self.mismatch(value, where)
-            return
-        for key, member in value.members.items():
-            yield from self.member.problems(member, f"{where}.{key}")
-
-    @override
     def describe(self) -> str:
         return f"a map to {self.member.describe()}"
+
+    @override
+    def is_near(self, value: Value) -> bool:
+        return value.kind == "map"
+
+    @override
+    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        for key, member in value.members.items():
+            yield from self.member.problems(member, f"{where}.{key}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,25 +181,23 @@ class Keys(Shape):
     name: str = "a map"
 
     @override
-    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        if value.kind != "map":
-            yield self.mismatch(value, where)
-            return
+    def describe(self) -> str:
+        return self.name
+
+    @override
+    def is_near(self, value: Value) -> bool:
+        return value.kind == "map"
+
+    @override
+    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
         for key, member in value.members.items():
             path = f"{where}.{key}" if where else key
             if key in self.shapes:
                 yield from self.shapes[key].problems(member, path)
-            else:
-                yield TaskProblem(value.key_lines[key], path, self._unknown(key, where))
-
-    @override
-    def describe(self) -> str:
-        return self.name
-
-    def _unknown(self, key: str, where: str) -> str:
-        place = f"in {where}" if where else "at the top of a task"
-        hint = nearest(key, self.shapes) or f" Expected one of: {', '.join(self.shapes)}."
-        return f"unknown key {key!r} {place}.{hint}"
+                continue
+            place = f"in {where}" if where else "at the top of a task"
+            hint = nearest(key, self.shapes) or f" Expected one of: {', '.join(self.shapes)}."
+            yield TaskProblem(value.key_lines[key], path, f"unknown key {key!r} {place}.{hint}")
 
 
 def nearest(found: str, known: Collection[str]) -> str:
@@ -236,7 +221,7 @@ STORAGE: Mapping[str, Shape] = {
     "type": Scalar(
         (str,), "a type", allowed=("MODEL_CHECKPOINT_RO", "MODEL_CHECKPOINT_RW", "DATASET_RO", "DATASET_RW")
     ),
-    "config": Keys({"mount_cached": Anything(), "mount": Anything()}),
+    "config": Keys({"mount_cached": Shape(), "mount": Shape()}),
     "_is_sky_managed": FLAG,
     "_bucket_sub_path": optional(TEXT),
     "_force_delete": FLAG,
@@ -265,7 +250,7 @@ _SINGLE: dict[str, Shape] = {
     "use_spot": FLAG,
     "job_recovery": optional(Either((TEXT, Keys(JOB_RECOVERY)))),
     "spot_recovery": optional(TEXT),
-    "volumes": Anything(),
+    "volumes": Shape(),
     "disk_size": _SIZE,
     "disk_tier": optional(Scalar((str,), "a disk tier", allowed=DISK_TIERS)),
     "network_tier": optional(Scalar((str,), "a network tier", allowed=("standard", "best"))),
@@ -273,16 +258,16 @@ _SINGLE: dict[str, Shape] = {
     "max_hourly_cost": optional(NUMBER),
     "ports": optional(Either((_WORD, ListOf(_WORD)))),
     "labels": optional(MapOf(optional(_WORD))),
-    "accelerator_args": optional(MapOf(Anything())),
+    "accelerator_args": optional(MapOf(Shape())),
     "image_id": optional(Either((TEXT, MapOf(optional(TEXT))))),
-    "autostop": optional(Either((FLAG, _WORD, MapOf(Anything())))),
+    "autostop": optional(Either((FLAG, _WORD, MapOf(Shape())))),
     "priority": optional(WHOLE),
     "priority_class": optional(TEXT),
-    "_docker_login_config": Anything(),
-    "_docker_username_for_runpod": Anything(),
-    "_requires_fuse": Anything(),
-    "_cluster_config_overrides": Anything(),
-    "_no_missing_accel_warnings": Anything(),
+    "_docker_login_config": Shape(),
+    "_docker_username_for_runpod": Shape(),
+    "_requires_fuse": Shape(),
+    "_cluster_config_overrides": Shape(),
+    "_no_missing_accel_warnings": Shape(),
 }
 RESOURCES: Mapping[str, Shape] = {
     **_SINGLE,
@@ -301,21 +286,21 @@ TASK = Keys(
         "num_nodes": COUNT,
         "resources": optional(Keys(RESOURCES, "a map of resources")),
         "file_mounts": optional(MapOf(Either((TEXT, Keys(STORAGE, "a map that describes a store"))))),
-        "service": Anything(),
-        "pool": Anything(),
+        "service": Shape(),
+        "pool": Shape(),
         "setup": optional(TEXT),
         "run": optional(TEXT),
         "envs": optional(_VARIABLES),
         "secrets": optional(Either((_VARIABLES, ListOf(TEXT)))),
-        "managed_secrets": Anything(),
-        "inputs": Anything(),
-        "outputs": Anything(),
-        "file_mounts_mapping": Anything(),
-        "config": optional(MapOf(Anything())),
-        "volumes": optional(MapOf(Anything())),
-        "volume_mounts": Anything(),
-        "api_server_access": Anything(),
-        "_metadata": Anything(),
+        "managed_secrets": Shape(),
+        "inputs": Shape(),
+        "outputs": Shape(),
+        "file_mounts_mapping": Shape(),
+        "config": optional(MapOf(Shape())),
+        "volumes": optional(MapOf(Shape())),
+        "volume_mounts": Shape(),
+        "api_server_access": Shape(),
+        "_metadata": Shape(),
     },
     "a map of keys",
 )

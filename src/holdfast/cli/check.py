@@ -63,8 +63,7 @@ holdfast check -- torchrun --nproc-per-node 2 train.py
 
 def add_check(commands: Commands) -> None:
     """Add the command."""
-    details = "The exit status is 1 if resuming is not exact."
-    parser = command(commands, "check", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "check", run, _EXAMPLES, "The exit status is 1 if resuming is not exact.")
     argument(parser, "--steps N", "save after N steps, compare after 2 N", count, default=5)
     argument(parser, "--timeout TIME", "time limit of each of the 4 runs", default="10m")
     argument(parser, "--keep DIR", "copy the homes, traces and logs of the runs to this folder")

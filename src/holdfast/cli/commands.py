@@ -71,12 +71,7 @@ def short_summary(name: str) -> str:
 
 
 def command(
-    commands: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    examples: str,
-    details: str = "",
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], examples: str, details: str = ""
 ) -> argparse.ArgumentParser:
     """Add a command, and return its parser.
 

@@ -254,7 +254,7 @@ holdfast completion fish > ~/.config/fish/completions/holdfast.fish
 def add_completion(commands: Commands) -> None:
     """Add the command."""
     details = "The script completes commands, options, homes and steps of this machine, and files."
-    parser = command(commands, "completion", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "completion", run, _EXAMPLES, details)
     argument(parser, "shell", "the shell", choices=tuple(SCRIPTS))
     # The script passes the line up to the cursor.
     parser.add_argument("--line", help=argparse.SUPPRESS)

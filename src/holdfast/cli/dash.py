@@ -27,7 +27,7 @@ def add_dash(commands: Commands) -> None:
         "browser on another machine, forward the same port by ssh, as in the last example. "
         "Needs torch-holdfast[dash]."
     )
-    parser = command(commands, "dash", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "dash", run, _EXAMPLES, details)
     argument(parser, "homes HOME", "run to show besides the jobs: its folder or URL", nargs="*")
     argument(parser, "--port N", "port to listen on (default: any free one)", step_number, default=0)
     argument(parser, "--no-browser", "do not open a browser")

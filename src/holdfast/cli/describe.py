@@ -59,7 +59,7 @@ def add_describe(commands: Commands) -> None:
         "interruptions, the newest checkpoint of each home, the last lines of the output, and the paths "
         "of the job's files."
     )
-    parser = command(commands, "describe", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "describe", run, _EXAMPLES, details)
     add_which(parser)
     add_json(parser)
 

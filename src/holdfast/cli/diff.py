@@ -81,7 +81,7 @@ class Difference:
 def add_diff(commands: Commands) -> None:
     """Add the command."""
     details = "The exit status is 1 if they differ, as with diff(1)."
-    parser = command(commands, "diff", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "diff", run, _EXAMPLES, details)
     add_patience(parser)
     for name in ("A", "B"):
         argument(parser, f"{name.lower()} {name}", "HOME for the newest checkpoint, or HOME@STEP")

@@ -28,7 +28,7 @@ holdfast drain /checkpoints --status --json | jq .is_drained
 def add_drain(commands: Commands) -> None:
     """Add the command."""
     details = "Files that are not are listed, and the exit status is 1."
-    parser = command(commands, "drain", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "drain", run, _EXAMPLES, details)
     argument(parser, "directory DIR", "the write-back directory")
     which = parser.add_mutually_exclusive_group()
     argument(which, "--status", "show the status without waiting")

@@ -45,7 +45,7 @@ holdfast export out/holdfast out-stock --to deepspeed
 
 def add_import(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "import", import_, examples=_IMPORT_EXAMPLES)
+    parser = command(commands, "import", import_, _IMPORT_EXAMPLES)
     argument(parser, "source SOURCE", "file or folder to read")
     argument(parser, "home HOME", "folder or URL of the new home")
     argument(parser, "--step N", "step of the checkpoint", step_number, default=0)
@@ -90,7 +90,7 @@ def import_(args: argparse.Namespace) -> int:
 
 def add_export(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "export", export, details="Every byte is verified.", examples=_EXPORT_EXAMPLES)
+    parser = command(commands, "export", export, _EXPORT_EXAMPLES, "Every byte is verified.")
     add_home(parser)
     argument(parser, "dest DEST", "the file or folder to write")
     add_step(parser, default="the newest")

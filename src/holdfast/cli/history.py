@@ -46,7 +46,7 @@ Event = dict[str, Any]
 
 def add_history(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "history", run, examples=_EXAMPLES)
+    parser = command(commands, "history", run, _EXAMPLES)
     add_home(parser)
     kinds = parser.add_mutually_exclusive_group()
     argument(

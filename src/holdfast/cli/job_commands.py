@@ -42,7 +42,7 @@ def add_queue(commands: Commands) -> None:
         "RUNNING with the run command started, DOWN between two attempts; REC counts recoveries, and ON "
         "has the id of the job there. Controllers that have died are started again."
     )
-    parser = command(commands, "queue", list_jobs, details=details, examples=_QUEUE_EXAMPLES)
+    parser = command(commands, "queue", list_jobs, _QUEUE_EXAMPLES, details)
     statuses = f"only jobs with this status, such as {JobStatus.FAILED.value}; can be repeated"
     argument(parser, "--status S", statuses, action="append", default=[])
     which = parser.add_mutually_exclusive_group()
@@ -114,7 +114,7 @@ def add_wait(commands: Commands) -> None:
         "the oldest that has not: the status of its run command, or 1 if it was cancelled. It is 2 if one "
         "does not exist or does not end in time; the others are waited for."
     )
-    parser = command(commands, "wait", wait, details=details, examples=_WAIT_EXAMPLES)
+    parser = command(commands, "wait", wait, _WAIT_EXAMPLES, details)
     argument(parser, "jobs JOB", "number of a job, or the name of jobs", nargs="+")
     argument(parser, "--timeout T", "longest time to wait, such as 2h (default: no limit)")
     add_json(parser)
@@ -159,7 +159,7 @@ def add_cancel(commands: Commands) -> None:
         "Each has 30 s (on Slurm 60 s) to save, then it is killed. If some cannot be cancelled, all others "
         "are, and the exit status is 2."
     )
-    parser = command(commands, "cancel", cancel, details=details, examples=_CANCEL_EXAMPLES)
+    parser = command(commands, "cancel", cancel, _CANCEL_EXAMPLES, details)
     argument(parser, "jobs JOB", "number of a job, or the name of jobs that have not ended", nargs="*")
     argument(parser, "--all", "all jobs that have not ended")
     add_json(parser)
@@ -184,7 +184,7 @@ def cancel(args: argparse.Namespace) -> int:
 def add_preempt(commands: Commands) -> None:
     """Add the command."""
     details = "The job receives a notice now. After the lead, all its processes are killed; then it restarts."
-    parser = command(commands, "preempt", preempt, details=details, examples=_PREEMPT_EXAMPLES)
+    parser = command(commands, "preempt", preempt, _PREEMPT_EXAMPLES, details)
     add_which(parser)
     argument(parser, "--lead T", "time between notice and kill, such as 30s or 2m", default="30s")
     add_json(parser)
@@ -226,8 +226,7 @@ _KEPT = 1
 
 def add_forget(commands: Commands) -> None:
     """Add the command."""
-    details = "Buckets are not touched."
-    parser = command(commands, "forget", forget, details=details, examples=_FORGET_EXAMPLES)
+    parser = command(commands, "forget", forget, _FORGET_EXAMPLES, "Buckets are not touched.")
     argument(parser, "jobs JOB", "number of a job, or the name of jobs", nargs="*")
     argument(parser, "--ended-before T", "jobs that ended longer ago than this, such as 30d")
     argument(parser, "--all-ended", "all jobs that have ended")
@@ -313,7 +312,7 @@ def add_nodes(commands: Commands) -> None:
         "CHECKS counts failed checks; CHANCE is the probability that some node loses this many attempts "
         "by chance. Events expire after 30 days."
     )
-    parser = command(commands, "nodes", nodes, details=details, examples=_NODES_EXAMPLES)
+    parser = command(commands, "nodes", nodes, _NODES_EXAMPLES, details)
     clear = "forget what is recorded about a node, so that jobs use it again; can be repeated"
     argument(parser, "--clear NAME", clear, action="append", default=[])
     add_json(parser)
@@ -377,7 +376,7 @@ def add_service(commands: Commands) -> None:
         "             exit status 1 if nothing is installed\n"
         "  start      start the controllers of all jobs that have not ended, as the service does"
     )
-    parser = command(commands, "service", service, details=details, examples=_SERVICE_EXAMPLES)
+    parser = command(commands, "service", service, _SERVICE_EXAMPLES, details)
     argument(parser, "action ACTION", ", ".join(_ACTIONS), choices=tuple(_ACTIONS))
     add_json(parser)
 

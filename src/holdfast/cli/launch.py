@@ -149,7 +149,7 @@ _FAILED = 1
 
 def add_launch(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "launch", run, examples=_EXAMPLES)
+    parser = command(commands, "launch", run, _EXAMPLES)
     add_task(parser)
     add_engine(parser, default="local", shown="local, this machine")
     argument(

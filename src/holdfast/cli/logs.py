@@ -99,7 +99,7 @@ def add_logs(commands: Commands) -> None:
         "It has the lines of all attempts, sorted by time if there are several nodes. With -f, new lines "
         "are printed until the job has ended, and the exit status is that of the job."
     )
-    parser = command(commands, "logs", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "logs", run, _EXAMPLES, details)
     add_which(parser)
     argument(parser, "--follow, -f", "print new lines until the job has ended")
     argument(parser, "--tail N", "begin with the last N lines of each node", step_number)

@@ -25,7 +25,7 @@ holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
 
 def add_ls(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "ls", run, examples=_EXAMPLES)
+    parser = command(commands, "ls", run, _EXAMPLES)
     add_home(parser)
     argument(parser, "--all", "show superseded and incomplete checkpoints too")
     argument(parser, "--healthy", "show only checkpoints of healthy states")

@@ -36,7 +36,7 @@ def add_metrics(commands: Commands) -> None:
         "history, also while the run trains, and the training is not disturbed. --serve listens on "
         "127.0.0.1 only, without a password, and runs until Ctrl-C."
     )
-    parser = command(commands, "metrics", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "metrics", run, _EXAMPLES, details)
     add_home(parser)
     group = parser.add_mutually_exclusive_group()
     argument(group, "-o, --output FILE", "write a file atomically, for node_exporter's textfile collector")

@@ -175,7 +175,7 @@ def add_replay(commands: Commands) -> None:
         "The script runs in a sandbox, and HOME is only read. The exit status is 0 if the result equals the "
         "record, 1 if it differs, and 3 if the training is not deterministic here."
     )
-    parser = command(commands, "replay", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "replay", run, _EXAMPLES, details)
     add_home(parser)
     argument(parser, "--step N", "step to start from (default: the one before --to)", step_number)
     argument(parser, "--to M", "step to compare (default: the next saved, or the newest)", step_number)

@@ -25,7 +25,7 @@ holdfast report runs/gpt --json | jq .advice.own.daly_s
 
 def add_report(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "report", run, examples=_EXAMPLES)
+    parser = command(commands, "report", run, _EXAMPLES)
     add_home(parser)
     argument(
         parser,

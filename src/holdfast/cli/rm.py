@@ -46,8 +46,7 @@ holdfast rm runs/gpt --superseded --incomplete --dry-run
 
 def add_rm(commands: Commands) -> None:
     """Add the command."""
-    details = "The newest complete one is deleted only with --force."
-    parser = command(commands, "rm", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "rm", run, _EXAMPLES, "The newest complete one is deleted only with --force.")
     add_home(parser)
     argument(parser, "--step N", "this step", step_number)
     argument(parser, "--before N", "all steps before this one, except incomplete ones", step_number)

@@ -37,7 +37,7 @@ holdfast show runs/gpt --json | jq '.tensors[] | select(.dtype == "BF16").name'
 
 def add_show(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "show", run, examples=_EXAMPLES)
+    parser = command(commands, "show", run, _EXAMPLES)
     add_home(parser)
     add_step(parser, default="the newest complete one")
     argument(parser, "--rank R", "rank whose state to show", step_number, default=0)

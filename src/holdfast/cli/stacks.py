@@ -28,7 +28,7 @@ holdfast stacks s3://bucket/gpt --recorded
 
 def add_stacks(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "stacks", run, examples=_EXAMPLES)
+    parser = command(commands, "stacks", run, _EXAMPLES)
     add_home(parser)
     argument(
         parser, "--recorded", "show the newest hang in the history instead of the processes on this machine"

@@ -20,7 +20,7 @@ holdfast trust --remove s3://my-bucket/runs
 
 def add_trust(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "trust", run, examples=_EXAMPLES)
+    parser = command(commands, "trust", run, _EXAMPLES)
     argument(parser, "home HOME", "a home, or a folder or URL prefix of several homes", nargs="?")
     which = parser.add_mutually_exclusive_group()
     argument(which, "--list", "list the trusted homes")

@@ -29,7 +29,7 @@ _QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 
 def add_tune(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "tune", run, examples=_EXAMPLES)
+    parser = command(commands, "tune", run, _EXAMPLES)
     argument(
         parser, "--only QUESTIONS", f"comma-separated questions from {','.join(_QUESTIONS)} (default: all)"
     )

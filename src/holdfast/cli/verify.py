@@ -56,8 +56,7 @@ class _Line:
 
 def add_verify(commands: Commands) -> None:
     """Add the command."""
-    details = "The exit status is 1 if a checkpoint is damaged."
-    parser = command(commands, "verify", run, details=details, examples=_EXAMPLES)
+    parser = command(commands, "verify", run, _EXAMPLES, "The exit status is 1 if a checkpoint is damaged.")
     add_home(parser)
     add_step(parser, default="the newest with a manifest")
     argument(parser, "--all", "every checkpoint of the home, including superseded ones")

@@ -30,7 +30,7 @@ holdfast demo --json | jq .proven
 
 def add_demo(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "demo", run, examples=_EXAMPLES)
+    parser = command(commands, "demo", run, _EXAMPLES)
     argument(
         parser,
         "--home PLACE",

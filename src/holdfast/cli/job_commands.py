@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from operator import attrgetter
 
@@ -66,7 +65,7 @@ def list_jobs(args: argparse.Namespace) -> int:
     elif not jobs:
         print("no jobs")
     else:
-        print_table(_JOB_COLUMNS, shown)
+        print_table(_JOB_COLUMNS, [(job, durations_of(job)) for job in shown])
         # The row has the first line only: this is the same for all jobs of an engine that does not answer.
         for reason in dict.fromkeys(job.reason for job in active if "\n" in job.reason):
             print(f"holdfast: {' '.join(reason.replace(chr(10), ': ', 1).split())}", file=sys.stderr)
@@ -80,23 +79,18 @@ def _print_unreadable() -> None:
         print(f"holdfast: {message}", file=sys.stderr)
 
 
-def _duration(name: str) -> Callable[[Job], str]:
-    """Return the function that formats one of the durations of a job."""
-    return lambda job: format_span(getattr(durations_of(job), name))
-
-
-_JOB_COLUMNS = (
-    Column("ID", attrgetter("id"), "right"),
-    Column("NAME", attrgetter("name"), "name"),
-    Column("STATUS", attrgetter("status.value")),
-    Column("TOTAL", _duration("total_s"), "right", spare=2),
-    Column("RUNNING", _duration("running_s"), "right"),
-    Column("DOWN", _duration("down_s"), "right"),
-    Column("REC", attrgetter("recoveries"), "right"),
-    Column("STEP", attrgetter("step"), "right", spare=3),
-    Column("NODES", attrgetter("num_nodes"), "right", spare=1),
-    Column("ON", lambda job: f"{job.engine} {job.engine_job_id or ''}".rstrip(), spare=4),
-    Column("WHY", lambda job: job.reason.partition("\n")[0], "text"),
+_JOB_COLUMNS = (  # of a job and its durations
+    Column("ID", lambda row: row[0].id, "right"),
+    Column("NAME", lambda row: row[0].name, "name"),
+    Column("STATUS", lambda row: row[0].status.value),
+    Column("TOTAL", lambda row: format_span(row[1].total_s), "right", spare=2),
+    Column("RUNNING", lambda row: format_span(row[1].running_s), "right"),
+    Column("DOWN", lambda row: format_span(row[1].down_s), "right"),
+    Column("REC", lambda row: row[0].recoveries, "right"),
+    Column("STEP", lambda row: row[0].step, "right", spare=3),
+    Column("NODES", lambda row: row[0].num_nodes, "right", spare=1),
+    Column("ON", lambda row: f"{row[0].engine} {row[0].engine_job_id or ''}".rstrip(), spare=4),
+    Column("WHY", lambda row: row[0].reason.partition("\n")[0], "text"),
 )
 
 # -- wait ------------------------------------------------------------------------------------------------

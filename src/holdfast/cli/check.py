@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli import experiment
-from holdfast.cli.commands import Commands, add_json, argument, command, count
+from holdfast.cli.commands import CommandParser, Commands, count
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_duration, plural
@@ -63,13 +63,14 @@ holdfast check -- torchrun --nproc-per-node 2 train.py
 
 def add_check(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "check", run, _EXAMPLES, "The exit status is 1 if resuming is not exact.")
-    argument(parser, "--steps N", "save after N steps, compare after 2 N", count, default=5)
-    argument(parser, "--timeout TIME", "time limit of each of the 4 runs", default="10m")
-    argument(parser, "--keep DIR", "copy the homes, traces and logs of the runs to this folder")
-    add_json(parser)
-    argument(parser, "script SCRIPT", "training script, or any command")
-    argument(parser, "args ARGS", "arguments of the script", nargs=argparse.REMAINDER)
+    parser = CommandParser(
+        commands, "check", run, _EXAMPLES, "The exit status is 1 if resuming is not exact."
+    )
+    parser.add("--steps N", "save after N steps, compare after 2 N", count, default=5)
+    parser.add("--timeout TIME", "time limit of each of the 4 runs", default="10m")
+    parser.add("--keep DIR", "copy the homes, traces and logs of the runs to this folder")
+    parser.add_json()
+    parser.add_script("training script, or any command")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -70,104 +70,114 @@ def short_summary(name: str) -> str:
     return summary[0].lower() + summary[1:].rstrip(".")
 
 
-def command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], examples: str, details: str = ""
-) -> argparse.ArgumentParser:
-    """Add a command, and return its parser.
+class Arguments:
+    """Arguments of a command, or a group of them.
 
     Args:
+        target: parser or group of argparse.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def add(self, usage: str, text: str, kind: Callable[[str], Any] | None = None, **settings: Any) -> None:
+        """Add an argument or an option.
+
+        Args:
+            usage: names and value as the help shows them: `-o, --output FILE`, `--all` for a flag, or
+                `home HOME` for an argument whose name in the code is `home`.
+            text: help. The default value is appended, unless the text has it.
+            kind: function that parses the value.
+            settings: further settings of `add_argument`.
+        """
+        names = re.split(", | ", usage)
+        if not names[-1].startswith("-") and len(names) > 1:
+            settings["metavar"] = names.pop()
+        elif usage.startswith("-") and "choices" not in settings:
+            settings["action"] = "store_true"
+        if kind is not None:
+            settings["type"] = kind
+        if settings.get("default") not in (None, []) and "(default" not in text:
+            text += f" (default: {settings['default']})"
+        self._target.add_argument(*names, help=text, **settings)
+
+
+class CommandParser(Arguments):
+    """Parser of a command, with the arguments that several commands have.
+
+    Args:
+        commands: parsers of all commands, to which this one is added.
+        run: function that runs the command.
         examples: command lines for the end of its help.
         details: sentences for its help, after its summary.
     """
-    parser = commands.add_parser(
-        name,
-        help=short_summary(name),
-        description=f"{COMMANDS[name]} {details}".rstrip(),
-        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    return parser
+
+    def __init__(
+        self,
+        commands: Commands,
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        examples: str,
+        details: str = "",
+    ) -> None:
+        parser = commands.add_parser(
+            name,
+            help=short_summary(name),
+            description=f"{COMMANDS[name]} {details}".rstrip(),
+            epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(run=run)
+        super().__init__(parser)
+
+    def add_exclusive_group(self) -> Arguments:
+        """Add a group of options, of which a command line has one at most."""
+        return Arguments(self._target.add_mutually_exclusive_group())
+
+    def add_home(self) -> None:
+        """Add HOME and `--patience`."""
+        self.add("home HOME", "folder or URL that holds the checkpoints of the run")
+        self.add_patience()
+
+    def add_patience(self) -> None:
+        """Add `--patience`, the time limit for a store that does not answer."""
+        text = "how long to retry when a bucket does not answer, such as 5m"
+        self.add("--patience TIME", text, _patience, default="20s")
+
+    def add_step(self, *, default: str) -> None:
+        """Add `--step` and `--attempt`, which choose a checkpoint."""
+        self.add("--step N", f"step (default: {default})", step_number)
+        self.add_attempt(default="the newest")
+
+    def add_attempt(self, *, default: str) -> None:
+        """Add `--attempt`, for a step that several attempts have saved."""
+        self.add("--attempt A", f"only of this attempt (default: {default})", step_number)
+
+    def add_filter(self) -> None:
+        """Add `--filter`, a pattern of names."""
+        self.add("--filter GLOB", "only names that match, such as 'model.*.weight'")
+
+    def add_prefixes(self) -> None:
+        """Add `--only`, the prefixes of the names to take."""
+        text = "only this name and the names below it, such as model; can be repeated"
+        self.add("--only PREFIX", text, action="append")
+
+    def add_script(self, text: str) -> None:
+        """Add SCRIPT, and the arguments that it gets."""
+        self.add("script SCRIPT", text)
+        self.add("args ARGS", "arguments of the script", nargs=argparse.REMAINDER)
+
+    def add_json(self) -> None:
+        """Add `--json`."""
+        self.add("--json", "print JSON instead of text")
 
 
-def argument(
-    parser: Any, usage: str, text: str, kind: Callable[[str], Any] | None = None, **settings: Any
-) -> None:
-    """Add an argument or an option to a parser or a group.
-
-    Args:
-        usage: names and value as the help shows them: `-o, --output FILE`, `--all` for a flag, or `home HOME`
-            for an argument whose name in the code is `home`.
-        text: help. The default value is appended, unless the text has it.
-        kind: function that parses the value.
-        settings: further settings of `add_argument`.
-    """
-    names = re.split(", | ", usage)
-    if not names[-1].startswith("-") and len(names) > 1:
-        settings["metavar"] = names.pop()
-    elif usage.startswith("-") and "choices" not in settings:
-        settings["action"] = "store_true"
-    if kind is not None:
-        settings["type"] = kind
-    if settings.get("default") not in (None, []) and "(default" not in text:
-        text += f" (default: {settings['default']})"
-    parser.add_argument(*names, help=text, **settings)
-
-
-def add_home(parser: argparse.ArgumentParser) -> None:
-    """Add HOME and `--patience`."""
-    argument(parser, "home HOME", "folder or URL that holds the checkpoints of the run")
-    add_patience(parser)
-
-
-def add_patience(parser: argparse.ArgumentParser) -> None:
-    """Add `--patience`, the time limit for a store that does not answer."""
-    argument(
-        parser,
-        "--patience TIME",
-        "how long to retry when a bucket does not answer, such as 5m",
-        duration,
-        default="20s",
-    )
-
-
-def duration(text: str) -> float:
+def _patience(text: str) -> float:
     """Parse a duration such as "20s" or "5m" into seconds."""
     try:
         return parse_duration(text, "--patience")
     except InvalidInput as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def add_step(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Add `--step` and `--attempt`, which choose a checkpoint."""
-    argument(parser, "--step N", f"step (default: {default})", step_number)
-    add_attempt(parser, default="the newest")
-
-
-def add_attempt(parser: argparse.ArgumentParser, *, default: str) -> None:
-    """Add `--attempt`, for a step that several attempts have saved."""
-    argument(parser, "--attempt A", f"only of this attempt (default: {default})", step_number)
-
-
-def add_filter(parser: argparse.ArgumentParser) -> None:
-    """Add `--filter`, a pattern of names."""
-    argument(parser, "--filter GLOB", "only names that match, such as 'model.*.weight'")
-
-
-def add_prefixes(parser: argparse.ArgumentParser) -> None:
-    """Add `--only`, the prefixes of the names to take."""
-    argument(
-        parser,
-        "--only PREFIX",
-        "only this name and the names below it, such as model; can be repeated",
-        action="append",
-    )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`."""
-    argument(parser, "--json", "print JSON instead of text")
 
 
 def check_can_agree(args: argparse.Namespace, what_was_done: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from holdfast.cli.commands import COMMANDS, Commands, add_command, argument, command, short_summary
+from holdfast.cli.commands import COMMANDS, CommandParser, Commands, add_command, short_summary
 
 Kind: TypeAlias = Literal["words", "paths", "files"]
 
@@ -254,10 +254,10 @@ holdfast completion fish > ~/.config/fish/completions/holdfast.fish
 def add_completion(commands: Commands) -> None:
     """Add the command."""
     details = "The script completes commands, options, homes and steps of this machine, and files."
-    parser = command(commands, "completion", run, _EXAMPLES, details)
-    argument(parser, "shell", "the shell", choices=tuple(SCRIPTS))
+    parser = CommandParser(commands, "completion", run, _EXAMPLES, details)
+    parser.add("shell", "the shell", choices=tuple(SCRIPTS))
     # The script passes the line up to the cursor.
-    parser.add_argument("--line", help=argparse.SUPPRESS)
+    parser.add("--line TEXT", argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import os
 import sys
 
 from holdfast.checkpoint.store.factory import absolute_place, open_store
-from holdfast.cli.commands import Commands, add_json, add_patience, argument, command, step_number
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.tables import print_json
 
 _EXAMPLES = """
@@ -27,12 +27,12 @@ def add_dash(commands: Commands) -> None:
         "browser on another machine, forward the same port by ssh, as in the last example. "
         "Needs torch-holdfast[dash]."
     )
-    parser = command(commands, "dash", run, _EXAMPLES, details)
-    argument(parser, "homes HOME", "run to show besides the jobs: its folder or URL", nargs="*")
-    argument(parser, "--port N", "port to listen on (default: any free one)", step_number, default=0)
-    argument(parser, "--no-browser", "do not open a browser")
-    add_patience(parser)
-    add_json(parser)
+    parser = CommandParser(commands, "dash", run, _EXAMPLES, details)
+    parser.add("homes HOME", "run to show besides the jobs: its folder or URL", nargs="*")
+    parser.add("--port N", "port to listen on (default: any free one)", step_number, default=0)
+    parser.add("--no-browser", "do not open a browser")
+    parser.add_patience()
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

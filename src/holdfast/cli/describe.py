@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from operator import itemgetter
 
-from holdfast.cli.commands import Commands, add_json, command
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.jobs import add_which, format_span, job_row
 from holdfast.cli.tables import (
     Column,
@@ -59,9 +59,9 @@ def add_describe(commands: Commands) -> None:
         "interruptions, the newest checkpoint of each home, the last lines of the output, and the paths "
         "of the job's files."
     )
-    parser = command(commands, "describe", run, _EXAMPLES, details)
+    parser = CommandParser(commands, "describe", run, _EXAMPLES, details)
     add_which(parser)
-    add_json(parser)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

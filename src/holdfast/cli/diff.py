@@ -20,7 +20,7 @@ from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store import Store
 from holdfast.cli import TROUBLE, values
-from holdfast.cli.commands import Commands, add_filter, add_json, add_patience, argument, command
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import Corrupt
@@ -81,19 +81,15 @@ class Difference:
 def add_diff(commands: Commands) -> None:
     """Add the command."""
     details = "The exit status is 1 if they differ, as with diff(1)."
-    parser = command(commands, "diff", run, _EXAMPLES, details)
-    add_patience(parser)
+    parser = CommandParser(commands, "diff", run, _EXAMPLES, details)
+    parser.add_patience()
     for name in ("A", "B"):
-        argument(parser, f"{name.lower()} {name}", "HOME for the newest checkpoint, or HOME@STEP")
-    argument(
-        parser,
-        "--within X",
-        "treat numbers as equal if they differ by at most X (default: 0)",
-        float,
-        default=0.0,
+        parser.add(f"{name.lower()} {name}", "HOME for the newest checkpoint, or HOME@STEP")
+    parser.add(
+        "--within X", "treat numbers as equal if they differ by at most X (default: 0)", float, default=0.0
     )
-    add_filter(parser)
-    add_json(parser)
+    parser.add_filter()
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.cli.commands import Commands, add_json, argument, command
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import RetryLater
 from holdfast.system.units import format_bytes, parse_duration
@@ -28,13 +28,13 @@ holdfast drain /checkpoints --status --json | jq .is_drained
 def add_drain(commands: Commands) -> None:
     """Add the command."""
     details = "Files that are not are listed, and the exit status is 1."
-    parser = command(commands, "drain", run, _EXAMPLES, details)
-    argument(parser, "directory DIR", "the write-back directory")
-    which = parser.add_mutually_exclusive_group()
-    argument(which, "--status", "show the status without waiting")
-    argument(which, "--wait", "wait (default)")
-    argument(parser, "--timeout T", "longest time to wait, such as 90s or 5m (default: no limit)")
-    add_json(parser)
+    parser = CommandParser(commands, "drain", run, _EXAMPLES, details)
+    parser.add("directory DIR", "the write-back directory")
+    which = parser.add_exclusive_group()
+    which.add("--status", "show the status without waiting")
+    which.add("--wait", "wait (default)")
+    parser.add("--timeout T", "longest time to wait, such as 90s or 5m (default: no limit)")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

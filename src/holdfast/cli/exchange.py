@@ -11,16 +11,7 @@ from holdfast.checkpoint.exchange.export_names import KINDS, check_step, choose_
 from holdfast.checkpoint.home.newest import deletion_named
 from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
-from holdfast.cli.commands import (
-    Commands,
-    add_home,
-    add_json,
-    add_prefixes,
-    add_step,
-    argument,
-    command,
-    step_number,
-)
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.homes import nearest_hint, open_home
 from holdfast.cli.tables import byte_bar, format_rate, print_json
 from holdfast.errors import NotFound
@@ -45,20 +36,18 @@ holdfast export out/holdfast out-stock --to deepspeed
 
 def add_import(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "import", import_, _IMPORT_EXAMPLES)
-    argument(parser, "source SOURCE", "file or folder to read")
-    argument(parser, "home HOME", "folder or URL of the new home")
-    argument(parser, "--step N", "step of the checkpoint", step_number, default=0)
+    parser = CommandParser(commands, "import", import_, _IMPORT_EXAMPLES)
+    parser.add("source SOURCE", "file or folder to read")
+    parser.add("home HOME", "folder or URL of the new home")
+    parser.add("--step N", "step of the checkpoint", step_number, default=0)
     formats = "format of the source (default: auto, detected)"
-    argument(parser, "--from", formats, dest="kind", choices=_SOURCE_KINDS, default="auto")
-    add_prefixes(parser)
-    argument(parser, "--under KEY", "put everything below this key, such as model for a bare state dict")
-    argument(
-        parser,
-        "--allow-expanded",
-        "also import tensors that are much larger than the source (expanded or shared)",
+    parser.add("--from", formats, dest="kind", choices=_SOURCE_KINDS, default="auto")
+    parser.add_prefixes()
+    parser.add("--under KEY", "put everything below this key, such as model for a bare state dict")
+    parser.add(
+        "--allow-expanded", "also import tensors that are much larger than the source (expanded or shared)"
     )
-    add_json(parser)
+    parser.add_json()
 
 
 def import_(args: argparse.Namespace) -> int:
@@ -90,24 +79,23 @@ def import_(args: argparse.Namespace) -> int:
 
 def add_export(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "export", export, _EXPORT_EXAMPLES, "Every byte is verified.")
-    add_home(parser)
-    argument(parser, "dest DEST", "the file or folder to write")
-    add_step(parser, default="the newest")
+    parser = CommandParser(commands, "export", export, _EXPORT_EXAMPLES, "Every byte is verified.")
+    parser.add_home()
+    parser.add("dest DEST", "the file or folder to write")
+    parser.add_step(default="the newest")
     formats = "format (default: by the suffix of DEST: safetensors for .safetensors, torch for .pt)"
-    argument(parser, "--to", formats, dest="kind", choices=KINDS)
-    add_prefixes(parser)
-    argument(
-        parser,
+    parser.add("--to", formats, dest="kind", choices=KINDS)
+    parser.add_prefixes()
+    parser.add(
         "--rename OLD=NEW",
         "replace the prefix OLD with NEW, which may be empty; can be repeated",
         _pair,
         action="append",
     )
-    argument(parser, "--max-shard SIZE", "largest file of a Hugging Face folder", default="5GB")
-    argument(parser, "--rank R", "rank whose per-rank state to write", step_number, default=0)
-    argument(parser, "--overwrite", "replace an existing file or folder")
-    add_json(parser)
+    parser.add("--max-shard SIZE", "largest file of a Hugging Face folder", default="5GB")
+    parser.add("--rank R", "rank whose per-rank state to write", step_number, default=0)
+    parser.add("--overwrite", "replace an existing file or folder")
+    parser.add_json()
 
 
 def export(args: argparse.Namespace) -> int:

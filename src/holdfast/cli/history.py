@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.checkpoint.home.history import EVENTS
 from holdfast.checkpoint.home.history_lines import read_lines
-from holdfast.cli.commands import Commands, add_home, add_json, argument, command, count, step_number
+from holdfast.cli.commands import CommandParser, Commands, count, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, format_time, print_csv, print_json, print_table
 from holdfast.errors import InvalidInput
@@ -46,26 +46,21 @@ Event = dict[str, Any]
 
 def add_history(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "history", run, _EXAMPLES)
-    add_home(parser)
-    kinds = parser.add_mutually_exclusive_group()
-    argument(
-        kinds,
+    parser = CommandParser(commands, "history", run, _EXAMPLES)
+    parser.add_home()
+    kinds = parser.add_exclusive_group()
+    kinds.add(
         "--checkpoints",
         "show checkpoints instead of events: one row per checkpoint and tier, with durations and speed",
     )
-    argument(
-        kinds, "--metrics", "show metrics instead of events, such as the loss: one row per step and name"
-    )
-    argument(parser, "--lost", "with --metrics: include steps that were lost in interruptions")
-    argument(
-        parser, "--event E", "only events of this kind, such as committed; can be repeated", action="append"
-    )
-    argument(parser, "--step N", "only this step", step_number)
-    argument(parser, "--tier", "only this tier", choices=TIERS)
-    argument(parser, "--tail K", "only the last K rows", count)
-    argument(parser, "--csv", "print CSV instead of a table")
-    add_json(parser)
+    kinds.add("--metrics", "show metrics instead of events, such as the loss: one row per step and name")
+    parser.add("--lost", "with --metrics: include steps that were lost in interruptions")
+    parser.add("--event E", "only events of this kind, such as committed; can be repeated", action="append")
+    parser.add("--step N", "only this step", step_number)
+    parser.add("--tier", "only this tier", choices=TIERS)
+    parser.add("--tail K", "only the last K rows", count)
+    parser.add("--csv", "print CSV instead of a table")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

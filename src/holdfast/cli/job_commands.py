@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from operator import attrgetter
 
-from holdfast.cli.commands import Commands, add_json, agrees, argument, check_can_agree, command, step_number
+from holdfast.cli.commands import CommandParser, Commands, agrees, check_can_agree, step_number
 from holdfast.cli.jobs import add_engine, add_which, format_span, job_row, print_errors
 from holdfast.cli.tables import Column, format_age, format_time, print_fields, print_json, print_table
 from holdfast.errors import HoldfastError, InvalidInput
@@ -41,15 +41,15 @@ def add_queue(commands: Commands) -> None:
         "RUNNING with the run command started, DOWN between two attempts; REC counts recoveries, and ON "
         "has the id of the job there. Controllers that have died are started again."
     )
-    parser = command(commands, "queue", list_jobs, _QUEUE_EXAMPLES, details)
+    parser = CommandParser(commands, "queue", list_jobs, _QUEUE_EXAMPLES, details)
     statuses = f"only jobs with this status, such as {JobStatus.FAILED.value}; can be repeated"
-    argument(parser, "--status S", statuses, action="append", default=[])
-    which = parser.add_mutually_exclusive_group()
-    argument(which, "--all", "also list all jobs that have ended")
+    parser.add("--status S", statuses, action="append", default=[])
+    which = parser.add_exclusive_group()
+    which.add("--all", "also list all jobs that have ended")
     newest = f"of those that have ended, only the newest K (default: {_SHOWN})"
-    argument(which, "--tail K", newest, step_number)
+    which.add("--tail K", newest, step_number)
     add_engine(parser, default=None, shown="all")
-    add_json(parser)
+    parser.add_json()
 
 
 def list_jobs(args: argparse.Namespace) -> int:
@@ -108,10 +108,10 @@ def add_wait(commands: Commands) -> None:
         "the oldest that has not: the status of its run command, or 1 if it was cancelled. It is 2 if one "
         "does not exist or does not end in time; the others are waited for."
     )
-    parser = command(commands, "wait", wait, _WAIT_EXAMPLES, details)
-    argument(parser, "jobs JOB", "number of a job, or the name of jobs", nargs="+")
-    argument(parser, "--timeout T", "longest time to wait, such as 2h (default: no limit)")
-    add_json(parser)
+    parser = CommandParser(commands, "wait", wait, _WAIT_EXAMPLES, details)
+    parser.add("jobs JOB", "number of a job, or the name of jobs", nargs="+")
+    parser.add("--timeout T", "longest time to wait, such as 2h (default: no limit)")
+    parser.add_json()
 
 
 def wait(args: argparse.Namespace) -> int:
@@ -153,10 +153,10 @@ def add_cancel(commands: Commands) -> None:
         "Each has 30 s (on Slurm 60 s) to save, then it is killed. If some cannot be cancelled, all others "
         "are, and the exit status is 2."
     )
-    parser = command(commands, "cancel", cancel, _CANCEL_EXAMPLES, details)
-    argument(parser, "jobs JOB", "number of a job, or the name of jobs that have not ended", nargs="*")
-    argument(parser, "--all", "all jobs that have not ended")
-    add_json(parser)
+    parser = CommandParser(commands, "cancel", cancel, _CANCEL_EXAMPLES, details)
+    parser.add("jobs JOB", "number of a job, or the name of jobs that have not ended", nargs="*")
+    parser.add("--all", "all jobs that have not ended")
+    parser.add_json()
 
 
 def cancel(args: argparse.Namespace) -> int:
@@ -178,10 +178,10 @@ def cancel(args: argparse.Namespace) -> int:
 def add_preempt(commands: Commands) -> None:
     """Add the command."""
     details = "The job receives a notice now. After the lead, all its processes are killed; then it restarts."
-    parser = command(commands, "preempt", preempt, _PREEMPT_EXAMPLES, details)
+    parser = CommandParser(commands, "preempt", preempt, _PREEMPT_EXAMPLES, details)
     add_which(parser)
-    argument(parser, "--lead T", "time between notice and kill, such as 30s or 2m", default="30s")
-    add_json(parser)
+    parser.add("--lead T", "time between notice and kill, such as 30s or 2m", default="30s")
+    parser.add_json()
 
 
 def preempt(args: argparse.Namespace) -> int:
@@ -220,15 +220,15 @@ _KEPT = 1
 
 def add_forget(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "forget", forget, _FORGET_EXAMPLES, "Buckets are not touched.")
-    argument(parser, "jobs JOB", "number of a job, or the name of jobs", nargs="*")
-    argument(parser, "--ended-before T", "jobs that ended longer ago than this, such as 30d")
-    argument(parser, "--all-ended", "all jobs that have ended")
-    argument(parser, "--force", "also remove jobs with files that are not in their bucket yet")
-    argument(parser, "--dry-run", "only list what would be removed")
-    argument(parser, "--yes, -y", "do not ask; required without a terminal")
+    parser = CommandParser(commands, "forget", forget, _FORGET_EXAMPLES, "Buckets are not touched.")
+    parser.add("jobs JOB", "number of a job, or the name of jobs", nargs="*")
+    parser.add("--ended-before T", "jobs that ended longer ago than this, such as 30d")
+    parser.add("--all-ended", "all jobs that have ended")
+    parser.add("--force", "also remove jobs with files that are not in their bucket yet")
+    parser.add("--dry-run", "only list what would be removed")
+    parser.add("--yes, -y", "do not ask; required without a terminal")
     add_engine(parser, default=None, shown="all")
-    add_json(parser)
+    parser.add_json()
 
 
 def forget(args: argparse.Namespace) -> int:
@@ -306,10 +306,10 @@ def add_nodes(commands: Commands) -> None:
         "CHECKS counts failed checks; CHANCE is the probability that some node loses this many attempts "
         "by chance. Events expire after 30 days."
     )
-    parser = command(commands, "nodes", nodes, _NODES_EXAMPLES, details)
+    parser = CommandParser(commands, "nodes", nodes, _NODES_EXAMPLES, details)
     clear = "forget what is recorded about a node, so that jobs use it again; can be repeated"
-    argument(parser, "--clear NAME", clear, action="append", default=[])
-    add_json(parser)
+    parser.add("--clear NAME", clear, action="append", default=[])
+    parser.add_json()
 
 
 def nodes(args: argparse.Namespace) -> int:
@@ -370,9 +370,9 @@ def add_service(commands: Commands) -> None:
         "             exit status 1 if nothing is installed\n"
         "  start      start the controllers of all jobs that have not ended, as the service does"
     )
-    parser = command(commands, "service", service, _SERVICE_EXAMPLES, details)
-    argument(parser, "action ACTION", ", ".join(_ACTIONS), choices=tuple(_ACTIONS))
-    add_json(parser)
+    parser = CommandParser(commands, "service", service, _SERVICE_EXAMPLES, details)
+    parser.add("action ACTION", ", ".join(_ACTIONS), choices=tuple(_ACTIONS))
+    parser.add_json()
 
 
 def service(args: argparse.Namespace) -> int:

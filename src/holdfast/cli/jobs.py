@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from holdfast.cli import TROUBLE
-from holdfast.cli.commands import argument
+from holdfast.cli.commands import CommandParser
 from holdfast.errors import HoldfastError
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job
 from holdfast.jobs.registry import ENGINES
 
 
-def add_engine(parser: argparse.ArgumentParser, *, default: str | None, shown: str) -> None:
+def add_engine(parser: CommandParser, *, default: str | None, shown: str) -> None:
     """Add `--on`, the engine."""
     text = f"engine: {', '.join(ENGINES)} (default: {shown})"
-    argument(parser, "--on", text, choices=ENGINES, default=default)
+    parser.add("--on", text, choices=ENGINES, default=default)
 
 
-def add_which(parser: argparse.ArgumentParser) -> None:
+def add_which(parser: CommandParser) -> None:
     """Add JOB, the number or name of a job."""
-    argument(parser, "job JOB", "number of the job, or the name of the newest")
+    parser.add("job JOB", "number of the job, or the name of the newest")
 
 
 def job_row(job: Job) -> dict[str, Any]:

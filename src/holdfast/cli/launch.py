@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.commands import Commands, add_json, argument, command, count
+from holdfast.cli.commands import CommandParser, Commands, count
 from holdfast.cli.jobs import add_engine, job_row
 from holdfast.cli.logs import print_output
 from holdfast.cli.tables import Column, print_json, print_table, write_output
@@ -149,30 +149,26 @@ _FAILED = 1
 
 def add_launch(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "launch", run, _EXAMPLES)
+    parser = CommandParser(commands, "launch", run, _EXAMPLES)
     add_task(parser)
     add_engine(parser, default="local", shown="local, this machine")
-    argument(
-        parser,
+    parser.add(
         "--notify COMMAND|URL",
         "shell command or http(s) URL that is notified of new statuses; can be repeated (default: the "
         "lines of HOLDFAST_NOTIFY; use it for secret URLs, which ps would show)",
         action="append",
     )
-    argument(
-        parser,
+    parser.add(
         "--notify-on S,...",
         "statuses to notify of, such as running; ended means all final ones, failed all failures "
         "(default: HOLDFAST_NOTIFY_ON, or ended,recovering)",
     )
-    argument(parser, "--dry-run", "show the plan without starting anything")
-    argument(
-        parser,
-        "-o, --output FILE",
-        "with --dry-run: write what would be submitted to FILE (- for standard output)",
+    parser.add("--dry-run", "show the plan without starting anything")
+    parser.add(
+        "-o, --output FILE", "with --dry-run: write what would be submitted to FILE (- for standard output)"
     )
-    argument(parser, "--attach", "print the output until the job has ended; Ctrl-C does not stop the job")
-    add_json(parser)
+    parser.add("--attach", "print the output until the job has ended; Ctrl-C does not stop the job")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -240,44 +236,35 @@ def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
     return 0 if ended.status is JobStatus.SUCCEEDED else _FAILED
 
 
-def add_task(parser: argparse.ArgumentParser) -> None:
+def add_task(parser: CommandParser) -> None:
     """Add TASK, and the options that override its keys, with the names that `sky launch` uses."""
-    argument(parser, "task TASK", "YAML file in SkyPilot's format", nargs="?")
-    argument(parser, "args COMMAND", "after --, in place of a file: a command and its arguments", nargs="*")
-    argument(parser, "--name, -n NAME", "name of the job (default: from the file)")
-    argument(
-        parser,
+    parser.add("task TASK", "YAML file in SkyPilot's format", nargs="?")
+    parser.add("args COMMAND", "after --, in place of a file: a command and its arguments", nargs="*")
+    parser.add("--name, -n NAME", "name of the job (default: from the file)")
+    parser.add(
         "--env K=V",
         "set a variable of envs; K alone copies it from this environment; can be repeated",
         action="append",
         default=[],
     )
-    argument(
-        parser, "--env-file FILE", "set variables from a file with one K=V per line; --env overrides them"
-    )
-    argument(
-        parser,
+    parser.add("--env-file FILE", "set variables from a file with one K=V per line; --env overrides them")
+    parser.add(
         "--secret K=V",
         "set a variable of secrets, as --env does; its value is never shown",
         action="append",
         default=[],
     )
-    argument(
-        parser,
-        "--gpus NAME:N",
-        "GPUs per node, such as A100:8, which replace all accelerators of the file; or none",
+    parser.add(
+        "--gpus NAME:N", "GPUs per node, such as A100:8, which replace all accelerators of the file; or none"
     )
-    argument(parser, "--num-nodes N", "number of nodes", count)
-    argument(
-        parser,
+    parser.add("--num-nodes N", "number of nodes", count)
+    parser.add(
         "--priority N",
         "priority: if several jobs wait for GPUs, CPUs or memory here, the greatest starts first: "
         f"{-MAX_PRIORITY} to {MAX_PRIORITY} (default: 0)",
         _priority,
     )
-    argument(
-        parser, "--workdir FOLDER", "folder to copy as the workdir (default for a command: the current one)"
-    )
+    parser.add("--workdir FOLDER", "folder to copy as the workdir (default for a command: the current one)")
 
 
 def read_tasks(args: argparse.Namespace) -> TaskFile:

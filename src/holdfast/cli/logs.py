@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 
-from holdfast.cli.commands import Commands, add_json, argument, command, step_number
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.jobs import add_which
 from holdfast.jobs.engine import Job
 from holdfast.jobs.interface import job
@@ -99,13 +99,13 @@ def add_logs(commands: Commands) -> None:
         "It has the lines of all attempts, sorted by time if there are several nodes. With -f, new lines "
         "are printed until the job has ended, and the exit status is that of the job."
     )
-    parser = command(commands, "logs", run, _EXAMPLES, details)
+    parser = CommandParser(commands, "logs", run, _EXAMPLES, details)
     add_which(parser)
-    argument(parser, "--follow, -f", "print new lines until the job has ended")
-    argument(parser, "--tail N", "begin with the last N lines of each node", step_number)
-    argument(parser, "--timestamps, -t", "print the time before each line")
-    argument(parser, "--node R", "only the lines of this node, counted from 0", step_number)
-    add_json(parser)
+    parser.add("--follow, -f", "print new lines until the job has ended")
+    parser.add("--tail N", "begin with the last N lines of each node", step_number)
+    parser.add("--timestamps, -t", "print the time before each line")
+    parser.add("--node R", "only the lines of this node, counted from 0", step_number)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

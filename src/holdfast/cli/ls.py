@@ -7,7 +7,7 @@ import math
 from collections import Counter
 
 from holdfast.checkpoint.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
-from holdfast.cli.commands import Commands, add_home, add_json, argument, command
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import open_home, open_tiers, read_run_id
 from holdfast.cli.tables import Column, format_age, print_json, print_table, print_text
 from holdfast.errors import NotFound
@@ -25,23 +25,21 @@ holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
 
 def add_ls(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "ls", run, _EXAMPLES)
-    add_home(parser)
-    argument(parser, "--all", "show superseded and incomplete checkpoints too")
-    argument(parser, "--healthy", "show only checkpoints of healthy states")
-    argument(
-        parser,
+    parser = CommandParser(commands, "ls", run, _EXAMPLES)
+    parser.add_home()
+    parser.add("--all", "show superseded and incomplete checkpoints too")
+    parser.add("--healthy", "show only checkpoints of healthy states")
+    parser.add(
         "--local DIR",
         "local folder of this host: list its checkpoints too, and the tiers that hold each checkpoint",
     )
-    argument(
-        parser,
+    parser.add(
         "--sort METRIC",
         "show the values of a recorded metric, such as loss: best first if the run keeps its best "
         "checkpoints by it, otherwise lowest first; see --reverse",
     )
-    argument(parser, "--reverse", "reverse the order")
-    add_json(parser)
+    parser.add("--reverse", "reverse the order")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

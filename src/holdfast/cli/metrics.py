@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.store import Store
-from holdfast.cli.commands import Commands, add_home, add_json, argument, command, step_number
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import print_json, write_output
 from holdfast.errors import HoldfastError, InvalidInput
@@ -36,12 +36,12 @@ def add_metrics(commands: Commands) -> None:
         "history, also while the run trains, and the training is not disturbed. --serve listens on "
         "127.0.0.1 only, without a password, and runs until Ctrl-C."
     )
-    parser = command(commands, "metrics", run, _EXAMPLES, details)
-    add_home(parser)
-    group = parser.add_mutually_exclusive_group()
-    argument(group, "-o, --output FILE", "write a file atomically, for node_exporter's textfile collector")
-    argument(group, "--serve PORT", "serve the text over HTTP on 127.0.0.1 (0: any port)", step_number)
-    add_json(parser)
+    parser = CommandParser(commands, "metrics", run, _EXAMPLES, details)
+    parser.add_home()
+    group = parser.add_exclusive_group()
+    group.add("-o, --output FILE", "write a file atomically, for node_exporter's textfile collector")
+    group.add("--serve PORT", "serve the text over HTTP on 127.0.0.1 (0: any port)", step_number)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.cli import TROUBLE, experiment
-from holdfast.cli.commands import Commands, add_home, add_json, argument, command, step_number
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import print_json
 from holdfast.errors import Corrupt, InvalidInput, NotFound
@@ -175,15 +175,14 @@ def add_replay(commands: Commands) -> None:
         "The script runs in a sandbox, and HOME is only read. The exit status is 0 if the result equals the "
         "record, 1 if it differs, and 3 if the training is not deterministic here."
     )
-    parser = command(commands, "replay", run, _EXAMPLES, details)
-    add_home(parser)
-    argument(parser, "--step N", "step to start from (default: the one before --to)", step_number)
-    argument(parser, "--to M", "step to compare (default: the next saved, or the newest)", step_number)
-    argument(parser, "--timeout TIME", "time limit of each of up to 2 runs", default="1h")
-    argument(parser, "--keep DIR", "copy the sandbox of the runs to this folder")
-    add_json(parser)
-    argument(parser, "script SCRIPT", "training script, or any command")
-    argument(parser, "args ARGS", "arguments of the script", nargs=argparse.REMAINDER)
+    parser = CommandParser(commands, "replay", run, _EXAMPLES, details)
+    parser.add_home()
+    parser.add("--step N", "step to start from (default: the one before --to)", step_number)
+    parser.add("--to M", "step to compare (default: the next saved, or the newest)", step_number)
+    parser.add("--timeout TIME", "time limit of each of up to 2 runs", default="1h")
+    parser.add("--keep DIR", "copy the sandbox of the runs to this folder")
+    parser.add_json()
+    parser.add_script("training script, or any command")
 
 
 def run(args: argparse.Namespace) -> int:

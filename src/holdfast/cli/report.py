@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from holdfast.checkpoint.restore.atomic_output import check_parent
-from holdfast.cli.commands import Commands, add_home, add_json, argument, command
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import naming_output, print_fields, print_json, print_text, write_output
 from holdfast.jobs.node_checks import read_node_checks
@@ -25,15 +25,14 @@ holdfast report runs/gpt --json | jq .advice.own.daly_s
 
 def add_report(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "report", run, _EXAMPLES)
-    add_home(parser)
-    argument(
-        parser,
+    parser = CommandParser(commands, "report", run, _EXAMPLES)
+    parser.add_home()
+    parser.add(
         "-o, --output FILE",
         "write a page with charts, one HTML file (- for standard output); needs torch-holdfast[report]",
     )
-    argument(parser, "--title TEXT", "heading of the page (default: the name of HOME)")
-    add_json(parser)
+    parser.add("--title TEXT", "heading of the page (default: the name of HOME)")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

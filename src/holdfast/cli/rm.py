@@ -21,17 +21,7 @@ from holdfast.checkpoint.home.inventory import (
 )
 from holdfast.checkpoint.home.writer import WriterId
 from holdfast.checkpoint.store import Store
-from holdfast.cli.commands import (
-    Commands,
-    add_attempt,
-    add_home,
-    add_json,
-    agrees,
-    argument,
-    check_can_agree,
-    command,
-    step_number,
-)
+from holdfast.cli.commands import CommandParser, Commands, agrees, check_can_agree, step_number
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.tables import Column, format_age, print_json, print_table
 from holdfast.errors import Conflict, InvalidInput, NotFound
@@ -46,17 +36,19 @@ holdfast rm runs/gpt --superseded --incomplete --dry-run
 
 def add_rm(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "rm", run, _EXAMPLES, "The newest complete one is deleted only with --force.")
-    add_home(parser)
-    argument(parser, "--step N", "this step", step_number)
-    argument(parser, "--before N", "all steps before this one, except incomplete ones", step_number)
-    argument(parser, "--superseded", "checkpoints that a newer attempt left behind")
-    argument(parser, "--incomplete", "files of saves that were not completed")
-    add_attempt(parser, default="all")
-    argument(parser, "--force", "also the newest complete checkpoint, and files that may still be written")
-    argument(parser, "--dry-run", "only list what would be deleted")
-    argument(parser, "--yes, -y", "do not ask; required without a terminal")
-    add_json(parser)
+    parser = CommandParser(
+        commands, "rm", run, _EXAMPLES, "The newest complete one is deleted only with --force."
+    )
+    parser.add_home()
+    parser.add("--step N", "this step", step_number)
+    parser.add("--before N", "all steps before this one, except incomplete ones", step_number)
+    parser.add("--superseded", "checkpoints that a newer attempt left behind")
+    parser.add("--incomplete", "files of saves that were not completed")
+    parser.add_attempt(default="all")
+    parser.add("--force", "also the newest complete checkpoint, and files that may still be written")
+    parser.add("--dry-run", "only list what would be deleted")
+    parser.add("--yes, -y", "do not ask; required without a terminal")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,16 +12,7 @@ from holdfast.checkpoint.home.documents import read_part
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.cli import values
-from holdfast.cli.commands import (
-    Commands,
-    add_filter,
-    add_home,
-    add_json,
-    add_step,
-    argument,
-    command,
-    step_number,
-)
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, format_age, format_time, print_json, print_table, print_text
 from holdfast.errors import InvalidInput
@@ -37,12 +28,12 @@ holdfast show runs/gpt --json | jq '.tensors[] | select(.dtype == "BF16").name'
 
 def add_show(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "show", run, _EXAMPLES)
-    add_home(parser)
-    add_step(parser, default="the newest complete one")
-    argument(parser, "--rank R", "rank whose state to show", step_number, default=0)
-    add_filter(parser)
-    add_json(parser)
+    parser = CommandParser(commands, "show", run, _EXAMPLES)
+    parser.add_home()
+    parser.add_step(default="the newest complete one")
+    parser.add("--rank R", "rank whose state to show", step_number, default=0)
+    parser.add_filter()
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from holdfast.checkpoint.home.history_lines import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
-from holdfast.cli.commands import Commands, add_home, add_json, argument, command
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import format_time, print_json
 from holdfast.errors import NotFound
@@ -28,13 +28,11 @@ holdfast stacks s3://bucket/gpt --recorded
 
 def add_stacks(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "stacks", run, _EXAMPLES)
-    add_home(parser)
-    argument(
-        parser, "--recorded", "show the newest hang in the history instead of the processes on this machine"
-    )
-    argument(parser, "--full", "also print the stacks of all threads")
-    add_json(parser)
+    parser = CommandParser(commands, "stacks", run, _EXAMPLES)
+    parser.add_home()
+    parser.add("--recorded", "show the newest hang in the history instead of the processes on this machine")
+    parser.add("--full", "also print the stacks of all threads")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

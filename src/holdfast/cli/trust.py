@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from holdfast.cli.commands import Commands, add_json, argument, command
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import nearest_hint
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput, NotFound
@@ -20,13 +20,13 @@ holdfast trust --remove s3://my-bucket/runs
 
 def add_trust(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "trust", run, _EXAMPLES)
-    argument(parser, "home HOME", "a home, or a folder or URL prefix of several homes", nargs="?")
-    which = parser.add_mutually_exclusive_group()
-    argument(which, "--list", "list the trusted homes")
-    argument(which, "--remove", "remove the home from the list")
-    argument(parser, "--allow-http", "trust it even if the code comes over http from another machine")
-    add_json(parser)
+    parser = CommandParser(commands, "trust", run, _EXAMPLES)
+    parser.add("home HOME", "a home, or a folder or URL prefix of several homes", nargs="?")
+    which = parser.add_exclusive_group()
+    which.add("--list", "list the trusted homes")
+    which.add("--remove", "remove the home from the list")
+    parser.add("--allow-http", "trust it even if the code comes over http from another machine")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.cli.commands import Commands, add_json, argument, command, count
+from holdfast.cli.commands import CommandParser, Commands, count
 from holdfast.cli.homes import nearest_hint
 from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import InvalidInput
@@ -29,23 +29,17 @@ _QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 
 def add_tune(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "tune", run, _EXAMPLES)
-    argument(
-        parser, "--only QUESTIONS", f"comma-separated questions from {','.join(_QUESTIONS)} (default: all)"
+    parser = CommandParser(commands, "tune", run, _EXAMPLES)
+    parser.add("--only QUESTIONS", f"comma-separated questions from {','.join(_QUESTIONS)} (default: all)")
+    parser.add("--steps N", "steps to measure in each run", count, default=10)
+    parser.add(
+        "--ranks N", "number of processes to start, as torchrun does (default: one plain process)", count
     )
-    argument(parser, "--steps N", "steps to measure in each run", count, default=10)
-    argument(
-        parser,
-        "--ranks N",
-        "number of processes to start, as torchrun does (default: one plain process)",
-        count,
-    )
-    argument(parser, "--memory SIZE", "memory limit for larger batches, such as 12GiB (default: free memory)")
-    argument(parser, "--timeout TIME", "time limit of each run", default="10m")
-    argument(parser, "--debug", "keep all logs, including torch's logs of every compilation")
-    add_json(parser)
-    argument(parser, "script SCRIPT", "training script")
-    argument(parser, "args ARGS", "arguments of the script", nargs=argparse.REMAINDER)
+    parser.add("--memory SIZE", "memory limit for larger batches, such as 12GiB (default: free memory)")
+    parser.add("--timeout TIME", "time limit of each run", default="10m")
+    parser.add("--debug", "keep all logs, including torch's logs of every compilation")
+    parser.add_json()
+    parser.add_script("training script")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from holdfast.checkpoint.home.newest import from_listing, was_deleted
 from holdfast.checkpoint.restore.verify import VerifyReport, verify
 from holdfast.checkpoint.store import Store
 from holdfast.cli import FOUND, TROUBLE
-from holdfast.cli.commands import Commands, add_home, add_json, add_step, argument, command, count
+from holdfast.cli.commands import CommandParser, Commands, count
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.tables import byte_bar, format_rate, print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
@@ -56,12 +56,14 @@ class _Line:
 
 def add_verify(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "verify", run, _EXAMPLES, "The exit status is 1 if a checkpoint is damaged.")
-    add_home(parser)
-    add_step(parser, default="the newest with a manifest")
-    argument(parser, "--all", "every checkpoint of the home, including superseded ones")
-    argument(parser, "--threads T", "number of threads", count, default=4)
-    add_json(parser)
+    parser = CommandParser(
+        commands, "verify", run, _EXAMPLES, "The exit status is 1 if a checkpoint is damaged."
+    )
+    parser.add_home()
+    parser.add_step(default="the newest with a manifest")
+    parser.add("--all", "every checkpoint of the home, including superseded ones")
+    parser.add("--threads T", "number of threads", count, default=4)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

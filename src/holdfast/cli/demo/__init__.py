@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
-from holdfast.cli.commands import Commands, add_json, argument, command
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.demo.claims import check_claims, compute_figures
 from holdfast.cli.demo.scenario import Scenario
 from holdfast.cli.tables import print_json
@@ -30,28 +30,20 @@ holdfast demo --json | jq .proven
 
 def add_demo(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "demo", run, _EXAMPLES)
-    argument(
-        parser,
+    parser = CommandParser(commands, "demo", run, _EXAMPLES)
+    parser.add(
         "--home PLACE",
         "folder or URL in which to create the folder of the demo (default: the folder of temporary "
         "files); with a URL, each failure also deletes the files on this machine",
     )
-    argument(parser, "--keep", "do not delete the folder of the demo")
-    argument(
-        parser,
-        "--steps N",
-        f"number of training steps (default: 192, at least {MIN_STEPS})",
-        int,
-        default=192,
+    parser.add("--keep", "do not delete the folder of the demo")
+    parser.add(
+        "--steps N", f"number of training steps (default: 192, at least {MIN_STEPS})", int, default=192
     )
-    argument(
-        parser,
-        "--size SIZE",
-        "approximate size of a checkpoint (default: 100MB, at least 25MB)",
-        default="100MB",
+    parser.add(
+        "--size SIZE", "approximate size of a checkpoint (default: 100MB, at least 25MB)", default="100MB"
     )
-    add_json(parser)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,9 +29,9 @@ class Value:
     items: tuple[Value, ...] = ()  # values of a list
     kind: str = "scalar"  # or map, list
 
-    def get(self, key: str) -> Value | None:
-        """Return a member of a map, or None."""
-        return self.members.get(key)
+    def get(self, key: str) -> Value:
+        """Return a member of a map, or an empty value."""
+        return self.members.get(key, EMPTY)
 
     def with_member(self, key: str, member: Value) -> Value:
         """Return a map with a member added or replaced."""
@@ -65,6 +65,9 @@ class TaskProblem:
     line: int
     where: str  # path of keys, such as resources.accelerators
     what: str  # expected and found
+
+
+EMPTY = Value(0, None)
 
 
 def parse_documents(text: str, name: str) -> list[Value]:

@@ -319,63 +319,55 @@ def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, st
     yield from TASK.problems(filled, "")
     if not is_map:
         return
-    run = root.get("run")
-    if root.get("pool") is None and root.get("service") is None and (run is None or not run.plain):
+    if not (root.members.keys() & {"pool", "service"} or root.get("run").plain):
         yield TaskProblem(root.line, "run", "expected the commands of the job, found nothing")
     for key, option, chosen in (("envs", "--env", envs), ("secrets", "--secret", secrets)):
         yield from variable_problems(root.get(key), chosen, where=key, option=option)
     for key, use in (("service", "sky serve up"), ("pool", "sky jobs pool apply")):
-        if root.get(key) is not None:
+        if key in root.members:
             what = f"services and pools are not jobs; start this one with SkyPilot: `{use} FILE`"
             yield TaskProblem(root.key_lines[key], key, what)
     yield from _resource_problems(root.get("resources"))
-    mounts = root.get("file_mounts")
-    for target, line in mounts.key_lines.items() if mounts is not None else ():
+    for target, line in root.get("file_mounts").key_lines.items():
         if path_in_workdir(target) == "":
             what = "this is the workdir itself; give its files as workdir"
             yield TaskProblem(line, f"file_mounts.{target}", what)
 
 
-def _resource_problems(resources: Value | None) -> Iterator[TaskProblem]:
-    if resources is None or resources.kind != "map":
-        return
+def _resource_problems(resources: Value) -> Iterator[TaskProblem]:
     for where, place in _places(resources):
         asked = place.get("accelerators")
-        read = parse_accelerators(asked.plain) if asked is not None and ACCELERATORS.fits(asked) else None
-        if asked is not None and isinstance(read, str):
+        read = parse_accelerators(asked.plain) if ACCELERATORS.fits(asked) else None
+        if isinstance(read, str):
             yield TaskProblem(asked.line, f"{where}.accelerators", read)
         yield from _amount_problems(where, place)
-        priority = place.get("priority")
-        if priority is not None and isinstance(priority.plain, int) and abs(priority.plain) > MAX_PRIORITY:
-            what = f"expected {-MAX_PRIORITY} to {MAX_PRIORITY}, found {priority.plain}"
-            yield TaskProblem(priority.line, f"{where}.priority", what)
-        if place.get("gpus") is not None:
+        if "gpus" in place.members:
             what = "another name of accelerators, which is given too; remove one of them"
             yield TaskProblem(place.key_lines["gpus"], f"{where}.gpus", what)
-    given = [key for key in ALTERNATIVES if resources.get(key) is not None]
+    given = [key for key in ALTERNATIVES if key in resources.members]
     if len(given) > 1:
         what = f"expected one of {' and '.join(given)}, found both"
         yield TaskProblem(resources.key_lines[given[1]], f"resources.{given[1]}", what)
 
 
 def _amount_problems(where: str, place: Value) -> Iterator[TaskProblem]:
-    cpus, memory = place.get("cpus"), place.get("memory")
-    if cpus is not None and cpus.plain is not None and parse_cpus(cpus.plain) is None:
+    cpus, memory, priority = (place.get(key) for key in ("cpus", "memory", "priority"))
+    if cpus.plain is not None and parse_cpus(cpus.plain) is None:
         what = f"expected a number of CPUs, as 4 or 4+, found {cpus.plain!r}"
         yield TaskProblem(cpus.line, f"{where}.cpus", what)
-    if memory is None or memory.plain is None or is_multiple(memory.plain):
-        return
-    if not memory_mib(memory.plain):
+    if memory.plain is not None and not is_multiple(memory.plain) and not memory_mib(memory.plain):
         what = f"expected an amount of memory, as 32, 32+ or 32GB, found {memory.plain!r}"
         yield TaskProblem(memory.line, f"{where}.memory", what)
+    if isinstance(priority.plain, int) and abs(priority.plain) > MAX_PRIORITY:
+        what = f"expected {-MAX_PRIORITY} to {MAX_PRIORITY}, found {priority.plain}"
+        yield TaskProblem(priority.line, f"{where}.priority", what)
 
 
 def _places(resources: Value) -> Iterator[tuple[str, Value]]:
     """Yield the resources and their alternatives, with their paths."""
     yield "resources", resources
     for key in ALTERNATIVES:
-        member = resources.get(key)
-        for number, item in enumerate(member.items if member is not None else ()):
+        for number, item in enumerate(resources.get(key).items):
             yield f"resources.{key}[{number}]", item
 
 

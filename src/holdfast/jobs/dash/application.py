@@ -76,7 +76,9 @@ class Application:
             return file
         for pattern, respond in self._routes:
             if found := pattern.fullmatch(path):
-                return _translated(respond, request, **found.groupdict())
+                response = _translated(respond, request, **found.groupdict())
+                is_known = response.tag and response.tag == request.known_tag  # the browser has this version
+                return PageResponse(304, b"", "", tag=response.tag) if is_known else response
         return text_response(404, "Not found.")
 
     # -- what the page asks for ------------------------------------------------------------------------------
@@ -84,19 +86,19 @@ class Application:
     def _list(self, request: PageRequest) -> PageResponse:
         homes = [RunPlace(place).as_json() for place in self._homes]
         listing = {**self._board.listing().as_json(), "homes": homes}
-        return json_response(listing, known_tag=request.known_tag)
+        return json_response(listing)
 
     def _job(self, request: PageRequest, job: str) -> PageResponse:
-        return json_response(self._board.read(int(job), "page", _page), known_tag=request.known_tag)
+        return json_response(self._board.read(int(job), "page", _page))
 
     def _output(self, request: PageRequest, job: str) -> PageResponse:
         cursor, node = request.query.get("after", ""), request.query.get("node", "")
         part = f"output of {node!r} after {cursor}"
         page = self._board.read(int(job), part, lambda found: output_page(found, cursor=cursor, node=node))
-        return json_response(page, known_tag=request.known_tag)
+        return json_response(page)
 
     def _curves(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
-        return json_response(self._runs.curves(self._place(home, job)), known_tag=request.known_tag)
+        return json_response(self._runs.curves(self._place(home, job)))
 
     def _report(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
         page = self._runs.report(self._place(home, job))

@@ -110,12 +110,10 @@ def error_response(status: int, message: str) -> PageResponse:
     return PageResponse(status, _encoded({"error": message}), "application/json")
 
 
-def json_response(value: Any, *, known_tag: str) -> PageResponse:
-    """Return a response with a value. It is empty if the browser has the same version."""
+def json_response(value: Any) -> PageResponse:
+    """Return a response with a value, and the tag of this version."""
     content = _encoded(value)
     tag = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"'
-    if tag == known_tag:
-        return PageResponse(304, b"", "", tag=tag)
     return PageResponse(200, content, "application/json", tag=tag)
 
 

@@ -36,14 +36,14 @@ def print_checks(found: JobDescription) -> None:
             continue
         print(f"\nchecks before attempt {number}:")
         for line in describe_checks(of_nodes):
-            indent = len(line) - len(line.lstrip())
-            wrapped = textwrap.wrap(
-                printable(line),
-                max(20, (terminal_width() or _WIDTH) - 4),
-                subsequent_indent=" " * (indent + 4),
-                break_on_hyphens=False,
+            hanging = " " * (len(line) - len(line.lstrip()) + 8)
+            width = max(24, terminal_width() or _WIDTH)
+            text = printable(line)
+            print(
+                textwrap.fill(
+                    text, width, initial_indent=" " * 4, subsequent_indent=hanging, break_on_hyphens=False
+                )
             )
-            print(textwrap.indent("\n".join(wrapped), "    "))
 
 
 _EXAMPLES = """

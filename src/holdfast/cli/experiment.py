@@ -10,7 +10,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -76,51 +76,40 @@ def print_rows(rows: Sequence[dict[str, str]]) -> None:
         print(f"and {len(rows) - _MAX_ROWS} more; use --json to print all")
 
 
-@dataclass
 class Trace:
-    """Trace of all ranks of one trial."""
+    """Trace of all ranks of one trial, as its processes have written it into a folder."""
 
-    batches: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
-    """Completed steps and the digest of each batch, in order, by rank."""
-    generators: dict[str, dict[int, dict[str, str]]] = field(default_factory=lambda: defaultdict(dict))
-    records: dict[str, dict[int, dict[str, str]]] = field(default_factory=lambda: defaultdict(dict))
-    doubts: list[dict[str, Any]] = field(default_factory=list)
-    saved: list[int] = field(default_factory=list)
-    restored: int | None = None
-    was_killed: bool = False
-    has_files: bool = False
+    def __init__(self, folder: Path) -> None:
+        self.batches: dict[str, list[tuple[int, str]]] = defaultdict(
+            list
+        )  # completed steps, and digests, by rank
+        self.generators: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
+        self.records: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
+        self.doubts: list[dict[str, Any]] = []
+        self.saved: list[int] = []
+        self.restored: int | None = None
+        self.was_killed = self.has_files = False
+        for path in sorted(folder.glob("*.jsonl")):
+            self.has_files = True
+            for line in path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):  # the last line of a killed process
+                    self._add(path.name.split("-")[0], *json.loads(line))
 
-
-def read_trace(folder: Path) -> Trace:
-    """Read the trace that the processes of a trial have written into a folder."""
-    trace = Trace()
-    for path in sorted(folder.glob("*.jsonl")):
-        rank = path.name.split("-")[0]
-        trace.has_files = True
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                step, kind, value = json.loads(line)
-            except ValueError:  # the last line of a killed process
-                continue
-            _add(trace, rank, step, kind, value)
-    return trace
-
-
-def _add(trace: Trace, rank: str, step: int, kind: str, value: Any) -> None:
-    if kind == "batch":
-        trace.batches[rank].append((step, value))
-    elif kind == "generators":
-        trace.generators[rank][step] = value
-    elif kind == "recorded":
-        trace.records[rank].setdefault(step, {}).update(value)
-    elif kind == "doubts":
-        trace.doubts += [one for one in value if one not in trace.doubts]
-    elif kind == "saved" and rank == "0":
-        trace.saved.append(value)
-    elif kind == "restored":
-        trace.restored = value
-    elif kind == "killed":
-        trace.was_killed = True
+    def _add(self, rank: str, step: int, kind: str, value: Any) -> None:
+        if kind == "batch":
+            self.batches[rank].append((step, value))
+        elif kind == "generators":
+            self.generators[rank][step] = value
+        elif kind == "recorded":
+            self.records[rank].setdefault(step, {}).update(value)
+        elif kind == "doubts":
+            self.doubts += [one for one in value if one not in self.doubts]
+        elif kind == "saved" and rank == "0":
+            self.saved.append(value)
+        elif kind == "restored":
+            self.restored = value
+        elif kind == "killed":
+            self.was_killed = True
 
 
 def first_step(
@@ -198,7 +187,7 @@ class Trials:
                 status = process.wait(self._timeout_s)
             except subprocess.TimeoutExpired:
                 status = None
-        trace = read_trace(own)
+        trace = Trace(own)
         self._on_progress(f"trial {self._num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
         if status is None:
             problem = f"ran for more than {self._timeout_s:.0f} s"

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import (
@@ -87,9 +86,7 @@ class Mount:
     def __enter__(self) -> Mount:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import xxhash
@@ -40,14 +39,6 @@ class _Changed(Exception):
     """The file was written while it was being read."""
 
 
-@dataclass(slots=True)
-class _Outage:
-    """Duration and number of consecutive failures."""
-
-    since_s: float | None = None
-    num_tries: int = 0
-
-
 class Sender:
     """Thread that uploads the entries of a queue."""
 
@@ -57,7 +48,8 @@ class Sender:
         self._store, self._queue, self._versions = store, queue, versions
         self._config = config
         self._attempt_checked_s = time.monotonic()
-        self._outage = _Outage()
+        self._failing_since_s: float | None = None
+        self._num_failures = 0
         self._stopping = threading.Event()
         self.error: BaseException | None = None
         """Failure that ended the thread, if any."""
@@ -99,17 +91,16 @@ class Sender:
         except (HoldfastError, OSError) as error:
             self._pause(entry, error)
         else:
-            self._outage = _Outage()
+            self._failing_since_s, self._num_failures = None, 0
             self._queue.set_problem("")
 
     def _pause(self, entry: Upload, error: Exception) -> None:
         now_s = time.monotonic()
-        if self._outage.since_s is None:
-            self._outage.since_s = now_s
-        self._outage.num_tries += 1
-        since_s = now_s - self._outage.since_s
+        self._failing_since_s = now_s if self._failing_since_s is None else self._failing_since_s
+        self._num_failures += 1
+        since_s = now_s - self._failing_since_s
         self._queue.set_problem(f"Uploading {entry.name} has failed for {format_duration(since_s)}: {error}")
-        pause_s = backoff.doubled(self._outage.num_tries, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        pause_s = backoff.doubled(self._num_failures, _FIRST_PAUSE_S, _LAST_PAUSE_S)
         self._stopping.wait(backoff.jittered(pause_s))
 
     def _check_attempt(self) -> None:

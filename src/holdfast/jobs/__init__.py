@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "Check": "node.checks.result",
-    "Delivery": "notifications.outbox",
+    "Delivery": "notifications",
     "Durations": "history",
     "Job": "engine",
     "JobAttempt": "history",
@@ -38,7 +38,7 @@ _PLACES = {
     "JobStatus": "status",
     "Line": "engine",
     "NodeChecks": "node.checks.result",
-    "NodeStanding": "machines.judgement",
+    "NodeStanding": "machines",
     "cancel": "interface",
     "clear_node": "interface",
     "describe": "interface",

@@ -155,18 +155,31 @@ def _worse(one: MachineEvent | None, other: MachineEvent) -> MachineEvent:
 
 @dataclass(frozen=True, slots=True)
 class NodeStanding:
-    """Standing of a machine on which jobs have run."""
+    """Standing of a machine on which jobs have run.
 
-    name: str  # name of the machine
-    attempts: int  # attempts that ran on it, in the last 30 days and since it was cleared
-    lost: int  # of these, attempts that were lost because of it
-    failed_checks: Mapping[str, int]  # number of failed checks, by name
-    wrong_results: int  # attempts before which it returned a wrong result
-    chance: float  # probability that a machine like the others loses as many, for any of them
-    stands_out: bool  # it is left out of new attempts where that is possible
-    reasons: tuple[str, ...]  # the newest reasons, newest first
-    newest_unix_s: float  # time of its newest event
-    lost_unix_s: float | None  # time of its newest loss or failed check; None if it has neither
+    Attributes:
+        name: name of the machine.
+        attempts: attempts that ran on it, in the last 30 days and since it was cleared.
+        lost: of these, attempts that were lost because of it.
+        failed_checks: number of failed checks, by name.
+        wrong_results: attempts before which it returned a wrong result.
+        chance: probability that a machine like the others loses as many, for any of them.
+        stands_out: it is left out of new attempts where that is possible.
+        reasons: the newest reasons, newest first.
+        newest_unix_s: time of its newest event.
+        lost_unix_s: time of its newest loss or failed check; None if it has neither.
+    """
+
+    name: str
+    attempts: int
+    lost: int
+    failed_checks: Mapping[str, int]
+    wrong_results: int
+    chance: float
+    stands_out: bool
+    reasons: tuple[str, ...]
+    newest_unix_s: float
+    lost_unix_s: float | None
 
 
 def judge(events: Sequence[MachineEvent]) -> list[NodeStanding]:

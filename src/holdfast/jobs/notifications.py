@@ -97,14 +97,23 @@ class Notification:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Result of sending a notification to one target."""
+    """Result of sending a notification to one target.
 
-    notification: str  # id of the notification
-    status: JobStatus  # status of the job
-    target: str  # "command" or "webhook", and its position
-    error: str  # why it was not sent; empty if it was
-    num_tries: int  # number of times that it was tried
-    unix_s: float  # time of the result
+    Attributes:
+        notification: id of the notification.
+        status: status of the job.
+        target: "command" or "webhook", and its position.
+        error: why it was not sent; empty if it was.
+        num_tries: number of times that it was tried.
+        unix_s: time of the result.
+    """
+
+    notification: str
+    status: JobStatus
+    target: str
+    error: str
+    num_tries: int
+    unix_s: float
 
 
 def write_plan(folder: JobFolder, subscription: Subscription, submission: Submission) -> None:

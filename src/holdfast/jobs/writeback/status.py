@@ -113,11 +113,8 @@ def status_of(directory: str | os.PathLike[str]) -> DirectoryStatus:
     root = Path(directory).absolute()
     is_held = has_uploader(root)
     with closing(Journal(root, is_reader=True)) as journal:
-        state, order, text = (
-            journal.get("state"),
-            journal.load(),
-            journal.get("exclude", json.dumps(EXCLUDED)),
-        )
+        state, order = journal.get("state"), journal.load()
+        text = journal.get("exclude", json.dumps(EXCLUDED))
         exclude = read_as(tuple[str, ...], decode(text, "exclude"), "exclude")
         # The files are scanned after the journal is read, so that any change in between is seen.
         waiting, unread, written, left_out = _compare(root, order, exclude)

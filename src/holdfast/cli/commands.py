@@ -131,7 +131,7 @@ class CommandParser(Arguments):
         super().__init__(parser)
 
     def add_exclusive_group(self) -> Arguments:
-        """Add a group of options, of which a command line has one at most."""
+        """Add a group of options that exclude each other."""
         return Arguments(self._target.add_mutually_exclusive_group())
 
     def add_home(self) -> None:

@@ -28,17 +28,15 @@ def find_causes(
 ) -> Iterator[str]:
     """Yield the probable causes of a difference, from the traces of the two runs."""
     batch_step = experiment.first_batch(whole, resumed, restored)
-    generator_step, generators = experiment.first_step(
-        whole.generators, resumed.generators, restored, ignored
-    )
+    step, names = experiment.first_step(whole.generators, resumed.generators, restored, ignored)
     if batch_step is not None:
         yield (
             f"The resumed run got another batch in step {batch_step}: the position in the data, "
             f"or its order, was not restored. {_LOADER}"
         )
-    elif generator_step is not None:
+    elif step is not None:
         yield (
-            f"The generators of {' and '.join(generators)} differ after step {generator_step}: the resumed "
+            f"The generators of {' and '.join(names)} differ after step {step}: the resumed "
             "run drew more or fewer random numbers after its restore than the other run in the same steps. "
             "Objects that draw when they start, such as a loader, need their own generator. Do not seed "
             "after restore()."
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> dict[str, Any]:
-    trials = experiment.Trials(words, folder, timeout_s=timeout_s, on_progress=experiment.show_progress)
+    trials = experiment.Trials(words, folder, timeout_s=timeout_s)
     save_at, whole = _run_whole(trials, steps)
     end_at = min(experiment.newest_steps(trials.homes("a")).values())
     kill_at = save_at + max(1, (end_at - save_at) // 2)

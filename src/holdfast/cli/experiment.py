@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -122,10 +122,10 @@ def first_step(
     for rank, steps in whole.items():
         for step in sorted(step for step in steps if step > after):
             values, others = steps[step], other.get(rank, {}).get(step)
-            differing = (
-                [] if others is None else [name for name in values if values[name] != others.get(name)]
-            )
-            if names := [name for name in differing if name not in ignored]:
+            if others is None:
+                continue
+            names = [name for name in values if name not in ignored and values[name] != others.get(name)]
+            if names:
                 return step, names
     return None, []
 
@@ -154,11 +154,8 @@ def unseeded(one: Trace, other: Trace) -> set[str]:
 class Trials:
     """Runs a command several times, one after the other."""
 
-    def __init__(
-        self, command: Sequence[str], folder: Path, *, timeout_s: float, on_progress: Callable[[str], None]
-    ) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, *, timeout_s: float) -> None:
         self._command, self._folder, self._timeout_s = list(command), folder, timeout_s
-        self._on_progress = on_progress
         self._num_trials = 0
 
     def homes(self, name: str) -> Path:
@@ -188,7 +185,7 @@ class Trials:
             except subprocess.TimeoutExpired:
                 status = None
         trace = Trace(own)
-        self._on_progress(f"trial {self._num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
+        show_progress(f"trial {self._num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
         if status is None:
             problem = f"ran for more than {self._timeout_s:.0f} s"
         elif not trace.has_files:

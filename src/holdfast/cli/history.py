@@ -133,11 +133,8 @@ def _speed(row: Event) -> str | None:
 def _with_speed(event: Event) -> Event:
     """Return the event with its tier and its speed."""
     num_bytes, seconds = _number(event, "bytes"), _number(event, "seconds")
-    return {
-        **event,
-        "tier": tier_of(event),
-        "bytes_per_s": num_bytes / seconds if num_bytes and seconds else None,
-    }
+    speed = num_bytes / seconds if num_bytes and seconds else None
+    return {**event, "tier": tier_of(event), "bytes_per_s": speed}
 
 
 def _number(event: Event, name: str) -> float:

@@ -193,9 +193,7 @@ def run(args: argparse.Namespace) -> int:
     span = find_span(store, step=args.step, to_step=args.to)
     try:
         with experiment.trial_folder("replay", args.keep) as folder:
-            trials = experiment.Trials(
-                words, folder, timeout_s=timeout_s, on_progress=experiment.show_progress
-            )
+            trials = experiment.Trials(words, folder, timeout_s=timeout_s)
             report = _Replay(store, absolute_place(args.home), span, trials).report()
     except Corrupt as error:  # 1 would mean that the replay differs
         print(f"holdfast: {error}", file=sys.stderr)

@@ -205,9 +205,8 @@ def cut(text: str, width: int) -> str:
 
 
 def _natural(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [
-        max(map(_length, [column.heading, *(row[i] for row in rows)])) for i, column in enumerate(columns)
-    ]
+    texts = zip([column.heading for column in columns], *rows, strict=True)
+    return [max(map(_length, column)) for column in texts]
 
 
 def _least(columns: Sequence[Column], rows: Sequence[Sequence[str]], left_out: Collection[int]) -> int:

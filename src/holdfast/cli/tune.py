@@ -171,8 +171,6 @@ def _print_paddings(report: TuningReport) -> None:
         (one.name, f"{one.useful:.0%}", str(one.num_shapes), f"{one.positions / found.now:.2f}x")
         for one in found.others
     ]
-    columns = [Column("PADDING", itemgetter(0), "name")]
-    columns += [
-        Column(heading, itemgetter(i), "right") for i, heading in enumerate(("USEFUL", "SHAPES", "COST"), 1)
-    ]
+    headings = ("PADDING", "USEFUL", "SHAPES", "COST")
+    columns = [Column(name, itemgetter(i), "right" if i else "name") for i, name in enumerate(headings)]
     print_table(columns, rows)

@@ -312,9 +312,8 @@ class Scenario:
         self.screen.show_event("the survivor starts again")
         child = self._start("survivor")
         self._write_raw(child, self.every * NUM_SAVES // 2)
-        self._fail(
-            child, signal.SIGTERM, "preempted while saving", saving_from=self.every * NUM_SAVES * 2 // 3
-        )
+        saving_from = self.every * NUM_SAVES * 2 // 3
+        self._fail(child, signal.SIGTERM, "preempted while saving", saving_from=saving_from)
         return damage
 
     def _start(self, name: str, *, hold: str = "1m") -> Child:
@@ -348,9 +347,9 @@ class Scenario:
             name = f"a save of step {saving_from} or later"
             saving = child.wait_for(lambda: self._unfinished(saving_from), name)
         child.send(number)
-        where = f"at step {child.step}" + (
-            f", while the save of step {saving} was being written" if saving else ""
-        )
+        where = f"at step {child.step}"
+        if saving:
+            where += f", while the save of step {saving} was being written"
         self.screen.show_event(f"{number.name} to the survivor {where}")
         status = child.wait()
         self.failures.append(Failure(what, status, child.step, saving))

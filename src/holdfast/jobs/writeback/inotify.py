@@ -20,9 +20,8 @@ CLOSED, CREATED, DELETED, MOVED_FROM, MOVED_TO, LOST = 0x8, 0x100, 0x200, 0x40, 
 """Kinds of events: closed after writing, created, deleted, moved away, moved here, events lost."""
 _IGNORED, _IS_DIRECTORY = 0x8000, 0x40000000
 _ONLY_DIRECTORIES, _NO_LINKS, _NOT_AFTER_UNLINK = 0x01000000, 0x02000000, 0x04000000
-_WATCHED = (
-    CLOSED | CREATED | DELETED | MOVED_FROM | MOVED_TO | _ONLY_DIRECTORIES | _NO_LINKS | _NOT_AFTER_UNLINK
-)
+_KINDS = CLOSED | CREATED | DELETED | MOVED_FROM | MOVED_TO
+_WATCHED = _KINDS | _ONLY_DIRECTORIES | _NO_LINKS | _NOT_AFTER_UNLINK
 _HEAD = struct.Struct("iIII")
 _READ_BYTES = 1 << 20
 
@@ -118,6 +117,6 @@ class TreeWatch:
                 folder = self._names[number]
                 name = f"{folder}/{own}" if folder else own
                 if own and not self._is_excluded(name):
-                    kind = mask & (CLOSED | CREATED | DELETED | MOVED_FROM | MOVED_TO)
+                    kind = mask & _KINDS
                     events.append(FileEvent(kind, name, bool(mask & _IS_DIRECTORY), pair))
         return events

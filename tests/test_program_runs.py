@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.notifications import notifier
-from holdfast.jobs.service import boot_command
+from holdfast.jobs import notifications, service
 from holdfast.system.linux import program_runs
 from holdfast.system.linux.processes import read_stat
 from holdfast.system.linux.program_runs import run_program
@@ -28,8 +27,8 @@ def test_a_daemon_that_keeps_the_pipes_open_is_not_waited_for(
     pid_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those that git and SkyPilot start. Every command of the system failed at its time limit."""
-    monkeypatch.setattr(boot_command, "_LIMIT_S", 5.0)
-    done = boot_command.run_program(
+    monkeypatch.setattr(service, "_LIMIT_S", 5.0)
+    done = service.run_program(
         "sh", "-c", f"sleep 600 & echo $! > {pid_file}; echo out; echo err >&2; exit 3"
     )
     assert (done.status, done.text, done.error, done.message) == (3, "out", "err", "err")
@@ -40,9 +39,9 @@ def test_a_hook_whose_daemon_keeps_the_input_ends_at_its_limit(
     pid_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had been killed, and the rest of its input was still to be sent."""
-    monkeypatch.setattr(notifier, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(notifications, "_HOOK_LIMIT_S", 0.5)
     command = f"setsid sleep 600 <&0 & echo $! > {pid_file}; sleep 600"
-    failure = notifier.run_hook(command, bytes(1 << 20), environment=os.environ, directory="/")
+    failure = notifications.run_hook(command, bytes(1 << 20), environment=os.environ, directory="/")
     assert failure.endswith("and was killed")
 
 

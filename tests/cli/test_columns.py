@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cli.conftest import Command
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.store import open_store
-from holdfast.cli.tables import Table, cut, lay_out, printable
+from holdfast.cli.tables import Column, cut, lay_out, printable
 from making import make_checkpoint
 
 LONG = "model.transformer.layers.{}.self_attention.query_key_value.lora_adapters.default.weight"
@@ -91,10 +91,10 @@ cells = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=60)
 def test_any_texts_fit(rows: list[tuple[str, str, str]], width: int) -> None:
     from rich.cells import cell_len
 
-    table = Table(("NAME", "KIND", "WHY"), tuple(rows), names=frozenset({"NAME", "KIND"}), text="WHY")
-    lines = lay_out(table, width)
+    columns = [Column("NAME", str, "name"), Column("KIND", str, "name"), Column("WHY", str, "text")]
+    lines = lay_out(columns, rows, width)
     assert all(cell_len(line) <= width for line in lines)
-    assert len(lay_out(table, None)) == 1 + len(rows)
+    assert len(lay_out(columns, rows, None)) == 1 + len(rows)
 
 
 @given(cells, st.integers(4, 40))

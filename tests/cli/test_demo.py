@@ -30,7 +30,7 @@ from servers import ministack
 def arguments(*words: str) -> argparse.Namespace:
     """Parse the options of a demo."""
     parser = argparse.ArgumentParser()
-    demo.add_parser(parser.add_subparsers())
+    demo.add_demo(parser.add_subparsers())
     return parser.parse_args(["demo", *words])
 
 

@@ -58,7 +58,7 @@ def test_every_option_in_the_documents_exists(command: str, capsys: pytest.Captu
     assert options <= set(re.findall(r"--[a-z][\w-]*", help_of(command, capsys)))
 
 
-PRINTERS = ("print_table", "print_text", "print_fields", "print_csv", "print_line")
+PRINTERS = ("print_table", "print_text", "print_fields", "print_csv", "print_output")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -71,7 +71,7 @@ def test_every_command_that_prints_results_has_json(command: str, capsys: pytest
 def test_every_command_that_formats_results_prints_json_too(command: str) -> None:
     module = load_command(command)
     if any(hasattr(module, printer) for printer in PRINTERS):
-        assert hasattr(module, "print_json") or hasattr(module, "print_line"), "no JSON beside the text"
+        assert hasattr(module, "print_json") or hasattr(module, "print_output"), "no JSON beside the text"
 
 
 @pytest.mark.parametrize(

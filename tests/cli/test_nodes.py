@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main
-from holdfast.jobs.machines.record import MachineEvent, add_events
+from holdfast.jobs.machines import MachineEvent, add_events
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.jobs.node import processes
 from holdfast.jobs.records import Records
-from holdfast.jobs.service.boot_command import service_name
+from holdfast.jobs.service import service_name
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 from jobs.service.fakes import FakePrograms

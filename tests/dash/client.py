@@ -8,9 +8,8 @@ from typing import Any
 from wsgiref.util import setup_testing_defaults
 from wsgiref.validate import validator
 
-from holdfast.jobs.dash.access import AccessKeys
 from holdfast.jobs.dash.application import Application
-from holdfast.jobs.dash.messages import COOKIE
+from holdfast.jobs.dash.messages import COOKIE, AccessKeys
 
 PORT = 8321
 

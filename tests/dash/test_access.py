@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dash.client import PORT, Client
-from holdfast.jobs.dash.access import AccessKeys
-from holdfast.jobs.dash.messages import COOKIE
+from holdfast.jobs.dash.messages import COOKIE, AccessKeys
 
 REFUSED = "It ends with a token, which is missing here."
 

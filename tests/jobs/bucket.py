@@ -6,7 +6,7 @@ import itertools
 
 from fault_proxy import FaultProxy
 from holdfast.checkpoint.store import Store, open_store
-from holdfast.jobs.writeback.ownership import FOLDER
+from holdfast.jobs.writeback.journal import FOLDER
 from servers import Server
 
 _numbers = itertools.count()

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import NotFound
 from holdfast.jobs.writeback import DirectoryStatus, Mount, mount, status_of
-from holdfast.jobs.writeback.ownership import FOLDER
+from holdfast.jobs.writeback.journal import FOLDER
 from holdfast.jobs.writeback.status import has_uploader
 
 LIMIT_S = 600.0

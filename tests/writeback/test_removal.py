@@ -106,9 +106,7 @@ def test_a_removal_that_was_killed_is_completed(mounted: MountedDirectory) -> No
     assert mounted.bucket() == {"data": b"1"}
 
 
-def test_a_download_above_the_limit_changes_nothing(
-    make_directory: Callable[..., MountedDirectory],
-) -> None:
+def test_a_download_above_the_limit_changes_nothing(make_directory: Callable[..., MountedDirectory]) -> None:
     first, second = make_directory(), make_directory("second")
     first.mount()
     files = {"one": b"1" * 600, "two": b"2" * 600}

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from holdfast import __version__
-from holdfast.cli.commands import COMMANDS, load_command, short_summary
+from holdfast.cli.commands import COMMANDS, add_command, short_summary
 from holdfast.errors import Corrupt, HoldfastError
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
@@ -37,7 +37,7 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in COMMANDS:
         if only in (None, name):
-            load_command(name).add_parser(subparsers)
+            add_command(subparsers, name)
         else:
             subparsers.add_parser(name, help=short_summary(name))
     return parser

@@ -5,26 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import textwrap
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.experiment import (
-    DifferenceRow,
-    Divergence,
-    Trace,
-    Trials,
-    compare_sides,
-    find_divergence,
-    newest_steps,
-    open_side,
-    print_rows,
-    script_words,
-    show_progress,
-    trial_folder,
-    unseeded,
-)
-from holdfast.cli.options import Commands, add_json, command, count
+from holdfast.cli import experiment
+from holdfast.cli.commands import CommandParser, Commands, count
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_duration, plural
@@ -37,37 +24,26 @@ _LOADER = (
 
 
 def find_causes(
-    keys: Collection[str], divergence: Divergence, doubts: Collection[str], restored: int
-) -> list[str]:
-    """Return the probable causes, the most likely first. Each is a sentence or two.
-
-    Args:
-        keys: names of the tensors and values that differ.
-        divergence: first difference of the traces of the two runs.
-        doubts: warnings about the state from its first save.
-        restored: step from which the run was resumed.
-    """
-    if not keys:
-        return list(doubts)
-    return [*doubts, *_observed(divergence, restored, has_doubts=bool(doubts))]
-
-
-def _observed(divergence: Divergence, restored: int, *, has_doubts: bool) -> Iterator[str]:
-    if divergence.batch_step is not None:
+    whole: experiment.Trace, resumed: experiment.Trace, restored: int, *, ignored: Collection[str]
+) -> Iterator[str]:
+    """Yield the probable causes of a difference, from the traces of the two runs."""
+    batch_step = experiment.first_batch(whole, resumed, restored)
+    step, names = experiment.first_step(whole.generators, resumed.generators, restored, ignored)
+    if batch_step is not None:
         yield (
-            f"The resumed run got another batch in step {divergence.batch_step}: the position in the data, "
+            f"The resumed run got another batch in step {batch_step}: the position in the data, "
             f"or its order, was not restored. {_LOADER}"
         )
-    elif divergence.generator_step is not None:
-        names = " and ".join(divergence.generators)
+    elif step is not None:
         yield (
-            f"The generators of {names} differ after step {divergence.generator_step}: the resumed run drew "
-            "more or fewer random numbers after its restore than the other run in the same steps. Objects "
-            "that draw when they start, such as a loader, need their own generator. Do not seed after "
-            "restore()."
+            f"The generators of {' and '.join(names)} differ after step {step}: the resumed "
+            "run drew more or fewer random numbers after its restore than the other run in the same steps. "
+            "Objects that draw when they start, such as a loader, need their own generator. Do not seed "
+            "after restore()."
         )
-    elif not has_doubts:
-        where = f" First seen in {', '.join(divergence.records)}." if divergence.records else ""
+    elif not whole.doubts:
+        _, records = experiment.first_step(whole.records, resumed.records, restored)
+        where = f" First seen in {', '.join(records)}." if records else ""
         yield (
             f"Batches and random numbers after step {restored} are the same, so something that controls "
             "training is not in the state, or was not restored: a schedule, a counter in a variable of the "
@@ -83,32 +59,22 @@ holdfast check -- torchrun --nproc-per-node 2 train.py
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_check(commands: Commands) -> None:
     """Add the command."""
-    details = "The exit status is 1 if resuming is not exact."
-    parser = command(commands, "check", run, details=details, examples=_EXAMPLES)
-    parser.add_argument(
-        "--steps",
-        type=count,
-        default=5,
-        metavar="N",
-        help="save after N steps, compare after 2 N (default: 5)",
+    parser = CommandParser(
+        commands, "check", run, _EXAMPLES, "The exit status is 1 if resuming is not exact."
     )
-    parser.add_argument(
-        "--timeout", default="10m", metavar="TIME", help="time limit of each of the 4 runs (default: 10m)"
-    )
-    parser.add_argument(
-        "--keep", metavar="DIR", help="copy the homes, traces and logs of the runs to this folder"
-    )
-    add_json(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="training script, or any command")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
+    parser.add("--steps N", "save after N steps, compare after 2 N", count, default=5)
+    parser.add("--timeout TIME", "time limit of each of the 4 runs", default="10m")
+    parser.add("--keep DIR", "copy the homes, traces and logs of the runs to this folder")
+    parser.add_json()
+    parser.add_script("training script, or any command")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the trials, and print the differences. The exit status is 1 if resuming is not exact."""
-    words = script_words(args.script, args.args)
-    with trial_folder("check", args.keep) as folder:
+    words = experiment.script_words(args.script, args.args)
+    with experiment.trial_folder("check", args.keep) as folder:
         report = _check(words, folder, steps=args.steps, timeout_s=parse_duration(args.timeout, "--timeout"))
     if args.json:
         print_json(report)
@@ -118,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> dict[str, Any]:
-    trials = Trials(words, folder, timeout_s=timeout_s, on_progress=show_progress)
+    trials = experiment.Trials(words, folder, timeout_s=timeout_s)
     save_at, whole = _run_whole(trials, steps)
-    end_at = min(newest_steps(trials.homes("a")).values())
+    end_at = min(experiment.newest_steps(trials.homes("a")).values())
     kill_at = save_at + max(1, (end_at - save_at) // 2)
     plan = {"save_at": [save_at, end_at], "end_at": end_at}
     repeated = trials.run("again", f"uninterrupted once more, to step {end_at}", plan)
@@ -134,13 +100,12 @@ def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> d
     restored = resumed.restored if resumed.restored is not None else 0
     random_keys = {row.key for row in again}
     rows = [row for row in rows if row.key not in random_keys]
-    doubts = [one["text"] for one in whole.doubts if rows or not one["would_show"]]
-    divergence = find_divergence(whole, resumed, restored, unseeded=unseeded(whole, repeated))
-    causes = find_causes([row.key for row in rows], divergence, doubts, restored)
+    causes = [one["text"] for one in whole.doubts if rows or not one["would_show"]]
+    if rows:
+        causes += find_causes(whole, resumed, restored, ignored=experiment.unseeded(whole, repeated))
     if resumed.restored is None:
-        causes.insert(
-            0, "The resumed run did not restore a checkpoint: call restore(), or loop over steps()."
-        )
+        what = "The resumed run did not restore a checkpoint: call restore(), or loop over steps()."
+        causes.insert(0, what)
     return {
         "exact": not rows and not is_random and not causes,
         "deterministic": not is_random,
@@ -155,12 +120,12 @@ def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> d
     }
 
 
-def _run_whole(trials: Trials, steps: int) -> tuple[int, Trace]:
+def _run_whole(trials: experiment.Trials, steps: int) -> tuple[int, experiment.Trace]:
     """Run the script without interruption. Return the step of its first save, and the trace."""
     end_at = 2 * steps
     plan = {"save_at": [steps, end_at], "end_at": end_at, "num_saves": 2}
     whole = trials.run("a", f"uninterrupted, to step {end_at}", plan)
-    found = newest_steps(trials.homes("a"))
+    found = experiment.newest_steps(trials.homes("a"))
     if not found:
         raise InvalidInput("The script saved no checkpoint, so there is nothing to compare.")
     end = min(found.values())
@@ -173,16 +138,16 @@ def _run_whole(trials: Trials, steps: int) -> tuple[int, Trace]:
     return end // 2, trials.run("a", f"uninterrupted, to its end at step {end}", plan)
 
 
-def _differences(a: Path, b: Path, step: int) -> tuple[list[DifferenceRow], int]:
+def _differences(a: Path, b: Path, step: int) -> tuple[list[experiment.DifferenceRow], int]:
     """Compare the checkpoints of a step in all homes of two trials."""
-    rows: list[DifferenceRow] = []
+    rows: list[experiment.DifferenceRow] = []
     num_compared = 0
-    for home in newest_steps(a):
-        if home not in newest_steps(b):
-            rows.append(DifferenceRow("(all)", "missing in the other run"))
+    for home in experiment.newest_steps(a):
+        if home not in experiment.newest_steps(b):
+            rows.append(experiment.DifferenceRow("(all)", "missing in the other run"))
             continue
-        one, other = (open_side(os.fspath(folder / home), step) for folder in (a, b))
-        found = compare_sides(one, other, of_a="the uninterrupted run", of_b="the resumed run")
+        one, other = (experiment.open_side(os.fspath(folder / home), step) for folder in (a, b))
+        found = experiment.compare_sides(one, other, of_a="the uninterrupted run", of_b="the resumed run")
         num_compared += found.num_compared
         rows += found.rows
     return rows, num_compared
@@ -192,14 +157,14 @@ def _print(report: dict[str, Any]) -> None:
     if report["random"]:
         print("Two uninterrupted runs differ, so the script is not deterministic. Seed it, and use")
         print("deterministic kernels; then resuming can be exact. The two differ in:")
-        print_rows(report["random"])
+        experiment.print_rows(report["random"])
     if report["differences"]:
         print(
             f"Resuming is not exact: killed after step {report['killed_at']} and resumed from step "
             f"{report['restored']},\nthe run differs at step {report['compared_at']} from one that was not "
             "killed:"
         )
-        print_rows(report["differences"])
+        experiment.print_rows(report["differences"])
     elif report["exact"]:
         print(
             f"Resuming is exact: killed after step {report['killed_at']} and resumed from step "
@@ -209,10 +174,4 @@ def _print(report: dict[str, Any]) -> None:
     if report["causes"]:
         print("\nProbable causes:" if report["differences"] else "\nNot everything is restored:")
         for cause in report["causes"]:
-            print(_wrapped(cause))
-
-
-def _wrapped(text: str) -> str:
-    import textwrap
-
-    return textwrap.fill(text, 80, initial_indent="- ", subsequent_indent="  ")
+            print(textwrap.fill(cause, 80, initial_indent="- ", subsequent_indent="  "))

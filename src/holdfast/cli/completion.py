@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from holdfast.cli.commands import COMMANDS, load_command, short_summary
-from holdfast.cli.options import Commands, command
+from holdfast.cli.commands import COMMANDS, CommandParser, Commands, add_command, short_summary
 
 Kind: TypeAlias = Literal["words", "paths", "files"]
 
@@ -34,26 +33,12 @@ _RUN, _STEP = "holdfast.json", re.compile(r"step-(\d{8,})")  # as in `holdfast.c
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """A possible last argument, and its description."""
-
-    text: str
-    description: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Completions:
-    """All candidates for the last argument of a line.
+    """All candidates for the last argument of a line."""
 
-    Attributes:
-        kind: "words", "paths", or "files" if the shell itself is to complete the names of files.
-        values: the candidates.
-        num_fixed: length of the part of the argument that bash does not replace.
-    """
-
-    kind: Kind
-    values: list[Completion]
-    num_fixed: int = 0
+    kind: Kind  # "words", "paths", or "files" if the shell itself is to complete the names of files
+    values: dict[str, str]  # the candidates, with their descriptions
+    num_fixed: int = 0  # length of the part of the argument that bash does not replace
 
 
 def complete(line: str) -> Completions:
@@ -61,12 +46,15 @@ def complete(line: str) -> Completions:
     *words, last = _split(line)
     before = words[1:]
     command = next((word for word in before if not word.startswith("-")), None)
-    if command is not None:
+    kind: Kind = "words"
+    if command is None:
+        values = {name: short_summary(name) for name in COMMANDS}
+        values |= {"--help": "show the help", "--version": "show the version"}
+    elif command in COMMANDS:
         kind, values = _complete_argument(command, before[before.index(command) + 1 :], last)
     else:
-        kind, values = "words", [Completion(name, short_summary(name)) for name in COMMANDS]
-        values += [Completion("--help", "show the help"), Completion("--version", "show the version")]
-    found = [value for value in values if value.text.startswith(last)]
+        values = {}
+    found = {text: description for text, description in values.items() if text.startswith(last)}
     # bash completes from the last of these characters; only of @ it replaces the character too.
     num_fixed = max(last.rfind("=") + 1, last.rfind(":") + 1, last.rfind("@"))
     return Completions(kind, found, max(0, num_fixed))
@@ -83,28 +71,26 @@ def _split(line: str) -> list[str]:
     return ["", ""]
 
 
-def _complete_argument(command: str, before: Sequence[str], last: str) -> tuple[Kind, list[Completion]]:
+def _complete_argument(command: str, before: Sequence[str], last: str) -> tuple[Kind, dict[str, str]]:
     """Return the candidates for an argument of a command."""
-    if command not in COMMANDS:
-        return "words", []
     actions = arguments_of(command)
     given = _assign(actions, before)
     name, equals, value = last.partition("=")
-    if given.option is not None:
-        return _complete_value(given.option, last, given.values)
-    if given.may_be_option and last.startswith("-"):
+    if given.option is None and given.may_be_option and last.startswith("-"):
         if not equals:
-            return "words", _options(actions)
-        option = _find_option(actions, name)
-        kind, values = _complete_value(option, value, given.values) if option else ("words", [])
-        return kind, [Completion(f"{name}={one.text}", one.description) for one in values]
-    return _complete_value(given.positional, last, given.values) if given.positional else ("words", [])
+            names = {
+                action.option_strings[-1]: action.help or "" for action in actions if action.option_strings
+            }
+            return "words", dict(sorted(names.items()))
+        kind, values = _complete_value(_find_option(actions, name), value, given.values)
+        return kind, {f"{name}={text}": description for text, description in values.items()}
+    return _complete_value(given.option or given.positional, last, given.values)
 
 
 def arguments_of(command: str) -> list[argparse.Action]:
     """Return the arguments and options of a command."""
     commands = argparse.ArgumentParser().add_subparsers()
-    load_command(command).add_parser(commands)
+    add_command(commands, command)
     return [one for one in commands.choices[command]._actions if one.help != argparse.SUPPRESS]
 
 
@@ -145,29 +131,23 @@ def _find_option(actions: Sequence[argparse.Action], word: str) -> argparse.Acti
     return next((action for action in actions if word in action.option_strings), None)
 
 
-def _options(actions: Sequence[argparse.Action]) -> list[Completion]:
-    return [
-        Completion(action.option_strings[-1], action.help or "")
-        for action in sorted(actions, key=lambda action: tuple(action.option_strings[-1:]))
-        if action.option_strings
-    ]
-
-
 def _complete_value(
-    action: argparse.Action, last: str, values: dict[str, str]
-) -> tuple[Kind, list[Completion]]:
+    action: argparse.Action | None, last: str, given: dict[str, str]
+) -> tuple[Kind, dict[str, str]]:
     """Return the values of an argument."""
+    if action is None:
+        return "words", {}
     if action.choices is not None:
-        return "words", [Completion(str(choice)) for choice in action.choices]
+        return "words", dict.fromkeys(map(str, action.choices), "")
     kind = VALUES.get(action.dest)
     if kind == FILES:
-        return "files", []
+        return "files", {}
     if kind == STEPS:
-        return "words", [Completion(str(step)) for step in _steps(values.get("home"))]
+        return "words", dict.fromkeys(map(str, _steps(given.get("home"))), "")
     if kind == SIDES and "@" in last:
         home = last.partition("@")[0]
-        return "words", [Completion(f"{home}@{step}") for step in _steps(home)]
-    return ("paths", _homes(last)) if kind in (HOMES, SIDES) else ("words", [])
+        return "words", dict.fromkeys((f"{home}@{step}" for step in _steps(home)), "")
+    return ("paths", _homes(last)) if kind in (HOMES, SIDES) else ("words", {})
 
 
 def _steps(home: str | None) -> list[int]:
@@ -175,36 +155,29 @@ def _steps(home: str | None) -> list[int]:
     if home is None:
         return []
     try:
-        folder = _expanded(home)
-        found = [_STEP.fullmatch(path.name) for path in folder.iterdir()]
+        found = [_STEP.fullmatch(path.name) for path in Path(home).expanduser().iterdir()]
     except (OSError, RuntimeError):
         return []
     return sorted((int(one[1]) for one in found if one), reverse=True)
 
 
-def _homes(prefix: str) -> list[Completion]:
+def _homes(prefix: str) -> dict[str, str]:
     """Return the folders whose path begins with `prefix`. A folder that is not a home ends with a slash."""
     parent, slash, name = prefix.rpartition("/")
     try:
-        root = _expanded(parent + slash)
+        root = Path(parent + slash).expanduser()
         folders = [] if _is_home(root) else sorted(path for path in root.iterdir() if path.is_dir())
     except (OSError, RuntimeError):
-        return []
-    return [
-        Completion(f"{parent}{slash}{path.name}", "home")
-        if _is_home(path)
-        else Completion(f"{parent}{slash}{path.name}/")
-        for path in folders
-        if name or not path.name.startswith(".")
-    ]
+        return {}
+    shown = [path for path in folders if name or not path.name.startswith(".")]
+    return {
+        f"{parent}{slash}{path.name}{'' if _is_home(path) else '/'}": "home" if _is_home(path) else ""
+        for path in shown
+    }
 
 
 def _is_home(folder: Path) -> bool:
     return (folder / _RUN).exists()
-
-
-def _expanded(place: str) -> Path:
-    return Path(place).expanduser()
 
 
 _BASH = r"""
@@ -278,13 +251,13 @@ holdfast completion fish > ~/.config/fish/completions/holdfast.fish
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_completion(commands: Commands) -> None:
     """Add the command."""
     details = "The script completes commands, options, homes and steps of this machine, and files."
-    parser = command(commands, "completion", run, details=details, examples=_EXAMPLES)
-    parser.add_argument("shell", choices=tuple(SCRIPTS), help="the shell")
+    parser = CommandParser(commands, "completion", run, _EXAMPLES, details)
+    parser.add("shell", "the shell", choices=tuple(SCRIPTS))
     # The script passes the line up to the cursor.
-    parser.add_argument("--line", help=argparse.SUPPRESS)
+    parser.add("--line TEXT", argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -294,7 +267,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     found = complete(args.line)
     print(found.kind)
-    for candidate in found.values:
-        text = candidate.text[found.num_fixed :] if args.shell == "bash" else candidate.text
-        print(f"{text}\t{candidate.description}")
+    for text, description in found.values.items():
+        print(f"{text[found.num_fixed :] if args.shell == 'bash' else text}\t{description}")
     return 0

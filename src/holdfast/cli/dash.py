@@ -8,7 +8,7 @@ import os
 import sys
 
 from holdfast.checkpoint.store.factory import absolute_place, open_store
-from holdfast.cli.options import Commands, add_json, add_patience, command, step_number
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.tables import print_json
 
 _EXAMPLES = """
@@ -18,7 +18,7 @@ ssh -t -L 8321:127.0.0.1:8321 HOST holdfast dash --port 8321
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_dash(commands: Commands) -> None:
     """Add the command."""
     details = (
         "It prints a URL for a browser of this machine, and runs until Ctrl-C. The page shows jobs, their "
@@ -27,22 +27,18 @@ def add_parser(commands: Commands) -> None:
         "browser on another machine, forward the same port by ssh, as in the last example. "
         "Needs torch-holdfast[dash]."
     )
-    parser = command(commands, "dash", run, details=details, examples=_EXAMPLES)
-    parser.add_argument(
-        "homes", nargs="*", metavar="HOME", help="run to show besides the jobs: its folder or URL"
-    )
-    parser.add_argument(
-        "--port", type=step_number, default=0, metavar="N", help="port to listen on (default: any free one)"
-    )
-    parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
-    add_patience(parser)
-    add_json(parser)
+    parser = CommandParser(commands, "dash", run, _EXAMPLES, details)
+    parser.add("homes HOME", "run to show besides the jobs: its folder or URL", nargs="*")
+    parser.add("--port N", "port to listen on (default: any free one)", step_number, default=0)
+    parser.add("--no-browser", "do not open a browser")
+    parser.add_patience()
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
-    from holdfast.jobs.dash.access import AccessKeys
     from holdfast.jobs.dash.application import Application
+    from holdfast.jobs.dash.messages import AccessKeys
     from holdfast.jobs.dash.server import DashServer, has_desktop, opened
 
     homes = [absolute_place(place) for place in args.homes]

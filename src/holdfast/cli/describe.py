@@ -6,10 +6,19 @@ import argparse
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
+from operator import itemgetter
 
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.jobs import add_which, format_span, job_row
-from holdfast.cli.options import Commands, add_json, command
-from holdfast.cli.tables import format_time, print_fields, print_json, print_table, printable, terminal_width
+from holdfast.cli.tables import (
+    Column,
+    format_time,
+    print_fields,
+    print_json,
+    print_table,
+    printable,
+    terminal_width,
+)
 from holdfast.jobs.description import JobDescription, describe_checks
 from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
@@ -27,14 +36,14 @@ def print_checks(found: JobDescription) -> None:
             continue
         print(f"\nchecks before attempt {number}:")
         for line in describe_checks(of_nodes):
-            indent = len(line) - len(line.lstrip())
-            wrapped = textwrap.wrap(
-                printable(line),
-                max(20, (terminal_width() or _WIDTH) - 4),
-                subsequent_indent=" " * (indent + 4),
-                break_on_hyphens=False,
+            hanging = " " * (len(line) - len(line.lstrip()) + 8)
+            width = max(24, terminal_width() or _WIDTH)
+            text = printable(line)
+            print(
+                textwrap.fill(
+                    text, width, initial_indent=" " * 4, subsequent_indent=hanging, break_on_hyphens=False
+                )
             )
-            print(textwrap.indent("\n".join(wrapped), "    "))
 
 
 _EXAMPLES = """
@@ -43,16 +52,16 @@ holdfast describe gpt --json | jq '.attempts[].outcomes'
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_describe(commands: Commands) -> None:
     """Add the command."""
     details = (
         "It lists the attempts with their times, machines, reasons and exit statuses, the cost of "
         "interruptions, the newest checkpoint of each home, the last lines of the output, and the paths "
         "of the job's files."
     )
-    parser = command(commands, "describe", run, details=details, examples=_EXAMPLES)
+    parser = CommandParser(commands, "describe", run, _EXAMPLES, details)
     add_which(parser)
-    add_json(parser)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     print_checks(found)
     if found.checkpoints:
         print("\ncheckpoints:")
-        rows = [(home, str(step)) for home, step in found.checkpoints.items()]
-        print_table(("HOME", "NEWEST STEP"), rows, right=("NEWEST STEP",), names=("HOME",))
+        columns = Column("HOME", itemgetter(0), "name"), Column("NEWEST STEP", itemgetter(1), "right")
+        print_table(columns, found.checkpoints.items())
     for rank, lines in found.last_lines.items():
         print("\nlast lines:" if found.job.num_nodes == 1 else f"\nlast lines of node {rank}:")
         for line in lines:
@@ -88,7 +97,9 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
     yield "engine", f"{job.engine}{engine_id}"
     yield "nodes", str(job.num_nodes)
     if any(job.gpus):
-        yield "GPUs", "; ".join(_gpus(rank, gpus, job.num_nodes) for rank, gpus in enumerate(job.gpus))
+        lists = [", ".join(gpus) for gpus in job.gpus]
+        named = [f"node {rank}: {gpus}" for rank, gpus in enumerate(lists)]
+        yield "GPUs", "; ".join(named if job.num_nodes > 1 else lists)
     if job.priority:
         yield "priority", str(job.priority)
     yield "task id", job.task_id
@@ -111,47 +122,31 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
 
 
 def _notifications(found: JobDescription) -> str:
-    sent = [one for one in found.notifications if not one.error]
-    failed = [
-        f"{one.status.value} not sent to {one.target} ({one.error})"
-        for one in found.notifications
-        if one.error
-    ]
-    return "; ".join([f"{len(sent)} sent", *failed])
-
-
-def _gpus(rank: int, gpus: tuple[str, ...], num_nodes: int) -> str:
-    return f"{f'node {rank}: ' if num_nodes > 1 else ''}{', '.join(gpus)}"
+    failed = [one for one in found.notifications if one.error]
+    texts = [f"{one.status.value} not sent to {one.target} ({one.error})" for one in failed]
+    return "; ".join([f"{len(found.notifications) - len(failed)} sent", *texts])
 
 
 def _print_attempts(found: JobDescription) -> None:
     if not found.attempts:
         return
     print("\nattempts:")
-    has_machines = any(one.machines for one in found.attempts)
-    columns = ("#", "STARTED", "TOOK", "LOST", "STEP", "EXIT", *(("MACHINES",) * has_machines), "WHY")
-    print_table(
-        columns,
-        [_cells(one, found, has_machines=has_machines) for one in found.attempts],
-        right=("#", "TOOK", "LOST", "STEP"),
-        names=("MACHINES",),
-        text="WHY",
-    )
+    columns = [
+        Column("#", lambda one: one.number, "right"),
+        Column("STARTED", lambda one: format_time(one.started_unix_s)),
+        Column("TOOK", _took, "right"),
+        Column("LOST", lambda one: format_span(one.lost_s) if one.lost_s else None, "right"),
+        Column("STEP", lambda one: one.step, "right"),
+        Column("EXIT", lambda one: _exits(one, found.job.num_nodes)),
+        Column("WHY", lambda one: one.reason.partition("\n")[0] or one.status.value, "text"),
+    ]
+    if any(one.machines for one in found.attempts):
+        columns.insert(-1, Column("MACHINES", lambda one: " ".join(one.machines) or None, "name"))
+    print_table(columns, found.attempts)
 
 
-def _cells(one: JobAttempt, found: JobDescription, *, has_machines: bool) -> tuple[str, ...]:
-    ended_s = one.ended_unix_s
-    span_s = None if ended_s is None else ended_s - one.started_unix_s
-    return (
-        str(one.number),
-        format_time(one.started_unix_s),
-        "-" if span_s is None else format_span(span_s),
-        format_span(one.lost_s) if one.lost_s else "-",
-        "-" if one.step is None else str(one.step),
-        _exits(one, found.job.num_nodes),
-        *((" ".join(one.machines) or "-",) * has_machines),
-        one.reason.partition("\n")[0] or one.status.value,
-    )
+def _took(one: JobAttempt) -> str | None:
+    return None if one.ended_unix_s is None else format_span(one.ended_unix_s - one.started_unix_s)
 
 
 def _exits(one: JobAttempt, num_nodes: int) -> str:

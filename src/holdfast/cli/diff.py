@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.format.manifest import EACH
@@ -19,9 +20,9 @@ from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store import Store
 from holdfast.cli import TROUBLE, values
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_filter, add_json, add_patience, command
-from holdfast.cli.tables import print_json, print_table
+from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import Corrupt
 from holdfast.system.units import plural
 
@@ -77,22 +78,18 @@ class Difference:
         return bool(self.only_a or self.only_b or self.changed or self.values)
 
 
-def add_parser(commands: Commands) -> None:
+def add_diff(commands: Commands) -> None:
     """Add the command."""
     details = "The exit status is 1 if they differ, as with diff(1)."
-    parser = command(commands, "diff", run, details=details, examples=_EXAMPLES)
-    add_patience(parser)
+    parser = CommandParser(commands, "diff", run, _EXAMPLES, details)
+    parser.add_patience()
     for name in ("A", "B"):
-        parser.add_argument(name.lower(), metavar=name, help="HOME for the newest checkpoint, or HOME@STEP")
-    parser.add_argument(
-        "--within",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="treat numbers as equal if they differ by at most X (default: 0)",
+        parser.add(f"{name.lower()} {name}", "HOME for the newest checkpoint, or HOME@STEP")
+    parser.add(
+        "--within X", "treat numbers as equal if they differ by at most X (default: 0)", float, default=0.0
     )
-    add_filter(parser)
-    add_json(parser)
+    parser.add_filter()
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
         a, b = (_open(place) for place in (args.a, args.b))
         if not args.json:
             _print_sides(a, b)
-        with _deletion_named(a), _deletion_named(b):
+        with contextlib.ExitStack() as stack:
+            for side in (a, b):
+                stack.enter_context(deletion_named(side.store, side.checkpoint.manifest.checkpoint_id))
             difference = compare(a, b, pattern=args.filter or "*", within=args.within)
     except Corrupt as error:
         print(f"holdfast: {error}", file=sys.stderr)
@@ -117,10 +116,6 @@ def _open(place: str) -> Side:
     found = _SIDE.fullmatch(place)
     store, _ = open_home(found[1] if found else place)
     return Side(store, open_checkpoint(store, int(found[2]) if found else None))
-
-
-def _deletion_named(side: Side) -> contextlib.AbstractContextManager[None]:
-    return deletion_named(side.store, side.checkpoint.manifest.checkpoint_id)
 
 
 def _facts(side: Side) -> dict[str, Any]:
@@ -151,13 +146,19 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
         [key for key in side.checkpoint if fnmatch.fnmatchcase(key, pattern)] for side in (a, b)
     )
     shared = set(keys_a) & set(keys_b)
-    both = [key for key in keys_a if key in shared and _tied_to(a, b, key) not in shared]
+    infos = {key: (a.checkpoint.info(key), b.checkpoint.info(key)) for key in keys_a if key in shared}
+    # Tensors that are tied on both sides are compared once.
+    both = [
+        key
+        for key, (one, other) in infos.items()
+        if one.tied_to not in shared or one.tied_to != other.tied_to
+    ]
     ranks = range(a.checkpoint.world_size) if a.checkpoint.world_size == b.checkpoint.world_size else range(1)
     changed: list[TensorChange] = []
     changed_values: list[tuple[str, str | None, str | None]] = []
     for rank in ranks:
         suffix = f"@r{rank}" if rank else ""
-        names = [key for key in both if not rank or _is_per_rank(a, key) or _is_per_rank(b, key)]
+        names = [key for key in both if not rank or EACH in (infos[key][0].owner, infos[key][1].owner)]
         changed += _changes(a, b, names, rank, within, suffix)
         changed_values += _value_changes(a.state(rank), b.state(rank), pattern, suffix)
     return Difference(
@@ -167,16 +168,6 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
         values=changed_values,
         num_compared=len(both),
     )
-
-
-def _tied_to(a: Side, b: Side, key: str) -> str | None:
-    """Return the name that a key is tied to on both sides, or None. Tied tensors are compared once."""
-    name = a.checkpoint.info(key).tied_to
-    return name if name == b.checkpoint.info(key).tied_to else None
-
-
-def _is_per_rank(side: Side, key: str) -> bool:
-    return side.checkpoint.info(key).owner == EACH
 
 
 def _changes(
@@ -231,8 +222,7 @@ def _change(name: str, a: torch.Tensor, b: torch.Tensor, within: float) -> Tenso
     import torch
 
     if a.dtype != b.dtype or a.shape != b.shape:
-        how = f"{_kind(a)} in A, {_kind(b)} in B"
-        return TensorChange(name, how)
+        return TensorChange(name, f"{_kind(a)} in A, {_kind(b)} in B")
     num_changed, max_abs, sum_abs = 0, 0.0, 0.0
     left, right = a.reshape(-1), b.reshape(-1)
     for start in range(0, a.numel(), _SLICE_ITEMS):
@@ -242,16 +232,11 @@ def _change(name: str, a: torch.Tensor, b: torch.Tensor, within: float) -> Tenso
             apart = _differences(one, other)
             # Bits may differ where numbers do not: -0.0, payloads of NaN, integers beyond 2^53.
             num_changed += int((apart.isnan() | (apart > within) | (bits & (within == 0))).sum())
-            max_abs = max(max_abs, float(apart.max()), key=_nan_last)
+            max_abs = max(max_abs, float(apart.max()), key=lambda x: (x != x, x))  # NaN is the largest
             sum_abs += float(apart.sum())
     if not num_changed:
         return None
     return TensorChange(name, _kind(a), num_changed, a.numel(), max_abs, sum_abs / a.numel())
-
-
-def _nan_last(x: float) -> tuple[bool, float]:
-    """Return a sort key that places NaN last."""
-    return x != x, x
 
 
 def _differences(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -289,22 +274,24 @@ def _print(difference: Difference) -> None:
         for name in names:
             print(f"only in {label}: {name}")
     if difference.changed:
-        columns = ("TENSOR", "KIND", "CHANGED", "OF", "MAX ABS", "MEAN ABS")
-        print_table(
-            columns,
-            map(_cells, difference.changed),
-            right=columns[2:],
-            names=("TENSOR", "KIND"),
-            spare=("OF", "MEAN ABS"),
-        )
+        print_table(_TENSOR_COLUMNS, difference.changed)
     if difference.values:
-        rows = [(path, one or "-", other or "-") for path, one, other in difference.values]
-        print_table(("VALUE", "A", "B"), rows, names=("VALUE", "A", "B"))
+        headings = ("VALUE", "A", "B")
+        columns = [Column(heading, itemgetter(i), "name") for i, heading in enumerate(headings)]
+        print_table(columns, [(path, one or "-", other or "-") for path, one, other in difference.values])
     tensors = f"{plural(difference.num_compared, 'tensor')} compared"
     print(f"{tensors}, {len(difference.changed)} differ" if difference else f"{tensors}, no difference")
 
 
-def _cells(change: TensorChange) -> tuple[str, ...]:
-    numbers = ("-" if n is None else str(n) for n in (change.num_changed, change.num_items))
-    sizes = ("-" if x is None else f"{x:.3g}" for x in (change.max_abs, change.mean_abs))
-    return (change.name, change.how, *numbers, *sizes)
+def _short(number: float | None) -> str | None:
+    return None if number is None else f"{number:.3g}"
+
+
+_TENSOR_COLUMNS = (
+    Column("TENSOR", lambda change: change.name, "name"),
+    Column("KIND", lambda change: change.how, "name"),
+    Column("CHANGED", lambda change: change.num_changed, "right"),
+    Column("OF", lambda change: change.num_items, "right", spare=1),
+    Column("MAX ABS", lambda change: _short(change.max_abs), "right"),
+    Column("MEAN ABS", lambda change: _short(change.mean_abs), "right", spare=2),
+)

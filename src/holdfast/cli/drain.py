@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.cli.options import Commands, add_json, command
-from holdfast.cli.tables import print_json, print_table
+from holdfast.cli.commands import CommandParser, Commands
+from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import RetryLater
 from holdfast.system.units import format_bytes, parse_duration
 
@@ -25,18 +25,16 @@ holdfast drain /checkpoints --status --json | jq .is_drained
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_drain(commands: Commands) -> None:
     """Add the command."""
     details = "Files that are not are listed, and the exit status is 1."
-    parser = command(commands, "drain", run, details=details, examples=_EXAMPLES)
-    parser.add_argument("directory", metavar="DIR", help="the write-back directory")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--status", action="store_true", help="show the status without waiting")
-    which.add_argument("--wait", action="store_true", help="wait (default)")
-    parser.add_argument(
-        "--timeout", metavar="T", help="longest time to wait, such as 90s or 5m (default: no limit)"
-    )
-    add_json(parser)
+    parser = CommandParser(commands, "drain", run, _EXAMPLES, details)
+    parser.add("directory DIR", "the write-back directory")
+    which = parser.add_exclusive_group()
+    which.add("--status", "show the status without waiting")
+    which.add("--wait", "wait (default)")
+    parser.add("--timeout T", "longest time to wait, such as 90s or 5m (default: no limit)")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(status: DirectoryStatus) -> None:
     rows = [
-        (one.name, format_bytes(one.num_bytes) if one.num_bytes else "-", state, one.why or "-")
+        (one, state)
         for found, state in (
             (status.waiting, "waiting"),
             (status.unread, "just changed"),
@@ -72,9 +70,13 @@ def _print(status: DirectoryStatus) -> None:
         for one in found
     ]
     if rows:
-        print_table(
-            ("NAME", "SIZE", "STATE", "WHY"), rows[:_MAX_ROWS], right=("SIZE",), names=("NAME",), text="WHY"
+        columns = (
+            Column("NAME", lambda row: row[0].name, "name"),
+            Column("SIZE", lambda row: format_bytes(row[0].num_bytes) if row[0].num_bytes else None, "right"),
+            Column("STATE", lambda row: row[1]),
+            Column("WHY", lambda row: row[0].why or None, "text"),
         )
+        print_table(columns, rows[:_MAX_ROWS])
     if len(rows) > _MAX_ROWS:
         print(f"... {len(rows)} in all")
     print(status.summary())

@@ -9,17 +9,18 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store import open_store
-from holdfast.cli.diff import Difference, Side, compare
+from holdfast.cli.diff import Side, compare
 from holdfast.cli.homes import nearest_hint
-from holdfast.cli.tables import print_table
+from holdfast.cli.tables import Column, print_table
 from holdfast.errors import InvalidInput
 from holdfast.system.environment import TRIAL, sandbox_environment
 from holdfast.system.linux.partial_files import temporary_folder
@@ -44,11 +45,6 @@ class CheckpointComparison:
     rows: tuple[DifferenceRow, ...]
     num_compared: int
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """Keys of what differs."""
-        return frozenset(row.key for row in self.rows)
-
 
 def open_side(home: str, step: int, attempt: int | None = None) -> Side:
     """Open a checkpoint for a comparison."""
@@ -63,155 +59,103 @@ def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> CheckpointCompar
         of_a, of_b: the run that each is of, as in "only in the resumed run".
     """
     found = compare(a, b)
-    return CheckpointComparison(
-        tuple(_rows(found, of_a, of_b)), found.num_compared + len(a.checkpoint.values())
-    )
-
-
-def _rows(found: Difference, of_a: str, of_b: str) -> list[DifferenceRow]:
     rows = [DifferenceRow(key, f"only in {of_a}") for key in found.only_a]
     rows += [DifferenceRow(key, f"only in {of_b}") for key in found.only_b]
     for one in found.changed:
         apart = "" if one.max_abs is None else f", up to {one.max_abs:.2g} apart"
         rows.append(DifferenceRow(one.name, f"{one.num_changed} of {one.num_items} numbers{apart}"))
     values = ((key, f"{a or 'nothing'} and {b or 'nothing'}") for key, a, b in found.values)
-    return rows + [DifferenceRow(key, how, is_tensor=False) for key, how in values]
+    rows += [DifferenceRow(key, how, is_tensor=False) for key, how in values]
+    return CheckpointComparison(tuple(rows), found.num_compared + len(a.checkpoint.values()))
 
 
 def print_rows(rows: Sequence[dict[str, str]]) -> None:
     """Print the first rows as a table."""
-    print_table(("KEY", "DIFFERENCE"), [(row["key"], row["how"]) for row in rows[:_MAX_ROWS]])
+    print_table((Column("KEY", itemgetter("key")), Column("DIFFERENCE", itemgetter("how"))), rows[:_MAX_ROWS])
     if len(rows) > _MAX_ROWS:
         print(f"and {len(rows) - _MAX_ROWS} more; use --json to print all")
 
 
-@dataclass
 class Trace:
-    """Trace of all ranks of one trial."""
+    """Trace of all ranks of one trial, as its processes have written it into a folder."""
 
-    batches: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
-    """Completed steps and the digest of each batch, in order, by rank."""
-    generators: dict[str, dict[int, dict[str, str]]] = field(default_factory=lambda: defaultdict(dict))
-    records: dict[str, dict[int, dict[str, str]]] = field(default_factory=lambda: defaultdict(dict))
-    doubts: list[dict[str, Any]] = field(default_factory=list)
-    saved: list[int] = field(default_factory=list)
-    restored: int | None = None
-    was_killed: bool = False
-    has_files: bool = False
+    def __init__(self, folder: Path) -> None:
+        self.batches: dict[str, list[tuple[int, str]]] = defaultdict(
+            list
+        )  # completed steps, and digests, by rank
+        self.generators: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
+        self.records: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
+        self.doubts: list[dict[str, Any]] = []
+        self.saved: list[int] = []
+        self.restored: int | None = None
+        self.was_killed = self.has_files = False
+        for path in sorted(folder.glob("*.jsonl")):
+            self.has_files = True
+            for line in path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):  # the last line of a killed process
+                    self._add(path.name.split("-")[0], *json.loads(line))
 
-
-def read_trace(folder: Path) -> Trace:
-    """Read the trace that the processes of a trial have written into a folder."""
-    trace = Trace()
-    for path in sorted(folder.glob("*.jsonl")):
-        rank = path.name.split("-")[0]
-        trace.has_files = True
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                step, kind, value = json.loads(line)
-            except ValueError:  # the last line of a killed process
-                continue
-            _add(trace, rank, step, kind, value)
-    return trace
-
-
-def _add(trace: Trace, rank: str, step: int, kind: str, value: Any) -> None:
-    if kind == "batch":
-        trace.batches[rank].append((step, value))
-    elif kind == "generators":
-        trace.generators[rank][step] = value
-    elif kind == "recorded":
-        trace.records[rank].setdefault(step, {}).update(value)
-    elif kind == "doubts":
-        trace.doubts += [one for one in value if one not in trace.doubts]
-    elif kind == "saved" and rank == "0":
-        trace.saved.append(value)
-    elif kind == "restored":
-        trace.restored = value
-    elif kind == "killed":
-        trace.was_killed = True
+    def _add(self, rank: str, step: int, kind: str, value: Any) -> None:
+        if kind == "batch":
+            self.batches[rank].append((step, value))
+        elif kind == "generators":
+            self.generators[rank][step] = value
+        elif kind == "recorded":
+            self.records[rank].setdefault(step, {}).update(value)
+        elif kind == "doubts":
+            self.doubts += [one for one in value if one not in self.doubts]
+        elif kind == "saved" and rank == "0":
+            self.saved.append(value)
+        elif kind == "restored":
+            self.restored = value
+        elif kind == "killed":
+            self.was_killed = True
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """First differences of two traces. A step is None where the traces agree."""
-
-    batch_step: int | None
-    generator_step: int | None
-    generators: tuple[str, ...]
-    record_step: int | None
-    records: tuple[str, ...]
-
-
-def unseeded(one: Trace, other: Trace) -> frozenset[str]:
-    """Return the names of the generators that differ between two uninterrupted runs."""
-    pairs = [(steps, other.generators.get(rank, {})) for rank, steps in one.generators.items()]
-    return frozenset(
-        name
-        for steps, others in pairs
-        for step, states in steps.items()
-        for name, state in states.items()
-        if others.get(step, states).get(name) != state
-    )
-
-
-def find_divergence(
-    whole: Trace, other: Trace, after: int, *, unseeded: frozenset[str] = frozenset()
-) -> Divergence:
-    """Return the first differences of two traces after a step.
-
-    Args:
-        whole: trace of the uninterrupted run.
-        other: trace of the resumed run.
-        after: step from which the run was resumed.
-        unseeded: generators to leave out.
-    """
-    batch_step: int | None = None
-    for rank, batches in whole.batches.items():
-        one = [pair for pair in batches if pair[0] >= after]
-        two = [pair for pair in other.batches.get(rank, []) if pair[0] >= after]
-        for (step, digest), pair in zip(one, two, strict=False):
-            if digest != pair[1]:
-                batch_step = step + 1 if batch_step is None else min(batch_step, step + 1)
-                break
-    generator_step, generators = _first(whole.generators, other.generators, after, unseeded)
-    record_step, records = _first(whole.records, other.records, after)
-    return Divergence(batch_step, generator_step, generators, record_step, records)
-
-
-def _first(
+def first_step(
     whole: dict[str, dict[int, dict[str, str]]],
     other: dict[str, dict[int, dict[str, str]]],
     after: int,
-    skipped: frozenset[str] = frozenset(),
-) -> tuple[int | None, tuple[str, ...]]:
+    ignored: Collection[str] = (),
+) -> tuple[int | None, list[str]]:
+    """Return the first step with different values in two traces, later than `after`, and their names."""
     for rank, steps in whole.items():
-        for step in sorted(steps):
+        for step in sorted(step for step in steps if step > after):
             values, others = steps[step], other.get(rank, {}).get(step)
-            if step <= after or others is None:
+            if others is None:
                 continue
-            names = [name for name in values if name not in skipped and values[name] != others.get(name)]
+            names = [name for name in values if name not in ignored and values[name] != others.get(name)]
             if names:
-                return step, tuple(names)
-    return None, ()
+                return step, names
+    return None, []
+
+
+def first_batch(whole: Trace, other: Trace, after: int) -> int | None:
+    """Return the first step with different batches in two traces, later than `after`."""
+    found = []
+    for rank, batches in whole.batches.items():
+        one = [pair for pair in batches if pair[0] >= after]
+        two = [pair for pair in other.batches.get(rank, []) if pair[0] >= after]
+        found += [step + 1 for (step, digest), pair in zip(one, two, strict=False) if digest != pair[1]]
+    return min(found, default=None)
+
+
+def unseeded(one: Trace, other: Trace) -> set[str]:
+    """Return the names of the generators that differ between two uninterrupted runs."""
+    return {
+        name
+        for rank, steps in one.generators.items()
+        for step, states in steps.items()
+        for name, state in states.items()
+        if other.generators.get(rank, {}).get(step, states).get(name) != state
+    }
 
 
 class Trials:
-    """Runs a command several times, one after the other.
+    """Runs a command several times, one after the other."""
 
-    Args:
-        folder: folder for the homes, traces and logs of all trials.
-        timeout_s: time limit of each trial.
-        on_progress: called with a line after each trial.
-    """
-
-    def __init__(
-        self, command: Sequence[str], folder: Path, *, timeout_s: float, on_progress: Callable[[str], None]
-    ) -> None:
-        self._command = list(command)
-        self._folder = folder
-        self._timeout_s = timeout_s
-        self._on_progress = on_progress
+    def __init__(self, command: Sequence[str], folder: Path, *, timeout_s: float) -> None:
+        self._command, self._folder, self._timeout_s = list(command), folder, timeout_s
         self._num_trials = 0
 
     def homes(self, name: str) -> Path:
@@ -235,38 +179,28 @@ class Trials:
         plan_file.write_text(json.dumps({"folder": str(own), **plan}))
         env = sandbox_environment(self.homes(homes)) | {TRIAL: str(plan_file)}
         began_s = time.monotonic()
-        status = self._wait(log, env)
-        trace = read_trace(own)
-        self._on_progress(f"trial {self._num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
-        if status is None:
-            raise InvalidInput(f"{what}: the script ran for more than {self._timeout_s:.0f} s. {_tail(log)}")
-        if not trace.has_files:
-            raise InvalidInput(
-                f"{what}: the script ended with status {status} and created no Checkpointer. {_tail(log)}"
-            )
-        if status not in (0, None) and not is_killed:
-            raise InvalidInput(f"{what}: the script failed with status {status}. {_tail(log)}")
-        if is_killed and not trace.was_killed:
-            raise InvalidInput(
-                f"{what}: the script ended with status {status} before it could be killed. {_tail(log)}"
-            )
-        return trace
-
-    def _wait(self, log: Path, env: dict[str, str]) -> int | None:
-        """Run the command. Return its exit status, or None if it took too long."""
         with process_group(self._command, env, log) as process:
             try:
-                return process.wait(self._timeout_s)
+                status = process.wait(self._timeout_s)
             except subprocess.TimeoutExpired:
-                return None
+                status = None
+        trace = Trace(own)
+        show_progress(f"trial {self._num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
+        if status is None:
+            problem = f"ran for more than {self._timeout_s:.0f} s"
+        elif not trace.has_files:
+            problem = f"ended with status {status} and created no Checkpointer"
+        elif status and not is_killed:
+            problem = f"failed with status {status}"
+        elif is_killed and not trace.was_killed:
+            problem = f"ended with status {status} before it could be killed"
+        else:
+            return trace
+        raise InvalidInput(f"{what}: the script {problem}. The end of its output:\n{end_of(log)}")
 
 
 def script_words(script: str, args: Sequence[str]) -> list[str]:
-    """Return the command that starts a training script, as the user starts it.
-
-    Args:
-        script: a Python file, or any command.
-    """
+    """Return the command that starts a training script, as the user starts it."""
     if script.endswith(".py"):
         if not Path(script).is_file():
             raise InvalidInput(f"The script {script!r} does not exist. {nearest_hint(script)}")
@@ -301,7 +235,3 @@ def newest_steps(homes: Path) -> dict[str, int]:
         home = manifest.parent.parent.name
         found[home] = max(found.get(home, 0), int(manifest.parent.name[5:]))
     return found
-
-
-def _tail(log: Path) -> str:
-    return f"The end of its output:\n{end_of(log)}"

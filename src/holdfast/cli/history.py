@@ -6,13 +6,14 @@ import argparse
 import difflib
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 from holdfast.checkpoint.home.history import EVENTS, read_lines
+from holdfast.cli.commands import CommandParser, Commands, count, step_number
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_home, add_json, command, count, step_number
-from holdfast.cli.tables import format_time, print_csv, print_json, print_table
+from holdfast.cli.tables import Column, format_time, print_csv, print_json, print_table
 from holdfast.errors import InvalidInput
 from holdfast.system.units import format_bytes, format_duration, plural
 from holdfast.watch.defaults import default_watches
@@ -23,27 +24,13 @@ from holdfast.watch.report.saves import Copy, SaveRecord, collect_saves
 
 _HIDDEN = (METRICS, PACE)
 """Events that would hide the others: a line every few seconds or minutes. The report draws them."""
+# Columns of the CSV, in their order. New ones are appended.
 COLUMNS = ("t", "event", "step", "attempt", "rank", "bytes", "seconds", "detail", "tier", "bytes_per_s")
-"""Columns of an event, in the order of the CSV. New ones are appended."""
 SAVE_COLUMNS = (
-    "step",
-    "attempt",
-    "tier",
-    "t",
-    "ranks",
-    "bytes",
-    "blocked_s",
-    "staged_s",
-    "write_s",
-    "bytes_per_s",
-    "durable_s",
-    "outcome",
-    "detail",
+    *("step", "attempt", "tier", "t", "ranks", "bytes", "blocked_s", "staged_s", "write_s", "bytes_per_s"),
+    *("durable_s", "outcome", "detail"),
 )
-"""Columns of a checkpoint in one tier, in the order of the CSV. New ones are appended."""
-
 METRIC_COLUMNS = ("step", "attempt", "name", "value", "counts")
-"""Columns of a metric, in the order of the CSV. New ones are appended."""
 
 _EXAMPLES = """
 holdfast history runs/gpt
@@ -56,35 +43,23 @@ holdfast history runs/gpt --metrics --csv > loss.csv
 Event = dict[str, Any]
 
 
-def add_parser(commands: Commands) -> None:
+def add_history(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "history", run, examples=_EXAMPLES)
-    add_home(parser)
-    kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument(
+    parser = CommandParser(commands, "history", run, _EXAMPLES)
+    parser.add_home()
+    kinds = parser.add_exclusive_group()
+    kinds.add(
         "--checkpoints",
-        action="store_true",
-        help="show checkpoints instead of events: one row per checkpoint and tier, with durations and speed",
+        "show checkpoints instead of events: one row per checkpoint and tier, with durations and speed",
     )
-    kinds.add_argument(
-        "--metrics",
-        action="store_true",
-        help="show metrics instead of events, such as the loss: one row per step and name",
-    )
-    parser.add_argument(
-        "--lost", action="store_true", help="with --metrics: include steps that were lost in interruptions"
-    )
-    parser.add_argument(
-        "--event",
-        action="append",
-        metavar="E",
-        help="only events of this kind, such as committed; can be repeated",
-    )
-    parser.add_argument("--step", type=step_number, metavar="N", help="only this step")
-    parser.add_argument("--tier", choices=TIERS, help="only this tier")
-    parser.add_argument("--tail", type=count, metavar="K", help="only the last K rows")
-    parser.add_argument("--csv", action="store_true", help="print CSV instead of a table")
-    add_json(parser)
+    kinds.add("--metrics", "show metrics instead of events, such as the loss: one row per step and name")
+    parser.add("--lost", "with --metrics: include steps that were lost in interruptions")
+    parser.add("--event E", "only events of this kind, such as committed; can be repeated", action="append")
+    parser.add("--step N", "only this step", step_number)
+    parser.add("--tier", "only this tier", choices=TIERS)
+    parser.add("--tail K", "only the last K rows", count)
+    parser.add("--csv", "print CSV instead of a table")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,19 +96,34 @@ def _check_events(asked: Iterable[str], found: set[str]) -> None:
 
 
 def _show(rows: list[Event], args: argparse.Namespace) -> None:
-    columns = METRIC_COLUMNS if args.metrics else SAVE_COLUMNS if args.checkpoints else COLUMNS
+    if args.metrics:
+        what, names, columns = "metrics", METRIC_COLUMNS, _METRIC_TABLE
+    elif args.checkpoints:
+        what, names, columns = "checkpoints", SAVE_COLUMNS, _SAVE_TABLE
+    else:
+        what, names, columns = "events", COLUMNS, _EVENT_TABLE
     if args.json:
         print_json(rows)
     elif args.csv:
-        print_csv(columns, ([row.get(column) for column in columns] for row in rows))
-    elif not rows:
-        print("no metrics" if args.metrics else "no checkpoints" if args.checkpoints else "no events")
-    elif args.metrics:
-        _print_metrics(rows)
-    elif args.checkpoints:
-        _print_checkpoints(rows)
+        print_csv(names, ([row.get(name) for name in names] for row in rows))
+    elif rows:
+        print_table(columns, rows)
     else:
-        _print_events(rows)
+        print(f"no {what}")
+
+
+def _size(row: Event) -> str | None:
+    num_bytes = _number(row, "bytes")
+    return format_bytes(num_bytes) if num_bytes else None
+
+
+def _span(name: str) -> Callable[[Event], str | None]:
+    """Return the function that formats a duration of a row."""
+    return lambda row: None if row[name] is None else format_duration(row[name])
+
+
+def _speed(row: Event) -> str | None:
+    return None if row["bytes_per_s"] is None else f"{row['bytes_per_s'] / 1e9:.2f}"
 
 
 # -- events ----------------------------------------------------------------------------------------------
@@ -142,11 +132,8 @@ def _show(rows: list[Event], args: argparse.Namespace) -> None:
 def _with_speed(event: Event) -> Event:
     """Return the event with its tier and its speed."""
     num_bytes, seconds = _number(event, "bytes"), _number(event, "seconds")
-    return {
-        **event,
-        "tier": tier_of(event),
-        "bytes_per_s": num_bytes / seconds if num_bytes and seconds else None,
-    }
+    speed = num_bytes / seconds if num_bytes and seconds else None
+    return {**event, "tier": tier_of(event), "bytes_per_s": speed}
 
 
 def _number(event: Event, name: str) -> float:
@@ -154,34 +141,23 @@ def _number(event: Event, name: str) -> float:
     return value if isinstance(value, (int, float)) else 0
 
 
-def _print_events(events: Iterable[Event]) -> None:
-    columns = ("TIME", "ATTEMPT", "RANK", "EVENT", "STEP", "TIER", "SIZE", "SECONDS", "GB/S", "DETAIL")
-    print_table(
-        columns,
-        map(_cells, events),
-        right=("ATTEMPT", "RANK", "STEP", "SIZE", "SECONDS", "GB/S"),
-        text="DETAIL",
-        spare=("GB/S", "RANK", "TIER"),
-    )
+def _seconds(event: Event) -> str | None:
+    seconds = _number(event, "seconds")
+    return format_duration(seconds) if seconds else None
 
 
-def _cells(event: Event) -> tuple[str, ...]:
-    num_bytes, seconds = _number(event, "bytes"), _number(event, "seconds")
-    return (
-        format_time(event["t"]),
-        *(
-            str(event[name]) if event.get(name) is not None else "-"
-            for name in ("attempt", "rank", "event", "step", "tier")
-        ),
-        format_bytes(num_bytes) if num_bytes else "-",
-        format_duration(seconds) if seconds else "-",
-        _format_speed(event["bytes_per_s"]),
-        str(event.get("detail") or ""),
-    )
-
-
-def _format_speed(bytes_per_s: float | None) -> str:
-    return "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f}"
+_EVENT_TABLE = (
+    Column("TIME", lambda event: format_time(event["t"])),
+    Column("ATTEMPT", lambda event: event.get("attempt"), "right"),
+    Column("RANK", lambda event: event.get("rank"), "right", spare=2),
+    Column("EVENT", lambda event: event.get("event")),
+    Column("STEP", lambda event: event.get("step"), "right"),
+    Column("TIER", lambda event: event.get("tier"), spare=3),
+    Column("SIZE", _size, "right"),
+    Column("SECONDS", _seconds, "right"),
+    Column("GB/S", _speed, "right", spare=1),
+    Column("DETAIL", lambda event: event.get("detail") or "", "text"),
+)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------
@@ -211,44 +187,23 @@ def _row(save: SaveRecord, copy: Copy | None) -> Event:
     }
 
 
-def _print_checkpoints(rows: Iterable[Event]) -> None:
-    columns = (
-        "STEP",
-        "ATTEMPT",
-        "TIER",
-        "TIME",
-        "SIZE",
-        "BLOCKED",
-        "STAGED",
-        "WRITTEN IN",
-        "GB/S",
-        "DURABLE IN",
-        "OUTCOME",
-    )
-    cells = (
-        (
-            str(row["step"]),
-            str(row["attempt"]),
-            row["tier"] or "-",
-            format_time(row["t"]),
-            format_bytes(row["bytes"]) if row["bytes"] else "-",
-            *(
-                "-" if row[name] is None else format_duration(row[name])
-                for name in ("blocked_s", "staged_s", "write_s")
-            ),
-            _format_speed(row["bytes_per_s"]),
-            "-" if row["durable_s"] is None else format_duration(row["durable_s"]),
-            f"{row['outcome']}: {row['detail']}" if row["detail"] else row["outcome"],
-        )
-        for row in rows
-    )
-    print_table(
-        columns,
-        cells,
-        right=("STEP", "ATTEMPT", "SIZE", *columns[5:10]),
-        text="OUTCOME",
-        spare=("STAGED", "WRITTEN IN", "ATTEMPT", "GB/S"),
-    )
+def _outcome(row: Event) -> str:
+    return f"{row['outcome']}: {row['detail']}" if row["detail"] else row["outcome"]
+
+
+_SAVE_TABLE = (
+    Column("STEP", itemgetter("step"), "right"),
+    Column("ATTEMPT", itemgetter("attempt"), "right", spare=3),
+    Column("TIER", itemgetter("tier")),
+    Column("TIME", lambda row: format_time(row["t"])),
+    Column("SIZE", _size, "right"),
+    Column("BLOCKED", _span("blocked_s"), "right"),
+    Column("STAGED", _span("staged_s"), "right", spare=1),
+    Column("WRITTEN IN", _span("write_s"), "right", spare=2),
+    Column("GB/S", _speed, "right", spare=4),
+    Column("DURABLE IN", _span("durable_s"), "right"),
+    Column("OUTCOME", _outcome, "text"),
+)
 
 
 # -- metrics ---------------------------------------------------------------------------------------------
@@ -270,17 +225,10 @@ def _number_row(name: str, point: Point, *, counts: bool) -> Event:
     return {"step": point.step, "attempt": point.attempt, "name": name, "value": value, "counts": counts}
 
 
-def _print_metrics(rows: Iterable[Event]) -> None:
-    cells = (
-        (
-            str(row["step"]),
-            str(row["attempt"]),
-            row["name"],
-            f"{float(row['value']):.6g}",
-            "" if row["counts"] else "lost",
-        )
-        for row in rows
-    )
-    print_table(
-        ("STEP", "ATTEMPT", "NAME", "VALUE", ""), cells, right=("STEP", "ATTEMPT", "VALUE"), names=("NAME",)
-    )
+_METRIC_TABLE = (
+    Column("STEP", itemgetter("step"), "right"),
+    Column("ATTEMPT", itemgetter("attempt"), "right"),
+    Column("NAME", itemgetter("name"), "name"),
+    Column("VALUE", lambda row: f"{float(row['value']):.6g}", "right"),
+    Column("", lambda row: "" if row["counts"] else "lost"),
+)

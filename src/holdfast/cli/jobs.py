@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from holdfast.cli import TROUBLE
+from holdfast.cli.commands import CommandParser
 from holdfast.errors import HoldfastError
 from holdfast.jobs.description import durations_of
-from holdfast.jobs.engine import Job, Line
+from holdfast.jobs.engine import Job
 from holdfast.jobs.registry import ENGINES
 
 
-def add_engine(parser: argparse.ArgumentParser, *, default: str | None, shown: str) -> None:
+def add_engine(parser: CommandParser, *, default: str | None, shown: str) -> None:
     """Add `--on`, the engine."""
-    parser.add_argument(
-        "--on", choices=ENGINES, default=default, help=f"engine: {', '.join(ENGINES)} (default: {shown})"
-    )
+    text = f"engine: {', '.join(ENGINES)} (default: {shown})"
+    parser.add("--on", text, choices=ENGINES, default=default)
 
 
-def add_which(parser: argparse.ArgumentParser) -> None:
+def add_which(parser: CommandParser) -> None:
     """Add JOB, the number or name of a job."""
-    parser.add_argument("job", metavar="JOB", help="number of the job, or the name of the newest")
+    parser.add("job JOB", "number of the job, or the name of the newest")
 
 
 def job_row(job: Job) -> dict[str, Any]:
@@ -52,16 +50,3 @@ def format_span(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
-
-
-def print_line(line: Line, num_nodes: int, *, is_json: bool) -> None:
-    """Print a line of a job's output, prefixed with its node if it has several. Notes go to stderr."""
-    if is_json:
-        row = {"node": line.node, "line": line.text, "unix_s": line.unix_s}
-        print(json.dumps(row, ensure_ascii=False), flush=True)
-    elif line.node is None:
-        print(f"holdfast: {line.text}", file=sys.stderr, flush=True)
-    elif num_nodes > 1:
-        print(f"(node {line.node}) {line.text}", flush=True)
-    else:
-        print(line.text, flush=True)

@@ -8,14 +8,16 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.restore.atomic_output import atomic_file
-from holdfast.cli.jobs import add_engine, job_row, print_line
-from holdfast.cli.options import Commands, add_json, command, count
-from holdfast.cli.tables import print_json, print_table
-from holdfast.errors import InvalidInput, NotFound, RetryLater
+from holdfast.cli.commands import CommandParser, Commands, count
+from holdfast.cli.jobs import add_engine, job_row
+from holdfast.cli.logs import print_output
+from holdfast.cli.tables import Column, print_json, print_table, write_output
+from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.engine import Engine, Job, UnsupportedKey
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.registry import get_engine
@@ -46,20 +48,19 @@ def show_plan(file: TaskFile, engine: Engine, args: argparse.Namespace) -> None:
 def _plan(task: Task, engine: Engine) -> dict[str, Any]:
     from holdfast.jobs.task.document import to_yaml
 
-    unsupported = engine.unsupported_keys(task)
     return {
         "name": task.name,
         "engine": engine.name,
         "num_nodes": task.num_nodes,
         "notes": list(task.notes),
-        "unsupported_keys": [{"key": one.key, "line": one.line, "what": one.what} for one in unsupported],
+        "unsupported_keys": [asdict(one) for one in engine.unsupported_keys(task)],
         "rendered": engine.render(task),
         "task": to_yaml(task),
     }
 
 
 def _print_plan(task: Task, engine: Engine) -> None:
-    print_table(("WHAT", "HOW"), list(_rows(task, engine)), text="HOW")
+    print_table((Column("WHAT", itemgetter(0)), Column("HOW", itemgetter(1), "text")), _rows(task, engine))
     _print_effects(engine.unsupported_keys(task), engine)
     for note in task.notes:
         print(f"note: {note}")
@@ -82,11 +83,7 @@ def write_rendered(file: TaskFile, engine: Engine, output: str) -> None:
     if output == "-":
         sys.stdout.write(text)
         return
-    try:
-        with atomic_file(Path(output), overwrite=True) as partial:
-            partial.write_text(text, encoding="utf-8")
-    except (InvalidInput, RetryLater) as error:
-        raise InvalidInput(f"Cannot write {output}: {error}") from error
+    write_output(output, text, "")
     print(f"{output} was written, and nothing was started")
 
 
@@ -130,8 +127,12 @@ def _format_workdir(task: Task) -> str:
 def _print_effects(unsupported: list[UnsupportedKey], engine: Engine) -> None:
     if unsupported:
         print(f"\nkeys with another meaning on {engine.name}:")
-        rows = [(str(one.line or "-"), one.key, one.what) for one in unsupported]
-        print_table(("LINE", "KEY", "HERE"), rows, names=("KEY",), text="HERE")
+        columns = (
+            Column("LINE", lambda one: one.line or None),
+            Column("KEY", lambda one: one.key, "name"),
+            Column("HERE", lambda one: one.what, "text"),
+        )
+        print_table(columns, unsupported)
 
 
 _EXAMPLES = """
@@ -146,37 +147,28 @@ holdfast launch task.yaml --on k8s --dry-run -o job.yaml
 _FAILED = 1
 
 
-def add_parser(commands: Commands) -> None:
+def add_launch(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "launch", run, examples=_EXAMPLES)
+    parser = CommandParser(commands, "launch", run, _EXAMPLES)
     add_task(parser)
     add_engine(parser, default="local", shown="local, this machine")
-    parser.add_argument(
-        "--notify",
-        action="append",
-        metavar="COMMAND|URL",
-        help="shell command or http(s) URL that is notified of new statuses; can be repeated (default: the "
+    parser.add(
+        "--notify COMMAND|URL",
+        "shell command or http(s) URL that is notified of new statuses; can be repeated (default: the "
         "lines of HOLDFAST_NOTIFY; use it for secret URLs, which ps would show)",
+        action="append",
     )
-    parser.add_argument(
-        "--notify-on",
-        metavar="S,...",
-        help="statuses to notify of, such as running; ended means all final ones, failed all failures "
+    parser.add(
+        "--notify-on S,...",
+        "statuses to notify of, such as running; ended means all final ones, failed all failures "
         "(default: HOLDFAST_NOTIFY_ON, or ended,recovering)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="show the plan without starting anything")
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="with --dry-run: write what would be submitted to FILE (- for standard output)",
+    parser.add("--dry-run", "show the plan without starting anything")
+    parser.add(
+        "-o, --output FILE", "with --dry-run: write what would be submitted to FILE (- for standard output)"
     )
-    parser.add_argument(
-        "--attach",
-        action="store_true",
-        help="print the output until the job has ended; Ctrl-C does not stop the job",
-    )
-    add_json(parser)
+    parser.add("--attach", "print the output until the job has ended; Ctrl-C does not stop the job")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -199,16 +191,22 @@ def run(args: argparse.Namespace) -> int:
     if args.attach:
         # The jobs after one that has failed are cancelled.
         return next((status for job in jobs if (status := _attach(engine, job, args))), 0)
-    if file.is_pipeline:
-        _show_pipeline(file, jobs, args)
-    else:
-        _show_job(jobs[0], args)
+    _show_jobs(file, jobs, args)
     return 0
 
 
-def _show_job(job: Job, args: argparse.Namespace) -> None:
+def _show_jobs(file: TaskFile, jobs: list[Job], args: argparse.Namespace) -> None:
+    job = jobs[0]
     if args.json:
-        print_json(job_row(job))
+        rows = [job_row(job) for job in jobs]
+        print_json(rows if file.is_pipeline else rows[0])
+        return
+    if file.is_pipeline:
+        names = ", ".join(f"{job.id} ({job.name})" for job in jobs)
+        print(
+            f"pipeline {file.name} was submitted and runs in the background, one job after the other: {names}"
+        )
+        print(f"to see the output of the first: holdfast logs {job.id} -f")
         return
     if job.status is JobStatus.PENDING and job.reason:
         print(f"job {job.id} ({job.name}) was submitted and starts in the background: it {job.reason}")
@@ -217,21 +215,12 @@ def _show_job(job: Job, args: argparse.Namespace) -> None:
     print(f"to see its output: holdfast logs {job.id} -f")
 
 
-def _show_pipeline(file: TaskFile, jobs: list[Job], args: argparse.Namespace) -> None:
-    if args.json:
-        print_json([job_row(job) for job in jobs])
-        return
-    names = ", ".join(f"{job.id} ({job.name})" for job in jobs)
-    print(f"pipeline {file.name} was submitted and runs in the background, one job after the other: {names}")
-    print(f"to see the output of the first: holdfast logs {jobs[0].id} -f")
-
-
 def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
     if not args.json:
         print(f"job {job.id} ({job.name}); Ctrl-C does not stop it", file=sys.stderr)
     try:
-        for line in engine.lines(job.id, OutputSelection(follow=True, with_changes=True)):
-            print_line(line, job.num_nodes, is_json=args.json)
+        wanted = OutputSelection(follow=True, is_timed=True, with_changes=True)
+        print_output(job, wanted, is_json=args.json)
     except KeyboardInterrupt:
         print(
             f"\nholdfast: job {job.id} is still running; to see its output: holdfast logs {job.id} -f",
@@ -247,55 +236,35 @@ def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
     return 0 if ended.status is JobStatus.SUCCEEDED else _FAILED
 
 
-def add_task(parser: argparse.ArgumentParser) -> None:
+def add_task(parser: CommandParser) -> None:
     """Add TASK, and the options that override its keys, with the names that `sky launch` uses."""
-    parser.add_argument(
-        "task",
-        nargs="?",
-        metavar="TASK",
-        help="YAML file in SkyPilot's format",
-    )
-    parser.add_argument(
-        "args", nargs="*", metavar="COMMAND", help="after --, in place of a file: a command and its arguments"
-    )
-    parser.add_argument("--name", "-n", metavar="NAME", help="name of the job (default: from the file)")
-    parser.add_argument(
-        "--env",
+    parser.add("task TASK", "YAML file in SkyPilot's format", nargs="?")
+    parser.add("args COMMAND", "after --, in place of a file: a command and its arguments", nargs="*")
+    parser.add("--name, -n NAME", "name of the job (default: from the file)")
+    parser.add(
+        "--env K=V",
+        "set a variable of envs; K alone copies it from this environment; can be repeated",
         action="append",
         default=[],
-        metavar="K=V",
-        help="set a variable of envs; K alone copies it from this environment; can be repeated",
     )
-    parser.add_argument(
-        "--env-file",
-        metavar="FILE",
-        help="set variables from a file with one K=V per line; --env overrides them",
-    )
-    parser.add_argument(
-        "--secret",
+    parser.add("--env-file FILE", "set variables from a file with one K=V per line; --env overrides them")
+    parser.add(
+        "--secret K=V",
+        "set a variable of secrets, as --env does; its value is never shown",
         action="append",
         default=[],
-        metavar="K=V",
-        help="set a variable of secrets, as --env does; its value is never shown",
     )
-    parser.add_argument(
-        "--gpus",
-        metavar="NAME:N",
-        help="GPUs per node, such as A100:8, which replace all accelerators of the file; or none",
+    parser.add(
+        "--gpus NAME:N", "GPUs per node, such as A100:8, which replace all accelerators of the file; or none"
     )
-    parser.add_argument("--num-nodes", type=count, metavar="N", help="number of nodes")
-    parser.add_argument(
-        "--priority",
-        type=_priority,
-        metavar="N",
-        help="priority: if several jobs wait for GPUs, CPUs or memory here, the greatest starts first: "
+    parser.add("--num-nodes N", "number of nodes", count)
+    parser.add(
+        "--priority N",
+        "priority: if several jobs wait for GPUs, CPUs or memory here, the greatest starts first: "
         f"{-MAX_PRIORITY} to {MAX_PRIORITY} (default: 0)",
+        _priority,
     )
-    parser.add_argument(
-        "--workdir",
-        metavar="FOLDER",
-        help="folder to copy as the workdir (default for a command: the current one)",
-    )
+    parser.add("--workdir FOLDER", "folder to copy as the workdir (default for a command: the current one)")
 
 
 def read_tasks(args: argparse.Namespace) -> TaskFile:

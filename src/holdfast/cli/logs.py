@@ -7,8 +7,9 @@ import json
 import shutil
 import sys
 
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.jobs import add_which
-from holdfast.cli.options import Commands, add_json, command, step_number
+from holdfast.jobs.engine import Job
 from holdfast.jobs.interface import job
 from holdfast.jobs.output.block import OutputBlock, OutputSelection, format_second, texts, with_prefix
 from holdfast.jobs.registry import get_engine
@@ -17,14 +18,8 @@ _ERASE = b"\r\x1b[K"
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
-class OutputPrinter:
-    """Printer to standard output. Changes of the job's status go to standard error.
-
-    Args:
-        is_labelled: write the node before each line.
-        has_times: write the time before each line.
-        is_json: write an object per line.
-    """
+class _OutputPrinter:
+    """Printer to standard output. Changes of the job's status go to standard error."""
 
     def __init__(self, *, is_labelled: bool, has_times: bool, is_json: bool) -> None:
         self._is_labelled, self._has_times, self._is_json = is_labelled, has_times, is_json
@@ -36,19 +31,22 @@ class OutputPrinter:
     def print(self, block: OutputBlock) -> None:
         """Print a block."""
         if self._is_json:
-            self._print_json(block)
+            before = f'{{"node": {json.dumps(block.node)}, "line": '
+            after = f', "unix_s": {json.dumps(block.unix_s)}}}\n'
+            # One write per block: a log may have millions of lines.
+            sys.stdout.write("".join(before + _ENCODER.encode(text) + after for text in texts(block)))
         elif block.node is None:
-            self.flush()
+            sys.stdout.flush()
             for text in texts(block):
                 print(f"holdfast: {text}", file=sys.stderr, flush=True)
         elif block.is_progress:
-            self._print_progress(block)
+            # The present text of a line replaces the one before, and is cut to the terminal.
+            text = (self._prefix(block) + block.data).decode("utf-8", "replace")
+            self._out.write(_ERASE + text[: shutil.get_terminal_size().columns - 1].encode())
+            self._has_progress = True
+            sys.stdout.flush()
         else:
             self._print_lines(block)
-
-    def flush(self) -> None:
-        """Pass on all that was printed."""
-        sys.stdout.flush()
 
     def close(self) -> None:
         """End an incomplete line, and pass on all that was printed."""
@@ -56,8 +54,7 @@ class OutputPrinter:
             self._out.write(_ERASE)
         elif not self._is_line_start:
             self._out.write(b"\n")
-        self._has_progress, self._is_line_start = False, True
-        self.flush()
+        sys.stdout.flush()
 
     def _print_lines(self, block: OutputBlock) -> None:
         if self._has_progress:
@@ -70,23 +67,23 @@ class OutputPrinter:
         self._out.write(with_prefix(block.data, self._prefix(block), is_line_start=self._is_line_start))
         self._is_line_start = block.data.endswith(b"\n")
 
-    def _print_progress(self, block: OutputBlock) -> None:
-        """Write the present text of a line over the one before, cut to the terminal."""
-        text = (self._prefix(block) + block.data).decode("utf-8", "replace")
-        self._out.write(_ERASE + text[: shutil.get_terminal_size().columns - 1].encode())
-        self._has_progress = True
-        self.flush()
-
     def _prefix(self, block: OutputBlock) -> bytes:
         moment = f"{format_second(block.unix_s)} " if self._has_times else ""
         node = f"(node {block.node}) " if self._is_labelled else ""
         return (moment + node).encode()
 
-    def _print_json(self, block: OutputBlock) -> None:
-        before = f'{{"node": {json.dumps(block.node)}, "line": '
-        after = f', "unix_s": {json.dumps(block.unix_s)}}}\n'
-        # One write per block: a log may have millions of lines.
-        sys.stdout.write("".join(before + _ENCODER.encode(text) + after for text in texts(block)))
+
+def print_output(job: Job, wanted: OutputSelection, *, is_json: bool, has_times: bool = False) -> None:
+    """Print the chosen output of a job."""
+    is_labelled = wanted.node is None and job.num_nodes > 1
+    printer = _OutputPrinter(is_labelled=is_labelled, has_times=has_times, is_json=is_json)
+    try:
+        for block in get_engine(job.engine).output(job.id, wanted):
+            printer.print(block)
+            if wanted.follow:
+                sys.stdout.flush()
+    finally:
+        printer.close()
 
 
 _EXAMPLES = """
@@ -96,34 +93,24 @@ holdfast logs bert --node 1 --timestamps
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_logs(commands: Commands) -> None:
     """Add the command."""
     details = (
         "It has the lines of all attempts, sorted by time if there are several nodes. With -f, new lines "
         "are printed until the job has ended, and the exit status is that of the job."
     )
-    parser = command(commands, "logs", run, details=details, examples=_EXAMPLES)
+    parser = CommandParser(commands, "logs", run, _EXAMPLES, details)
     add_which(parser)
-    parser.add_argument("--follow", "-f", action="store_true", help="print new lines until the job has ended")
-    parser.add_argument(
-        "--tail", type=step_number, metavar="N", help="begin with the last N lines of each node"
-    )
-    parser.add_argument("--timestamps", "-t", action="store_true", help="print the time before each line")
-    parser.add_argument(
-        "--node", type=step_number, metavar="R", help="only the lines of this node, counted from 0"
-    )
-    add_json(parser)
+    parser.add("--follow, -f", "print new lines until the job has ended")
+    parser.add("--tail N", "begin with the last N lines of each node", step_number)
+    parser.add("--timestamps, -t", "print the time before each line")
+    parser.add("--node R", "only the lines of this node, counted from 0", step_number)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the lines."""
     found = job(args.job)
-    engine = get_engine(found.engine)
-    printer = OutputPrinter(
-        is_labelled=args.node is None and found.num_nodes > 1,
-        has_times=args.timestamps,
-        is_json=args.json,
-    )
     wanted = OutputSelection(
         follow=args.follow,
         node=args.node,
@@ -131,11 +118,5 @@ def run(args: argparse.Namespace) -> int:
         is_timed=args.timestamps or args.json,
         with_progress=args.follow and sys.stdout.isatty() and not args.json,
     )
-    try:
-        for block in engine.output(found.id, wanted):
-            printer.print(block)
-            if args.follow:
-                printer.flush()
-    finally:
-        printer.close()
-    return engine.job(found.id).exit_status if args.follow else 0
+    print_output(found, wanted, is_json=args.json, has_times=args.timestamps)
+    return get_engine(found.engine).job(found.id).exit_status if args.follow else 0

@@ -7,9 +7,9 @@ import math
 from collections import Counter
 
 from holdfast.checkpoint.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import open_home, open_tiers, read_run_id
-from holdfast.cli.options import Commands, add_home, add_json, command
-from holdfast.cli.tables import format_age, print_json, print_table, print_text
+from holdfast.cli.tables import Column, format_age, print_json, print_table, print_text
 from holdfast.errors import NotFound
 from holdfast.system.units import format_bytes, plural
 
@@ -23,25 +23,23 @@ holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_ls(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "ls", run, examples=_EXAMPLES)
-    add_home(parser)
-    parser.add_argument("--all", action="store_true", help="show superseded and incomplete checkpoints too")
-    parser.add_argument("--healthy", action="store_true", help="show only checkpoints of healthy states")
-    parser.add_argument(
-        "--local",
-        metavar="DIR",
-        help="local folder of this host: list its checkpoints too, and the tiers that hold each checkpoint",
+    parser = CommandParser(commands, "ls", run, _EXAMPLES)
+    parser.add_home()
+    parser.add("--all", "show superseded and incomplete checkpoints too")
+    parser.add("--healthy", "show only checkpoints of healthy states")
+    parser.add(
+        "--local DIR",
+        "local folder of this host: list its checkpoints too, and the tiers that hold each checkpoint",
     )
-    parser.add_argument(
-        "--sort",
-        metavar="METRIC",
-        help="show the values of a recorded metric, such as loss: best first if the run keeps its best "
+    parser.add(
+        "--sort METRIC",
+        "show the values of a recorded metric, such as loss: best first if the run keeps its best "
         "checkpoints by it, otherwise lowest first; see --reverse",
     )
-    parser.add_argument("--reverse", action="store_true", help="reverse the order")
-    add_json(parser)
+    parser.add("--reverse", "reverse the order")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,17 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({"home": store.url, "run": inventory.run_id, "checkpoints": shown})
         return 0
     if rows:
-        columns = ("STEP", "ATTEMPT", "RANKS", "SIZE", "AGE", "STATE")
-        health = ("HEALTH",) if any(row.health.healthy is not None for row in rows) else ()
-        where = () if args.local is None else ("TIERS",)
-        metric = () if args.sort is None else (args.sort,)
-        print_table(
-            (*columns[:3], *map(str.upper, metric), *columns[3:], *health, *where),
-            (_cells(row, metric, health, where) for row in rows),
-            right=(*columns[:4], *map(str.upper, metric)),
-            text="TIERS" if where else None,
-            spare=("RANKS", "ATTEMPT", "HEALTH"),
-        )
+        print_table(_columns(rows, metric=args.sort, has_tiers=args.local is not None), rows)
     else:
         print("no checkpoints")
     _print_notes(inventory, rows, listed)
@@ -99,26 +87,28 @@ def _sorted_by_metric(rows: list[Row], metric: str, url: str, *, reverse: bool) 
     return [*sorted(with_value, key=lambda row: values[id(row)], reverse=reverse), *without]
 
 
-def _cells(
-    row: Row, metric: tuple[str, ...], health: tuple[str, ...], where: tuple[str, ...]
-) -> tuple[str, ...]:
-    return (
-        str(row.step),
-        str(row.attempt),
-        "-" if row.ranks is None else str(row.ranks),
-        *(_format_metric(row, name) for name in metric),
-        format_bytes(row.num_bytes),
-        format_age(row.created_unix_s),
-        f"{row.state}, newest" if row.is_newest else row.state,
-        *(row.health.word for _ in health),
-        *(", ".join(row.tiers) for _ in where),
-    )
+def _columns(rows: list[Row], *, metric: str | None, has_tiers: bool) -> list[Column]:
+    columns = [
+        Column("STEP", lambda row: row.step, "right"),
+        Column("ATTEMPT", lambda row: row.attempt, "right", spare=2),
+        Column("RANKS", lambda row: row.ranks, "right", spare=1),
+        Column("SIZE", lambda row: format_bytes(row.num_bytes), "right"),
+        Column("AGE", lambda row: format_age(row.created_unix_s)),
+        Column("STATE", lambda row: f"{row.state}, newest" if row.is_newest else row.state),
+    ]
+    if metric is not None:
+        columns.insert(3, Column(metric.upper(), lambda row: _format_metric(row, metric), "right"))
+    if any(row.health.healthy is not None for row in rows):
+        columns.append(Column("HEALTH", lambda row: row.health.word, spare=3))
+    if has_tiers:
+        columns.append(Column("TIERS", lambda row: ", ".join(row.tiers), "text"))
+    return columns
 
 
-def _format_metric(row: Row, name: str) -> str:
+def _format_metric(row: Row, name: str) -> str | None:
     """Return a value as text, with its step where it was recorded for another one."""
     if name not in row.metrics:
-        return "-"
+        return None
     step = row.metric_steps.get(name)
     return f"{row.metrics[name]:.6g}" + ("" if step is None else f" (step {step})")
 

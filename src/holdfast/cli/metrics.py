@@ -9,12 +9,12 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.checkpoint.restore.atomic_output import atomic_file, check_parent
+from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.store import Store
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_home, add_json, command, step_number
-from holdfast.cli.tables import print_json
-from holdfast.errors import HoldfastError, InvalidInput, RetryLater
+from holdfast.cli.tables import print_json, write_output
+from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.watch.report.kept_readings import KeptReadings
 from holdfast.watch.report.open_metrics import CONTENT_TYPE, format_metrics, metric_families
 from holdfast.watch.report.summary import read_summary
@@ -29,29 +29,19 @@ _LEAST_AGE_S = 5.0
 _MAX_PORT = 65535
 
 
-def add_parser(commands: Commands) -> None:
+def add_metrics(commands: Commands) -> None:
     """Add the command."""
     details = (
         "The output is OpenMetrics text. Each metric has the label `home`. It is read from the "
         "history, also while the run trains, and the training is not disturbed. --serve listens on "
         "127.0.0.1 only, without a password, and runs until Ctrl-C."
     )
-    parser = command(commands, "metrics", run, details=details, examples=_EXAMPLES)
-    add_home(parser)
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="write a file atomically, for node_exporter's textfile collector",
-    )
-    group.add_argument(
-        "--serve",
-        type=step_number,
-        metavar="PORT",
-        help="serve the text over HTTP on 127.0.0.1 (0: any port)",
-    )
-    add_json(parser)
+    parser = CommandParser(commands, "metrics", run, _EXAMPLES, details)
+    parser.add_home()
+    group = parser.add_exclusive_group()
+    group.add("-o, --output FILE", "write a file atomically, for node_exporter's textfile collector")
+    group.add("--serve PORT", "serve the text over HTTP on 127.0.0.1 (0: any port)", step_number)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.serve is not None:
         return _serve(store, args.serve, is_json=args.json)
     if args.output is not None:
-        _write(Path(args.output), _text(store))
+        write_output(args.output, _text(store), "the numbers to ")
     elif args.json:
         print_json(_rows(store))
     else:
@@ -80,14 +70,6 @@ def _rows(store: Store) -> list[dict[str, object]]:
         for one in metric_families(read_summary(store), store.url)
         for labels, value in one.samples
     ]
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with atomic_file(path, overwrite=True) as partial:
-            partial.write_text(text, encoding="utf-8")
-    except (InvalidInput, RetryLater) as error:
-        raise InvalidInput(f"Cannot write the numbers to {path}: {error}") from error
 
 
 # -- serving -------------------------------------------------------------------------------------------------

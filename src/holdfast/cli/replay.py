@@ -21,21 +21,9 @@ from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
-from holdfast.cli import TROUBLE
-from holdfast.cli.experiment import (
-    CheckpointComparison,
-    DifferenceRow,
-    Trace,
-    Trials,
-    compare_sides,
-    open_side,
-    print_rows,
-    script_words,
-    show_progress,
-    trial_folder,
-)
+from holdfast.cli import TROUBLE, experiment
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_home, add_json, command, step_number
 from holdfast.cli.tables import print_json
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.system.environment import place_in_sandbox
@@ -52,12 +40,14 @@ class ReplayVerdict:
     """Verdict of a replay."""
 
     name: str
-    differences: tuple[DifferenceRow, ...]  # from the record, or of the replays if these differ
+    differences: tuple[experiment.DifferenceRow, ...]  # from the record, or of the replays if these differ
     matches_once: bool  # one of two replays equals the record
 
 
 def judge(
-    record: CheckpointComparison, again: CheckpointComparison | None, between: CheckpointComparison | None
+    record: experiment.CheckpointComparison,
+    again: experiment.CheckpointComparison | None,
+    between: experiment.CheckpointComparison | None,
 ) -> ReplayVerdict:
     """Return the verdict.
 
@@ -71,14 +61,11 @@ def judge(
     """
     if not record.rows or again is None or between is None:
         return ReplayVerdict(SOUND, (), matches_once=False)
-    if _has_tensors(between):
+    if any(row.is_tensor and not row.key.startswith("rng.") for row in between.rows):
         return ReplayVerdict(RANDOM, between.rows, matches_once=not again.rows)
-    rows = tuple(row for row in record.rows if row.key not in between.keys)
+    varying = {row.key for row in between.rows}
+    rows = tuple(row for row in record.rows if row.key not in varying)
     return ReplayVerdict(DIFFERS if rows else SOUND, rows, matches_once=False)
-
-
-def _has_tensors(found: CheckpointComparison) -> bool:
-    return any(not row.key.startswith("rng.") and row.is_tensor for row in found.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +81,7 @@ class MetricDifference:
 def first_difference(
     recorded: Mapping[int, Mapping[str, float]], replayed: Mapping[int, Mapping[str, float]]
 ) -> MetricDifference | None:
-    """Return the first metric that differs; None if all that both have are equal.
-
-    Args:
-        recorded: by step and name.
-        replayed: the same, of the replay.
-    """
+    """Return the first metric that differs; None if all that both have are equal."""
     for step in sorted(recorded.keys() & replayed.keys()):
         for name in sorted(recorded[step].keys() & replayed[step].keys()):
             one, other = recorded[step][name], replayed[step][name]
@@ -126,23 +108,22 @@ def find_span(store: Store, *, step: int | None = None, to_step: int | None = No
         step: step of the first one; by default that before the other.
         to_step: step of the other one; by default that after the first, or the newest.
     """
-    return from_listing(lambda: _find_listed(store, step, to_step))
 
+    def find_listed() -> RecordedSpan:
+        newest = open_checkpoint(store).manifest
+        line = line_of(candidates(list_home(store)), newest.checkpoint_id, newest.ancestors).current
+        attempts = {one.step: one.attempt for one in reversed(line)}  # of a step saved again, the newest
+        steps = _choose(sorted(attempts), step, to_step, store.url)
+        return RecordedSpan(*(open_checkpoint(store, one, attempts[one]).manifest for one in steps))
 
-def _find_listed(store: Store, step: int | None, to_step: int | None) -> RecordedSpan:
-    newest = open_checkpoint(store).manifest
-    every = candidates(list_home(store))
-    line = line_of(every, newest.checkpoint_id, newest.ancestors).current
-    attempts = {one.step: one.attempt for one in reversed(line)}  # of a step saved again, the newest
-    first, last = _choose(sorted(attempts), step, to_step, store.url)
-    start, end = (open_checkpoint(store, one, attempts[one]).manifest for one in (first, last))
-    if start.world_size != end.world_size:
+    span = from_listing(find_listed)
+    if span.start.world_size != span.end.world_size:
         raise InvalidInput(
-            f"Step {first} was saved on {plural(start.world_size, 'rank')} and step {last} on "
-            f"{end.world_size}. Results depend on the number of ranks, so they cannot be compared. Choose "
-            "two steps of the same number with --step and --to."
+            f"Step {span.start.step} was saved on {plural(span.start.world_size, 'rank')} and step "
+            f"{span.end.step} on {span.end.world_size}. Results depend on the number of ranks, so they "
+            "cannot be compared. Choose two steps of the same number with --step and --to."
         )
-    return RecordedSpan(start, end)
+    return span
 
 
 def _choose(steps: list[int], step: int | None, to_step: int | None, url: str) -> tuple[int, int]:
@@ -188,38 +169,31 @@ _STATUS = {SOUND: 0, DIFFERS: 1, RANDOM: 3}
 """Exit status of each verdict."""
 
 
-def add_parser(commands: Commands) -> None:
+def add_replay(commands: Commands) -> None:
     """Add the command."""
     details = (
         "The script runs in a sandbox, and HOME is only read. The exit status is 0 if the result equals the "
         "record, 1 if it differs, and 3 if the training is not deterministic here."
     )
-    parser = command(commands, "replay", run, details=details, examples=_EXAMPLES)
-    add_home(parser)
-    parser.add_argument(
-        "--step", type=step_number, metavar="N", help="step to start from (default: the one before --to)"
-    )
-    parser.add_argument(
-        "--to", type=step_number, metavar="M", help="step to compare (default: the next saved, or the newest)"
-    )
-    parser.add_argument(
-        "--timeout", default="1h", metavar="TIME", help="time limit of each of up to 2 runs (default: 1h)"
-    )
-    parser.add_argument("--keep", metavar="DIR", help="copy the sandbox of the runs to this folder")
-    add_json(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="training script, or any command")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
+    parser = CommandParser(commands, "replay", run, _EXAMPLES, details)
+    parser.add_home()
+    parser.add("--step N", "step to start from (default: the one before --to)", step_number)
+    parser.add("--to M", "step to compare (default: the next saved, or the newest)", step_number)
+    parser.add("--timeout TIME", "time limit of each of up to 2 runs", default="1h")
+    parser.add("--keep DIR", "copy the sandbox of the runs to this folder")
+    parser.add_json()
+    parser.add_script("training script, or any command")
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay the steps, and print the verdict."""
-    words = script_words(args.script, args.args)
+    words = experiment.script_words(args.script, args.args)
     timeout_s = parse_duration(args.timeout, "--timeout")
     store, _ = open_home(args.home)
     span = find_span(store, step=args.step, to_step=args.to)
     try:
-        with trial_folder("replay", args.keep) as folder:
-            trials = Trials(words, folder, timeout_s=timeout_s, on_progress=show_progress)
+        with experiment.trial_folder("replay", args.keep) as folder:
+            trials = experiment.Trials(words, folder, timeout_s=timeout_s)
             report = _Replay(store, absolute_place(args.home), span, trials).report()
     except Corrupt as error:  # 1 would mean that the replay differs
         print(f"holdfast: {error}", file=sys.stderr)
@@ -234,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
 class _Replay:
     """Replay of a span: one run, and a second one if the first differs from the record."""
 
-    def __init__(self, store: Store, place: str, span: RecordedSpan, trials: Trials) -> None:
+    def __init__(self, store: Store, place: str, span: RecordedSpan, trials: experiment.Trials) -> None:
         self._store, self._place, self._span, self._trials = store, place, span, trials
 
     def report(self) -> dict[str, Any]:
@@ -248,11 +222,6 @@ class _Replay:
             between = self._compare_runs()
         verdict = judge(record, again, between)
         metric = first_difference(recorded_metrics(self._store, self._span), _metrics_of(trace))
-        return self._facts(verdict, record, None if verdict.name == SOUND else metric)
-
-    def _facts(
-        self, verdict: ReplayVerdict, record: CheckpointComparison, metric: MetricDifference | None
-    ) -> dict[str, Any]:
         start, end = self._span.start, self._span.end
         return {
             "home": self._store.url,
@@ -265,17 +234,17 @@ class _Replay:
             "matches_once": verdict.matches_once,
             "num_compared": record.num_compared,
             "differences": [asdict(row) for row in verdict.differences],
-            "metric": None if metric is None else asdict(metric),
+            "metric": None if metric is None or verdict.name == SOUND else asdict(metric),
         }
 
-    def _run(self, name: str) -> Trace:
+    def _run(self, name: str) -> experiment.Trace:
         """Run the steps once, from a copy of the first checkpoint."""
         start, end = self._span.start, self._span.end
         home = self._home(name)
         home.mkdir(parents=True)
         copy_checkpoint(self._store, open_store(os.fspath(home)), start)
         what = f"{name} replay of steps {start.step} to {end.step}"
-        show_progress(what)
+        experiment.show_progress(what)
         trace = self._trials.run(name, what, {"save_at": [end.step], "end_at": end.step})
         if trace.restored != start.step:
             raise InvalidInput(
@@ -288,23 +257,26 @@ class _Replay:
     def _home(self, name: str) -> Path:
         return place_in_sandbox(self._trials.homes(name), self._place)
 
-    def _compare_with_record(self, name: str) -> CheckpointComparison:
+    def _compare_with_record(self, name: str) -> experiment.CheckpointComparison:
         end = self._span.end
-        record = open_side(self._store.url, end.step, end.attempt)
-        replayed = open_side(os.fspath(self._home(name)), end.step)
+        record = experiment.open_side(self._store.url, end.step, end.attempt)
+        replayed = experiment.open_side(os.fspath(self._home(name)), end.step)
         if replayed.checkpoint.world_size != end.world_size:
             raise InvalidInput(
                 f"The replay ran on {plural(replayed.checkpoint.world_size, 'rank')}, and the recorded steps "
                 f"on {end.world_size}. Results depend on the number of ranks: start as many."
             )
-        return compare_sides(record, replayed, of_a="the record", of_b="the replay")
+        return experiment.compare_sides(record, replayed, of_a="the record", of_b="the replay")
 
-    def _compare_runs(self) -> CheckpointComparison:
-        sides = (open_side(os.fspath(self._home(name)), self._span.end.step) for name in ("first", "second"))
-        return compare_sides(*sides, of_a="the first replay", of_b="the second replay")
+    def _compare_runs(self) -> experiment.CheckpointComparison:
+        sides = (
+            experiment.open_side(os.fspath(self._home(name)), self._span.end.step)
+            for name in ("first", "second")
+        )
+        return experiment.compare_sides(*sides, of_a="the first replay", of_b="the second replay")
 
 
-def _metrics_of(trace: Trace) -> Mapping[int, Mapping[str, float]]:
+def _metrics_of(trace: experiment.Trace) -> Mapping[int, Mapping[str, float]]:
     recorded = trace.records.get("0", {})
     return {step: {name: float(value) for name, value in values.items()} for step, values in recorded.items()}
 
@@ -329,7 +301,7 @@ def _print(report: dict[str, Any]) -> None:
         print("The two runs differ in:")
     else:
         _show(f"{span} were run twice with equal results, which differ from {saved}:")
-    print_rows(report["differences"])
+    experiment.print_rows(report["differences"])
     if metric := report["metric"]:
         _show(
             f"The first recorded metric that differs is {metric['name']} of step {metric['step']}: "

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.checkpoint.restore.atomic_output import atomic_file, check_parent
+from holdfast.checkpoint.restore.atomic_output import check_parent
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_home, add_json, command
-from holdfast.cli.tables import print_fields, print_json, print_text
-from holdfast.errors import InvalidInput, RetryLater
+from holdfast.cli.tables import naming_output, print_fields, print_json, print_text, write_output
 from holdfast.jobs.description import read_node_checks
 from holdfast.system.units import format_bytes
 from holdfast.watch.report.page import headline, headline_numbers, tear_check
@@ -26,24 +23,22 @@ holdfast report runs/gpt --json | jq .advice.own.daly_s
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_report(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "report", run, examples=_EXAMPLES)
-    add_home(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="write a page with charts, one HTML file (- for standard output); needs torch-holdfast[report]",
+    parser = CommandParser(commands, "report", run, _EXAMPLES)
+    parser.add_home()
+    parser.add(
+        "-o, --output FILE",
+        "write a page with charts, one HTML file (- for standard output); needs torch-holdfast[report]",
     )
-    parser.add_argument("--title", metavar="TEXT", help="heading of the page (default: the name of HOME)")
-    add_json(parser)
+    parser.add("--title TEXT", "heading of the page (default: the name of HOME)")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary of a run as a page, JSON, or a few lines."""
     if args.output not in (None, "-"):
-        with _named(args.output):
+        with naming_output(args.output, "the report to "):
             check_parent(Path(args.output))
     store, _ = open_home(args.home)
     summary = read_summary(store, read_node_checks(store))
@@ -60,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output == "-":
         sys.stdout.write(text)
     else:
-        _write(Path(args.output), text)
+        write_output(args.output, text, "the report to ")
         print(f"{args.output}: {format_bytes(len(text.encode()))}")
     return 0
 
@@ -74,18 +69,3 @@ def _print_short(summary: RunSummary) -> None:
     if method := tear_check(summary):
         print_text(method)
     print("Use -o FILE for a page with charts, or --json for all data.")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the page atomically."""
-    with _named(str(path)), atomic_file(path, overwrite=True) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _named(output: str) -> Iterator[None]:
-    """Name the report in errors of its file."""
-    try:
-        yield
-    except (InvalidInput, RetryLater) as error:
-        raise InvalidInput(f"Cannot write the report to {output}: {error}") from error

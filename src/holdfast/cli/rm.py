@@ -21,18 +21,9 @@ from holdfast.checkpoint.home.inventory import (
 from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.home.retain import delete_files
 from holdfast.checkpoint.store import Store
+from holdfast.cli.commands import CommandParser, Commands, agrees, check_can_agree, step_number
 from holdfast.cli.homes import open_home, read_run_id
-from holdfast.cli.options import (
-    Commands,
-    add_attempt,
-    add_home,
-    add_json,
-    agrees,
-    check_can_agree,
-    command,
-    step_number,
-)
-from holdfast.cli.tables import format_age, print_json, print_table
+from holdfast.cli.tables import Column, format_age, print_json, print_table
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.system.units import format_bytes, plural
 
@@ -43,28 +34,21 @@ holdfast rm runs/gpt --superseded --incomplete --dry-run
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_rm(commands: Commands) -> None:
     """Add the command."""
-    details = "The newest complete one is deleted only with --force."
-    parser = command(commands, "rm", run, details=details, examples=_EXAMPLES)
-    add_home(parser)
-    parser.add_argument("--step", type=step_number, metavar="N", help="this step")
-    parser.add_argument(
-        "--before", type=step_number, metavar="N", help="all steps before this one, except incomplete ones"
+    parser = CommandParser(
+        commands, "rm", run, _EXAMPLES, "The newest complete one is deleted only with --force."
     )
-    parser.add_argument(
-        "--superseded", action="store_true", help="checkpoints that a newer attempt left behind"
-    )
-    parser.add_argument("--incomplete", action="store_true", help="files of saves that were not completed")
-    add_attempt(parser, default="all")
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="also the newest complete checkpoint, and files that may still be written",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
-    parser.add_argument("--yes", "-y", action="store_true", help="do not ask; required without a terminal")
-    add_json(parser)
+    parser.add_home()
+    parser.add("--step N", "this step", step_number)
+    parser.add("--before N", "all steps before this one, except incomplete ones", step_number)
+    parser.add("--superseded", "checkpoints that a newer attempt left behind")
+    parser.add("--incomplete", "files of saves that were not completed")
+    parser.add_attempt(default="all")
+    parser.add("--force", "also the newest complete checkpoint, and files that may still be written")
+    parser.add("--dry-run", "only list what would be deleted")
+    parser.add("--yes, -y", "do not ask; required without a terminal")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,19 +96,22 @@ def _choose(inventory: Inventory, args: argparse.Namespace, *, is_done: bool) ->
                 "would resume from it. Nothing was deleted. Add --force to delete it anyway.",
                 step=newest.step,
             )
-        rows = [row for row in rows if is_done or not _is_kept(inventory, row)]
+        kept = [] if is_done else [row for row in rows if _may_be_written(inventory, row)]
+        for row in kept:
+            print(
+                f"holdfast: kept step {row.step} of attempt {row.attempt}: the attempt is the newest and may "
+                "still be writing it. If it has ended, add --force.",
+                file=sys.stderr,
+            )
+        rows = [row for row in rows if row not in kept]
     return rows[::-1]
 
 
 def _is_chosen(row: Row, args: argparse.Namespace) -> bool:
-    old = (
-        args.before is not None
-        and row.step < args.before
-        and row.state in (COMPLETE, SUPERSEDED, DAMAGED, SKIPPED)
-    )
+    is_saved = row.state in (COMPLETE, SUPERSEDED, DAMAGED, SKIPPED)
     return (
         row.step == args.step
-        or old
+        or (args.before is not None and row.step < args.before and is_saved)
         or (args.superseded and row.state == SUPERSEDED)
         or (args.incomplete and row.state == INCOMPLETE)
     )
@@ -135,26 +122,13 @@ def _may_be_written(inventory: Inventory, row: Row) -> bool:
     return row.state == INCOMPLETE and row.attempt >= max(inventory.home.attempts, default=0)
 
 
-def _is_kept(inventory: Inventory, row: Row) -> bool:
-    """Return True for a checkpoint that may still be written, and print why it stays."""
-    if not _may_be_written(inventory, row):
-        return False
-    print(
-        f"holdfast: kept step {row.step} of attempt {row.attempt}: the attempt is the newest and may still "
-        "be writing it. If it has ended, add --force.",
-        file=sys.stderr,
-    )
-    return True
-
-
 def _delete_all(store: Store, inventory: Inventory, rows: list[Row], *, is_done: bool) -> None:
     chosen = {row.checkpoint_id for row in rows}
     complete = {key for key, saved in inventory.home.saved.items() if saved.is_committed}
     is_emptied = bool(complete) and complete <= chosen and inventory.run_id is not None
     for row in rows:
-        if (
-            is_emptied and row is rows[-1]
-        ):  # before the last one is deleted, so that the next start may begin from scratch
+        # Before the last one is deleted, so that the next start may begin from scratch.
+        if is_emptied and row is rows[-1]:
             note_emptied(store, inventory.run_id or "", newest_number(store))
         delete(store, inventory, row, must_refuse=not is_done and _may_be_written(inventory, row))
 
@@ -163,18 +137,14 @@ def _print_plan(rows: list[Row]) -> None:
     if not rows:
         print("nothing to delete")
         return
-    columns = ("STEP", "ATTEMPT", "SIZE", "AGE", "STATE")
-    cells = (
-        (
-            str(row.step),
-            str(row.attempt),
-            format_bytes(row.num_bytes),
-            format_age(row.created_unix_s),
-            row.state,
-        )
-        for row in rows
+    columns = (
+        Column("STEP", lambda row: row.step, "right"),
+        Column("ATTEMPT", lambda row: row.attempt, "right"),
+        Column("SIZE", lambda row: format_bytes(row.num_bytes), "right"),
+        Column("AGE", lambda row: format_age(row.created_unix_s)),
+        Column("STATE", lambda row: row.state),
     )
-    print_table(columns, cells, right=columns[:3])
+    print_table(columns, rows)
 
 
 def delete(store: Store, inventory: Inventory, row: Row, *, must_refuse: bool = False) -> None:

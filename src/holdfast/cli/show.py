@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import sys
-from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 from holdfast.checkpoint.home.documents import read_part
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.cli import values
+from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_filter, add_home, add_json, add_step, command, step_number
-from holdfast.cli.tables import format_age, format_time, print_json, print_table, print_text
+from holdfast.cli.tables import Column, format_age, format_time, print_json, print_table, print_text
 from holdfast.errors import InvalidInput
 from holdfast.system.units import format_bytes, plural
 
@@ -26,16 +26,14 @@ holdfast show runs/gpt --json | jq '.tensors[] | select(.dtype == "BF16").name'
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_show(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "show", run, examples=_EXAMPLES)
-    add_home(parser)
-    add_step(parser, default="the newest complete one")
-    parser.add_argument(
-        "--rank", type=step_number, default=0, metavar="R", help="rank whose state to show (default: 0)"
-    )
-    add_filter(parser)
-    add_json(parser)
+    parser = CommandParser(commands, "show", run, _EXAMPLES)
+    parser.add_home()
+    parser.add_step(default="the newest complete one")
+    parser.add("--rank R", "rank whose state to show", step_number, default=0)
+    parser.add_filter()
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
         print_json(_as_json(checkpoint, tensors, state))
         return 0
     _print_facts(store.url, checkpoint)
-    _print_tensors(checkpoint, tensors)
+    print(f"\n{plural(len(tensors), 'tensor')}")
+    if tensors:
+        print_table(_TENSOR_COLUMNS, ((name, checkpoint.info(name)) for name in tensors))
     _print_state(state, args.filter)
     return 0
 
@@ -108,24 +108,14 @@ def _print_facts(url: str, checkpoint: Checkpoint) -> None:
     print_text(f"health: {health.word} ({'; '.join(health.reasons)})")
 
 
-def _print_tensors(checkpoint: Checkpoint, tensors: list[str]) -> None:
-    print(f"\n{plural(len(tensors), 'tensor')}")
-    if tensors:
-        columns = ("NAME", "DTYPE", "SHAPE", "SIZE", "SAVED BY", "TIED TO")
-        print_table(
-            columns,
-            _tensor_rows(checkpoint, tensors),
-            right=("SIZE",),
-            names=("NAME", "SHAPE", "TIED TO"),
-            spare=("SAVED BY",),
-        )
-
-
-def _tensor_rows(checkpoint: Checkpoint, tensors: list[str]) -> Iterator[tuple[str, ...]]:
-    for name in tensors:
-        info = checkpoint.info(name)
-        size = "-" if info.tied_to else format_bytes(info.num_bytes)
-        yield name, info.dtype, str(list(info.shape)), size, _format_owner(info.owner), info.tied_to or ""
+_TENSOR_COLUMNS = (
+    Column("NAME", lambda row: row[0], "name"),
+    Column("DTYPE", lambda row: row[1].dtype),
+    Column("SHAPE", lambda row: list(row[1].shape), "name"),
+    Column("SIZE", lambda row: None if row[1].tied_to else format_bytes(row[1].num_bytes), "right"),
+    Column("SAVED BY", lambda row: _format_owner(row[1].owner), spare=1),
+    Column("TIED TO", lambda row: row[1].tied_to or "", "name"),
+)
 
 
 def _print_state(state: dict[str, Any], pattern: str | None) -> None:
@@ -133,4 +123,4 @@ def _print_state(state: dict[str, Any], pattern: str | None) -> None:
     rows = [(path, values.format_value(value)) for path, value in found if _matches(path, pattern)]
     print(f"\n{plural(len(rows), 'value')}")
     if rows:
-        print_table(("NAME", "VALUE"), rows, names=("NAME", "VALUE"))
+        print_table((Column("NAME", itemgetter(0), "name"), Column("VALUE", itemgetter(1), "name")), rows)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import open_home
-from holdfast.cli.options import Commands, add_home, add_json, command
 from holdfast.cli.tables import format_time, print_json
 from holdfast.errors import NotFound
 from holdfast.system.units import format_duration, plural
@@ -24,17 +23,13 @@ holdfast stacks s3://bucket/gpt --recorded
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_stacks(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "stacks", run, examples=_EXAMPLES)
-    add_home(parser)
-    parser.add_argument(
-        "--recorded",
-        action="store_true",
-        help="show the newest hang in the history instead of the processes on this machine",
-    )
-    parser.add_argument("--full", action="store_true", help="also print the stacks of all threads")
-    add_json(parser)
+    parser = CommandParser(commands, "stacks", run, _EXAMPLES)
+    parser.add_home()
+    parser.add("--recorded", "show the newest hang in the history instead of the processes on this machine")
+    parser.add("--full", "also print the stacks of all threads")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(title: str, ranks: Sequence[RankEvidence], args: argparse.Namespace) -> None:
     if args.json:
-        print_json(_as_json(ranks))
+        groups = [{**asdict(one), "kind": one.kind.value} for one in group_ranks(ranks)]
+        print_json({"groups": groups, "ranks": [asdict(one) for one in ranks]})
         return
     print(f"{title}:")
     for line in describe_groups(group_ranks(ranks)):
@@ -70,8 +66,3 @@ def _show(title: str, ranks: Sequence[RankEvidence], args: argparse.Namespace) -
         for one in ranks:
             print()
             print("\n".join(format_stacks(one)))
-
-
-def _as_json(ranks: Sequence[RankEvidence]) -> dict[str, Any]:
-    groups = [{**asdict(one), "kind": one.kind.value} for one in group_ranks(ranks)]
-    return {"groups": groups, "ranks": [asdict(one) for one in ranks]}

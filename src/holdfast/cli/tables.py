@@ -2,52 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
 import os
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TextIO
 
 from holdfast import errors
-from holdfast.system.units import format_duration
+from holdfast.system.units import format_bytes, format_duration
 
 
-def print_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    right: Sequence[str] = (),
-    names: Sequence[str] = (),
-    text: str | None = None,
-    spare: Sequence[str] = (),
-) -> None:
-    """Print a table within the width of the terminal.
+class Column(NamedTuple):
+    """Column of a table.
 
-    Args:
-        columns: the headings.
-        rows: one text per column.
-        right: headings of columns that are aligned to the right, such as numbers.
-        names: headings of columns that are shortened in the middle if the table is too wide.
-        text: heading of the last column if it has sentences, which are wrapped or placed below their row.
-        spare: headings of columns that are left out if the table is too wide, the first one first.
+    Attributes:
+        heading: its heading.
+        cell: returns the cell of a row: a text, a number, or None for `-`.
+        kind: "left", or "right" for numbers. In a too wide table a "name" is shortened in the middle, and
+            a "text" is wrapped or placed below its row.
+        spare: for a column that is left out if the table is too wide, its turn.
     """
-    table = Table(
-        columns=tuple(columns),
-        rows=tuple(tuple(map(printable, row)) for row in rows),
-        right=frozenset(right),
-        names=frozenset(names),
-        text=text,
-        spare=tuple(spare),
-    )
-    heading, *lines = lay_out(table, terminal_width())
+
+    heading: str
+    cell: Callable[[Any], object]
+    kind: Literal["left", "right", "name", "text"] = "left"
+    spare: int = 0
+
+
+def print_table(columns: Sequence[Column], rows: Iterable[Any]) -> None:
+    """Print a table within the width of the terminal."""
+    cells = [[_shown(column.cell(row)) for column in columns] for row in rows]
+    heading, *lines = lay_out(columns, cells, terminal_width())
     styled(sys.stdout).write(f"\x1b[1m{heading}\x1b[0m\n" if sys.stdout.isatty() else f"{heading}\n")
     for line in lines:
         print(line)
+
+
+def _shown(cell: object) -> str:
+    return "-" if cell is None else printable(str(cell))
 
 
 def terminal_width() -> int | None:
@@ -114,6 +113,27 @@ def styled(out: TextIO) -> TextIO:
     return out.out if isinstance(out, Printable) else out
 
 
+def write_output(path: str, text: str, what: str) -> None:
+    """Write the text of a result to a file atomically.
+
+    Args:
+        what: the result in an error, such as "the report to ".
+    """
+    from holdfast.checkpoint.restore.atomic_output import atomic_file  # few commands need it
+
+    with naming_output(path, what), atomic_file(Path(path), overwrite=True) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def naming_output(path: str, what: str) -> Iterator[None]:
+    """Name a result in the errors of its file; see `write_output`."""
+    try:
+        yield
+    except (errors.InvalidInput, errors.RetryLater) as error:
+        raise errors.InvalidInput(f"Cannot write {what}{path}: {error}") from error
+
+
 def print_json(value: Any) -> None:
     """Print a value as indented JSON. JSON has no NaN and no infinity."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
@@ -141,55 +161,37 @@ def format_time(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
+def format_rate(num_bytes: int, seconds: float) -> str:
+    """Return a duration with the speed, as in `1.2 s, 800 MB/s`."""
+    speed = f", {format_bytes(num_bytes / seconds)}/s" if seconds else ""
+    return f"{format_duration(seconds)}{speed}"
+
+
 GAP = "  "
 _CUT = "…"
-_MIN_NAME, _MIN_TEXT = 16, 24  # characters
+_LEAST = {"name": 16, "text": 24}  # characters
 _INDENT = "    "
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Cells and the roles of their columns, as the arguments of `print_table`."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: frozenset[str] = frozenset()
-    names: frozenset[str] = frozenset()
-    text: str | None = None
-    spare: tuple[str, ...] = ()
-
-    def without(self, column: str) -> Table:
-        """Return the table without a column."""
-        at = self.columns.index(column)
-        return replace(
-            self,
-            columns=self.columns[:at] + self.columns[at + 1 :],
-            rows=tuple(row[:at] + row[at + 1 :] for row in self.rows),
-            text=None if column == self.text else self.text,
-        )
-
-
-def lay_out(table: Table, width: int | None) -> list[str]:
-    """Return the lines of a table, the heading first.
-
-    Args:
-        width: in characters; None for no limit.
-    """
-    below: list[str] = []
+def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Return the lines of a table, the heading first."""
+    left_out: list[int] = []
     if width is not None:
-        if table.text is not None and _least(table) > width:
-            at = table.columns.index(table.text)
-            below = [row[at] for row in table.rows]
-            table = table.without(table.text)
-        for column in table.spare:
-            if column in table.columns and _least(table) > width:
-                table = table.without(column)
-    widths = _widths(table, width)
-    lines = _lines(table, widths, table.columns)
-    for number, row in enumerate(table.rows):
-        lines += _lines(table, widths, row)
-        if below and below[number] not in ("", "-"):
-            lines += _wrapped(below[number], (width or 0) - len(_INDENT), indent=_INDENT)
+        texts = [i for i, column in enumerate(columns) if column.kind == "text"]
+        spare = sorted((column.spare, i) for i, column in enumerate(columns) if column.spare)
+        for i in [*texts, *(i for _, i in spare)]:
+            if _least(columns, rows, left_out) > width:
+                left_out.append(i)
+    kept = [i for i in range(len(columns)) if i not in left_out]
+    visible = [columns[i] for i in kept]
+    shown = [[row[i] for i in kept] for row in rows]
+    widths = _widths(visible, shown, width)
+    lines = _lines(visible, widths, [column.heading for column in visible])
+    for row, cells in zip(rows, shown, strict=True):
+        lines += _lines(visible, widths, cells)
+        for i in left_out:
+            if columns[i].kind == "text" and row[i] not in ("", "-"):
+                lines += _wrapped(row[i], (width or 0) - len(_INDENT), indent=_INDENT)
     return lines
 
 
@@ -202,46 +204,46 @@ def cut(text: str, width: int) -> str:
     return _front(text, head) + _CUT + (_front(text[::-1], tail)[::-1] if tail else "")
 
 
-def _natural(table: Table) -> list[int]:
-    return [max(map(_length, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
+def _natural(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    texts = zip([column.heading for column in columns], *rows, strict=True)
+    return [max(map(_length, column)) for column in texts]
 
 
-def _least(table: Table) -> int:
-    """Return the smallest readable width of the table."""
-    least = {**dict.fromkeys(table.names, _MIN_NAME), **({table.text: _MIN_TEXT} if table.text else {})}
+def _least(columns: Sequence[Column], rows: Sequence[Sequence[str]], left_out: Collection[int]) -> int:
+    """Return the smallest readable width of a table without some columns."""
     found = [
-        min(natural, max(_length(column), least.get(column, natural)))
-        for column, natural in zip(table.columns, _natural(table), strict=True)
+        min(natural, max(_length(column.heading), _LEAST.get(column.kind, natural)))
+        for i, (column, natural) in enumerate(zip(columns, _natural(columns, rows), strict=True))
+        if i not in left_out
     ]
     return sum(found) + len(GAP) * (len(found) - 1)
 
 
-def _widths(table: Table, width: int | None) -> list[int]:
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
     """Return the width of each column. Names and sentences share the rest of the width evenly."""
-    widths = _natural(table)
+    widths = _natural(columns, rows)
     if width is None:
         return widths
-    giving = [i for i, column in enumerate(table.columns) if column in table.names or column == table.text]
+    giving = [i for i, column in enumerate(columns) if column.kind in _LEAST]
     room = width - len(GAP) * (len(widths) - 1) - sum(w for i, w in enumerate(widths) if i not in giving)
     for left, i in enumerate(sorted(giving, key=lambda i: widths[i])):
-        share = max(4, room // (len(giving) - left))
-        widths[i] = min(widths[i], share)
+        widths[i] = min(widths[i], max(4, room // (len(giving) - left)))
         room -= widths[i]
     return widths
 
 
-def _lines(table: Table, widths: Sequence[int], cells: Sequence[str]) -> list[str]:
+def _lines(columns: Sequence[Column], widths: Sequence[int], cells: Sequence[str]) -> list[str]:
     """Return the lines of one row: several if its text is wrapped."""
     blocks = [
-        _wrapped(cell, width) if column == table.text else [cut(cell, width)]
-        for column, cell, width in zip(table.columns, cells, widths, strict=True)
+        _wrapped(cell, width) if column.kind == "text" else [cut(cell, width)]
+        for column, cell, width in zip(columns, cells, widths, strict=True)
     ]
-    height = max(map(len, blocks), default=0)
     lines = []
-    for number in range(height):
+    for parts in itertools.zip_longest(*blocks, fillvalue=""):
+        blanks = [" " * (width - _length(part)) for part, width in zip(parts, widths, strict=True)]
         padded = (
-            _pad(block[number] if number < len(block) else "", width, is_right=column in table.right)
-            for column, block, width in zip(table.columns, blocks, widths, strict=True)
+            blank + part if column.kind == "right" else part + blank
+            for column, part, blank in zip(columns, parts, blanks, strict=True)
         )
         lines.append(GAP.join(padded).rstrip())
     return lines
@@ -258,11 +260,6 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return [indent + line for line in lines] or [indent]
 
 
-def _pad(text: str, width: int, *, is_right: bool) -> str:
-    blanks = " " * (width - _length(text))
-    return blanks + text if is_right else text + blanks
-
-
 def _front(text: str, width: int) -> str:
     """Return the longest beginning of a text that fits into a width."""
     while _length(text) > width:
@@ -277,3 +274,30 @@ def _length(text: str) -> int:
     from rich.cells import cell_len  # most tables are ASCII
 
     return cell_len(text)
+
+
+class Bar(NamedTuple):
+    """Callbacks of the work. Both are None without a terminal."""
+
+    on_total: Callable[[int], None] | None
+    on_bytes: Callable[[int], None] | None
+
+
+@contextlib.contextmanager
+def byte_bar(label: str) -> Iterator[Bar]:
+    """Show a progress bar during the block, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield Bar(None, None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    # On a terminal, output is printed above the bar. If stdout is a pipe, it is not redirected.
+    options = {"transient": True, "redirect_stdout": sys.stdout.isatty()}
+    with Progress(*columns, console=Console(stderr=True), **options) as progress:
+        task = progress.add_task(label, total=None)
+        yield Bar(
+            lambda num_bytes: progress.update(task, total=num_bytes),
+            lambda num_bytes: progress.advance(task, num_bytes),
+        )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from holdfast.cli.commands import CommandParser, Commands
 from holdfast.cli.homes import nearest_hint
-from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput, NotFound
 
@@ -18,21 +18,15 @@ holdfast trust --remove s3://my-bucket/runs
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_trust(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "trust", run, examples=_EXAMPLES)
-    parser.add_argument(
-        "home", metavar="HOME", nargs="?", help="a home, or a folder or URL prefix of several homes"
-    )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--list", action="store_true", help="list the trusted homes")
-    which.add_argument("--remove", action="store_true", help="remove the home from the list")
-    parser.add_argument(
-        "--allow-http",
-        action="store_true",
-        help="trust it even if the code comes over http from another machine",
-    )
-    add_json(parser)
+    parser = CommandParser(commands, "trust", run, _EXAMPLES)
+    parser.add("home HOME", "a home, or a folder or URL prefix of several homes", nargs="?")
+    which = parser.add_exclusive_group()
+    which.add("--list", "list the trusted homes")
+    which.add("--remove", "remove the home from the list")
+    parser.add("--allow-http", "trust it even if the code comes over http from another machine")
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.cli.commands import CommandParser, Commands, count
 from holdfast.cli.homes import nearest_hint
-from holdfast.cli.options import Commands, add_json, command, count
-from holdfast.cli.tables import print_json, print_table
+from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import InvalidInput
 from holdfast.system.units import format_bytes, format_duration, parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from holdfast.train.tuning.findings import Finding, TuningReport
+    from holdfast.train.tuning.measurements import CompileVerdict
 
 _EXAMPLES = """
 holdfast tune train.py --epochs 1
@@ -24,37 +26,19 @@ holdfast tune --ranks 2 --json train.py | jq '.findings[] | [.kind, .place.line]
 _QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 
 
-def add_parser(commands: Commands) -> None:
+def add_tune(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "tune", run, examples=_EXAMPLES)
-    parser.add_argument(
-        "--only",
-        metavar="QUESTIONS",
-        help=f"comma-separated questions from {','.join(_QUESTIONS)} (default: all)",
+    parser = CommandParser(commands, "tune", run, _EXAMPLES)
+    parser.add("--only QUESTIONS", f"comma-separated questions from {','.join(_QUESTIONS)} (default: all)")
+    parser.add("--steps N", "steps to measure in each run", count, default=10)
+    parser.add(
+        "--ranks N", "number of processes to start, as torchrun does (default: one plain process)", count
     )
-    parser.add_argument(
-        "--steps", type=count, default=10, metavar="N", help="steps to measure in each run (default: 10)"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=count,
-        metavar="N",
-        help="number of processes to start, as torchrun does (default: one plain process)",
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="memory limit for larger batches, such as 12GiB (default: free memory)",
-    )
-    parser.add_argument(
-        "--timeout", default="10m", metavar="TIME", help="time limit of each run (default: 10m)"
-    )
-    parser.add_argument(
-        "--debug", action="store_true", help="keep all logs, including torch's logs of every compilation"
-    )
-    add_json(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
+    parser.add("--memory SIZE", "memory limit for larger batches, such as 12GiB (default: free memory)")
+    parser.add("--timeout TIME", "time limit of each run", default="10m")
+    parser.add("--debug", "keep all logs, including torch's logs of every compilation")
+    parser.add_json()
+    parser.add_script("training script")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,12 +81,14 @@ def _print(report: TuningReport) -> None:
     print(f"{report.script} on {report.steps.device}: a step takes {format_duration(now.step_s)}{waiting}.")
     if report.findings:
         print()
-        columns = ("#", "KIND", "WHERE", "COSTS", "AFTER THE CHANGE")
-        rows = [
-            (str(number), one.kind, format_line(one.place), one.costs, one.after)
-            for number, one in enumerate(report.findings, 1)
-        ]
-        print_table(columns, rows, right=("#",), names=("WHERE",), text="AFTER THE CHANGE")
+        columns = (
+            Column("#", itemgetter(0), "right"),
+            Column("KIND", lambda row: row[1].kind),
+            Column("WHERE", lambda row: format_line(row[1].place), "name"),
+            Column("COSTS", lambda row: row[1].costs),
+            Column("AFTER THE CHANGE", lambda row: row[1].after, "text"),
+        )
+        print_table(columns, enumerate(report.findings, 1))
         for number, one in enumerate(report.findings, 1):
             _print_advice(number, one)
     else:
@@ -130,27 +116,29 @@ def _print_compile(report: TuningReport) -> None:
 
     if not report.verdicts:
         return
-    rows = []
-    for one in report.verdicts:
-        if one.failure:
-            rows.append((NAMES[one.variant], "-", "-", "-", "-", one.failure))
-            continue
-        even = "never" if one.break_even_steps is None else f"{one.break_even_steps} steps"
-        memory = "-" if one.memory_ratio is None else f"{one.memory_ratio:.2f}x"
-        answer = "yes" if one.pays else "no, slower" if one.costs else "no, as fast"
-        cells = (
-            f"{one.speed_up:.2f}x",
-            f"{one.noise:.0%}",
-            format_duration(one.warm_up_s),
-            even,
-            memory,
-            answer,
-        )
-        rows.append((NAMES[one.variant], *cells[:3], f"{even}", cells[4], answer))
     print("\nDoes torch.compile pay off?")
-    columns = ("COMPILED", "SPEED", "NOISE", "WARM-UP", "EARNED BACK", "MEMORY OF A STEP", "PAYS")
-    cells = [row if len(row) == 7 else (*row[:5], "-", row[5]) for row in rows]
-    print_table(columns, cells, text="PAYS", spare=("MEMORY OF A STEP", "NOISE"))
+    columns = (
+        Column("COMPILED", lambda one: NAMES[one.variant]),
+        Column("SPEED", lambda one: None if one.failure else f"{one.speed_up:.2f}x"),
+        Column("NOISE", lambda one: None if one.failure else f"{one.noise:.0%}", spare=2),
+        Column("WARM-UP", lambda one: None if one.failure else format_duration(one.warm_up_s)),
+        Column("EARNED BACK", lambda one: None if one.failure else _earned_back(one)),
+        Column(
+            "MEMORY OF A STEP",
+            lambda one: None if one.failure or one.memory_ratio is None else f"{one.memory_ratio:.2f}x",
+            spare=1,
+        ),
+        Column("PAYS", lambda one: one.failure or _pays(one), "text"),
+    )
+    print_table(columns, report.verdicts)
+
+
+def _earned_back(one: CompileVerdict) -> str:
+    return "never" if one.break_even_steps is None else f"{one.break_even_steps} steps"
+
+
+def _pays(one: CompileVerdict) -> str:
+    return "yes" if one.pays else "no, slower" if one.costs else "no, as fast"
 
 
 def _print_batches(report: TuningReport) -> None:
@@ -158,16 +146,18 @@ def _print_batches(report: TuningReport) -> None:
         return
     print("\nBatches:")
     first = report.batches[0]
-    rows = [
-        (
-            str(one.value),
-            "-" if one.failure else f"{one.items_per_s / first.items_per_s:.2f}x",
-            "-" if one.failure or one.peak_bytes is None else format_bytes(one.peak_bytes),
-            one.failure or ("now" if one is first else ""),
-        )
-        for one in report.batches
-    ]
-    print_table(("BATCH", "SAMPLES/S", "MEMORY", ""), rows, right=("BATCH",), text="")
+    columns = (
+        Column("BATCH", lambda one: one.value, "right"),
+        Column(
+            "SAMPLES/S", lambda one: None if one.failure else f"{one.items_per_s / first.items_per_s:.2f}x"
+        ),
+        Column(
+            "MEMORY",
+            lambda one: None if one.failure or one.peak_bytes is None else format_bytes(one.peak_bytes),
+        ),
+        Column("", lambda one: one.failure or ("now" if one is first else ""), "text"),
+    )
+    print_table(columns, report.batches)
 
 
 def _print_paddings(report: TuningReport) -> None:
@@ -180,6 +170,6 @@ def _print_paddings(report: TuningReport) -> None:
         (one.name, f"{one.useful:.0%}", str(one.num_shapes), f"{one.positions / found.now:.2f}x")
         for one in found.others
     ]
-    print_table(
-        ("PADDING", "USEFUL", "SHAPES", "COST"), rows, right=("USEFUL", "SHAPES", "COST"), names=("PADDING",)
-    )
+    headings = ("PADDING", "USEFUL", "SHAPES", "COST")
+    columns = [Column(name, itemgetter(i), "right" if i else "name") for i, name in enumerate(headings)]
+    print_table(columns, rows)

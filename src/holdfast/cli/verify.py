@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,12 +15,11 @@ from holdfast.checkpoint.home.newest import from_listing, was_deleted
 from holdfast.checkpoint.restore.verify import VerifyReport, verify
 from holdfast.checkpoint.store import Store
 from holdfast.cli import FOUND, TROUBLE
+from holdfast.cli.commands import CommandParser, Commands, count
 from holdfast.cli.homes import open_home, read_run_id
-from holdfast.cli.options import Commands, add_home, add_json, add_step, command, count
-from holdfast.cli.progress import byte_bar
-from holdfast.cli.tables import print_json, print_text
+from holdfast.cli.tables import byte_bar, format_rate, print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
-from holdfast.system.units import format_bytes, format_duration, plural
+from holdfast.system.units import format_bytes, plural
 
 _EXAMPLES = """
 holdfast verify runs/gpt
@@ -56,19 +54,16 @@ class _Line:
         return bool(self.problems) and not self.is_damaged
 
 
-def add_parser(commands: Commands) -> None:
+def add_verify(commands: Commands) -> None:
     """Add the command."""
-    details = "The exit status is 1 if a checkpoint is damaged."
-    parser = command(commands, "verify", run, details=details, examples=_EXAMPLES)
-    add_home(parser)
-    add_step(parser, default="the newest with a manifest")
-    parser.add_argument(
-        "--all", action="store_true", help="every checkpoint of the home, including superseded ones"
+    parser = CommandParser(
+        commands, "verify", run, _EXAMPLES, "The exit status is 1 if a checkpoint is damaged."
     )
-    parser.add_argument(
-        "--threads", type=count, default=4, metavar="T", help="number of threads (default: 4)"
-    )
-    add_json(parser)
+    parser.add_home()
+    parser.add_step(default="the newest with a manifest")
+    parser.add("--all", "every checkpoint of the home, including superseded ones")
+    parser.add("--threads T", "number of threads", count, default=4)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,7 +90,11 @@ def _verify_chosen(args: argparse.Namespace) -> tuple[Store, list[_Line]]:
         if bar.on_total is not None:
             bar.on_total(sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest)))
         for one, found in manifests.items():
-            line = _verify(store, one, found, args.threads, bar.on_bytes)
+            line = _Line(one.step, one.attempt, (str(found),), None)
+            if isinstance(found, Manifest):
+                report = verify(store, found, num_threads=args.threads, on_bytes=bar.on_bytes)
+                problems = tuple(problem.message for problem in report.problems)
+                line = _Line(one.step, one.attempt, problems, report)
             if not line.is_good and was_deleted(store, one):
                 if not args.all:
                     raise NotFound(
@@ -133,27 +132,12 @@ def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
     return store, found
 
 
-def _verify(
-    store: Store,
-    checkpoint: CheckpointId,
-    found: Manifest | HoldfastError,
-    num_threads: int,
-    on_bytes: Callable[[int], None] | None,
-) -> _Line:
-    problems, report = (str(found),), None
-    if not isinstance(found, HoldfastError):
-        report = verify(store, found, num_threads=num_threads, on_bytes=on_bytes)
-        problems = tuple(problem.message for problem in report.problems)
-    return _Line(step=checkpoint.step, attempt=checkpoint.attempt, problems=problems, report=report)
-
-
 def _print_line(line: _Line) -> None:
     what = f"step {line.step}, attempt {line.attempt}:"
     if line.is_good and line.report:
         report = line.report
-        speed = f", {format_bytes(report.num_bytes / report.seconds)}/s" if report.seconds else ""
         done = f"{plural(report.num_files, 'file')}, {format_bytes(report.num_bytes)} of data"
-        print(f"{what} good ({done}, {format_duration(report.seconds)}{speed})")
+        print(f"{what} good ({done}, {format_rate(report.num_bytes, report.seconds)})")
     else:
         verdict = "DAMAGED" if line.is_damaged else "COULD NOT BE READ"
         print(f"{what} {verdict}, {plural(len(line.problems), 'problem')}")

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         queue,
         wait,
     )
-    from holdfast.jobs.machines.judgement import NodeStanding
+    from holdfast.jobs.machines import NodeStanding
     from holdfast.jobs.node.checks.result import Check, NodeChecks
-    from holdfast.jobs.notifications.outbox import Delivery
+    from holdfast.jobs.notifications import Delivery
     from holdfast.jobs.status import JobStatus
 
 _PLACES = {
@@ -36,9 +36,9 @@ _PLACES = {
         *("cancel", "clear_node", "describe", "find", "forget", "job"),
         *("launch", "logs", "nodes", "preempt", "queue", "wait"),
     ),
-    "machines.judgement": ("NodeStanding",),
+    "machines": ("NodeStanding",),
     "node.checks.result": ("Check", "NodeChecks"),
-    "notifications.outbox": ("Delivery",),
+    "notifications": ("Delivery",),
     "status": ("JobStatus",),
 }
 """Public names by the file that defines them."""

@@ -50,7 +50,7 @@ def fork_guarded() -> None:
 
 _SERVERS = {
     "mounter": "holdfast.jobs.node.mounts.mounter",
-    "notifier": "holdfast.jobs.notifications.notifier",
+    "notifier": "holdfast.jobs.notifications",
     "warden": "holdfast.jobs.node.containers.node_container",
 }
 """Modules of the other roles: their `serve` takes the folder."""

@@ -15,11 +15,11 @@ from holdfast.errors import HoldfastError
 from holdfast.jobs.failure_cause import FailureCause, find_cause
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.history import add_change
-from holdfast.jobs.machines.record import add_events, attempt_events
+from holdfast.jobs.machines import add_events, attempt_events
 from holdfast.jobs.node.checks.result import read_checks
-from holdfast.jobs.notifications.notifier import announce
+from holdfast.jobs.notifications import announce
 from holdfast.jobs.outcome import own_ends
-from holdfast.jobs.output.tail import last_lines
+from holdfast.jobs.output.log_reader import last_lines
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.state_machine import (
     AttemptExited,

@@ -16,8 +16,8 @@ from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure,
 from holdfast.jobs.node.checks.disk import FEW_BYTES
 from holdfast.jobs.node.checks.result import Check, NodeChecks, describe_failures, read_checks
 from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
-from holdfast.jobs.notifications.outbox import Delivery, read_deliveries
-from holdfast.jobs.output.tail import last_lines
+from holdfast.jobs.notifications import Delivery, read_deliveries
+from holdfast.jobs.output.log_reader import last_lines
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.system.environment import read_progress
 from holdfast.system.units import format_bytes, plural

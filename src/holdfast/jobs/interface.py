@@ -10,10 +10,9 @@ from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, T
 from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job, Line, all_of, each, sorted_out
 from holdfast.jobs.folder import job_folder, state_dir
-from holdfast.jobs.machines.judgement import NodeStanding, judge
-from holdfast.jobs.machines.record import MachineEvent, add_events, read_events
+from holdfast.jobs.machines import MachineEvent, NodeStanding, add_events, judge, read_events
 from holdfast.jobs.output.block import OutputSelection
-from holdfast.jobs.output.tail import FolderWatch
+from holdfast.jobs.output.log_reader import FolderWatch
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import Duration, parse_duration, parse_timeout, plural

@@ -27,11 +27,9 @@ from holdfast.jobs.node.mounts.mount_records import remove_links
 from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
-from holdfast.jobs.notifications.notifier import announce
-from holdfast.jobs.notifications.outbox import write_plan
+from holdfast.jobs.notifications import announce, write_plan
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
-from holdfast.jobs.output.log_reader import LogReader, interleaved
-from holdfast.jobs.output.tail import FolderWatch
+from holdfast.jobs.output.log_reader import FolderWatch, LogReader, interleaved
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import GRACE_S, JobState, RestartPolicy

@@ -21,7 +21,7 @@ from holdfast.jobs.environment import (
 from holdfast.jobs.local.engine import visible_gpus
 from holdfast.jobs.local.nodes import addresses
 from holdfast.jobs.node import processes
-from holdfast.jobs.output.tail import FolderWatch
+from holdfast.jobs.output.log_reader import FolderWatch
 from holdfast.jobs.state_machine import Backoff, KillAttempt, SendNotice, StartAttempt
 from holdfast.jobs.timers import Timers
 from holdfast.system.environment import read_progress, report_progress

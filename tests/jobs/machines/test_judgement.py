@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.jobs.machines.judgement import MAX_CHANCE, MIN_LOST, NodeStanding, judge, stratified_tail
-from holdfast.jobs.machines.record import MachineEvent
+from holdfast.jobs.machines import MAX_CHANCE, MIN_LOST, MachineEvent, NodeStanding, judge, stratified_tail
 from holdfast.jobs.slurm.commands import choose_excluded
 
 

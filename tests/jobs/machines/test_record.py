@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import NotFound
-from holdfast.jobs import clear_node, nodes
-from holdfast.jobs.machines import record
-from holdfast.jobs.machines.record import (
+from holdfast.jobs import clear_node, machines, nodes
+from holdfast.jobs.machines import (
     KEPT_EVENTS,
     MAX_BYTES,
     MachineEvent,
@@ -69,7 +68,7 @@ def test_damage_costs_only_its_own_lines(
 
 
 def test_old_events_are_forgotten(tmp_path: Path) -> None:
-    old = dataclasses.replace(event("n1"), unix_s=NOW - record.REMEMBERED_S - 1)
+    old = dataclasses.replace(event("n1"), unix_s=NOW - machines.REMEMBERED_S - 1)
     add_events(tmp_path, [old, event("n2")])
     assert [one.machine for one in read_events(tmp_path)] == ["n2"]
 

@@ -14,9 +14,9 @@ import pytest
 
 from holdfast import jobs
 from holdfast.errors import InvalidInput, Unsupported
+from holdfast.jobs import notifications
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
-from holdfast.jobs.notifications import notifier
 from holdfast.jobs.status import JobStatus
 from holdfast.system.linux import locks
 from jobs.harness import JobHarness
@@ -182,18 +182,18 @@ def test_failures_are_in_the_log_and_the_description(
 
 
 def test_a_server_that_fails_is_asked_again(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(notifications, "_FIRST_PAUSE_S", 0.0)
     receiver.answers = [503, 429]
-    assert notifier._post(receiver.url, b'{"status": "x"}') == ("", 3)
+    assert notifications._post(receiver.url, b'{"status": "x"}') == ("", 3)
     receiver.answers = [500] * 9
-    assert notifier._post(receiver.url, b'{"status": "x"}') == ("the server answered with status 500", 4)
+    assert notifications._post(receiver.url, b'{"status": "x"}') == ("the server answered with status 500", 4)
     assert len(receiver.bodies) == 7
 
 
 def test_messages_of_failures_have_neither_url_nor_host(receiver: Receiver) -> None:
     url = receiver.url.replace("http://", "https://")
     for bad in (url, f"http://{SECRET}.invalid/", "http://127.0.0.1:1/"):
-        error, may_pass = notifier.post(bad, b"{}")
+        error, may_pass = notifications.post(bad, b"{}")
         assert error
         assert may_pass
         assert SECRET not in error
@@ -224,7 +224,7 @@ def test_https_and_the_proxy_of_the_users_environment_are_used(
     certificate.write_text(certificate.read_text() + (tmp_path / "key.pem").read_text())
     secure = Receiver(certificate)
     with secure.running(), monkeypatch.context() as patch:
-        error, _ = notifier.post(secure.url, b"{}")
+        error, _ = notifications.post(secure.url, b"{}")
         assert error == "TLS failed (SSLCertVerificationError)", "its certificate is not trusted yet"
         patch.setenv("SSL_CERT_FILE", str(certificate))
         patch.setenv("no_proxy", "localhost")
@@ -240,9 +240,9 @@ def test_https_and_the_proxy_of_the_users_environment_are_used(
 def test_a_server_that_never_ends_its_answer_is_given_up(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifier, "_TOTAL_S", 0.3)
+    monkeypatch.setattr(notifications, "_TOTAL_S", 0.3)
     receiver.gate.clear()
-    assert notifier.post(receiver.url, b'{"status": "x"}') == ("the server did not answer in time", True)
+    assert notifications.post(receiver.url, b'{"status": "x"}') == ("the server did not answer in time", True)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

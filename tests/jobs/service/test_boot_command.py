@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.service.boot_command import BootCommand, make_boot_command
+from holdfast.jobs.service import BootCommand, make_boot_command
 
 NAMES = [
     "plain",

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.service.boot_command import make_boot_command
-from holdfast.jobs.service.installation import unit_text
+from holdfast.jobs.service import make_boot_command, unit_text
 
 NAMES = ["plain", "a b", "50% %h", "$x \"q\" 'q'", "back\\slash\\", "ümläut"]
 needs_systemd = pytest.mark.skipif(

@@ -9,8 +9,7 @@ import yaml
 
 from holdfast.errors import RetryLater
 from holdfast.jobs.sky.commands import parse_queue
-from holdfast.jobs.sky.document import managed_name, render_document
-from holdfast.jobs.sky.engine import unsupported_keys
+from holdfast.jobs.sky.engine import managed_name, render_document, unsupported_keys
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.parser import Overrides, parse_task

@@ -9,7 +9,7 @@ import pytest
 from holdfast.jobs import clear_node, nodes
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import state_dir
-from holdfast.jobs.machines.record import MachineEvent, add_events
+from holdfast.jobs.machines import MachineEvent, add_events
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from jobs.slurm.harness import SlurmHarness, command

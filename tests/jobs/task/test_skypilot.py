@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.sky.document import render_document
+from holdfast.jobs.sky.engine import render_document
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.parser import Overrides, parse_task
 from jobs.sky.installed import skypilot

@@ -9,7 +9,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn, SupportsFloat
 
@@ -315,7 +314,8 @@ class Training:
                 doubts = self._pipeline.objects.review(
                     self._pipeline.stager.stepped(), has_live_objects=self._components.has_state
                 )
-                self._trial.note("doubts", [asdict(doubt) for doubt in doubts])
+                facts = [{"text": doubt.text, "would_show": doubt.would_show} for doubt in doubts]
+                self._trial.note("doubts", facts)
             else:
                 warn_of_doubts(self._components, is_new_run=self.attempt.base_step is None)
         return save

@@ -9,12 +9,11 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from holdfast.checkpoint.store import open_store
-from holdfast.cli.demo.claims import DemoClaim, Figures, check_claims, compute_figures
+from holdfast.cli.commands import CommandParser, Commands
+from holdfast.cli.demo.claims import check_claims, compute_figures
 from holdfast.cli.demo.scenario import Scenario
-from holdfast.cli.options import Commands, add_json, command
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.system.units import format_bytes, format_duration, parse_bytes
@@ -29,30 +28,22 @@ holdfast demo --json | jq .proven
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_demo(commands: Commands) -> None:
     """Add the command."""
-    parser = command(commands, "demo", run, examples=_EXAMPLES)
-    parser.add_argument(
-        "--home",
-        metavar="PLACE",
-        help="folder or URL in which to create the folder of the demo (default: the folder of temporary "
+    parser = CommandParser(commands, "demo", run, _EXAMPLES)
+    parser.add(
+        "--home PLACE",
+        "folder or URL in which to create the folder of the demo (default: the folder of temporary "
         "files); with a URL, each failure also deletes the files on this machine",
     )
-    parser.add_argument("--keep", action="store_true", help="do not delete the folder of the demo")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=192,
-        metavar="N",
-        help=f"number of training steps (default: 192, at least {MIN_STEPS})",
+    parser.add("--keep", "do not delete the folder of the demo")
+    parser.add(
+        "--steps N", f"number of training steps (default: 192, at least {MIN_STEPS})", int, default=192
     )
-    parser.add_argument(
-        "--size",
-        default="100MB",
-        metavar="SIZE",
-        help="approximate size of a checkpoint (default: 100MB, at least 25MB)",
+    parser.add(
+        "--size SIZE", "approximate size of a checkpoint (default: 100MB, at least 25MB)", default="100MB"
     )
-    add_json(parser)
+    parser.add_json()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,9 +52,13 @@ def run(args: argparse.Namespace) -> int:
 
     num_bytes = _check(args)
     began = time.monotonic()
-    is_far = args.home is not None and "://" in args.home
-    folder = _make_folder(None if is_far else args.home)
-    home = _append_name(str(args.home), folder.name) if is_far else None
+    home = None
+    if args.home is not None and "://" in args.home:
+        folder = _make_folder(None)
+        url, question, options = args.home.partition("?")
+        home = f"{url.rstrip('/')}/{folder.name}{question}{options}"
+    else:
+        folder = _make_folder(args.home)
     try:
         with Screen(sys.stderr if args.json else sys.stdout, steps=args.steps, home=str(folder)) as screen:
             screen.show_event(f"all files of the demo are in {home or folder}")
@@ -79,7 +74,13 @@ def run(args: argparse.Namespace) -> int:
     took_s = time.monotonic() - began
     if args.json:
         print_json(
-            _document(checked, figures, proven=proven, seconds=took_s, place=place if args.keep else None)
+            {
+                "proven": proven,
+                "seconds": round(took_s, 1),
+                "kept_in": place if args.keep else None,
+                "claims": [asdict(claim) for claim in checked],
+                "figures": {**asdict(figures), "write_share": figures.write_share},
+            }
         )
         return 0 if proven else 1
     screen.show_results(checked, figures)
@@ -112,12 +113,6 @@ def _make_folder(parent: str | None) -> Path:
         ) from error
 
 
-def _append_name(url: str, name: str) -> str:
-    """Return a URL with a name appended to its path. Its options stay."""
-    place, question, options = url.partition("?")
-    return f"{place.rstrip('/')}/{name}{question}{options}"
-
-
 def _delete_objects(home: str | None) -> None:
     """Delete the objects of the demo in a bucket. A failure is reported on stderr."""
     if home is None:
@@ -128,15 +123,3 @@ def _delete_objects(home: str | None) -> None:
             store.delete(entry.name)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast: cannot delete all of {home}: {error}\n")
-
-
-def _document(
-    checked: list[DemoClaim], figures: Figures, *, proven: bool, seconds: float, place: str | None
-) -> dict[str, Any]:
-    return {
-        "proven": proven,
-        "seconds": round(seconds, 1),
-        "kept_in": place,
-        "claims": [asdict(claim) for claim in checked],
-        "figures": {**asdict(figures), "write_share": figures.write_share},
-    }

@@ -12,10 +12,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import holdfast
 from holdfast.checkpoint.format import names, run
@@ -31,6 +31,7 @@ from holdfast.system.units import format_duration
 if TYPE_CHECKING:
     from holdfast.cli.demo.screen import Screen
 
+_T = TypeVar("_T")
 _POLL_S = 0.001  # a save is in flight for less than a tenth of a second
 _LIMIT_S = 300.0
 
@@ -59,27 +60,25 @@ class Child:
         self.first_step_s: float | None = None  # from its start to the end of its first step
         self.output: list[str] = []  # lines on stderr
         self._began = time.monotonic()
-        reading, writing = os.pipe()
         self._process = subprocess.Popen(
-            command(f"{__package__}.training", *options, "--progress", str(writing)),
+            command(f"{__package__}.training", *options),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            pass_fds=(writing,),
             start_new_session=True,  # Ctrl-C interrupts only the demo, which ends its children
         )
-        os.close(writing)
-        self._receivers = (
-            threading.Thread(target=self._receive_steps, args=(reading, on_step), daemon=True),
+        self._receivers = [
+            threading.Thread(target=self._receive_steps, args=(on_step,), daemon=True),
             threading.Thread(target=self._receive_lines, args=(on_line,), daemon=True),
-        )
+        ]
         for thread in self._receivers:
             thread.start()
 
-    def _receive_steps(self, reading: int, on_step: Callable[[int, float], None]) -> None:
-        with os.fdopen(reading) as lines:
+    def _receive_steps(self, on_step: Callable[[int, float], None]) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
             for line in lines:
                 try:
                     facts = json.loads(line)
@@ -101,33 +100,27 @@ class Child:
                 self.output.append(line.rstrip())
                 on_line(line.rstrip())
 
-    def wait_for(self, condition: Callable[[], object], name: str) -> None:
-        """Wait until `condition()` is true."""
+    def wait_for(self, condition: Callable[[], _T], name: str) -> _T:
+        """Wait until `condition()` is true, and return its value."""
         deadline = time.monotonic() + _LIMIT_S
-        while not condition():
+        while not (found := condition()):
             status = self._process.poll()
             if status is not None or time.monotonic() > deadline:
-                how = (
-                    f"is still running after {format_duration(_LIMIT_S)}"
-                    if status is None
-                    else f"ended with status {status}"
-                )
+                how = f"is still running after {format_duration(_LIMIT_S)}"
+                how = how if status is None else f"ended with status {status}"
                 tail = "\n".join(self.output[-20:])
                 raise RetryLater(
                     f"The {self.name} of the demo {how}, before {name}. The end of its output:\n{tail}"
                 )
             time.sleep(_POLL_S)
+        return found
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process, if it is still running."""
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Wait until the process has ended and all its output is received.
-
-        Returns:
-            Exit status; -N if signal N ended it.
-        """
+        """Wait until the process has ended and all its output is received."""
         try:
             status = self._process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired as error:
@@ -158,10 +151,7 @@ class RawWrite:
 
 
 def write_raw(folder: Path, num_bytes: int) -> RawWrite:
-    """Write and remove a file of about `num_bytes`, in whole blocks of 4 KiB.
-
-    Blocks: until it is durable.
-    """
+    """Write and remove a file of about `num_bytes`, in whole blocks of 4 KiB."""
     num_bytes = max(mmap.PAGESIZE, num_bytes - num_bytes % mmap.PAGESIZE)
     noise = mmap.mmap(-1, min(_BLOCK_BYTES, num_bytes))
     noise.write(os.urandom(len(noise)))  # some disks and hosts compress data
@@ -264,6 +254,11 @@ class DemoOutcome:
         found = (e for e in self.events if e["event"] == "restored" and e.get("attempt") == attempt)
         return next(found, None)
 
+    def restored_step(self, attempt: int) -> int | None:
+        """Return the step that an attempt restored, or None."""
+        event = self.restored(attempt)
+        return None if event is None else event["step"]
+
 
 class Scenario:
     """Two runs of one training: a reference without failures, and a survivor with failures.
@@ -294,7 +289,7 @@ class Scenario:
             damage = self._run_failures()
             self.screen.show_event("the survivor starts again, without further failures")
             survivor = self._start("survivor")
-            endings = [_ending(survivor), _ending(reference)]
+            endings = [Ending(child.wait(), child.step, child.sha256) for child in (survivor, reference)]
         finally:
             for child in self.children:
                 child.end()
@@ -317,9 +312,8 @@ class Scenario:
         self.screen.show_event("the survivor starts again")
         child = self._start("survivor")
         self._write_raw(child, self.every * NUM_SAVES // 2)
-        self._fail(
-            child, signal.SIGTERM, "preempted while saving", saving_from=self.every * NUM_SAVES * 2 // 3
-        )
+        saving_from = self.every * NUM_SAVES * 2 // 3
+        self._fail(child, signal.SIGTERM, "preempted while saving", saving_from=saving_from)
         return damage
 
     def _start(self, name: str, *, hold: str = "1m") -> Child:
@@ -350,16 +344,12 @@ class Scenario:
         if saving_from is None:
             child.wait_for(lambda: child.step >= at_step, f"step {at_step}")
         else:
-            found: list[int] = []
-            child.wait_for(
-                lambda: found.extend(step for step in [self._unfinished(saving_from)] if step) or found,
-                f"a save of step {saving_from} or later",
-            )
-            saving = found[0]
+            name = f"a save of step {saving_from} or later"
+            saving = child.wait_for(lambda: self._unfinished(saving_from), name)
         child.send(number)
-        where = f"at step {child.step}" + (
-            f", while the save of step {saving} was being written" if saving else ""
-        )
+        where = f"at step {child.step}"
+        if saving:
+            where += f", while the save of step {saving} was being written"
         self.screen.show_event(f"{number.name} to the survivor {where}")
         status = child.wait()
         self.failures.append(Failure(what, status, child.step, saving))
@@ -373,20 +363,20 @@ class Scenario:
         """Time a raw write while both trainings run."""
         name = f"step {at_step} without a save in progress"
         child.wait_for(lambda: child.step >= at_step and self._unfinished(0) is None, name)
-        self.raw_writes.append(write_raw(self.folder, self._data_bytes()))
+        sizes = [path.stat().st_size for path in self.near.glob("step-*/*.safetensors")]
+        self.raw_writes.append(write_raw(self.folder, max(sizes, default=self.num_bytes)))
 
     def _unfinished(self, from_step: int) -> int | None:
         """Return the newest step if its save is in progress."""
         newest = max((path.name for path in self.near.glob("step-*")), default="")
-        files = list(_files(self.near / newest)) if newest >= names.step_dir(from_step) else []
+        files: list[Path] = []
+        if newest >= names.step_dir(from_step):
+            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
+                files = list((self.near / newest).iterdir())
         writing = any(path.suffix == ".safetensors" or path.name.startswith(".") for path in files)
         if not writing or any(path.name.startswith("manifest-") for path in files):
             return None
         return int(newest.removeprefix("step-"))
-
-    def _data_bytes(self) -> int:
-        sizes = [path.stat().st_size for path in self.near.glob("step-*/*.safetensors")]
-        return max(sizes, default=self.num_bytes)
 
     def _damage_newest(self) -> Damage:
         store = open_store(self.home)
@@ -408,18 +398,14 @@ class Scenario:
 
     def _outcome(self, reference: Ending, survivor: Ending, damage: Damage) -> DemoOutcome:
         store = open_store(self.home)
-        starts = [
-            Start(tuple(child.output), child.first_step_s, child.optimizer_s)
-            for child in self.children
-            if child.name == "survivor"
-        ]
+        survivors = [child for child in self.children if child.name == "survivor"]
         outcome = DemoOutcome(
             steps=self.steps,
             every=self.every,
             reference=reference,
             survivor=survivor,
             failures=tuple(self.failures),
-            starts=tuple(starts),
+            starts=tuple(Start(tuple(one.output), one.first_step_s, one.optimizer_s) for one in survivors),
             damage=damage,
             raw_writes=tuple(self.raw_writes),
             done_step=None,
@@ -431,14 +417,3 @@ class Scenario:
             report = holdfast.open(self.home, step=self.steps).verify()
             outcome.problems = tuple(problem.message for problem in report.problems)
         return outcome
-
-
-def _ending(child: Child) -> Ending:
-    return Ending(child.wait(), child.step, child.sha256)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    try:
-        yield from folder.iterdir()
-    except FileNotFoundError:
-        return  # deleted in the meantime

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
@@ -25,11 +24,7 @@ _SHARE_VARIES = (
 
 
 class Screen:
-    """Output with progress bars on a terminal, and with occasional lines otherwise. Threads may share it.
-
-    Args:
-        home: folder of the demo, shortened in messages.
-    """
+    """Output with progress bars on a terminal, and with occasional lines otherwise. Threads may share it."""
 
     def __init__(self, file: TextIO, *, steps: int, home: str) -> None:
         tty = file.isatty()
@@ -49,9 +44,7 @@ class Screen:
                 self._tasks[name] = self._bars.add_task(name, total=self._steps, loss="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
 

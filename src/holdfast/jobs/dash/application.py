@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
-from holdfast.jobs.dash.access import AccessKeys, check_access
 from holdfast.jobs.dash.job_board import JobBoard, job_page
 from holdfast.jobs.dash.messages import (
     REPORT_POLICY,
+    AccessKeys,
     PageRequest,
     PageResponse,
+    check_access,
     error_response,
     json_response,
     parse_request,
@@ -39,16 +40,11 @@ _KINDS = {
 
 
 class Application:
-    """Dash as a WSGI application. It only reads.
-
-    Args:
-        keys: keys of this server.
-        homes: homes from the command line, shown beside those of jobs.
-    """
+    """Dash as a WSGI application. It only reads."""
 
     def __init__(self, keys: AccessKeys, homes: Sequence[str] = ()) -> None:
         self._keys, self._homes = keys, tuple(homes)
-        self._files = read_page_files()
+        self._files = _read_page_files()
         self._board, self._runs = JobBoard(), RunView()
         table: dict[str, Callable[..., PageResponse]] = {
             r"api/jobs": self._list,
@@ -73,40 +69,36 @@ class Application:
 
     def respond(self, request: PageRequest) -> PageResponse:
         """Return the response to one request."""
-        refused = check_access(request, self._keys)
-        if refused is not None:
+        if refused := check_access(request, self._keys):
             return refused
         path = request.path.removeprefix(f"/{self._keys.space}/")
-        file = self._files.get(path or "index.html")
-        if file is not None:
-            return PageResponse(200, file.content, file.kind)
+        if file := self._files.get(path or "index.html"):
+            return file
         for pattern, respond in self._routes:
             if found := pattern.fullmatch(path):
-                return _translated(respond, request, **found.groupdict())
+                response = _translated(respond, request, **found.groupdict())
+                is_known = response.tag and response.tag == request.known_tag  # the browser has this version
+                return PageResponse(304, b"", "", tag=response.tag) if is_known else response
         return text_response(404, "Not found.")
 
     # -- what the page asks for ------------------------------------------------------------------------------
 
     def _list(self, request: PageRequest) -> PageResponse:
-        listing = self._board.listing()
-        homes = [place.as_json() for place in map(RunPlace, self._homes)]
-        return json_response({**listing.as_json(), "homes": homes}, known_tag=request.known_tag)
+        homes = [RunPlace(place).as_json() for place in self._homes]
+        listing = {**self._board.listing().as_json(), "homes": homes}
+        return json_response(listing)
 
     def _job(self, request: PageRequest, job: str) -> PageResponse:
-        page = self._board.read(int(job), "page", _page)
-        return json_response(page, known_tag=request.known_tag)
+        return json_response(self._board.read(int(job), "page", _page))
 
     def _output(self, request: PageRequest, job: str) -> PageResponse:
         cursor, node = request.query.get("after", ""), request.query.get("node", "")
-        page = self._board.read(
-            int(job),
-            f"output of {node!r} after {cursor}",
-            lambda found: output_page(found, cursor=cursor, node=node),
-        )
-        return json_response(page, known_tag=request.known_tag)
+        part = f"output of {node!r} after {cursor}"
+        page = self._board.read(int(job), part, lambda found: output_page(found, cursor=cursor, node=node))
+        return json_response(page)
 
     def _curves(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
-        return json_response(self._runs.curves(self._place(home, job)), known_tag=request.known_tag)
+        return json_response(self._runs.curves(self._place(home, job)))
 
     def _report(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
         page = self._runs.report(self._place(home, job))
@@ -136,27 +128,13 @@ def _translated(respond: Callable[..., PageResponse], request: PageRequest, **pa
     """Return the response, or that of the error."""
     try:
         return respond(request, **parts)
-    except NotFound as error:
-        return error_response(404, str(error))
-    except InvalidInput as error:
-        return error_response(400, str(error))
     except HoldfastError as error:
-        return error_response(503, str(error))
+        status = 404 if isinstance(error, NotFound) else 400 if isinstance(error, InvalidInput) else 503
+        return error_response(status, str(error))
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """File of the page."""
-
-    content: bytes
-    kind: str  # media type
-
-
-def read_page_files() -> dict[str, PageFile]:
+def _read_page_files() -> dict[str, PageResponse]:
     """Return the files of the page by name."""
     folder = resources.files("holdfast.jobs.dash") / "assets"
-    return {
-        one.name: PageFile(one.read_bytes(), _KINDS[f".{one.name.rpartition('.')[2]}"])
-        for one in folder.iterdir()
-        if one.is_file()
-    }
+    files = [one for one in folder.iterdir() if one.is_file()]
+    return {one.name: PageResponse(200, one.read_bytes(), _KINDS[Path(one.name).suffix]) for one in files}

@@ -46,12 +46,7 @@ class JobListing:
         return {"jobs": self.rows, "left_out": len(self.jobs) - len(self.rows), "problems": self.problems}
 
     def find(self, number: int) -> Job:
-        """Return the job with a number.
-
-        Raises:
-            NotFound: the job does not exist.
-            RetryLater: it is unknown whether it does.
-        """
+        """Return the job with a number."""
         found = next((job for job in self.jobs if job.id == number), None)
         if found is None and self.is_old:
             raise RetryLater(" ".join(self.problems))
@@ -75,10 +70,7 @@ class JobBoard:
         self._ended: dict[tuple[int, str], dict[str, Any]] = {}  # rows, which are read once
 
     def listing(self) -> JobListing:
-        """Return all jobs, as they were read a moment ago.
-
-        Blocks: while they are read, at most 3 s.
-        """
+        """Return all jobs, as they were read a moment ago."""
         try:
             self._listing = self._readings.get("The list of jobs", self._read, wait_s=WAIT_S)
         except RetryLater as error:
@@ -87,15 +79,6 @@ class JobBoard:
 
     def read(self, number: int, part: str, read: Callable[[Job], _T]) -> _T:
         """Return what is read from a job's folder.
-
-        Args:
-            number: number of the job.
-            part: name of what is read.
-            read: reads it.
-
-        Raises:
-            NotFound: the job does not exist.
-            RetryLater: the folder has not answered.
 
         Blocks: while it is read, at most 3 s, and as `listing`.
         """
@@ -186,16 +169,19 @@ def _durations(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
 
 
 def _attempt(one: JobAttempt, found: JobDescription) -> dict[str, Any]:
+    same = (
+        "number",
+        "started_unix_s",
+        "running_unix_s",
+        "ended_unix_s",
+        "reason",
+        "machines",
+        "step",
+        "lost_s",
+    )
     return {
-        "number": one.number,
-        "started_unix_s": one.started_unix_s,
-        "running_unix_s": one.running_unix_s,
-        "ended_unix_s": one.ended_unix_s,
+        **{name: getattr(one, name) for name in same},
         "status": one.status.value,
-        "reason": one.reason,
-        "machines": one.machines,
-        "step": one.step,
-        "lost_s": one.lost_s,
         "exits": [_exit(one, rank) for rank in range(found.job.num_nodes)],
         "checks": list(describe_checks(found.checks.get(one.number, {}))),
     }

@@ -1,11 +1,15 @@
-"""Requests of a browser, and the responses of the dash with the headers that all of them have; pure."""
+"""Requests of a browser, the keys that they need, and the responses with their common headers; pure."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
+import re
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -48,11 +52,8 @@ def parse_request(environ: Mapping[str, Any]) -> PageRequest:
 
 
 def _cookie(header: str) -> str:
-    for one in header.split(";"):
-        name, _, value = one.strip().partition("=")
-        if name == COOKIE:
-            return value
-    return ""
+    pairs = (one.strip().partition("=") for one in header.split(";"))
+    return next((value for name, _, value in pairs if name == COOKIE), "")
 
 
 PAGE_POLICY = (
@@ -73,15 +74,6 @@ _HEADERS = (
     ("X-Content-Type-Options", "nosniff"),
     ("X-Frame-Options", "DENY"),
 )
-_REASONS = {
-    200: "OK",
-    304: "Not Modified",
-    400: "Bad Request",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    503: "Service Unavailable",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +90,7 @@ class PageResponse:
     @property
     def status_line(self) -> str:
         """Status with its reason."""
-        return f"{self.status} {_REASONS[self.status]}"
+        return f"{self.status} {HTTPStatus(self.status).phrase}"
 
     def all_headers(self) -> list[tuple[str, str]]:
         """Return all headers."""
@@ -118,15 +110,86 @@ def error_response(status: int, message: str) -> PageResponse:
     return PageResponse(status, _encoded({"error": message}), "application/json")
 
 
-def json_response(value: Any, *, known_tag: str) -> PageResponse:
-    """Return a response with a value. It is empty if the browser has the same version."""
+def json_response(value: Any) -> PageResponse:
+    """Return a response with a value, and the tag of this version."""
     content = _encoded(value)
     tag = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"'
-    if tag == known_tag:
-        return PageResponse(304, b"", "", tag=tag)
     return PageResponse(200, content, "application/json", tag=tag)
 
 
 def _encoded(value: Any) -> bytes:
     # ASCII: texts may have halves of surrogate pairs, which UTF-8 cannot encode.
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+# -- access ----------------------------------------------------------------------------------------------
+
+_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
+_OWN_PAGE = ("", "none", "same-origin")
+_NO_TOKEN = "Open the URL that `holdfast dash` has printed. It ends with a token, which is missing here."
+_SIGN_IN = (
+    '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=./">'
+    '<title>Holdfast</title><p><a href="./">Continue</a></p></html>'
+)
+_NO_SCRIPTS = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+@dataclass(frozen=True, slots=True)
+class AccessKeys:
+    """Random keys of one server.
+
+    Attributes:
+        space: first part of all paths. The cookie is sent for it only, and not to servers of other users on
+            other ports, as browsers send cookies to all ports of a host.
+        token: part of the printed URL.
+        session: value of the cookie that a browser gets for the token.
+    """
+
+    space: str = field(default_factory=lambda: secrets.token_hex(16))
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+
+    def url(self, port: int) -> str:
+        """Return the URL to print."""
+        return f"http://127.0.0.1:{port}/{self.space}/?token={self.token}"
+
+
+def check_access(request: PageRequest, keys: AccessKeys) -> PageResponse | None:
+    """Return the response to a request without access, or to the token; None if the request is allowed."""
+    if not _HOST.fullmatch(request.host):
+        # The page of a stranger whose name was pointed at this machine (DNS rebinding).
+        return text_response(403, "This server answers to 127.0.0.1 and localhost only.")
+    if request.origin and request.origin != f"http://{request.host}":
+        return text_response(403, "This server answers to its own page only.")
+    if request.method not in ("GET", "HEAD"):
+        return text_response(405, "This server only shows things, and changes none.")
+    space, slash, path = request.path.removeprefix("/").partition("/")
+    if not slash or not _is_equal(space, keys.space):
+        return text_response(403, _NO_TOKEN)
+    if not path and "token" in request.query:
+        is_right = _is_equal(request.query["token"], keys.token)
+        return _signed_in(keys) if is_right else text_response(403, _NO_TOKEN)
+    if not _is_equal(request.session, keys.session):
+        return text_response(403, _NO_TOKEN)
+    if request.fetch_site not in _OWN_PAGE:
+        return text_response(403, "This server answers to its own page only.")
+    return None
+
+
+def _is_equal(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
+
+
+def _signed_in(keys: AccessKeys) -> PageResponse:
+    """Return the response that replaces the token by a cookie.
+
+    It is a page, not a redirect: browsers keep a strict cookie from a redirect that began at another site.
+    """
+    cookie = f"{COOKIE}={keys.session}; Path=/{keys.space}/; HttpOnly; SameSite=Strict"
+    return PageResponse(
+        200,
+        _SIGN_IN.encode(),
+        "text/html; charset=utf-8",
+        policy=_NO_SCRIPTS,
+        headers=(("Set-Cookie", cookie),),
+    )

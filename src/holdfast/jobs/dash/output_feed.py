@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,15 @@ def output_page(job: Job, *, cursor: str, node: str) -> dict[str, Any]:
         job: the job.
         cursor: that of the response before, or "" for the newest lines.
         node: the only node to show, or "" for all.
-
-    Raises:
-        InvalidInput: the cursor or the node is not a valid one.
-        NotFound: the job does not have the node.
     """
-    ranks = _ranks(job, node)
     folder = job_folder(state_dir(), job.id)
-    is_end = job.status.is_final
-    window = read_window(
-        {rank: folder.log(rank) for rank in ranks}, _offsets(cursor), max_bytes=MAX_BYTES, is_end=is_end
-    )
-    lines = [line for block in window.blocks for line in _lines(block)]
+    logs = {rank: folder.log(rank) for rank in _ranks(job, node)}
+    window = _read_window(logs, _offsets(cursor), is_end=job.status.is_final)
+    lines = [
+        {"node": block.node, "unix_s": block.unix_s, "text": plain_text(text)}
+        for block in window.blocks
+        for text in texts(block)
+    ]
     return {
         "lines": lines[-MAX_LINES:],
         "cursor": ",".join(f"{rank}:{offset}" for rank, offset in window.offsets.items()),
@@ -58,7 +55,7 @@ def output_page(job: Job, *, cursor: str, node: str) -> dict[str, Any]:
         ],
         "skipped_bytes": window.skipped_bytes,
         "skipped_lines": max(0, len(lines) - MAX_LINES),
-        "is_end": is_end,
+        "is_end": job.status.is_final,
     }
 
 
@@ -86,41 +83,20 @@ def _offsets(cursor: str) -> dict[int, int]:
     return {int(rank): int(offset) for rank, offset in pairs}
 
 
-def _lines(block: OutputBlock) -> Iterator[dict[str, Any]]:
-    for text in texts(block):
-        yield {"node": block.node, "unix_s": block.unix_s, "text": plain_text(text)}
-
-
 @dataclass(frozen=True, slots=True)
 class LogWindow:
-    """Lines of several nodes.
+    """Lines of several nodes."""
 
-    Attributes:
-        blocks: the lines, in the order of their times.
-        offsets: by node, the offset in its log from where to continue.
-        progress: by node, the present text of a line that is still being rewritten.
-        skipped_bytes: output before these lines that was left out, because it exceeds the limit.
-    """
-
-    blocks: tuple[OutputBlock, ...]
-    offsets: dict[int, int]
-    progress: dict[int, bytes]
-    skipped_bytes: int
+    blocks: tuple[OutputBlock, ...]  # the lines, in the order of their times
+    offsets: dict[int, int]  # by node, the offset in its log from where to continue
+    progress: dict[int, bytes]  # by node, the present text of a line that is still being rewritten
+    skipped_bytes: int  # output before these lines that was left out, because it exceeds the limit
 
 
-def read_window(
-    logs: Mapping[int, Path], offsets: Mapping[int, int], *, max_bytes: int, is_end: bool = False
-) -> LogWindow:
-    """Return the lines that follow the offsets. If they exceed the limit, only the newest.
-
-    Args:
-        logs: log of each node. They may not exist yet.
-        offsets: from an earlier window. A node without an offset begins at its log's start.
-        max_bytes: limit of all nodes together.
-        is_end: no more output follows, so return incomplete last lines too.
-    """
-    share = max(_MIN_BYTES, max_bytes // max(1, len(logs)))
-    readers: dict[int | None, LogReader] = {}
+def _read_window(logs: Mapping[int, Path], offsets: Mapping[int, int], *, is_end: bool) -> LogWindow:
+    """Return the lines that follow the offsets, of each node. If they exceed the limit, only the newest."""
+    share = max(_MIN_BYTES, MAX_BYTES // max(1, len(logs)))
+    readers: dict[int, LogReader] = {}
     skipped_bytes = 0
     with contextlib.ExitStack() as stack:
         for node, path in logs.items():
@@ -128,12 +104,11 @@ def read_window(
             skipped_bytes += skipped
             readers[node] = LogReader(path, is_timed=True, begin=begin, end=end)
             stack.callback(readers[node].close)
-        blocks = tuple(interleaved(readers, is_end=is_end))
-        found = {node: reader for node, reader in readers.items() if node is not None}
+        blocks = tuple(interleaved({**readers}, is_end=is_end))
         return LogWindow(
             blocks=blocks,
-            offsets={node: reader.offset for node, reader in found.items()},
-            progress={node: reader.progress for node, reader in found.items() if reader.progress},
+            offsets={node: reader.offset for node, reader in readers.items()},
+            progress={node: reader.progress for node, reader in readers.items() if reader.progress},
             skipped_bytes=skipped_bytes,
         )
 

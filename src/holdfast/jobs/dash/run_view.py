@@ -47,15 +47,11 @@ class RunPlace:
 
 
 def find_place(places: Iterable[str], wanted: str) -> RunPlace:
-    """Return the home with an id among those that may be read.
-
-    Raises:
-        NotFound: it is not one of them.
-    """
-    for one in map(RunPlace, places):
-        if one.id == wanted:
-            return one
-    raise NotFound("This home is not among those of the job or of the command line.")
+    """Return the home with an id among those that may be read."""
+    found = next((one for one in map(RunPlace, places) if one.id == wanted), None)
+    if found is None:
+        raise NotFound("This home is not among those of the job or of the command line.")
+    return found
 
 
 class RunView:
@@ -66,24 +62,11 @@ class RunView:
         self._summaries = KeptReadings[RunSummary](least_age_s=_MIN_AGE_S, rest=_REST)
 
     def curves(self, place: RunPlace) -> dict[str, Any]:
-        """Return the curves of a run as JSON, as they were read a moment ago.
-
-        Raises:
-            HoldfastError: the home cannot be read, or has not answered yet.
-
-        Blocks: while the home is read, at most 10 s.
-        """
+        """Return the curves of a run as JSON, as they were read a moment ago."""
         return self._curves.get(place.place, lambda: _curves(_read(place)))
 
     def report(self, place: RunPlace) -> str:
-        """Return the report of a run as an HTML page.
-
-        Raises:
-            HoldfastError: the home cannot be read or has not answered yet, or the chart library is not
-                installed.
-
-        Blocks: while the home is read, at most 10 s.
-        """
+        """Return the report of a run as an HTML page."""
         summary = self._summaries.get(place.place, lambda: _read(place))
         name = redact(place.place).rstrip("/").rpartition("/")[2] or place.place
         return make_page(summary, name=name, made_unix_s=time.time())
@@ -99,7 +82,6 @@ def _read(place: RunPlace) -> RunSummary:
 
 
 def _curves(summary: RunSummary) -> dict[str, Any]:
-    figures = [
-        {"id": one.id, "title": one.title, "text": one.text, "spec": one.spec} for one in curves(summary)
-    ]
+    drawn = curves(summary)
+    figures = [{"id": one.id, "title": one.title, "text": one.text, "spec": one.spec} for one in drawn]
     return {"headline": headline(summary), "figures": figures}

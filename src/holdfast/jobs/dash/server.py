@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
 import logging
 import socket
+import webbrowser
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import InvalidInput, Unsupported
+from holdfast.system.linux.partial_files import temporary_folder
 
 if TYPE_CHECKING:
     from holdfast.jobs.dash.application import Application
-import contextlib
-import html
-import webbrowser
-from collections.abc import Iterator, Mapping
-
-from holdfast.system.linux.partial_files import temporary_folder
 
 _ADDRESS = "127.0.0.1"
 _NUM_THREADS = 4
@@ -27,16 +26,7 @@ _NOT_INSTALLED = "`holdfast dash` needs a web server: pip install 'torch-holdfas
 
 
 class DashServer:
-    """Server of one application, which listens from its creation on.
-
-    Args:
-        application: answers the requests.
-        port: port to listen on; 0 for any free one.
-
-    Raises:
-        Unsupported: the server library is not installed.
-        InvalidInput: the port cannot be used.
-    """
+    """Server of one application, which listens from its creation on."""
 
     def __init__(self, application: Application, port: int = 0) -> None:
         try:
@@ -58,10 +48,7 @@ class DashServer:
         )
 
     def run(self) -> None:
-        """Answer requests.
-
-        Blocks: until Ctrl-C.
-        """
+        """Answer requests."""
         self._server.run()
 
     def close(self) -> None:

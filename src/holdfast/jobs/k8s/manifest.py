@@ -55,12 +55,7 @@ _RETRIED = 143
 
 
 def job(task: Task) -> Object:
-    """Return the Job of a task with one node.
-
-    Raises:
-        InvalidInput: Kubernetes would reject a value of the task.
-        Unsupported: Kubernetes cannot provide what the task requests.
-    """
+    """Return the Job of a task with one node."""
     pod = _pod(task, "training", ["localhost"], {"value": "0"})
     pod["spec"]["restartPolicy"] = "Never"
     return _object(task, "Job", pod)
@@ -71,7 +66,7 @@ def job_set(task: Task) -> Object:
     name = object_name(task)
     addresses = [f"{name}-node-0-{rank}.{name}" for rank in range(_num_nodes(task))]
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    pod = _pod(task, "training", addresses, _field(index))
+    pod = _pod(task, "training", addresses, _value_from("fieldRef", fieldPath=index))
     pod["spec"]["restartPolicy"] = "Never"
     return _object(task, "JobSet", pod)
 
@@ -196,13 +191,13 @@ def _placement(task: Task) -> dict[str, Any]:
     """Return the values that choose nodes and their order."""
     asked = pod_config(task).get("spec", {})
     is_chosen = "affinity" in asked or "nodeSelector" in asked
-    priority_class = (task.document.get("resources") or {}).get("priority_class")
-    if priority_class is not None and not is_subdomain(str(priority_class)):
-        what = f"expected the name of a PriorityClass, found {str(priority_class)[:100]!r}."
+    found = (task.document.get("resources") or {}).get("priority_class")
+    if found is not None and not is_subdomain(str(found)):
+        what = f"expected the name of a PriorityClass, found {str(found)[:100]!r}."
         raise invalid(task, "resources.priority_class", what)
     return {
         "affinity": None if is_chosen else affinity(task) or None,
-        "priority class": None if priority_class is None else str(priority_class),
+        "priority class": None if found is None else str(found),
     }
 
 
@@ -216,7 +211,10 @@ def _environment(
     _, num_gpus = gpu_choice(task)
     # The same after every restart. Two namespaces may have jobs of one name.
     task_id = f"{reference(_NAMESPACE)}-{object_name(task)}"
-    first = {_NAMESPACE: _field("metadata.namespace"), TAG: _field("metadata.name")}
+    first = {
+        _NAMESPACE: _value_from("fieldRef", fieldPath="metadata.namespace"),
+        TAG: _value_from("fieldRef", fieldPath="metadata.name"),
+    }
     ours = {
         "SKYPILOT_TASK_ID": task_id,
         "SKYPILOT_TASK_IDS": task_id,
@@ -239,7 +237,7 @@ def _environment(
         **first,
         **defaults,
         **{name: escape(value) for name, value in task.envs.items()},
-        **{name: _secret(task, name) for name in task.secrets},
+        **{name: _value_from("secretKeyRef", name=secret_name(task), key=name) for name in task.secrets},
         **first,
         **ours,
         **({} if rank is None else {name: dict(rank) for name in _NODE_RANKS}),
@@ -251,12 +249,8 @@ def _environment(
     ]
 
 
-def _secret(task: Task, name: str) -> dict[str, Any]:
-    return {"valueFrom": {"secretKeyRef": {"name": secret_name(task), "key": name}}}
-
-
-def _field(path: str) -> dict[str, Any]:
-    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+def _value_from(kind: str, **place: str) -> dict[str, Any]:
+    return {"valueFrom": {kind: place}}
 
 
 def _repository_url(task: Task) -> str:

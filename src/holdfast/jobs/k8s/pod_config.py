@@ -25,7 +25,6 @@ _MAX_GRACE_S = 2**31 - 1
 _IDENTITY = {"volumeMounts": "mountPath", "tolerations": "", "imagePullSecrets": "name"}
 """Member that identifies an item of a list, if it is not `name`. Empty: items are never merged."""
 _OURS = ("restartPolicy", "hostname", "subdomain")
-_OURS_IN_CONTAINER = ("command", "args", "name")
 
 
 def pod_config(task: Task) -> Mapping[str, Any]:
@@ -62,14 +61,12 @@ def _check_spec(task: Task, spec: Mapping[str, Any]) -> None:
         raise invalid(task, POD_CONFIG, "expected a list of maps as spec.containers.")
     if len(containers) > 1:
         what = (
-            "expected one container in spec.containers, whose settings are those of the training: a pod with"
+            "expected one container in spec.containers, whose settings are those of the training: a pod with "
+            "a second one would not end. Use spec.initContainers for others."
         )
-        raise invalid(
-            task, POD_CONFIG, f"{what} a second one would not end. Use spec.initContainers for others."
-        )
+        raise invalid(task, POD_CONFIG, what)
     found = [f"spec.{key}" for key in _OURS if key in spec]
-    found += [f"spec.containers[0].{key}" for one in containers for key in _OURS_IN_CONTAINER if key in one]
-    found = [key for key in found if key != "spec.containers[0].name"]
+    found += [f"spec.containers[0].{key}" for one in containers for key in ("command", "args") if key in one]
     if found:
         raise invalid(task, POD_CONFIG, f"Holdfast sets {found[0]} itself.")
 

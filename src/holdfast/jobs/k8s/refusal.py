@@ -24,12 +24,7 @@ _SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0
 
 
 def invalid(task: Task, key: str, what: str) -> InvalidInput:
-    """Return the error for an invalid value.
-
-    Args:
-        key: path of the key in the file, such as resources.cpus.
-        what: expected and found.
-    """
+    """Return the error for an invalid value."""
     return InvalidInput(f"{_place(task, key)}: {what} Nothing was started.")
 
 

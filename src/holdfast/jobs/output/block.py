@@ -19,23 +19,14 @@ class OutputBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSelection:
-    """Choice of a job's output.
+    """Choice of a job's output."""
 
-    Attributes:
-        follow: read until the job ends, and not only what was written so far.
-        node: the only node to be read, or None for all.
-        tail: number of lines at each node's end to begin with, or None for all lines.
-        is_timed: give each block its time.
-        with_changes: also read changes of the status.
-        with_progress: also read lines that are still being rewritten, if one node is read.
-    """
-
-    follow: bool = False
-    node: int | None = None
-    tail: int | None = None
-    is_timed: bool = False
-    with_changes: bool = False
-    with_progress: bool = False
+    follow: bool = False  # read until the job ends, and not only what was written so far
+    node: int | None = None  # the only node to be read, or None for all
+    tail: int | None = None  # number of lines at each node's end to begin with, or None for all lines
+    is_timed: bool = False  # give each block its time
+    with_changes: bool = False  # also read changes of the status
+    with_progress: bool = False  # also read lines that are still being rewritten, if one node is read
 
 
 def last_texts(data: bytes) -> bytes:
@@ -69,8 +60,7 @@ def with_prefix(data: bytes, prefix: bytes, *, is_line_start: bool) -> bytes:
 
 def texts(block: OutputBlock) -> Iterator[str]:
     """Yield the lines of a block as text."""
-    data = block.data.removesuffix(b"\n")
-    for line in data.split(b"\n"):
+    for line in block.data.removesuffix(b"\n").split(b"\n"):
         yield line.decode("utf-8", "replace")
 
 

@@ -1,9 +1,11 @@
-"""Reader of a growing log in blocks of lines, with memory for one block."""
+"""Reader of a growing log in blocks of lines, with memory for one block, and a watch for its changes."""
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import os
+import select
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +16,10 @@ from holdfast.system.units import format_bytes
 _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 64 << 10
 """Longer lines are returned in parts."""
+_IN_MODIFY, _IN_ATTRIB, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x4, 0x100, 0x80
+_EVENTS_BYTES = 1 << 16
+_POLL_S = 5.0
+"""Interval of polling where inotify is unavailable or misses changes."""
 
 
 class LogReader:
@@ -72,7 +78,7 @@ class LogReader:
             chunk = os.pread(self._fd, min(_CHUNK_BYTES, left), self._pos)
             if not chunk:
                 break
-            if self._next_data() > self._pos:
+            if _data_from(self._fd, self._pos) > self._pos:
                 continue  # removed while it was read
             yield from self._take(chunk[: self._num_bytes_of_data()], status.st_mtime)
         if is_end and self._rest:
@@ -126,10 +132,6 @@ class LogReader:
                 self._pos = _tail_offset(self._fd, self._tail)
         return True
 
-    def _next_data(self) -> int:
-        assert self._fd is not None
-        return _data_from(self._fd, self._pos)
-
     def _num_bytes_of_data(self) -> int:
         """Return the number of bytes before a removed part, or the end."""
         assert self._fd is not None
@@ -137,7 +139,8 @@ class LogReader:
 
     def _skip_removed(self) -> Iterator[tuple[bytes, float | None]]:
         """Skip a part that was removed, and yield a line in its place."""
-        at = self._next_data()
+        assert self._fd is not None
+        at = _data_from(self._fd, self._pos)
         if at <= self._pos:
             return
         removed = format_bytes(at - self._pos)
@@ -180,11 +183,7 @@ def _tail_offset(fd: int, num_lines: int) -> int:
 
 
 def interleaved(readers: Mapping[int | None, LogReader], *, is_end: bool) -> Iterator[OutputBlock]:
-    """Yield the new blocks of all nodes in the order of their times.
-
-    Args:
-        is_end: no more output follows.
-    """
+    """Yield the new blocks of all nodes in the order of their times."""
     streams = [_blocks(node, reader, is_end=is_end) for node, reader in readers.items()]
     if len(streams) == 1:
         yield from streams[0]
@@ -195,3 +194,39 @@ def interleaved(readers: Mapping[int | None, LogReader], *, is_end: bool) -> Ite
 def _blocks(node: int | None, reader: LogReader, *, is_end: bool) -> Iterator[OutputBlock]:
     for data, unix_s in reader.blocks(is_end=is_end):
         yield OutputBlock(node, data, unix_s)
+
+
+class FolderWatch:
+    """Watch of folders, readable when a file in them changes."""
+
+    def __init__(self, *folders: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        mask = _IN_MODIFY | _IN_ATTRIB | _IN_CREATE | _IN_MOVED_TO
+        for folder in folders if self._fd >= 0 else ():
+            libc.inotify_add_watch(self._fd, os.fsencode(folder), mask)
+
+    def wait(self, timeout_s: float = _POLL_S) -> None:
+        """Wait for a change since the last call."""
+        if self._fd < 0:
+            select.select([], [], [], min(timeout_s, 0.2))
+            return
+        if select.select([self._fd], [], [], timeout_s)[0]:
+            os.read(self._fd, _EVENTS_BYTES)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+def last_lines(path: Path, num_lines: int) -> list[str]:
+    """Return the last lines of a log, with long lines shortened to their end."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - (64 << 10)))
+            lines = last_texts(file.read()).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    return [line[-500:] for line in lines[-num_lines:]]

@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -27,20 +27,14 @@ def times_path(log: Path) -> Path:
 
 def add_sample(path: Path, size: int, unix_s: float) -> None:
     """Record the size of a log at a time."""
+    if path.exists() and path.stat().st_size >= _MAX_BYTES:
+        samples = list(_read(path, 0))
+        write_atomic(path, b"".join(_SAMPLE.pack(*one) for one in samples[1::2]), is_durable=False)
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if os.fstat(fd).st_size >= _MAX_BYTES:
-            _thin_out(path)
-            os.close(fd)
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.write(fd, _SAMPLE.pack(size, unix_s))
     finally:
         os.close(fd)
-
-
-def _thin_out(path: Path) -> None:
-    samples = list(_read(path, 0))
-    write_atomic(path, b"".join(_SAMPLE.pack(*one) for one in samples[1::2]), is_durable=False)
 
 
 def _read(path: Path, begin: int) -> Iterator[tuple[int, float]]:
@@ -57,23 +51,18 @@ def _first_sample(path: Path, begin: int) -> int:
     """Return the offset of the first sample with a size of more than `begin`."""
     try:
         with path.open("rb") as file:
-            low, high = 0, os.fstat(file.fileno()).st_size // _SAMPLE.size
-            while low < high:
-                middle = (low + high) // 2
-                size, _ = _SAMPLE.unpack(os.pread(file.fileno(), _SAMPLE.size, middle * _SAMPLE.size))
-                low, high = (middle + 1, high) if size <= begin else (low, middle)
+            fd = file.fileno()
+            samples = range(0, os.fstat(fd).st_size // _SAMPLE.size * _SAMPLE.size, _SAMPLE.size)
+            index = bisect_right(
+                samples, begin, key=lambda at: _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, at))[0]
+            )
+            return index * _SAMPLE.size
     except FileNotFoundError:
         return 0
-    return low * _SAMPLE.size
 
 
 class LogTimes:
-    """Times of one log, read again while it grows.
-
-    Args:
-        log: path of the log.
-        begin: offset from which times are needed. Earlier samples are not read.
-    """
+    """Times of one log, read again while it grows."""
 
     def __init__(self, log: Path, *, begin: int = 0) -> None:
         self._path = times_path(log)
@@ -107,11 +96,7 @@ class LogTimes:
 
 
 def split(data: bytes, begin: int, times: LogTimes, default: float) -> Iterator[tuple[bytes, float]]:
-    """Yield whole lines in parts, each written within a second, with their times.
-
-    Args:
-        begin: offset of the data in the log.
-    """
+    """Yield whole lines in parts, each written within a second, with their times."""
     done = 0
     for before, cut in pairwise([begin, *times.cuts(begin, begin + len(data))]):
         is_last = cut == begin + len(data)
@@ -132,11 +117,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_bytes(value: str) -> int | None:
-    """Return the limit that the variable sets, or None for no limit.
-
-    Raises:
-        InvalidInput: the value is not a size.
-    """
+    """Return the limit that the variable sets, or None for no limit."""
     if value.strip().lower() == "none":
         return None
     number = parse_bytes(value, LIMIT)
@@ -156,11 +137,6 @@ def hole(size: int, limit: int) -> tuple[int, int]:
     return begin, max(0, end - begin)
 
 
-def is_reached(status: os.stat_result, limit: int) -> bool:
-    """Return True if a log takes more space on disk than the limit."""
-    return status.st_blocks * 512 > limit
-
-
 def punch(fd: int, begin: int, num_bytes: int) -> None:
     """Give a part of a file back to the file system. Its size and the offsets of the rest stay.
 
@@ -173,13 +149,7 @@ def punch(fd: int, begin: int, num_bytes: int) -> None:
 
 
 class LogSampler:
-    """Sampler of one node's log, for the process that runs the node.
-
-    Args:
-        log: path of the log.
-        fd: the log, open for appending.
-        limit: value of `HOLDFAST_LOG_LIMIT`.
-    """
+    """Sampler of one node's log, for the process that runs the node."""
 
     def __init__(self, log: Path, fd: int, limit: str) -> None:
         self._times = times_path(log)
@@ -202,7 +172,7 @@ class LogSampler:
         self._size = status.st_size
         try:
             add_sample(self._times, status.st_size, time.time())
-            if self._limit is not None and is_reached(status, self._limit):
+            if self._limit is not None and status.st_blocks * 512 > self._limit:  # on disk
                 begin, num_bytes = hole(status.st_size, self._limit)
                 if num_bytes:
                     punch(self._fd, begin, num_bytes)

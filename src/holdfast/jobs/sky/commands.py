@@ -32,11 +32,7 @@ _OURS: Mapping[str, JobStatus] = {
 
 
 def program() -> str:
-    """Return the path of `sky`.
-
-    Raises:
-        Unsupported: it is not installed.
-    """
+    """Return the path of `sky`."""
     named = os.environ.get(PROGRAM) or "sky"
     found = shutil.which(str(Path(named).expanduser()))
     if found is None:
@@ -48,12 +44,7 @@ def program() -> str:
 
 
 def version() -> str:
-    """Return the output of `sky --version`.
-
-    Raises:
-        Unsupported: `sky` is not installed.
-        RetryLater: `sky` failed.
-    """
+    """Return the output of `sky --version`."""
     return _run(["--version"]).strip()
 
 
@@ -84,11 +75,7 @@ def cancel(number: str) -> None:
 
 
 def logs(number: str, *, follow: bool) -> Iterator[str]:
-    """Yield the output of a job in lines.
-
-    Raises:
-        Unsupported: `sky` is not installed.
-    """
+    """Yield the output of a job in lines."""
     words = [program(), "jobs", "logs", "--follow" if follow else "--no-follow", number]
     process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=_environment()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import getpass
+import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from typing_extensions import override
 
-from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
-from holdfast.jobs.environment import create_task_id
+from holdfast.jobs.environment import add_notice_file, create_task_id
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.output.block import OutputBlock, OutputSelection
@@ -21,11 +24,12 @@ from holdfast.jobs.recorded import RecordedEngine, check_active
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.sky import commands
 from holdfast.jobs.sky.commands import ManagedJob
-from holdfast.jobs.sky.document import managed_name, render_document
 from holdfast.jobs.state_machine import JobState, RestartPolicy
-from holdfast.jobs.task.model import FileMount, MountMode, Task
+from holdfast.jobs.task.document import to_yaml
+from holdfast.jobs.task.model import MountMode, Task
 from holdfast.jobs.timers import Timers
 from holdfast.jobs.unsupported_keys import value_at
+from holdfast.system.environment import PREEMPTION
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.log import get_logger
 
@@ -36,6 +40,15 @@ _NOT_DURABLE = (
     "files reach the bucket some time after they were written, and are lost if the machine is preempted "
     "before that; give the bucket's URL to the training as its home instead"
 )
+
+
+TASK_ID = "HOLDFAST_TASK_ID"
+"""Variable with Holdfast's id of the job. SkyPilot creates a new one whenever its controller restarts."""
+JOB = "HOLDFAST_JOB"
+HOOK_S = 60
+"""Time limit of a hook, during which SkyPilot keeps the machine so that training can save."""
+
+_OWN_ID = f'export SKYPILOT_TASK_ID="${TASK_ID}"  # the same after every recovery\n'
 
 
 class SkyEngine(RecordedEngine):
@@ -102,28 +115,25 @@ class SkyEngine(RecordedEngine):
         """Return a record with SkyPilot's state of the job, which is also saved."""
         if record.job_state.status.is_final:
             return record
-        if trouble:
-            reason = f"SkyPilot does not answer\n{trouble}"
-            return dataclasses.replace(record, job_state=dataclasses.replace(record.job_state, reason=reason))
-        one = _find(record, managed)
+        one = None if trouble else _find(record, managed)
         if one is None:
-            reason = f"SkyPilot does not have a job named {managed_name(record.name, str(record.id))!r}"
+            name = managed_name(record.name, str(record.id))
+            reason = f"SkyPilot does not have a job named {name!r}"
+            reason = f"SkyPilot does not answer\n{trouble}" if trouble else reason
             return dataclasses.replace(record, job_state=dataclasses.replace(record.job_state, reason=reason))
-        has_begun = one.started_unix_s is not None
         job_state = JobState(
             status=one.status,
-            attempt=one.recoveries + 1 if has_begun else 0,
+            attempt=0 if one.started_unix_s is None else one.recoveries + 1,
             recoveries=one.recoveries,
             reason=one.reason,
         )
-        now_s = one.ended_unix_s or time.time()
         recorded = (record.job_state, record.started_unix_s, record.engine_job_id)
         if (job_state, one.started_unix_s, one.id) != recorded:
             self._records().save(
                 dataclasses.replace(record, engine_job_id=one.id),
                 job_state,
                 Timers(),
-                now_unix_s=now_s,
+                now_unix_s=one.ended_unix_s or time.time(),
                 step_before=None,
                 started_unix_s=one.started_unix_s,
             )
@@ -183,37 +193,93 @@ class SkyEngine(RecordedEngine):
 
 def _find(record: JobRecord, managed: list[ManagedJob]) -> ManagedJob | None:
     """Return the managed job of a record, by its id, or by name without one."""
+    if record.engine_job_id is not None:
+        return next((one for one in managed if one.id == record.engine_job_id), None)
     name = managed_name(record.name, str(record.id))
-    return next(
-        (
-            one
-            for one in managed
-            if one.id == record.engine_job_id or (record.engine_job_id is None and one.name == name)
-        ),
-        None,
-    )
+    return next((one for one in managed if one.name == name), None)
 
 
 def unsupported_keys(task: Task) -> list[UnsupportedKey]:
     """Return keys with a surprising meaning, and keys that Holdfast adds."""
+    own_id = "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
+    recovery = "resources.job_recovery"
     found = [
-        UnsupportedKey(
-            "resources.job_recovery", task.line_of("resources.job_recovery", "resources"), _RECOVERY
-        ),
+        UnsupportedKey(recovery, task.line_of(recovery, "resources"), _RECOVERY),
         UnsupportedKey("config.hooks", task.line_of("config.hooks", "config"), _HOOK),
-        UnsupportedKey(
-            "run", task.line_of("run"), "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
-        ),
+        UnsupportedKey("run", task.line_of("run"), own_id),
     ]
-    found += [
-        UnsupportedKey(f"file_mounts.{mount.target}", mount.line, _cached(mount))
-        for mount in task.file_mounts
-        if mount.mode is MountMode.MOUNT_CACHED
-    ]
+    for mount in task.file_mounts:
+        if mount.mode is MountMode.MOUNT_CACHED:
+            is_chosen = value_at(mount.spec, "config.mount_cached.transfers") is not None
+            order = "" if is_chosen else "one file is uploaded after the other (transfers: 1); "
+            found.append(UnsupportedKey(f"file_mounts.{mount.target}", mount.line, order + _NOT_DURABLE))
     return sorted(found, key=lambda found_key: found_key.line)
 
 
-def _cached(mount: FileMount) -> str:
-    chosen = value_at(mount.spec, "config.mount_cached.transfers")
-    order = "" if chosen is not None else "one file is uploaded after the other (transfers: 1); "
-    return order + _NOT_DURABLE
+# -- the task file for SkyPilot: the user's, with additions to save after a preemption notice ---------------
+
+
+def add_holdfast_keys(task: Task, task_id: str, job: str) -> Task:
+    """Return the task with a document for SkyPilot."""
+    document: dict[str, Any] = copy.deepcopy(dict(task.document))
+    document["run"] = _OWN_ID + task.run
+    if task.setup:
+        document["setup"] = _OWN_ID + task.setup
+    if task.workdir is not None:
+        document["workdir"] = task.workdir
+    notice = notice_path(task_id)
+    document["envs"] = {
+        **document.get("envs", {}),
+        TASK_ID: task_id,
+        JOB: job,
+        PREEMPTION: add_notice_file(task.envs.get(PREEMPTION, "auto"), notice),
+    }
+    document["resources"] = _with_free_status(document.get("resources") or {})
+    document["config"] = _with_hook(document.get("config") or {}, notice)
+    if task.file_mounts:
+        mounts = document["file_mounts"]
+        document["file_mounts"] = {target: _one_after_the_other(spec) for target, spec in mounts.items()}
+    return dataclasses.replace(task, document=document)
+
+
+def render_document(task: Task, task_id: str, job: str) -> str:
+    """Return the file for `sky jobs launch`, without values of secrets."""
+    return to_yaml(add_holdfast_keys(task, task_id, job))
+
+
+def managed_name(name: str, job: str) -> str:
+    """Return a name for the job that SkyPilot accepts and that no other job has."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
+    return f"{plain if plain[:1].isalpha() else f'job-{plain}'.rstrip('-')}-{job}"
+
+
+def notice_path(task_id: str) -> str:
+    """Return the path of notices on the job's machines."""
+    return f"/tmp/holdfast-notice-{task_id}"
+
+
+def _with_free_status(resources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return resources that do not count preemptions and hangs as errors, by their exit statuses."""
+    asked = resources.get("job_recovery")
+    recovery: dict[str, Any] = dict(asked) if isinstance(asked, Mapping) else {}
+    if isinstance(asked, str):
+        recovery["strategy"] = asked
+    codes = recovery.get("recover_on_exit_codes")
+    listed = codes if isinstance(codes, list) else [] if codes is None else [codes]
+    recovery["recover_on_exit_codes"] = sorted({*listed, PREEMPTED_STATUS, HUNG_STATUS})
+    return {**resources, "job_recovery": recovery}
+
+
+def _with_hook(config: Mapping[str, Any], notice: str) -> dict[str, Any]:
+    """Return a config with a hook that forwards SkyPilot's preemption event to the job."""
+    run = f"touch {notice}\nsleep {HOOK_S - 5}"  # the machine is released when the hook exits
+    hook = {"run": run, "events": ["preemption"], "timeout": HOOK_S}
+    return {**config, "hooks": [*(config.get("hooks") or []), hook]}
+
+
+def _one_after_the_other(spec: Any) -> Any:
+    if not isinstance(spec, Mapping) or str(spec.get("mode")).upper() != MountMode.MOUNT_CACHED.value:
+        return spec
+    config = dict(spec.get("config") or {})
+    cached = {"transfers": 1, **(config.get("mount_cached") or {})}
+    return {**spec, "config": {**config, "mount_cached": cached}}

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
-from holdfast.jobs.machines.judgement import NodeStanding, judge
-from holdfast.jobs.machines.record import read_events
+from holdfast.jobs.machines import NodeStanding, judge, read_events
 from holdfast.jobs.record_files import JobSpec
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus

@@ -21,7 +21,7 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.mount_records import create_links, link_user
 from holdfast.jobs.node.mounts.scratch import is_scratch_path, moved_links, remove_shared_links, shared_links
-from holdfast.jobs.notifications.notifier import wait_for_notifier
+from holdfast.jobs.notifications import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import Records

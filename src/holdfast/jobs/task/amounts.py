@@ -81,13 +81,9 @@ def _read_all(words: list[str], *, is_ordered: bool, is_folded: bool = False) ->
     if bad or not words:
         found = repr(bad[0]) if bad else "nothing"
         return f"expected NAME or NAME:COUNT, as A100:8, found {found}"
-    choices = tuple(_read_one(word) for word in words)
+    pairs = (word.partition(":") for word in words)
+    choices = tuple((name, float(count or 1)) for name, _, count in pairs)
     return Accelerators(choices, is_ordered=is_ordered, is_folded=is_folded)
-
-
-def _read_one(word: str) -> tuple[str, float]:
-    name, _, count = word.partition(":")
-    return name, float(count) if count else 1.0
 
 
 def _number(count: float) -> int | float:

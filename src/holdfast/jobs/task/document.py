@@ -29,9 +29,9 @@ class Value:
     items: tuple[Value, ...] = ()  # values of a list
     kind: str = "scalar"  # or map, list
 
-    def get(self, key: str) -> Value | None:
-        """Return a member of a map, or None."""
-        return self.members.get(key)
+    def get(self, key: str) -> Value:
+        """Return a member of a map, or an empty value."""
+        return self.members.get(key, EMPTY)
 
     def with_member(self, key: str, member: Value) -> Value:
         """Return a map with a member added or replaced."""
@@ -58,13 +58,20 @@ class Value:
         return Value(self.line, [item.plain for item in items], items=items, kind="list")
 
 
-def parse_documents(text: str, name: str) -> list[Value]:
-    """Parse the documents of a YAML file, without empty ones.
+@dataclass(frozen=True, slots=True)
+class TaskProblem:
+    """Problem in a task file."""
 
-    Raises:
-        InvalidInput: the YAML is invalid, or a map has a duplicate key.
-        Unsupported: it contains objects, or anchors that contain themselves.
-    """
+    line: int
+    where: str  # path of keys, such as resources.accelerators
+    what: str  # expected and found
+
+
+EMPTY = Value(0, None)
+
+
+def parse_documents(text: str, name: str) -> list[Value]:
+    """Parse the documents of a YAML file, without empty ones."""
     if len(text) > MAX_CHARS:
         raise InvalidInput(f"{name} has {len(text)} characters; a task file has at most {MAX_CHARS}.")
     try:
@@ -91,35 +98,28 @@ def _value(node: Any, loader: yaml.SafeLoader, name: str) -> Value:
     if isinstance(node, yaml.MappingNode):
         _check_duplicates(node, name)
         loader.flatten_mapping(node)  # `<<: *anchor`; the map's own keys come later and take precedence
-        return _map(node, loader, name, line)
+        return _map(node, loader, name)
     if isinstance(node, yaml.SequenceNode):
-        items = tuple(_value(item, loader, name) for item in node.value)
-        return Value(line, [item.plain for item in items], items=items, kind="list")
+        return Value(line, None).with_items(tuple(_value(item, loader, name) for item in node.value))
     return Value(line, _scalar(node, loader, name))
 
 
 def _scalar(node: Any, loader: yaml.SafeLoader, name: str) -> Any:
+    line = node.start_mark.line + 1
     try:
         value = loader.construct_object(node)
         hash(value)
     except yaml.YAMLError:
         raise
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError) as error:
-        line = node.start_mark.line + 1
         raise InvalidInput(f"{name}:{line}: invalid value {node.value[:100]!r}: {error}.") from error
     if isinstance(value, int) and value.bit_length() > 64:
-        line = node.start_mark.line + 1
         raise InvalidInput(f"{name}:{line}: an integer of {value.bit_length()} bits is too large.")
     return value
 
 
 def _check_expansion(nodes: list[Any], name: str) -> None:
-    """Check that the document is not too large with its aliases expanded.
-
-    Raises:
-        InvalidInput: the document has too many values, or is nested too deeply.
-        Unsupported: an anchor contains itself.
-    """
+    """Check that the document is not too large with its aliases expanded."""
     sizes: dict[int, int] = {}
 
     def size_of(node: Any, depth: int) -> int:
@@ -139,7 +139,7 @@ def _check_expansion(nodes: list[Any], name: str) -> None:
         raise InvalidInput(f"{name}: with its aliases it has more than {MAX_VALUES} values.")
 
 
-def _map(node: yaml.MappingNode, loader: yaml.SafeLoader, name: str, line: int) -> Value:
+def _map(node: yaml.MappingNode, loader: yaml.SafeLoader, name: str) -> Value:
     members: dict[str, Value] = {}
     key_lines: dict[str, int] = {}
     plain: dict[Any, Any] = {}
@@ -152,7 +152,7 @@ def _map(node: yaml.MappingNode, loader: yaml.SafeLoader, name: str, line: int) 
         members[key] = _value(value_node, loader, name)
         key_lines[key] = key_line
         plain[raw] = members[key].plain
-    return Value(line, plain, members, key_lines, kind="map")
+    return Value(node.start_mark.line + 1, plain, members, key_lines, kind="map")
 
 
 def _check_duplicates(node: yaml.MappingNode, name: str) -> None:
@@ -174,12 +174,12 @@ class _Dumper(yaml.SafeDumper):
     """Dumper that writes scripts as blocks, so that they are readable."""
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> Any:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
 
 
 def to_yaml(task: Task) -> str:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
-from holdfast.jobs.task.document import Value
-from holdfast.jobs.task.shape import TaskProblem
+from holdfast.jobs.task.document import TaskProblem, Value
 
 ALTERNATIVES = ("any_of", "ordered")
 """Keys of `resources` with lists of alternative resources."""
@@ -25,7 +24,7 @@ def replace_aliases(task: Value) -> Value:
 def fill_in_mounts(task: Value, variables: Mapping[str, str]) -> Value:
     """Return a task with variables replaced in the values of `file_mounts`. Its keys stay."""
     mounts = task.get("file_mounts")
-    if mounts is None or mounts.kind != "map":
+    if mounts.kind != "map":
         return task
     return task.with_member("file_mounts", _filled(mounts, variables))
 
@@ -37,8 +36,7 @@ def set_accelerators(task: Value, accelerators: str) -> Value:
 
 def set_resource(task: Value, key: str, value: str | int | None) -> Value:
     """Return a task with another value of a key, in all alternatives of its resources."""
-    resources = task.get("resources")
-    if resources is None or resources.kind != "map":
+    if task.get("resources").kind != "map":
         task = task.with_member("resources", Value(0, {}, kind="map"))
     task = _with_resources(task, lambda place: place.without_member(key))
     return task.with_member("resources", task.members["resources"].with_member(key, Value(0, value)))
@@ -49,8 +47,8 @@ def unfold_accelerators(task: Value) -> Value:
 
     def unfolded(place: Value) -> Value:
         asked = place.get("accelerators")
-        read = parse_accelerators(asked.plain) if asked is not None else None
-        if asked is None or not isinstance(read, Accelerators) or not read.is_folded:
+        read = parse_accelerators(asked.plain)
+        if not isinstance(read, Accelerators) or not read.is_folded:
             return place
         return place.with_member("accelerators", Value(asked.line, read.plain()))
 
@@ -59,8 +57,7 @@ def unfold_accelerators(task: Value) -> Value:
 
 def alternatives(resources: Value) -> tuple[Value, ...]:
     """Return the alternatives of resources, or only the resources themselves."""
-    listed = [resources.get(key) for key in ALTERNATIVES]
-    return tuple(item for one in listed if one is not None for item in one.items) or (resources,)
+    return tuple(item for key in ALTERNATIVES for item in resources.get(key).items) or (resources,)
 
 
 def places(resources: Value) -> tuple[Value, ...]:
@@ -72,12 +69,12 @@ def places(resources: Value) -> tuple[Value, ...]:
 def _with_resources(task: Value, change: Callable[[Value], Value]) -> Value:
     """Return a task with a change in its resources and in each of their alternatives."""
     resources = task.get("resources")
-    if resources is None or resources.kind != "map":
+    if resources.kind != "map":
         return task
     resources = change(resources)
     for key in ALTERNATIVES:
         member = resources.get(key)
-        if member is not None and member.kind == "list":
+        if member.kind == "list":
             items = tuple(change(item) if item.kind == "map" else item for item in member.items)
             resources = resources.with_member(key, member.with_items(items))
     return task.with_member("resources", resources)
@@ -85,9 +82,8 @@ def _with_resources(task: Value, change: Callable[[Value], Value]) -> Value:
 
 def _without_aliases(resources: Value) -> Value:
     for alias, name in _ALIASES.items():
-        member = resources.get(alias)
-        if member is not None and resources.get(name) is None:
-            line = resources.key_lines[alias]
+        if alias in resources.members and name not in resources.members:
+            line, member = resources.key_lines[alias], resources.members[alias]
             resources = resources.without_member(alias).with_member(name, member)
             resources = dataclasses.replace(resources, key_lines={**resources.key_lines, name: line})
     return resources
@@ -107,24 +103,19 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}|\$([A-Za-z_][A-Za-z0-9_]*)\b")
 
 
-def parse_variables(value: Value | None, given: Mapping[str, str]) -> dict[str, str]:
+def parse_variables(value: Value, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a file and of the command line that have a value."""
     found: dict[str, str] = {}
-    if value is not None:
-        for item in value.items:  # secrets may be a list of names, whose values are given separately
-            found.pop(str(item.plain), None)
-        for name, member in value.members.items():
-            if member.plain is not None:
-                found[name] = _text(member.plain)
+    for name, member in value.members.items():
+        if member.plain is not None:
+            found[name] = str(member.plain)  # as from SkyPilot, `yes` is True
     return {**found, **given}
 
 
 def variable_problems(
-    value: Value | None, given: Mapping[str, str], *, where: str, option: str
+    value: Value, given: Mapping[str, str], *, where: str, option: str
 ) -> Iterator[TaskProblem]:
     """Yield problems of names that shells do not accept, and of variables without a value."""
-    if value is None:
-        return
     named = [(name, member.plain, value.key_lines[name]) for name, member in value.members.items()]
     named += [(str(item.plain), None, item.line) for item in value.items]
     for name, plain, line in named:
@@ -152,8 +143,3 @@ def fill_in(plain: Any, variables: Mapping[str, str]) -> Any:
     if isinstance(plain, list):
         return [fill_in(item, variables) for item in plain]
     return plain
-
-
-def _text(plain: Any) -> str:
-    """Return the text that a shell receives. As from SkyPilot, `yes` is True."""
-    return str(plain)

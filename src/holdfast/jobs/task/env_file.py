@@ -27,15 +27,7 @@ _LETTERS = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v
 
 
 def parse_env_file(text: str, name: str, known: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a file.
-
-    Args:
-        name: name of the file, for messages.
-        known: variables to which `${NAME}` may refer, beside earlier ones of the file.
-
-    Raises:
-        InvalidInput: a line is invalid, or refers to a variable without a value.
-    """
+    """Return the variables of a file."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     found: dict[str, str] = {}
     at = 0

@@ -17,11 +17,7 @@ _REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/")
 
 
 def docker_image(task: Task) -> str | None:
-    """Return the name of the container image of a task, or None.
-
-    Raises:
-        InvalidInput: it is not the name of an image.
-    """
+    """Return the name of the container image of a task, or None."""
     asked = (task.document.get("resources") or {}).get("image_id")
     if isinstance(asked, Mapping) and len(asked) == 1:
         (asked,) = asked.values()

@@ -49,13 +49,7 @@ class Overrides:
 
 
 def load_tasks(path: str | Path, overrides: Overrides | None = None) -> TaskFile:
-    """Load the tasks of a file.
-
-    Raises:
-        NotFound: the file does not exist.
-        InvalidInput: the file has errors. The message has a line for each.
-        Unsupported: the tasks are a job group.
-    """
+    """Load the tasks of a file."""
     path = Path(path)
     try:
         text = decode_text(path.read_bytes(), str(path))
@@ -75,29 +69,25 @@ def parse_tasks(text: str, name: str, overrides: Overrides | None = None) -> Tas
         name: name of the file, for messages. A relative `workdir` is resolved against the current directory.
     """
     given = overrides or Overrides()
-    documents = split_documents(parse_documents(text, name), name)
-    if len(documents.tasks) > 1:
-        _check_overrides(given, name, len(documents.tasks))
-    roots = [_edited(root, given) for root in documents.tasks]
+    header, tasks = _split_documents(parse_documents(text, name), name)
+    if len(tasks) > 1:
+        _check_overrides(given, name, len(tasks))
+    roots = [_edited(root, given) for root in tasks]
     problems = [one for root in roots for one in find_problems(root, given.envs, given.secrets)]
     if problems:
         raise InvalidInput(format_problems(problems, name))
-    title = given.name or documents.name or Path(name).stem
+    title = given.name or header or Path(name).stem
     if len(roots) == 1:
         # SkyPilot too prefers the name of the header to that of its only task.
-        task_name = given.name or documents.name or str(_plain(roots[0], "name") or "") or title
+        task_name = given.name or header or str(roots[0].get("name").plain or "") or title
         return TaskFile(task_name, (_task(roots[0], name, task_name, given),), name)
-    names = [str(_plain(root, "name") or "") or f"{title}-{number}" for number, root in enumerate(roots)]
-    tasks = [_task(root, name, one, given) for root, one in zip(roots, names, strict=True)]
-    return TaskFile(title, tuple(tasks), name)
+    names = [str(root.get("name").plain or "") or f"{title}-{number}" for number, root in enumerate(roots)]
+    parsed = (_task(root, name, one, given) for root, one in zip(roots, names, strict=True))
+    return TaskFile(title, tuple(parsed), name)
 
 
 def load_task(path: str | Path, overrides: Overrides | None = None) -> Task:
-    """Load the only task of a file; see `load_tasks`.
-
-    Raises:
-        Unsupported: the file contains several tasks.
-    """
+    """Load the only task of a file; see `load_tasks`."""
     return _only(load_tasks(path, overrides))
 
 
@@ -125,16 +115,8 @@ def _edited(root: Value, given: Overrides) -> Value:
 
 
 def _check_overrides(given: Overrides, name: str, num_tasks: int) -> None:
-    """Check that a file with several tasks is not combined with options for one task.
-
-    Raises:
-        InvalidInput: there is one.
-    """
-    options = {
-        "--gpus": given.accelerators,
-        "--num-nodes": given.num_nodes,
-        "--workdir": given.workdir,
-    }
+    """Check that a file with several tasks is not combined with options for one task."""
+    options = {"--gpus": given.accelerators, "--num-nodes": given.num_nodes, "--workdir": given.workdir}
     for option, value in options.items():
         if value is not None:
             raise InvalidInput(
@@ -156,24 +138,22 @@ def _task(root: Value, name: str, job_name: str, given: Overrides) -> Task:
     envs = parse_variables(root.get("envs"), given.envs)
     secrets = parse_variables(root.get("secrets"), given.secrets)
     variables = {**envs, **secrets}
-    resources = root.get("resources") or Value(0, {})
-    accelerators = _accelerators(resources)
-    mounts = root.get("file_mounts")
-    workdir = fill_in(_plain(root, "workdir"), variables)
+    resources = root.get("resources")
+    workdir = fill_in(root.get("workdir").plain, variables)
     repository = _repository(workdir, root, name) if isinstance(workdir, Mapping) else None
     return Task(
         name=job_name,
-        run=str(_plain(root, "run")),
-        setup=str(_plain(root, "setup") or ""),
+        run=str(root.get("run").plain),
+        setup=str(root.get("setup").plain or ""),
         workdir=str(Path(workdir).expanduser().absolute()) if isinstance(workdir, str) else None,
         repository=repository,
-        num_nodes=_plain(root, "num_nodes") or 1,
-        accelerators=accelerators,
+        num_nodes=root.get("num_nodes").plain or 1,
+        accelerators=_accelerators(resources),
         cpus=max((parse_cpus(one) or 0.0 for one in _plains(resources, "cpus")), default=0.0),
         memory_mib=max((memory_mib(one) or 0 for one in _plains(resources, "memory")), default=0),
         priority=max(_plains(resources, "priority"), default=0),
         recovery=_recovery(resources),
-        file_mounts=tuple(_mounts(mounts, variables)) if mounts is not None else (),
+        file_mounts=tuple(_mounts(root.get("file_mounts"), variables)),
         envs=envs,
         secrets=secrets,
         document=_normalised(root, job_name, envs, secrets),
@@ -194,41 +174,34 @@ def _repository(workdir: Mapping[str, Any], root: Value, name: str) -> Repositor
     return Repository(str(url), None if ref is None else str(ref))
 
 
-def _plain(root: Value, key: str) -> Any:
-    member = root.get(key)
-    return None if member is None else member.plain
-
-
 def _plains(resources: Value, key: str) -> list[Any]:
     """Return the values of a key in all alternatives. One without its own has that of the resources."""
-    found = [one.get(key) or resources.get(key) for one in alternatives(resources)]
-    return [one.plain for one in found if one is not None and one.plain is not None]
+    found = [(one if key in one.members else resources).get(key) for one in alternatives(resources)]
+    return [one.plain for one in found if one.plain is not None]
 
 
 def _accelerators(resources: Value) -> Accelerators:
     """Return the accelerators of all alternatives. One without its own has those of the resources."""
-    read = [
-        _read(one.get("accelerators") or resources.get("accelerators")) for one in alternatives(resources)
-    ]
+    key = "accelerators"
+    places = [one if key in one.members else resources for one in alternatives(resources)]
+    read = [_read(place.get(key)) for place in places]
     if len(read) == 1:
         return read[0]
     choices = tuple(dict.fromkeys(choice for one in read for choice in one.choices))
-    return Accelerators(choices, is_ordered=resources.get("ordered") is not None)
+    return Accelerators(choices, is_ordered="ordered" in resources.members)
 
 
-def _read(accelerators: Value | None) -> Accelerators:
-    read = parse_accelerators(None if accelerators is None else accelerators.plain)
+def _read(accelerators: Value) -> Accelerators:
+    read = parse_accelerators(accelerators.plain)
     assert isinstance(read, Accelerators)
     return read
 
 
 def _recovery(resources: Value) -> JobRecovery:
     asked = resources.get("job_recovery")
-    if asked is None or asked.kind != "map":
-        return JobRecovery()
-    codes = _plain(asked, "recover_on_exit_codes")
+    codes = asked.get("recover_on_exit_codes").plain
     listed = codes if isinstance(codes, list) else [] if codes is None else [codes]
-    return JobRecovery(_plain(asked, "max_restarts_on_errors") or 0, frozenset(listed))
+    return JobRecovery(asked.get("max_restarts_on_errors").plain or 0, frozenset(listed))
 
 
 def _mounts(mounts: Value, variables: Mapping[str, str]) -> Iterator[FileMount]:
@@ -257,7 +230,7 @@ def _normalised(
         document["envs"] = dict(envs)
     if secrets:
         document["secrets"] = dict.fromkeys(secrets)  # values are never written; `sky` takes --secret
-    if root.get("resources") is not None:
+    if "resources" in root.members:
         document["resources"] = unfold_accelerators(root).members["resources"].plain
     return document
 
@@ -266,7 +239,7 @@ def _notes(resources: Value) -> Iterator[str]:
     for place in places(resources):
         asked = place.get("accelerators")
         accelerators = _read(asked)
-        if asked is None or not accelerators.is_folded:
+        if not accelerators.is_folded:
             continue
         choices = ", ".join(f"{name}:{count:g}" for name, count in accelerators.choices)
         yield (
@@ -274,7 +247,7 @@ def _notes(resources: Value) -> Iterator[str]:
             f"lines into one text; read as the set {{{choices}}}"
         )
     recovery = resources.get("job_recovery")
-    if recovery is not None and 137 in _recovery(resources).free_codes:
+    if 137 in _recovery(resources).free_codes:
         yield (
             f"line {recovery.line}: recover_on_exit_codes contains 137, which is also the status after the "
             "kernel's out-of-memory killer, and which SkyPilot uses for cancelled jobs"
@@ -288,45 +261,27 @@ def _lines(value: Value, where: str) -> Iterator[tuple[str, int]]:
         yield from _lines(member, path)
 
 
-@dataclass(frozen=True, slots=True)
-class Documents:
-    """Documents of a task file, without its header."""
-
-    name: str | None  # from the header
-    tasks: tuple[Value, ...]
-
-
-def split_documents(documents: list[Value], name: str) -> Documents:
-    """Return the tasks of a file.
-
-    Args:
-        name: name of the file, for messages.
-
-    Raises:
-        InvalidInput: the file has no task or too many, or its header is invalid.
-        Unsupported: the tasks are a job group, which would run at the same time.
-    """
+def _split_documents(documents: list[Value], name: str) -> tuple[str | None, list[Value]]:
+    """Return the name in the header of a file, if it has one, and the tasks."""
     found = [document for document in documents if document.plain is not None]
     if not found:
         raise InvalidInput(f"{name}:1: the file is empty; expected a task with at least `run`.")
     _check_execution(found[0], name)
-    is_header = set(found[0].members) in _HEADERS and len(found) > 1
-    title = found[0].members["name"].plain if is_header else None
-    tasks = found[1:] if is_header else found
-    if len(tasks) > MAX_TASKS:
-        raise InvalidInput(f"{name}: a pipeline has at most {MAX_TASKS} tasks, found {len(tasks)}.")
-    return Documents(None if title is None else str(title), tuple(tasks))
+    title = None
+    if set(found[0].members) in _HEADERS and len(found) > 1:
+        title = found.pop(0).members["name"].plain
+    if len(found) > MAX_TASKS:
+        raise InvalidInput(f"{name}: a pipeline has at most {MAX_TASKS} tasks, found {len(found)}.")
+    return None if title is None else str(title), found
 
 
 def _check_execution(first: Value, name: str) -> None:
-    execution = first.get("execution")
-    if execution is None:
-        return
-    where = f"{name}:{first.key_lines['execution']}: execution"
-    if execution.plain == "parallel":
+    execution = first.get("execution").plain
+    where = f"{name}:{first.key_lines.get('execution')}: execution"
+    if execution == "parallel":
         raise Unsupported(
             f"{where}: parallel makes a job group, whose tasks run at the same time. Launch each of them "
             "from its own file, or the group with SkyPilot: `sky jobs launch FILE`. Nothing was started."
         )
-    if execution.plain not in ("serial", None):
-        raise InvalidInput(f"{where}: expected serial, found {execution.plain!r}. Nothing was started.")
+    if execution not in ("serial", None):
+        raise InvalidInput(f"{where}: expected serial, found {execution!r}. Nothing was started.")

@@ -41,9 +41,6 @@ def subscribe(targets: Sequence[str] | None, statuses: Sequence[str] | None) -> 
     Args:
         targets: commands and URLs, or a single one. None: those of the environment, one per line.
         statuses: names of statuses and groups. None: those of the environment, or else the default.
-
-    Raises:
-        InvalidInput: a target or status is invalid. The message does not contain the target.
     """
     is_chosen = targets is not None
     chosen = os.environ.get(NOTIFY, "").splitlines() if targets is None else _listed(targets)

@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, InvalidInput
-from holdfast.jobs.writeback.config import UploaderConfig, parse_config
+from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.mount import create_folder, resolve_place
 from holdfast.jobs.writeback.uploader import Uploader, ignore_signals
+from holdfast.system.documents import decode_dataclass
 from holdfast.system.log import get_logger, write_times
 from holdfast.system.units import parse_bytes
 
@@ -47,7 +48,7 @@ def main() -> int:
     if args.ready is not None:
         os.chdir("/")  # not earlier: a relative PYTHONPATH refers to the mounting process's directory
     try:
-        config = parse_config(args.config) if args.config else _config(args)
+        config = _config(args)
         uploader = Uploader(config)
         _install_signals(uploader, is_foreground=config.until_signal)
         uploader.prepare()
@@ -60,6 +61,8 @@ def main() -> int:
 
 
 def _config(args: argparse.Namespace) -> UploaderConfig:
+    if args.config:
+        return decode_dataclass(UploaderConfig, args.config, "the config of an uploader", any_text=True)
     if not args.directory or not args.place:
         raise InvalidInput("Give DIRECTORY and PLACE.")
     root = Path(args.directory).absolute()

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass
 from fnmatch import fnmatch
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.writeback.journal import FOLDER
-from holdfast.jobs.writeback.ownership import check_owner
-from holdfast.system.documents import decode_dataclass
 
 EXCLUDED = ("*.tmp", "*.partial", "*.part", ".nfs*", ".unfinished-*", "tmp-checkpoint-*")
 """Names that conventionally mean unfinished files. These are uploaded once they are renamed."""
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 @dataclass(frozen=True, slots=True)
 class UploaderConfig:
-    """Configuration of an uploader.
+    """Configuration of an uploader. `mount` describes the other fields.
 
     Args:
-        directory: absolute path of the write-back directory.
-        place: URL or path that its files are uploaded to.
-        fetch: True to download the place's files at the start.
-        fetch_bytes: limit for the download. None: as much as the disk has room for.
-        exclude: globs. A file is not uploaded if any part of its path matches.
-        owner: owner of the mount, such as a job. Without one, other mounts cannot take over.
-        attempt: attempt of the owner, from 1. A newer one takes over, the same one writes side by side.
-        is_shared: True if other directories are mounted for the same attempts of the owner.
-        copy_bytes: files up to this size are kept as copies, so that every version is uploaded.
-        kept_bytes: limit for versions whose files have been deleted or replaced.
         open_limit_s: limit for waiting for a file that was reopened before it was uploaded.
         linger_s: limit for waiting for open files after the last holder is gone.
         give_up_s: limit for retrying a failing place after the last holder is gone.
@@ -52,7 +41,13 @@ class UploaderConfig:
     until_signal: bool = False
 
     def __post_init__(self) -> None:
-        check_owner(self.owner, self.attempt)
+        owner, attempt = self.owner, self.attempt
+        if owner and not _OWNER.fullmatch(owner):
+            raise InvalidInput(f"owner may only contain letters, digits, '.', '_' and '-', got {owner!r}.")
+        if bool(owner) != (attempt > 0):
+            raise InvalidInput(
+                f"Give both owner and attempt (from 1), or neither; got {owner!r} and {attempt}."
+            )
         if self.copy_bytes < 0 or self.kept_bytes < 0:
             raise InvalidInput("copy_bytes and kept_bytes must not be negative.")
 
@@ -60,22 +55,8 @@ class UploaderConfig:
         """Return True if a name in the directory is not uploaded."""
         return is_excluded(name, self.exclude)
 
-    def text(self) -> str:
-        """Return the configuration as one line for `parse_config`."""
-        return json.dumps(asdict(self))
-
 
 def is_excluded(name: str, exclude: tuple[str, ...]) -> bool:
     """Return True if a name matches a glob or is in Holdfast's own folder."""
     parts = name.split("/")
     return parts[0] == FOLDER or any(fnmatch(part, glob) for part in parts for glob in exclude)
-
-
-def parse_config(text: str) -> UploaderConfig:
-    """Parse a configuration.
-
-    Raises:
-        Corrupt: the text is not a configuration.
-        InvalidInput: a value is invalid.
-    """
-    return decode_dataclass(UploaderConfig, text, "the config of an uploader", any_text=True)

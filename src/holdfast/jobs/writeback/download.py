@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -25,14 +24,6 @@ from holdfast.system.units import format_bytes
 _AT_ONCE = 8  # files
 _BLOCK_BYTES = 16 << 20
 _COMPARED_BYTES = 1 << 20  # up to this size, a local copy is compared with the object by digest
-
-
-@dataclass(frozen=True, slots=True)
-class Downloaded:
-    """An object that was downloaded into the directory."""
-
-    name: str
-    sent: Sent
 
 
 class Download:
@@ -56,17 +47,8 @@ class Download:
         shutil.rmtree(self._folder, ignore_errors=True)  # left by a kill
         self._folder.mkdir()
 
-    def listed(self, is_excluded: Callable[[str], bool]) -> list[ObjectInfo]:
-        """Return the objects that belong in the directory."""
-        return [entry for entry in self._store.list() if not is_excluded(entry.name)]
-
     def check_size(self, entries: list[ObjectInfo], max_bytes: int | None) -> None:
-        """Raise if objects are too large together, before anything is downloaded.
-
-        Raises:
-            InvalidInput: they have more than `max_bytes`.
-            RetryLater: the disk does not have enough space.
-        """
+        """Raise if objects are too large together, before anything is downloaded."""
         wanted, free = sum(entry.num_bytes for entry in entries), shutil.disk_usage(self._folder).free
         if max_bytes is not None and wanted > max_bytes:
             raise InvalidInput(
@@ -94,14 +76,13 @@ class Download:
             return digest(self._store.get(entry.name)) == sent.digest
         return False
 
-    def fetch(self, entries: list[ObjectInfo], replaced: dict[str, Fingerprint]) -> Iterator[Downloaded]:
-        """Download objects, several at once.
+    def fetch(
+        self, entries: list[ObjectInfo], replaced: dict[str, Fingerprint]
+    ) -> Iterator[tuple[str, Sent]]:
+        """Download objects, several at once, and yield their names and states.
 
         Args:
             replaced: files that may be replaced if they have not changed. Other existing files are kept.
-
-        Raises:
-            RetryLater: the store failed, or the disk is full. The files yielded so far are complete.
         """
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-fetch") as pool:
             jobs = [
@@ -116,14 +97,15 @@ class Download:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _fetch_one(self, number: int, entry: ObjectInfo, replaced: Fingerprint | None) -> Downloaded | None:
+    def _fetch_one(
+        self, number: int, entry: ObjectInfo, replaced: Fingerprint | None
+    ) -> tuple[str, Sent] | None:
         temp, target = self._folder / str(number), self._directory / entry.name
         try:
             found = self._download(entry, temp)
             failpoint("writeback.fetched")
-            return self._place(
-                temp, target, Downloaded(entry.name, Sent(Fingerprint.of(temp.stat()), found)), replaced
-            )
+            sent = Sent(Fingerprint.of(temp.stat()), found)
+            return (entry.name, sent) if self._place(temp, target, entry.name, replaced) else None
         except NotFound:
             return None  # deleted since the listing
         except OSError as error:
@@ -131,27 +113,25 @@ class Download:
         finally:
             temp.unlink(missing_ok=True)
 
-    def _place(
-        self, temp: Path, target: Path, fetched: Downloaded, replaced: Fingerprint | None
-    ) -> Downloaded | None:
-        """Move a file into place. Return None if the job has created one meanwhile, which is newer."""
+    def _place(self, temp: Path, target: Path, name: str, replaced: Fingerprint | None) -> bool:
+        """Move a file into place. Return False if the job has created one meanwhile, which is newer."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise RetryLater(
-                f"{self._store.url} holds {fetched.name!r} and an object with the name of one of its parent "
+                f"{self._store.url} holds {name!r} and an object with the name of one of its parent "
                 "directories: no file system can hold both. Delete or rename one of them in the bucket."
             ) from error
         if replaced is None:
             try:
                 target.hardlink_to(temp)  # unlike a rename, fails if the name exists
             except FileExistsError:
-                return None
-        elif not target.is_file() or Fingerprint.of(target.stat()) != replaced:
-            return None
-        else:
-            temp.replace(target)
-        return fetched
+                return False
+            return True
+        if not target.is_file() or Fingerprint.of(target.stat()) != replaced:
+            return False
+        temp.replace(target)
+        return True
 
     def _download(self, entry: ObjectInfo, temp: Path) -> str:
         """Write an object to a file and return its digest."""

@@ -79,9 +79,6 @@ def is_being_written(fd: int) -> bool:
     Takes a read lease for a moment, which the kernel refuses in exactly that case. This includes writers of
     other users and containers. Where leases are unavailable (other users' files, some file systems), a file
     that changed within the last two seconds counts as being written.
-
-    Args:
-        fd: the file, open for reading only.
     """
     try:
         # Breaking a lease sends SIGIO, which ends a process. SIGURG is ignored by default.
@@ -115,12 +112,7 @@ def is_open_now(path: Path) -> bool:
 def walk(
     root: Path, is_excluded: Callable[[str], bool], below: str = ""
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the name and state of everything below `root` except directories.
-
-    Args:
-        is_excluded: returns True for names to leave out. Directories of such names are not entered.
-        below: subdirectory to which the walk is limited.
-    """
+    """Yield the name and state of everything below `root` except directories."""
     pending = [below]
     while pending:
         below = pending.pop()

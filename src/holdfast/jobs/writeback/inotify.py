@@ -20,9 +20,8 @@ CLOSED, CREATED, DELETED, MOVED_FROM, MOVED_TO, LOST = 0x8, 0x100, 0x200, 0x40, 
 """Kinds of events: closed after writing, created, deleted, moved away, moved here, events lost."""
 _IGNORED, _IS_DIRECTORY = 0x8000, 0x40000000
 _ONLY_DIRECTORIES, _NO_LINKS, _NOT_AFTER_UNLINK = 0x01000000, 0x02000000, 0x04000000
-_WATCHED = (
-    CLOSED | CREATED | DELETED | MOVED_FROM | MOVED_TO | _ONLY_DIRECTORIES | _NO_LINKS | _NOT_AFTER_UNLINK
-)
+_KINDS = CLOSED | CREATED | DELETED | MOVED_FROM | MOVED_TO
+_WATCHED = _KINDS | _ONLY_DIRECTORIES | _NO_LINKS | _NOT_AFTER_UNLINK
 _HEAD = struct.Struct("iIII")
 _READ_BYTES = 1 << 20
 
@@ -38,14 +37,7 @@ class FileEvent:
 
 
 class TreeWatch:
-    """Watch of a directory and everything below it.
-
-    Args:
-        is_excluded: returns True for names that are not watched, nor anything below them.
-
-    Raises:
-        Unsupported: inotify is missing, or its limit of instances is reached.
-    """
+    """Watch of a directory and everything below it."""
 
     def __init__(self, root: Path, is_excluded: Callable[[str], bool]) -> None:
         self._root, self._is_excluded = root, is_excluded
@@ -67,12 +59,7 @@ class TreeWatch:
         os.close(self._fd)
 
     def add_tree(self, name: str = "") -> None:
-        """Watch a directory and everything below it. Renews the names of directories already watched.
-
-        Raises:
-            Unsupported: the limit of watches is reached.
-            RetryLater: a directory cannot be watched.
-        """
+        """Watch a directory and everything below it. Renews the names of directories already watched."""
         pending = [name]
         while pending:
             below = pending.pop()
@@ -130,6 +117,6 @@ class TreeWatch:
                 folder = self._names[number]
                 name = f"{folder}/{own}" if folder else own
                 if own and not self._is_excluded(name):
-                    kind = mask & (CLOSED | CREATED | DELETED | MOVED_FROM | MOVED_TO)
+                    kind = mask & _KINDS
                     events.append(FileEvent(kind, name, bool(mask & _IS_DIRECTORY), pair))
         return events

@@ -51,13 +51,7 @@ CREATE TABLE IF NOT EXISTS problem (
 
 
 class Journal:
-    """Journal of one directory. One process writes it, and any process may read it.
-
-    Raises:
-        NotFound: the journal to read does not exist.
-        RetryLater: the disk is full or does not respond.
-        Corrupt: the file is not a journal of this version.
-    """
+    """Journal of one directory. One process writes it, and any process may read it."""
 
     def __init__(self, directory: Path, *, is_reader: bool = False) -> None:
         self._path = directory / FOLDER / FILE
@@ -206,11 +200,7 @@ _PAUSE_S = 1.0
 
 
 class JournaledQueue:
-    """Upload queue of one directory, shared by the uploader's threads and stored in its journal.
-
-    Args:
-        journal: journal of the directory, from which the queue is loaded.
-    """
+    """Upload queue of one directory, shared by the uploader's threads and stored in its journal."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -235,10 +225,7 @@ class JournaledQueue:
             self.changed.notify_all()
 
     def start_next(self, timeout_s: float) -> Upload | None:
-        """Return the upload to do next, marked as started, or None.
-
-        Blocks: until an upload is queued, at most `timeout_s`.
-        """
+        """Return the upload to do next, marked as started, or None."""
         with self.changed:
             if not self.order.entries:
                 self.changed.wait(timeout_s)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import select
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import (
@@ -85,9 +86,7 @@ class Mount:
     def __enter__(self) -> Mount:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -141,24 +140,15 @@ def mount(
     """
     root = Path(directory).absolute()
     url = resolve_place(root, place)
+    config = UploaderConfig(
+        str(root), url, fetch, fetch_bytes, tuple(exclude), owner, attempt, is_shared, copy_bytes, kept_bytes
+    )
     folder = create_folder(root)
     with lifecycle_lock(folder):
         fd = os.open(folder / HOLDERS_FIFO, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         held = Mount(root, fd)
         try:
             if not _join(root, url, timeout_s):
-                config = UploaderConfig(
-                    str(root),
-                    url,
-                    fetch,
-                    fetch_bytes,
-                    tuple(exclude),
-                    owner,
-                    attempt,
-                    is_shared,
-                    copy_bytes,
-                    kept_bytes,
-                )
                 _start(folder, config, timeout_s)
         except BaseException:
             os.close(fd)
@@ -167,11 +157,7 @@ def mount(
 
 
 def resolve_place(root: Path, place: str | os.PathLike[str]) -> str:
-    """Return the URL of a place, after checking that it can receive `root`'s files.
-
-    Raises:
-        InvalidInput: one of both is inside the other, or the place is in this process's memory.
-    """
+    """Return the URL of a place, after checking that it can receive `root`'s files."""
     url = open_store(place).url
     if url.startswith("memory:"):
         raise InvalidInput(f"{url} is in the memory of this process, and the uploader is another process.")
@@ -181,13 +167,7 @@ def resolve_place(root: Path, place: str | os.PathLike[str]) -> str:
 
 
 def create_folder(root: Path) -> Path:
-    """Create a directory and the uploader's folder in it, and return the folder.
-
-    Raises:
-        InvalidInput: `root`, or a part of its path, is a file.
-        Unsupported: the file system does not support named pipes.
-        RetryLater: it cannot be created now.
-    """
+    """Create a directory and the uploader's folder in it, and return the folder."""
     folder = root / FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,16 +194,12 @@ def lifecycle_lock(folder: Path) -> Iterator[None]:
 
 
 def _join(root: Path, url: str, timeout_s: float | None) -> bool:
-    """Return True if an uploader is ready, after waiting for one that is starting.
-
-    Raises:
-        Conflict: the uploader sends to another place.
-        RetryLater: the uploader was not ready in time.
-    """
+    """Return True if an uploader is ready, after waiting for one that is starting."""
     began_s = time.monotonic()
     while has_uploader(root):
         with suppress(NotFound):  # it is just starting
-            place, state = _facts(root)
+            with closing(Journal(root, is_reader=True)) as journal:
+                place, state = journal.get("place"), journal.get("state")
             if state == ALIVE and place != url:
                 raise Conflict(f"{root} is already mounted, and its files go to {place}, not to {url}.")
             if state == ALIVE:
@@ -234,52 +210,33 @@ def _join(root: Path, url: str, timeout_s: float | None) -> bool:
     return False
 
 
-def _facts(root: Path) -> tuple[str, str]:
-    journal = Journal(root, is_reader=True)
-    try:
-        return journal.get("place"), journal.get("state")
-    finally:
-        journal.close()
-
-
 def _start(folder: Path, config: UploaderConfig, timeout_s: float | None) -> None:
     """Start an uploader, and wait until it is ready or has failed."""
     reading, writing = os.pipe()
-    try:
-        with (folder / LOG).open("ab") as log:
-            subprocess.run(  # returns when the uploader has forked, so that it is not a child of this process
-                command("holdfast.jobs.writeback", "--config", config.text(), "--ready", str(writing)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(writing,),
-                start_new_session=True,
-                check=False,
-            )
-        os.close(writing)
-        writing = -1
-        reply = _receive_reply(reading, timeout_s)
-    finally:
-        os.close(reading)
-        if writing >= 0:
+    with os.fdopen(reading, "rb", buffering=0) as replies:
+        try:
+            with (folder / LOG).open("ab") as log:
+                words = ("--config", json.dumps(asdict(config)), "--ready", str(writing))
+                # Returns when the uploader has forked, so that it is not a child of this process.
+                subprocess.run(
+                    command("holdfast.jobs.writeback", *words),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(writing,),
+                    start_new_session=True,
+                    check=False,
+                )
+        finally:
             os.close(writing)
+        if not select.select([replies], [], [], timeout_s)[0]:
+            raise RetryLater(_LATE.format(config.directory, config.place))
+        reply = replies.read()  # empty if the uploader has exited without one
     if reply != b"ready\n":
         raise _error(reply, folder, config)
 
 
-def _receive_reply(fd: int, timeout_s: float | None) -> bytes | None:
-    """Return the uploader's reply. Empty if it exited without one, None after a timeout."""
-    if not select.select([fd], [], [], timeout_s)[0]:
-        return None
-    reply = bytearray()
-    while data := os.read(fd, 1 << 16):
-        reply += data
-    return bytes(reply)
-
-
-def _error(reply: bytes | None, folder: Path, config: UploaderConfig) -> HoldfastError:
-    if reply is None:
-        return RetryLater(_LATE.format(config.directory, config.place))
+def _error(reply: bytes, folder: Path, config: UploaderConfig) -> HoldfastError:
     with suppress(Corrupt):
         facts = decode_object(reply, "the uploader's reply", any_text=True)
         return ERRORS[facts.choice("error", ERRORS)](facts.text("message"))
@@ -324,10 +281,7 @@ def _is_all_sent(root: Path) -> bool:
             return False
     except NotFound:
         return False
-    journal = Journal(root, is_reader=True)
-    try:
+    with closing(Journal(root, is_reader=True)) as journal:
         sent = journal.load().sent
-    finally:
-        journal.close()
     found, others = scan(root, lambda name: name.split("/")[0] == FOLDER)
     return not others and all(one.name in sent for one in found)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from holdfast.checkpoint.store import ObjectInfo, Store
+from holdfast.errors import Conflict
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.download import Download
 from holdfast.jobs.writeback.files import Fingerprint, ScannedFile, scan
 from holdfast.jobs.writeback.journal import FOLDER, JournaledQueue
-from holdfast.jobs.writeback.ownership import check_newest_attempt, newest_attempt
-from holdfast.jobs.writeback.upload_queue import JournalWrite, UploadQueue, Writes
+from holdfast.jobs.writeback.upload_queue import UploadQueue
 from holdfast.jobs.writeback.versions import KeptVersions
 from holdfast.system.log import get_logger
 from holdfast.system.units import plural
@@ -33,22 +37,17 @@ def reconcile(
     directory is ahead of the bucket: its files are kept and uploaded. Otherwise it is behind, and the
     bucket's files win. The bucket also wins over a file that was never uploaded from here. Files that lose
     are moved to `ASIDE`, not deleted.
-
-    Raises:
-        InvalidInput: the bucket holds more than the limit for downloads.
-        RetryLater: the bucket failed, or the disk is full. The next mount continues.
-        Conflict: a newer attempt has already mounted the place.
     """
     check_newest_attempt(store, config.owner, config.attempt)
     is_behind = _is_behind(store, config, queue)
     download = Download(store, root)
-    objects = {entry.name: entry for entry in download.listed(config.is_excluded)}
+    objects = {entry.name: entry for entry in store.list() if not config.is_excluded(entry.name)}
     found, _ = scan(root, config.is_excluded)
     aside = _files_to_set_aside(queue.order, found, objects, is_behind=is_behind)
     if is_behind:
         queue.journal.set(behind="yes")  # if this is killed, no later mount may take old files for new ones
         numbers = list(queue.order.entries)
-        queue.do(_clear)
+        queue.do(lambda order: order.clear())
         for number in numbers:
             versions.drop(number)
     _set_aside(root, aside)
@@ -56,8 +55,8 @@ def reconcile(
         present = {one.name: one for one in found if one.name not in aside}
         wanted, replaced = _wanted(queue.order, objects, present, download, is_behind=is_behind)
         download.check_size(wanted, config.fetch_bytes)
-        for one in download.fetch(wanted, replaced):
-            queue.do(lambda order, one=one: order.mark_downloaded(one.name, one.sent))
+        for name, sent in download.fetch(wanted, replaced):
+            queue.do(lambda order, name=name, sent=sent: order.mark_downloaded(name, sent))
     queue.journal.set(owner=config.owner, attempt=str(config.attempt), behind="")
 
 
@@ -88,15 +87,6 @@ def _files_to_set_aside(
         if (is_behind and not is_sent) or (is_unknown and one.name in objects):
             aside[one.name] = one.fingerprint
     return aside
-
-
-def _clear(order: UploadQueue) -> Writes:
-    """Clear the queue: another mount has continued without it."""
-    writes = [JournalWrite("entry", number, None) for number in order.entries]
-    writes += [JournalWrite("problem", name, None) for name in order.problems]
-    writes += [JournalWrite("sent", name, None) for name in order.sent]
-    order.forget()
-    return writes
 
 
 def _wanted(
@@ -138,3 +128,29 @@ def _set_aside(root: Path, names: Collection[str]) -> None:
     _log.info(
         f"{plural(len(names), 'file')} of {root} had newer versions in the bucket, and moved to {folder}"
     )
+
+
+def newest_attempt(store: Store, owner: str) -> int:
+    """Return the owner's newest attempt that has mounted the place, or 0."""
+    found = [
+        re.fullmatch(r".*/attempt-(\d+)\.json", entry.name) for entry in store.list(f"{FOLDER}/{owner}/")
+    ]
+    return max((int(one[1]) for one in found if one), default=0)
+
+
+def record_attempt(store: Store, owner: str, attempt: int) -> None:
+    """Record that an attempt has mounted the place. Each of its nodes may do so."""
+    facts = {"owner": owner, "attempt": attempt, "host": socket.gethostname(), "pid": os.getpid()}
+    text = json.dumps({**facts, "unix_s": time.time()}).encode()
+    with suppress(Conflict):
+        store.put(f"{FOLDER}/{owner}/attempt-{attempt:06}.json", text, if_absent=True)
+
+
+def check_newest_attempt(store: Store, owner: str, attempt: int) -> None:
+    """Raise if a newer attempt of the owner has mounted the place."""
+    newest = newest_attempt(store, owner) if owner else 0
+    if newest > attempt:
+        raise Conflict(
+            f"{store.url} was mounted by attempt {newest} of {owner}. This is attempt {attempt}, which stops "
+            "uploading so that it does not overwrite newer files."
+        )

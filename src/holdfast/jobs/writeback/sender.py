@@ -8,21 +8,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import xxhash
 
+from holdfast.checkpoint.format.layout import MAX_HEADER_BYTES, header_bytes, parse_header
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.files import Fingerprint, is_being_written, is_settled, open_file
 from holdfast.jobs.writeback.journal import JournaledQueue
-from holdfast.jobs.writeback.ownership import check_newest_attempt
+from holdfast.jobs.writeback.reconciliation import check_newest_attempt
 from holdfast.jobs.writeback.upload_queue import COPY, INCOMPLETE, PATH, REJECTED, SKIPPED, Sent, Upload
 from holdfast.jobs.writeback.versions import KeptVersions
 from holdfast.system import backoff
-from holdfast.system.documents import decode_object
+from holdfast.system.documents import Fields
 from holdfast.system.failpoint import failpoint
 from holdfast.system.units import format_duration
 
@@ -33,27 +33,14 @@ _ATTEMPT_CHECK_S = 5.0  # between two checks whether a newer attempt has taken o
 _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
 _ZIP_END_BYTES, _ZIP_TAIL_BYTES = 22, 22 + 0xFFFF
 _NEVER_EMPTY = (".pt", ".pth", ".npz", ".zip", ".safetensors")
-_MAX_HEADER_BYTES = 100 << 20  # of a safetensors file, as its own library limits it
 
 
 class _Changed(Exception):
     """The file was written while it was being read."""
 
 
-@dataclass(slots=True)
-class _Outage:
-    """Duration and number of consecutive failures."""
-
-    since_s: float | None = None
-    num_tries: int = 0
-
-
 class Sender:
-    """Thread that uploads the entries of a queue.
-
-    Args:
-        config: settings of the uploader. Sending ends when a newer attempt of its owner mounts the place.
-    """
+    """Thread that uploads the entries of a queue."""
 
     def __init__(
         self, store: Store, queue: JournaledQueue, versions: KeptVersions, config: UploaderConfig
@@ -61,7 +48,8 @@ class Sender:
         self._store, self._queue, self._versions = store, queue, versions
         self._config = config
         self._attempt_checked_s = time.monotonic()
-        self._outage = _Outage()
+        self._failing_since_s: float | None = None
+        self._num_failures = 0
         self._stopping = threading.Event()
         self.error: BaseException | None = None
         """Failure that ended the thread, if any."""
@@ -87,11 +75,7 @@ class Sender:
             self.error = error
 
     def _try(self, entry: Upload) -> None:
-        """Process an entry, or wait a while if that fails.
-
-        Raises:
-            Conflict: another mount has taken over.
-        """
+        """Process an entry, or wait a while if that fails."""
         try:
             self._check_attempt()
             self._do(entry)
@@ -100,21 +84,23 @@ class Sender:
         except Conflict:
             raise
         except (InvalidInput, Unsupported) as error:
-            self._reject(entry, str(error))
+            if entry.version is None:
+                self._queue.do(lambda order: order.mark_removed(entry))
+            else:
+                self._skip(entry, REJECTED, str(error))
         except (HoldfastError, OSError) as error:
             self._pause(entry, error)
         else:
-            self._outage = _Outage()
+            self._failing_since_s, self._num_failures = None, 0
             self._queue.set_problem("")
 
     def _pause(self, entry: Upload, error: Exception) -> None:
         now_s = time.monotonic()
-        if self._outage.since_s is None:
-            self._outage.since_s = now_s
-        self._outage.num_tries += 1
-        since_s = now_s - self._outage.since_s
+        self._failing_since_s = now_s if self._failing_since_s is None else self._failing_since_s
+        self._num_failures += 1
+        since_s = now_s - self._failing_since_s
         self._queue.set_problem(f"Uploading {entry.name} has failed for {format_duration(since_s)}: {error}")
-        pause_s = backoff.doubled(self._outage.num_tries, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        pause_s = backoff.doubled(self._num_failures, _FIRST_PAUSE_S, _LAST_PAUSE_S)
         self._stopping.wait(backoff.jittered(pause_s))
 
     def _check_attempt(self) -> None:
@@ -123,12 +109,6 @@ class Sender:
             return
         check_newest_attempt(self._store, self._config.owner, self._config.attempt)
         self._attempt_checked_s = now_s
-
-    def _reject(self, entry: Upload, why: str) -> None:
-        if entry.version is None:
-            self._queue.do(lambda order: order.mark_removed(entry))
-        else:
-            self._skip(entry, REJECTED, why)
 
     def _skip(self, entry: Upload, kind: str, why: str) -> None:
         self._queue.do(lambda order: order.skip(entry, kind, why))
@@ -156,12 +136,7 @@ class Sender:
             os.close(fd)
 
     def _put(self, entry: Upload, fd: int) -> None:
-        """Upload a file under the entry's name, unless the bucket has the same bytes.
-
-        Raises:
-            _Changed: the file was written meanwhile. The bucket has not changed.
-            RetryLater: the bucket failed.
-        """
+        """Upload a file under the entry's name, unless the bucket has the same bytes."""
         version = entry.version
         assert version is not None
         if version.form == COPY:
@@ -173,11 +148,15 @@ class Sender:
         if reason := truncation_reason(fd, entry.name):
             self._skip(entry, INCOMPLETE, f"{reason}; its writer was probably killed")
             return
-        sent = self._sent_already(entry, fingerprint) or self._copied(entry, fingerprint)
+        sent = self._queue.order.sent.get(entry.name)
+        if not _is_same(entry, fingerprint, sent):
+            sent = self._copied(entry, fingerprint)
         if sent is None:
-            sent = Sent(fingerprint, self._upload(entry, fd))
+            digest = self._upload(entry, fd)
             failpoint("writeback.sent")
-        done = Sent(fingerprint, sent.digest)
+        else:
+            digest = sent.digest
+        done = Sent(fingerprint, digest)
         self._queue.do(lambda order: order.mark_sent(entry, done))
         failpoint("writeback.done")
         self._versions.drop(entry.number)
@@ -199,11 +178,6 @@ class Sender:
             if self._stopping.wait(_LOOK_S):
                 raise _Changed
         return True
-
-    def _sent_already(self, entry: Upload, fingerprint: Fingerprint) -> Sent | None:
-        """Return the object of this name, if it has the same bytes."""
-        sent = self._queue.order.sent.get(entry.name)
-        return sent if _is_same(entry, fingerprint, sent) else None
 
     def _copied(self, entry: Upload, fingerprint: Fingerprint) -> Sent | None:
         """Let the bucket copy the bytes from the file's earlier name, if possible."""
@@ -265,10 +239,6 @@ def truncation_reason(fd: int, name: str) -> str:
 
     Recognizes zip archives, which `torch.save` and `numpy.savez` write with the directory last, and
     safetensors files, whose header contains their length.
-
-    Args:
-        fd: the file, open for reading.
-        name: its name, by which safetensors files are recognized.
     """
     num_bytes, suffix = os.fstat(fd).st_size, PurePosixPath(name).suffix
     if not num_bytes:
@@ -297,16 +267,12 @@ def _safetensors_truncation(fd: int, num_bytes: int) -> str:
     head = os.pread(fd, 8, 0)
     if len(head) < 8:
         return "it is too short for a safetensors file"
-    (header_bytes,) = struct.unpack("<Q", head)
-    if header_bytes > _MAX_HEADER_BYTES:
+    if header_bytes(head) - 8 > MAX_HEADER_BYTES:
         return ""  # not a safetensors file despite its name
     try:
-        text = os.pread(fd, min(header_bytes, num_bytes), 8)
-        header = decode_object(text, "the header", max_bytes=_MAX_HEADER_BYTES)
-        ends = [
-            header.fields(key).integers("data_offsets")[-1] for key in header.members if key != "__metadata__"
-        ]
-        wanted = 8 + header_bytes + max(ends, default=0)
+        entries, start = parse_header(os.pread(fd, min(header_bytes(head), num_bytes), 0), "the file")
+        tensors = [Fields(entry, key) for key, entry in entries.items() if key != "__metadata__"]
+        wanted = start + max((tensor.integers("data_offsets")[-1] for tensor in tensors), default=0)
     except (Corrupt, IndexError):
         return "the header of a safetensors file is missing or truncated"
     if num_bytes < wanted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from holdfast.errors import NotFound, RetryLater
 from holdfast.jobs.writeback.config import EXCLUDED, is_excluded
 from holdfast.jobs.writeback.files import ScannedFile, is_open_now, scan
 from holdfast.jobs.writeback.journal import FOLDER, Journal
-from holdfast.jobs.writeback.upload_queue import Upload, UploadQueue
+from holdfast.jobs.writeback.upload_queue import UploadQueue
 from holdfast.system.documents import decode, read_as
 from holdfast.system.linux.locks import try_flock
 from holdfast.system.units import format_bytes, format_duration, plural
@@ -111,17 +112,13 @@ def status_of(directory: str | os.PathLike[str]) -> DirectoryStatus:
     """
     root = Path(directory).absolute()
     is_held = has_uploader(root)
-    journal = Journal(root, is_reader=True)
-    try:
+    with closing(Journal(root, is_reader=True)) as journal:
         state, order = journal.get("state"), journal.load()
-        exclude = read_as(
-            tuple[str, ...], decode(journal.get("exclude", json.dumps(EXCLUDED)), "exclude"), "exclude"
-        )
+        text = journal.get("exclude", json.dumps(EXCLUDED))
+        exclude = read_as(tuple[str, ...], decode(text, "exclude"), "exclude")
         # The files are scanned after the journal is read, so that any change in between is seen.
         waiting, unread, written, left_out = _compare(root, order, exclude)
         pid, place, trouble = journal.get("pid"), journal.get("place"), _trouble(journal)
-    finally:
-        journal.close()
     uploader = state if is_held or state in (ENDED, FENCED, FAILED) else DEAD
     return DirectoryStatus(
         str(root),
@@ -167,11 +164,7 @@ def wait_until_settled(
 
 
 def has_uploader(root: Path) -> bool:
-    """Return True if an uploader is running.
-
-    Raises:
-        RetryLater: the lock cannot be read.
-    """
+    """Return True if an uploader is running."""
     lock = root / FOLDER / LOCK
     try:
         fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
@@ -190,8 +183,15 @@ def _compare(root: Path, order: UploadQueue, exclude: tuple[str, ...]) -> tuple[
         raise NotFound(f"{root} is gone.")
     found, others = scan(root, lambda name: is_excluded(name, exclude))
     present = {one.name for one in found}
-    waiting = tuple(_waiting(entry) for entry in order.entries.values())
-    unread, written, left_out = [], [], [Unsent(_shown(name), 0, why) for name, why in others.items()]
+    waiting = tuple(
+        Unsent(entry.name, entry.version.fingerprint.num_bytes, "")
+        if entry.version
+        else Unsent(entry.name, 0, "to be deleted")
+        for entry in order.entries.values()
+    )
+    # A name may not be UTF-8.
+    shown = {os.fsencode(name).decode("utf-8", "backslashreplace"): why for name, why in others.items()}
+    unread, written, left_out = [], [], [Unsent(name, 0, why) for name, why in shown.items()]
     for one in found:
         if is_open_now(root / one.name):
             written.append(Unsent(one.name, one.fingerprint.num_bytes, "it is open for writing"))
@@ -212,17 +212,6 @@ def _why_not_sent(order: UploadQueue, one: ScannedFile) -> str | None:
     if order.has_pending(one.name) and order.fingerprint(one.name) == one.fingerprint:
         return None
     return ""
-
-
-def _shown(name: str) -> str:
-    """Return a name as text, even if it is not UTF-8."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
-def _waiting(entry: Upload) -> Unsent:
-    if entry.version is None:
-        return Unsent(entry.name, 0, "to be deleted")
-    return Unsent(entry.name, entry.version.fingerprint.num_bytes, "")
 
 
 def _trouble(journal: Journal) -> str:

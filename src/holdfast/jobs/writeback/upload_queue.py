@@ -71,14 +71,7 @@ Writes: TypeAlias = "list[JournalWrite]"
 
 @dataclass(slots=True)
 class UploadQueue:
-    """Queued uploads in order, and the results of completed ones.
-
-    Args:
-        entries: queued uploads by number.
-        sent: uploaded or downloaded objects by name.
-        problems: problems by name.
-        last: number of the newest entry ever made.
-    """
+    """Queued uploads in order, and the results of completed ones."""
 
     entries: dict[int, Upload] = field(default_factory=dict)
     sent: dict[str, Sent] = field(default_factory=dict)
@@ -175,12 +168,14 @@ class UploadQueue:
         self.sent[name] = sent
         return [JournalWrite("sent", name, sent)]
 
-    def forget(self) -> None:
-        """Remove all entries and results. The numbering continues."""
-        self.entries.clear()
-        self.sent.clear()
-        self.problems.clear()
-        self._newest_of.clear()
+    def clear(self) -> Writes:
+        """Remove all entries and results, as another mount has continued. The numbering continues."""
+        writes = [JournalWrite("entry", number, None) for number in self.entries]
+        writes += [JournalWrite("problem", name, None) for name in self.problems]
+        writes += [JournalWrite("sent", name, None) for name in self.sent]
+        for table in (self.entries, self.sent, self.problems, self._newest_of):
+            table.clear()
+        return writes
 
     def mark_lost(self, entry: Upload) -> Writes:
         """Mark the kept version of an entry as lost: only the file's name remains."""

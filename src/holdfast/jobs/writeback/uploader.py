@@ -14,6 +14,7 @@ from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
+from holdfast.jobs.writeback import inotify
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.files import (
     UNSETTLED,
@@ -24,22 +25,12 @@ from holdfast.jobs.writeback.files import (
     scan,
     type_problem,
 )
-from holdfast.jobs.writeback.inotify import (
-    CLOSED,
-    CREATED,
-    DELETED,
-    LOST,
-    MOVED_FROM,
-    MOVED_TO,
-    FileEvent,
-    TreeWatch,
-)
+from holdfast.jobs.writeback.inotify import FileEvent, TreeWatch
 from holdfast.jobs.writeback.journal import FOLDER, Journal, JournaledQueue
-from holdfast.jobs.writeback.ownership import record_attempt
-from holdfast.jobs.writeback.reconciliation import reconcile
+from holdfast.jobs.writeback.reconciliation import reconcile, record_attempt
 from holdfast.jobs.writeback.sender import Sender
 from holdfast.jobs.writeback.status import ALIVE, ENDED, FAILED, FENCED, LOCK, STARTING
-from holdfast.jobs.writeback.upload_queue import COPY, REJECTED, UploadProblem, UploadQueue, Version, Writes
+from holdfast.jobs.writeback.upload_queue import COPY, REJECTED, UploadProblem, Version
 from holdfast.jobs.writeback.versions import KeptVersions
 from holdfast.system.failpoint import failpoint
 from holdfast.system.linux.locks import try_flock
@@ -66,9 +57,8 @@ class Uploader:
         self._folder = self._root / FOLDER
         self._pending: deque[FileEvent] = deque()
         self._pending_closes: Counter[str] = Counter()  # number of close events in `_pending` by name
-        self._lost_versions: Counter[str] = (
-            Counter()
-        )  # number of lost versions of a name since its last kept one
+        # Number of lost versions of a name since its last kept one.
+        self._lost_versions: Counter[str] = Counter()
         self._lost_open: dict[str, float] = {}  # ends of the wait for files that were open again, by name
         self._deferred: dict[str, None] = {}  # names to be removed later
         self._open: dict[str, float] = {}  # times of the next check of files that were open
@@ -90,13 +80,7 @@ class Uploader:
         os.close(os.open(self._folder / HOLDERS_FIFO, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     def prepare(self) -> None:
-        """Reconcile directory and bucket, and start watching.
-
-        Raises:
-            HoldfastError: bucket, disk or system failed.
-
-        Blocks: until all objects of the bucket are downloaded, if requested.
-        """
+        """Reconcile directory and bucket, and start watching."""
         store = open_store(self._config.place)
         reconcile(store, self._root, self._config, self._queue, self._versions)
         if self._config.owner:
@@ -113,11 +97,7 @@ class Uploader:
         self._is_finishing = True
 
     def run(self) -> bool:
-        """Record and upload changes until the last holder is gone.
-
-        Returns:
-            True if all files are in the bucket.
-        """
+        """Record and upload changes until the last holder is gone."""
         try:
             is_drained = self._run()
         except Conflict as error:
@@ -157,10 +137,10 @@ class Uploader:
         poll.poll(1000 * max(0.0, min(_CLOSING_TICK_S if is_closing else _TICK_S, due_s)))
 
     def _check_sender(self) -> None:
-        if isinstance(self._sender.error, HoldfastError):
-            raise self._sender.error
-        if self._sender.error is not None:
-            error = self._sender.error
+        error = self._sender.error
+        if isinstance(error, HoldfastError):
+            raise error
+        if error is not None:
             raise Internal(f"Uploading ended because of a bug in Holdfast: {error!r}.") from error
         if not (self._folder / LOCK).exists():
             raise RetryLater(f"{self._folder} was deleted, including the journal. Nothing more is uploaded.")
@@ -217,68 +197,61 @@ class Uploader:
         """Append new events to the pending ones."""
         for event in self._watch.read():
             self._pending.append(event)
-            if event.kind in (CLOSED, MOVED_TO):
+            if event.kind in (inotify.CLOSED, inotify.MOVED_TO):
                 self._pending_closes[event.name] += 1
 
     def _pop_event(self) -> FileEvent:
         event = self._pending.popleft()
-        if event.kind in (CLOSED, MOVED_TO):
+        if event.kind in (inotify.CLOSED, inotify.MOVED_TO):
             self._pending_closes[event.name] -= 1
             if not self._pending_closes[event.name]:
                 del self._pending_closes[event.name]
         return event
 
     def _handle(self, event: FileEvent) -> None:
-        if event.kind == LOST:
+        if event.kind == inotify.LOST:
             _log.info("file events were lost, scanning all files")
             self._scan_all()
         elif event.is_directory:
             self._handle_directory(event)
-        elif event.kind == MOVED_FROM:
+        elif event.kind == inotify.MOVED_FROM:
             self._handle_moved_from(event)
-        elif event.kind == DELETED:
+        elif event.kind == inotify.DELETED:
             self._remove(event.name)
-        elif event.kind == CREATED:
+        elif event.kind == inotify.CREATED:
             self._handle_created(event.name)
         else:
             self._capture(event.name)
 
     def _handle_directory(self, event: FileEvent) -> None:
-        if event.kind == CREATED:
+        if event.kind == inotify.CREATED:
             self._watch.add_tree(event.name)
             self._scan_all(event.name)  # files that were created before the watch
-        elif event.kind in (MOVED_FROM, MOVED_TO):
-            target = self._rename_target(event) if event.kind == MOVED_FROM else None
-            if target is not None:
-                self._pending.remove(target)
-                self._pending_closes[target.name] -= 1
+        elif event.kind in (inotify.MOVED_FROM, inotify.MOVED_TO):
+            target = self._take_rename_target(event) if event.kind == inotify.MOVED_FROM else None
             self._watch.forget_tree(event.name)
             self._scan_all(renamed=(event.name, target.name) if target else None)
 
     def _handle_moved_from(self, event: FileEvent) -> None:
         """Handle the first half of a rename: the file was moved or has left the directory."""
-        target = self._rename_target(event)
-        if target is None:
-            self._remove(event.name)
-            return
-        self._pending.remove(target)
-        self._pending_closes[target.name] -= 1
-        withdrawn = []
-
-        def withdraw(order: UploadQueue) -> Writes:
-            entry, writes = order.withdraw(event.name)
-            withdrawn.append(entry)
-            return writes
-
-        self._queue.do(withdraw)
-        if withdrawn[0] is not None:
-            self._versions.drop(withdrawn[0].number)
-        self._capture(target.name, source=event.name)
+        if target := self._take_rename_target(event):
+            with self._queue.changed:
+                entry, writes = self._queue.order.withdraw(event.name)
+                self._queue.do(lambda _: writes)
+            if entry is not None:
+                self._versions.drop(entry.number)
+            self._capture(target.name, source=event.name)
         self._remove(event.name)  # after the new name is queued, so that one of them always exists
 
-    def _rename_target(self, event: FileEvent) -> FileEvent | None:
-        """Return the second half of a rename, if the file stayed within the directory."""
-        return next((one for one in self._pending if one.kind == MOVED_TO and one.pair == event.pair), None)
+    def _take_rename_target(self, event: FileEvent) -> FileEvent | None:
+        """Return the second half of a rename, without its own event, if the file stayed in the directory."""
+        found = next(
+            (one for one in self._pending if one.kind == inotify.MOVED_TO and one.pair == event.pair), None
+        )
+        if found is not None:
+            self._pending.remove(found)
+            self._pending_closes[found.name] -= 1
+        return found
 
     def _handle_created(self, name: str) -> None:
         """Handle a new file. It will be closed later, except for a hard link."""
@@ -366,16 +339,13 @@ class Uploader:
         self._lost_open.pop(name, None)
 
     def _enqueue(self, name: str, version: Version, source: str, *, is_second_scan: bool) -> None:
-        is_settled = []
-
-        def confirm_or_put(order: UploadQueue) -> Writes:
-            writes = order.confirm(name, version) if is_second_scan and version.digest else None
-            is_settled.append(writes is not None)
-            return order.put(name, version, source=source) if writes is None else writes
-
-        number = self._queue.order.next_number()
-        self._queue.do(confirm_or_put)
-        if is_settled[0]:
+        with self._queue.changed:
+            order = self._queue.order
+            number = order.next_number()
+            confirmed = order.confirm(name, version) if is_second_scan and version.digest else None
+            writes = order.put(name, version, source=source) if confirmed is None else confirmed
+            self._queue.do(lambda _: writes)
+        if confirmed is not None:
             self._versions.drop(number)
         failpoint("writeback.noted")
         if version.fingerprint.changed_ns == UNSETTLED and version.form == COPY:
@@ -412,12 +382,7 @@ class Uploader:
             self._capture(name, is_second_scan=True)
 
     def _scan_all(self, below: str = "", *, renamed: tuple[str, str] | None = None) -> None:
-        """Queue all files that differ from the queue's newest version, oldest change first.
-
-        Args:
-            below: subdirectory to which the scan is limited.
-            renamed: former and present name of a directory.
-        """
+        """Queue all files that differ from the queue's newest version, oldest change first."""
         if not below:
             self._watch.add_tree()
         found, others = scan(self._root, self._config.is_excluded, below)
@@ -458,11 +423,7 @@ def _earlier_name(name: str, renamed: tuple[str, str] | None) -> str:
 
 
 def _lock(folder: Path) -> int:
-    """Acquire the lock of the living uploader.
-
-    Raises:
-        Conflict: another uploader is running.
-    """
+    """Acquire the lock of the living uploader."""
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     give_up_s = time.monotonic() + _LOCK_LIMIT_S
     while not try_flock(fd):  # a process that checks for an uploader also holds it for a moment

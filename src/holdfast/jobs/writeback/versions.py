@@ -26,9 +26,6 @@ class KeptVersions:
 
     A small file is copied. A larger one is cloned if the file system can do so, and hard-linked otherwise. A
     hard link survives deletion and replacement of the file, but not a write in place.
-
-    Args:
-        copy_bytes: largest file to copy.
     """
 
     def __init__(self, directory: Path, copy_bytes: int) -> None:

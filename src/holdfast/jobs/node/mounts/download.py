@@ -14,7 +14,7 @@ from holdfast.checkpoint.store import ObjectInfo, Store, open_store
 from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater
 from holdfast.jobs.node.roles import log_line
-from holdfast.jobs.writeback.ownership import FOLDER
+from holdfast.jobs.writeback.journal import FOLDER
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import format_bytes, plural
 

@@ -1,0 +1,139 @@
+"""`holdfast import` and `holdfast export`: a checkpoint from and to the formats of other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from holdfast.checkpoint.exchange.export_names import KINDS, check_step, choose_kind
+from holdfast.checkpoint.home.newest import deletion_named
+from holdfast.checkpoint.restore.atomic_output import check_parent
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.cli.commands import CommandParser, Commands, step_number
+from holdfast.cli.homes import nearest_hint, open_home
+from holdfast.cli.tables import byte_bar, format_rate, print_json
+from holdfast.errors import NotFound
+from holdfast.system.units import format_bytes, parse_bytes, plural
+
+_SOURCE_KINDS = ("auto", "torch", "dcp", "safetensors", "hf")
+_IMPORT_EXAMPLES = """
+holdfast import checkpoint.pt runs/gpt
+holdfast import outputs/dcp/step-1000 runs/gpt --step 1000
+holdfast import last.ckpt runs/gpt --only state_dict --step 500
+holdfast import models/llama runs/llama --under model
+"""
+_EXPORT_EXAMPLES = """
+holdfast export runs/gpt model.safetensors --only model --rename model=
+holdfast export runs/gpt models/gpt --to hf --only model --rename model= --max-shard 5GB
+holdfast export runs/gpt step-500.pt --step 500
+holdfast export runs/gpt dcp-folder --to dcp
+holdfast export out/holdfast out/checkpoint-500 --to trainer --step 500
+holdfast export out/holdfast out-stock --to deepspeed
+"""
+
+
+def add_import(commands: Commands) -> None:
+    """Add the command."""
+    parser = CommandParser(commands, "import", import_, _IMPORT_EXAMPLES)
+    parser.add("source SOURCE", "file or folder to read")
+    parser.add("home HOME", "folder or URL of the new home")
+    parser.add("--step N", "step of the checkpoint", step_number, default=0)
+    formats = "format of the source (default: auto, detected)"
+    parser.add("--from", formats, dest="kind", choices=_SOURCE_KINDS, default="auto")
+    parser.add_prefixes()
+    parser.add("--under KEY", "put everything below this key, such as model for a bare state dict")
+    parser.add(
+        "--allow-expanded", "also import tensors that are much larger than the source (expanded or shared)"
+    )
+    parser.add_json()
+
+
+def import_(args: argparse.Namespace) -> int:
+    """Create the home."""
+    if not Path(args.source).expanduser().exists():
+        raise NotFound(f"{args.source} does not exist. {nearest_hint(args.source)}", key=args.source)
+    from holdfast.checkpoint.exchange.importer import import_checkpoint  # slow, and needed only here
+
+    with byte_bar("import") as bar:
+        done = import_checkpoint(
+            args.source,
+            args.home,
+            kind=args.kind,
+            step=args.step,
+            only=args.only,
+            under=args.under,
+            allow_expanded=args.allow_expanded,
+            on_total=bar.on_total,
+            on_bytes=bar.on_bytes,
+        )
+    if args.json:
+        print_json(asdict(done))
+        return 0
+    tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
+    took = format_rate(done.num_bytes, done.seconds)
+    print(f"step {done.step} of {done.home}: {tensors} from {args.source} ({done.kind}), {took}")
+    return 0
+
+
+def add_export(commands: Commands) -> None:
+    """Add the command."""
+    parser = CommandParser(commands, "export", export, _EXPORT_EXAMPLES, "Every byte is verified.")
+    parser.add_home()
+    parser.add("dest DEST", "the file or folder to write")
+    parser.add_step(default="the newest")
+    formats = "format (default: by the suffix of DEST: safetensors for .safetensors, torch for .pt)"
+    parser.add("--to", formats, dest="kind", choices=KINDS)
+    parser.add_prefixes()
+    parser.add(
+        "--rename OLD=NEW",
+        "replace the prefix OLD with NEW, which may be empty; can be repeated",
+        _pair,
+        action="append",
+    )
+    parser.add("--max-shard SIZE", "largest file of a Hugging Face folder", default="5GB")
+    parser.add("--rank R", "rank whose per-rank state to write", step_number, default=0)
+    parser.add("--overwrite", "replace an existing file or folder")
+    parser.add_json()
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write the checkpoint."""
+    target = Path(args.dest).expanduser()
+    kind = choose_kind(target, args.kind)
+    check_parent(target)
+    store, _ = open_home(args.home)
+    checkpoint = open_checkpoint(store, args.step, args.attempt)
+    check_step(target, checkpoint.step)
+    if args.step is None:
+        print(f"holdfast: exporting step {checkpoint.step}, the newest", file=sys.stderr)
+    from holdfast.checkpoint.exchange.exporter import export_checkpoint  # slow, and needed only here
+
+    with deletion_named(store, checkpoint.manifest.checkpoint_id), byte_bar("export") as bar:
+        done = export_checkpoint(
+            checkpoint,
+            args.dest,
+            kind=kind,
+            only=args.only,
+            rename=dict(args.rename or ()),
+            max_shard_bytes=parse_bytes(args.max_shard, "--max-shard"),
+            rank=args.rank,
+            overwrite=args.overwrite,
+            on_total=bar.on_total,
+            on_bytes=bar.on_bytes,
+        )
+    if args.json:
+        print_json({"home": store.url, **asdict(done)})
+        return 0
+    tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
+    took = format_rate(done.num_bytes, done.seconds)
+    print(f"{done.path}: {tensors} of step {done.step} ({done.kind}), {took}")
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals or not old:
+        raise argparse.ArgumentTypeError(f"expected OLD=NEW, got {text!r}")
+    return old, new

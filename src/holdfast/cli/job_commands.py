@@ -1,0 +1,443 @@
+"""Commands for jobs that exist: their list, their end, and the nodes and the service of all of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from operator import attrgetter
+
+from holdfast.cli.commands import CommandParser, Commands, agrees, check_can_agree, step_number
+from holdfast.cli.jobs import add_engine, add_which, format_span, job_row, print_errors
+from holdfast.cli.tables import Column, format_age, format_time, print_fields, print_json, print_table
+from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.jobs import service as job_service
+from holdfast.jobs.description import durations_of
+from holdfast.jobs.engine import Job, each, sorted_out
+from holdfast.jobs.folder import state_dir
+from holdfast.jobs.interface import cancel_each, clear_node, find, job, queue, wait_each
+from holdfast.jobs.interface import nodes as node_standings
+from holdfast.jobs.machines import NodeStanding
+from holdfast.jobs.records import Records
+from holdfast.jobs.registry import all_jobs, get_engine
+from holdfast.jobs.status import JobStatus
+from holdfast.system.units import format_duration, parse_duration, plural
+
+# -- queue -----------------------------------------------------------------------------------------------
+
+_QUEUE_EXAMPLES = """
+holdfast queue
+holdfast queue --status failed --all
+holdfast queue --json | jq '.[] | select(.status == "RUNNING") | .id'
+"""
+_SHOWN = 20
+
+
+def add_queue(commands: Commands) -> None:
+    """Add the command."""
+    details = (
+        "Jobs that have not ended are always listed, and first. TOTAL is the time since the submission, "
+        "RUNNING with the run command started, DOWN between two attempts; REC counts recoveries, and ON "
+        "has the id of the job there. Controllers that have died are started again."
+    )
+    parser = CommandParser(commands, "queue", list_jobs, _QUEUE_EXAMPLES, details)
+    statuses = f"only jobs with this status, such as {JobStatus.FAILED.value}; can be repeated"
+    parser.add("--status S", statuses, action="append", default=[])
+    which = parser.add_exclusive_group()
+    which.add("--all", "also list all jobs that have ended")
+    newest = f"of those that have ended, only the newest K (default: {_SHOWN})"
+    which.add("--tail K", newest, step_number)
+    add_engine(parser, default=None, shown="all")
+    parser.add_json()
+
+
+def list_jobs(args: argparse.Namespace) -> int:
+    """List the jobs: those that have not ended, then the others, each newest first."""
+    jobs = queue(on=args.on, statuses=args.status)
+    _print_unreadable()
+    active = [job for job in jobs if not job.status.is_final]
+    ended = jobs[len(active) :]
+    is_whole = args.all or (args.json and args.tail is None)
+    shown = active + (ended if is_whole else ended[: _SHOWN if args.tail is None else args.tail])
+    if args.json:
+        print_json([job_row(job) for job in shown])
+    elif not jobs:
+        print("no jobs")
+    else:
+        print_table(_JOB_COLUMNS, [(job, durations_of(job)) for job in shown])
+        # The row has the first line only: this is the same for all jobs of an engine that does not answer.
+        for reason in dict.fromkeys(job.reason for job in active if "\n" in job.reason):
+            print(f"holdfast: {' '.join(reason.replace(chr(10), ': ', 1).split())}", file=sys.stderr)
+        if left := len(jobs) - len(shown):
+            print(f"{plural(left, 'older job')} not shown; use --all or --tail K to show more")
+    return 0
+
+
+def _print_unreadable() -> None:
+    for message in Records(state_dir()).unreadable():
+        print(f"holdfast: {message}", file=sys.stderr)
+
+
+_JOB_COLUMNS = (  # of a job and its durations
+    Column("ID", lambda row: row[0].id, "right"),
+    Column("NAME", lambda row: row[0].name, "name"),
+    Column("STATUS", lambda row: row[0].status.value),
+    Column("TOTAL", lambda row: format_span(row[1].total_s), "right", spare=2),
+    Column("RUNNING", lambda row: format_span(row[1].running_s), "right"),
+    Column("DOWN", lambda row: format_span(row[1].down_s), "right"),
+    Column("REC", lambda row: row[0].recoveries, "right"),
+    Column("STEP", lambda row: row[0].step, "right", spare=3),
+    Column("NODES", lambda row: row[0].num_nodes, "right", spare=1),
+    Column("ON", lambda row: f"{row[0].engine} {row[0].engine_job_id or ''}".rstrip(), spare=4),
+    Column("WHY", lambda row: row[0].reason.partition("\n")[0], "text"),
+)
+
+# -- wait ------------------------------------------------------------------------------------------------
+
+_WAIT_EXAMPLES = """
+holdfast wait 3 && echo "it has succeeded"
+holdfast wait 3 4 sweep --timeout 2h
+"""
+
+
+def add_wait(commands: Commands) -> None:
+    """Add the command."""
+    details = (
+        "Each is printed when it ends. The exit status is 0 if all have succeeded. Otherwise it is that of "
+        "the oldest that has not: the status of its run command, or 1 if it was cancelled. It is 2 if one "
+        "does not exist or does not end in time; the others are waited for."
+    )
+    parser = CommandParser(commands, "wait", wait, _WAIT_EXAMPLES, details)
+    parser.add("jobs JOB", "number of a job, or the name of jobs", nargs="+")
+    parser.add("--timeout T", "longest time to wait, such as 2h (default: no limit)")
+    parser.add_json()
+
+
+def wait(args: argparse.Namespace) -> int:
+    """Wait, and report how the jobs have ended."""
+    jobs: list[Job] = []
+    status = 0
+    for one in wait_each(*args.jobs, timeout=args.timeout):
+        if isinstance(one, HoldfastError):
+            status = print_errors([one])
+            continue
+        jobs.append(one)
+        if not args.json:
+            reason = one.reason.partition("\n")[0]
+            why = f": {reason}" if reason else ""
+            print(f"job {one.id} ({one.name}) is {one.status.value}{why}", flush=True)
+    jobs.sort(key=lambda job: job.id)
+    if args.json:
+        print_json([job_row(job) for job in jobs])
+    return status or next((job.exit_status for job in jobs if job.exit_status), 0)
+
+
+# -- cancel and preempt ----------------------------------------------------------------------------------
+
+_CANCEL_EXAMPLES = """
+holdfast cancel 3
+holdfast cancel 3 4 sweep
+holdfast cancel --all
+"""
+_PREEMPT_EXAMPLES = """
+holdfast preempt 3
+holdfast preempt 3 --lead 2m
+holdfast preempt bert --lead 0
+"""
+
+
+def add_cancel(commands: Commands) -> None:
+    """Add the command."""
+    details = (
+        "Each has 30 s (on Slurm 60 s) to save, then it is killed. If some cannot be cancelled, all others "
+        "are, and the exit status is 2."
+    )
+    parser = CommandParser(commands, "cancel", cancel, _CANCEL_EXAMPLES, details)
+    parser.add("jobs JOB", "number of a job, or the name of jobs that have not ended", nargs="*")
+    parser.add("--all", "all jobs that have not ended")
+    parser.add_json()
+
+
+def cancel(args: argparse.Namespace) -> int:
+    """Request the cancellations. The jobs end in the background."""
+    if bool(args.jobs) == args.all:
+        raise InvalidInput("Choose jobs by number or name, or all with --all. Nothing was cancelled.")
+    found, errors = sorted_out(cancel_each(*args.jobs, every=args.all))
+    if args.json:
+        print_json([job_row(job) for job in found])
+    elif not found and not errors:
+        print("no jobs")
+    else:
+        for one in found:
+            verb = "was" if one.status.is_final else "is being"
+            print(f"job {one.id} ({one.name}) {verb} cancelled")
+    return print_errors(errors)
+
+
+def add_preempt(commands: Commands) -> None:
+    """Add the command."""
+    details = "The job receives a notice now. After the lead, all its processes are killed; then it restarts."
+    parser = CommandParser(commands, "preempt", preempt, _PREEMPT_EXAMPLES, details)
+    add_which(parser)
+    parser.add("--lead T", "time between notice and kill, such as 30s or 2m", default="30s")
+    parser.add_json()
+
+
+def preempt(args: argparse.Namespace) -> int:
+    """Send the notice. The processes are killed in the background."""
+    lead_s = _lead_seconds(args.lead)
+    found = job(args.job)
+    preempted = get_engine(found.engine).preempt(found.id, lead_s=lead_s)
+    if args.json:
+        print_json(job_row(preempted))
+    else:
+        when = format_duration(lead_s)
+        print(f"job {found.id} ({found.name}) is preempted; its processes are killed in {when}")
+    return 0
+
+
+def _lead_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return parse_duration(text, "--lead")
+    if not 0 <= seconds < float("inf"):
+        raise InvalidInput(f"--lead must be a duration such as 30s, or 0, got {text!r}.")
+    return seconds
+
+
+# -- forget ----------------------------------------------------------------------------------------------
+
+_FORGET_EXAMPLES = """
+holdfast forget 3 4 sweep
+holdfast forget --ended-before 30d
+holdfast forget --all-ended --yes
+"""
+_KEPT = 1
+"""Exit status if a job was not removed."""
+
+
+def add_forget(commands: Commands) -> None:
+    """Add the command."""
+    parser = CommandParser(commands, "forget", forget, _FORGET_EXAMPLES, "Buckets are not touched.")
+    parser.add("jobs JOB", "number of a job, or the name of jobs", nargs="*")
+    parser.add("--ended-before T", "jobs that ended longer ago than this, such as 30d")
+    parser.add("--all-ended", "all jobs that have ended")
+    parser.add("--force", "also remove jobs with files that are not in their bucket yet")
+    parser.add("--dry-run", "only list what would be removed")
+    parser.add("--yes, -y", "do not ask; required without a terminal")
+    add_engine(parser, default=None, shown="all")
+    parser.add_json()
+
+
+def forget(args: argparse.Namespace) -> int:
+    """Remove the jobs, after asking on the terminal."""
+    if not args.jobs and args.ended_before is None and not args.all_ended:
+        raise InvalidInput("Choose jobs: JOB, --ended-before T or --all-ended. Nothing was removed.")
+    jobs, errors = _chosen_to_forget(args)
+    if jobs and not args.dry_run:
+        check_can_agree(args, "Nothing was removed.")
+    if not args.json:
+        if jobs:
+            print_table(_FORGOTTEN_COLUMNS, jobs)
+        else:
+            print("no jobs")
+    forgotten, kept = [], {}
+    if jobs and not args.dry_run and (args.yes or agrees("remove these jobs?")):
+        forgotten, kept = _forget_each(jobs, force=args.force)
+    if args.json:
+        reasons = [{"id": number, "why": str(why)} for number, why in kept.items()]
+        print_json({"chosen": [job.id for job in jobs], "forgotten": forgotten, "kept": reasons})
+    elif jobs:
+        print(f"removed {plural(len(forgotten), 'job')}")
+    status = print_errors([*kept.values(), *errors])
+    return _KEPT if kept else status
+
+
+_FORGOTTEN_COLUMNS = (
+    Column("ID", attrgetter("id"), "right"),
+    Column("NAME", attrgetter("name"), "name"),
+    Column("STATUS", attrgetter("status.value")),
+    Column("ENDED", lambda job: format_age(job.ended_unix_s)),
+)
+
+
+def _chosen_to_forget(args: argparse.Namespace) -> tuple[list[Job], list[HoldfastError]]:
+    """Return the chosen jobs, oldest first, and the errors of those that do not exist."""
+    named, errors = sorted_out(each(find, args.jobs))
+    found = {job.id: job for jobs in named for job in jobs}
+    if args.ended_before is None and not args.all_ended:
+        return list(found.values()), errors
+    before_s = time.time()
+    if args.ended_before is not None:
+        before_s -= parse_duration(args.ended_before, "--ended-before")
+    for one in get_engine(args.on).jobs() if args.on else all_jobs():
+        if one.status.is_final and (one.ended_unix_s is None or one.ended_unix_s <= before_s):
+            found[one.id] = one
+    return sorted(found.values(), key=lambda job: job.id), errors
+
+
+def _forget_each(jobs: list[Job], *, force: bool) -> tuple[list[int], dict[int, HoldfastError]]:
+    """Remove jobs. Return the numbers of the removed ones, and the errors of the others."""
+    kept: dict[int, HoldfastError] = {}
+    for one in jobs:
+        try:
+            get_engine(one.engine).forget(one.id, force=force)
+        except HoldfastError as error:
+            kept[one.id] = error
+    return [job.id for job in jobs if job.id not in kept], kept
+
+
+# -- nodes -----------------------------------------------------------------------------------------------
+
+_NODES_EXAMPLES = """
+holdfast nodes
+holdfast nodes --json | jq -r '.[] | select(.stands_out) | .name'
+holdfast nodes --clear gpu-17
+"""
+
+
+def add_nodes(commands: Commands) -> None:
+    """Add the command."""
+    details = (
+        "A node stands out if it has lost attempts so often that chance does not explain it, or if a check "
+        "on it returned a wrong result. On Slurm, new attempts leave such nodes out. "
+        "CHECKS counts failed checks; CHANCE is the probability that some node loses this many attempts "
+        "by chance. Events expire after 30 days."
+    )
+    parser = CommandParser(commands, "nodes", nodes, _NODES_EXAMPLES, details)
+    clear = "forget what is recorded about a node, so that jobs use it again; can be repeated"
+    parser.add("--clear NAME", clear, action="append", default=[])
+    parser.add_json()
+
+
+def nodes(args: argparse.Namespace) -> int:
+    """List the nodes, or clear some."""
+    results = zip(args.clear, each(clear_node, args.clear), strict=True)
+    failed = {name: one for name, one in results if one is not None}
+    found = node_standings()
+    if args.json:
+        print_json([asdict(one) for one in found])
+    elif args.clear:
+        cleared = [name for name in args.clear if name not in failed]
+        print(f"cleared: {', '.join(cleared) or 'no node'}")
+    elif found:
+        print_table(_NODE_COLUMNS, found)
+    else:
+        print("no attempts in the last 30 days")
+    return print_errors(failed.values())
+
+
+def _chance(one: NodeStanding) -> str | None:
+    if not one.lost:
+        return None
+    return f"{one.chance:.3f}" if one.chance >= 0.001 else "<0.001"
+
+
+_NODE_COLUMNS = (
+    Column("NODE", attrgetter("name"), "name"),
+    Column("ATTEMPTS", attrgetter("attempts"), "right"),
+    Column("LOST", attrgetter("lost"), "right"),
+    Column("CHECKS", lambda one: sum(one.failed_checks.values()), "right"),
+    Column("CHANCE", _chance, "right", spare=2),
+    Column("STANDS OUT", lambda one: "yes" if one.stands_out else "no"),
+    Column(
+        "LAST TROUBLE", lambda one: None if one.lost_unix_s is None else format_time(one.lost_unix_s), spare=1
+    ),
+    Column("WHY", lambda one: "; ".join(one.reasons), "text"),
+)
+
+# -- service ---------------------------------------------------------------------------------------------
+
+_SERVICE_EXAMPLES = """
+holdfast service install
+holdfast service status --json
+HOLDFAST_STATE=/data/jobs holdfast service uninstall
+"""
+_NOT_INSTALLED = 1
+"""Exit status of `status` without a service."""
+
+
+def add_service(commands: Commands) -> None:
+    """Add the command."""
+    details = (
+        "Each state folder (HOLDFAST_STATE) has a service of its own.\n\n"
+        "actions:\n"
+        "  install    continue the jobs on this machine when it starts, by a systemd user unit\n"
+        "  uninstall  remove the unit; jobs continue\n"
+        "  status     show what is installed, and the line for cron where systemd is not running;\n"
+        "             exit status 1 if nothing is installed\n"
+        "  start      start the controllers of all jobs that have not ended, as the service does"
+    )
+    parser = CommandParser(commands, "service", service, _SERVICE_EXAMPLES, details)
+    parser.add("action ACTION", ", ".join(_ACTIONS), choices=tuple(_ACTIONS))
+    parser.add_json()
+
+
+def service(args: argparse.Namespace) -> int:
+    """Run an action."""
+    return _ACTIONS[args.action](args)
+
+
+def _install(args: argparse.Namespace) -> int:
+    found = job_service.install()
+    if args.json:
+        print_json(asdict(found))
+        return 0
+    print(f"installed: systemd continues the jobs in {found.state} when this machine starts")
+    print(f"to see it: holdfast service status ({found.unit})")
+    _print_problems(found)
+    return 0
+
+
+def _uninstall(args: argparse.Namespace) -> int:
+    existed = job_service.uninstall()
+    if args.json:
+        print_json({"removed": existed})
+    else:
+        print("removed; the jobs continue" if existed else "it was not installed, so nothing was removed")
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    found = job_service.status()
+    if args.json:
+        print_json(asdict(found))
+    else:
+        print_fields(_service_fields(found), width=12)
+        _print_problems(found)
+    return 0 if found.unit else _NOT_INSTALLED
+
+
+def _start(args: argparse.Namespace) -> int:
+    jobs = job_service.start()
+    _print_unreadable()
+    if args.json:
+        print_json([job_row(job) for job in jobs])
+    elif not jobs:
+        print("no jobs to continue")
+    else:
+        for one in jobs:
+            print(f"job {one.id} ({one.name}) is {one.status.value}")
+    return 0
+
+
+_ACTIONS = {"install": _install, "uninstall": _uninstall, "status": _status, "start": _start}
+
+
+def _service_fields(found: job_service.Service) -> list[tuple[str, str]]:
+    numbers = f": {', '.join(map(str, found.starts))}" if found.starts else ""
+    return [
+        ("service", found.name),
+        ("installed", f"by systemd ({found.unit})" if found.unit else "no; see `holdfast service install`"),
+        ("jobs in", found.state),
+        ("continues", f"{plural(len(found.starts), 'job')} now{numbers}"),
+        ("runs", found.command),
+        ("for cron", found.cron_line or "too long for cron"),
+    ]
+
+
+def _print_problems(found: job_service.Service) -> None:
+    for problem in found.problems:
+        print(f"holdfast: {problem}", file=sys.stderr)

@@ -1,1 +1,0 @@
-"""Machines of all jobs: attempts that they have lost, failed checks, and the ones that stand out."""

@@ -1,0 +1,393 @@
+"""Notifications of a job: new statuses, sent to its commands and webhooks by a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.errors import Corrupt, printable, redact
+from holdfast.jobs import journal
+from holdfast.jobs.environment import TAG
+from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.node.roles import ProcessRole
+from holdfast.jobs.record_files import Submission
+from holdfast.jobs.state_machine import JobState, exit_status
+from holdfast.jobs.status import JobStatus
+from holdfast.jobs.task.subscription import Subscription, is_webhook, label
+from holdfast.system.backoff import doubled
+from holdfast.system.environment import NOTIFY, NOTIFY_ON, count_failed_saves, read_progress
+from holdfast.system.failpoint import failpoint
+from holdfast.system.linux import locks
+from holdfast.system.linux.program_runs import end_program, given_input
+from holdfast.system.log import get_logger
+from holdfast.system.units import plural
+
+_log = get_logger("jobs")
+
+_MAX_BYTES = 16 << 20
+_MAX_REASON = 1000
+_NOT_PASSED_ON = frozenset({NOTIFY, NOTIFY_ON, TAG, "HOLDFAST_PROGRESS"})
+"""Variables of the launch that are not for its commands: the targets, and those of an outer job."""
+_VARIABLES = {
+    "job": "HOLDFAST_JOB",
+    "name": "HOLDFAST_JOB_NAME",
+    "engine": "HOLDFAST_JOB_ENGINE",
+    "status": "HOLDFAST_JOB_STATUS",
+    "reason": "HOLDFAST_JOB_REASON",
+    "attempt": "HOLDFAST_ATTEMPT",
+    "exit_status": "HOLDFAST_JOB_EXIT_STATUS",
+    "step": "HOLDFAST_JOB_STEP",
+    "text": "HOLDFAST_JOB_TEXT",
+}
+"""Variable of a command for each fact."""
+_MAX_TRIES = 4
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 20.0
+_POLL_S = 0.05
+_TIMEOUT_S, _TOTAL_S = 10.0, 20.0  # of a request: without an answer, and in all
+_MAX_ANSWER_BYTES = 64 << 10
+_AGAIN = frozenset({408, 425, 429})
+"""Statuses below 500 that may pass."""
+_HOOK_LIMIT_S = 60.0
+
+# -- outbox ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NotificationPlan:
+    """Targets of a job and their environment, with secrets. Removed once the last notification was sent."""
+
+    job: int
+    name: str
+    engine: str
+    task_id: str
+    targets: tuple[str, ...]
+    statuses: frozenset[JobStatus]
+    environment: dict[str, str] = field(default_factory=dict)  # of the user who launched the job
+    directory: str = "/"  # current one of the launch
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """New status of a job, to be sent."""
+
+    id: str  # the same if it is recorded again after a kill
+    status: JobStatus
+    attempt: int
+    recoveries: int
+    reason: str
+    exit_status: int | None  # once the job has ended
+    step: int | None  # newest checkpoint that the job has reported
+    unix_s: float
+    is_wanted: bool  # False: only marks the end of the job
+    failed_saves: int = 0  # that the job has reported
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Result of sending a notification to one target.
+
+    Attributes:
+        notification: id of the notification.
+        status: status of the job.
+        target: "command" or "webhook", and its position.
+        error: why it was not sent; empty if it was.
+        num_tries: number of times that it was tried.
+        unix_s: time of the result.
+    """
+
+    notification: str
+    status: JobStatus
+    target: str
+    error: str
+    num_tries: int
+    unix_s: float
+
+
+def write_plan(folder: JobFolder, subscription: Subscription, submission: Submission) -> None:
+    """Write the targets of a job, readable only by its owner. Without targets, write nothing."""
+    if not subscription.targets:
+        return
+    plan = NotificationPlan(
+        job=submission.number,
+        name=submission.name,
+        engine=submission.engine,
+        task_id=submission.task_id,
+        targets=subscription.targets,
+        statuses=subscription.statuses,
+        environment={name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON},
+        directory=str(Path.cwd()),
+    )
+    journal.write_document(folder.notify_plan, plan)
+
+
+def read_deliveries(folder: JobFolder) -> list[Delivery]:
+    """Return all results so far, oldest first."""
+    return journal.read_values(folder.deliveries, Delivery)
+
+
+def _read_plan(folder: JobFolder) -> NotificationPlan | None:
+    """Return the targets of a job, or None if they were removed or never chosen."""
+    return journal.read_document(folder.notify_plan, NotificationPlan, max_bytes=_MAX_BYTES)
+
+
+def _add_notification(folder: JobFolder, job_state: JobState) -> None:
+    """Record the present status of a job, unless it is recorded or not wanted.
+
+    The end of a job is always recorded: then its targets are removed.
+    """
+    plan = _read_plan(folder)
+    status = job_state.status
+    if plan is None or not (status in plan.statuses or status.is_final):
+        return
+    # An attempt that recovers is that of the one before.
+    attempt = job_state.attempt - (status is JobStatus.RECOVERING and job_state.is_active)
+    identity = "ENDED" if status.is_final else f"{status.value}-{attempt}"
+    with journal.locked(folder.notifications) as fd:
+        if any(one.id == identity for one in journal.read_values(folder.notifications, Notification)):
+            return
+        one = Notification(
+            id=identity,
+            status=status,
+            attempt=attempt,
+            recoveries=job_state.recoveries,
+            reason=printable(redact(job_state.reason.partition("\n")[0]))[:_MAX_REASON],
+            exit_status=exit_status(job_state) if status.is_final else None,
+            step=max(read_progress(folder.progress).values(), default=None),
+            unix_s=time.time(),
+            is_wanted=status in plan.statuses,
+            failed_saves=count_failed_saves(folder.progress),
+        )
+        journal.append(fd, journal.encode(one))
+
+
+def _done(folder: JobFolder) -> set[tuple[str, str]]:
+    return {(one.notification, one.target) for one in read_deliveries(folder)}
+
+
+def _outstanding(folder: JobFolder) -> list[Notification]:
+    """Return the notifications that some target has not got, and that of the job's end."""
+    plan = _read_plan(folder)
+    if plan is None:
+        return []
+    done = _done(folder)
+    labels = [label(target, number) for number, target in enumerate(plan.targets)]
+    return [
+        one
+        for one in journal.read_values(folder.notifications, Notification)
+        if one.status.is_final or any((one.id, name) not in done for name in labels)
+    ]
+
+
+def _facts_of(plan: NotificationPlan, one: Notification) -> dict[str, str | int | float | None]:
+    """Return the JSON members of a notification."""
+    reason = f": {one.reason}" if one.reason else ""
+    failed = f"; {plural(one.failed_saves, 'save')} failed" if one.failed_saves else ""
+    host = socket.gethostname()
+    return {
+        "text": f"job {plan.job} ({printable(plan.name)}) on {host} is {one.status.value}{reason}{failed}",
+        "job": plan.job,
+        "name": plan.name,
+        "engine": plan.engine,
+        "task_id": plan.task_id,
+        "host": host,
+        "status": one.status.value,
+        "reason": one.reason,
+        "attempt": one.attempt,
+        "recoveries": one.recoveries,
+        "exit_status": one.exit_status,
+        "step": one.step,
+        "failed_saves": one.failed_saves,
+        "unix_s": one.unix_s,
+    }
+
+
+# -- notifier --------------------------------------------------------------------------------------------
+
+
+def announce(folder: JobFolder, job_state: JobState, *, log: Path) -> None:
+    """Record the present status of a job, and start its notifier.
+
+    Without targets, does nothing. Never raises for a disk that failed: the job continues, and the next call
+    tries again.
+    """
+    if not folder.notify_plan.exists():
+        return
+    try:
+        _add_notification(folder, job_state)
+        if _outstanding(folder):
+            ProcessRole("notifier", folder.path, folder.notifier_lock).start(log)
+    except FileNotFoundError:
+        return  # the job is being removed
+    except Corrupt as error:
+        _log.warning("no more notifications of the job in %s: %s", folder.path, error)
+        folder.notify_plan.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("cannot send notifications of the job in %s: %s", folder.path, error)
+
+
+def wait_for_notifier(folder: JobFolder, *, limit_s: float) -> None:
+    """Wait until the notifier of a job has ended."""
+    until_s = time.monotonic() + limit_s
+    while locks.is_held(folder.notifier_lock) and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+
+
+def serve(path: Path) -> None:
+    """Run the notifier of the job in a folder, with the notifier's inherited lock.
+
+    Blocks: while a target does not answer, at most some minutes for each notification.
+    """
+    folder, lock = JobFolder(path), locks.INHERITED_FD
+    with suppress(FileNotFoundError):  # the job was removed
+        if (plan := _read_plan(folder)) is not None:
+            os.environ.update(plan.environment)  # such as the proxies of the user
+        while True:
+            _send_all(folder)
+            os.close(lock)
+            # A status that was recorded just before did not start another notifier.
+            again = locks.acquire(folder.notifier_lock) if _outstanding(folder) else None
+            if again is None:
+                return
+            lock = again
+
+
+def _send_all(folder: JobFolder) -> None:
+    """Send all that is outstanding. After the end of the job, remove its targets."""
+    plan = _read_plan(folder)
+    while plan is not None and (todo := _outstanding(folder)):
+        for one in todo:
+            _send(folder, plan, one)
+            if one.status.is_final:
+                folder.notify_plan.unlink(missing_ok=True)
+                return
+
+
+def _send(folder: JobFolder, plan: NotificationPlan, one: Notification) -> None:
+    """Send a notification to all targets that have not got it."""
+    if not one.is_wanted:
+        return
+    done = _done(folder)
+    facts = _facts_of(plan, one)
+    for number, target in enumerate(plan.targets):
+        name = label(target, number)
+        if (one.id, name) in done:
+            continue
+        if is_webhook(target):
+            error, num_tries = _post(target, json.dumps(facts).encode())
+        else:
+            given = json.dumps(facts).encode() + b"\n"
+            shown = {name: "" if facts[key] is None else str(facts[key]) for key, name in _VARIABLES.items()}
+            environment = {**plan.environment, **shown}
+            error, num_tries = run_hook(target, given, environment=environment, directory=plan.directory), 1
+        failpoint("jobs.notified")
+        delivery = Delivery(one.id, one.status, name, error, num_tries, time.time())
+        journal.append_value(folder.deliveries, delivery)
+        if error:
+            _log.warning("the notification %s was not sent to %s: %s", one.status.value, name, error)
+
+
+# -- targets ---------------------------------------------------------------------------------------------
+
+
+def _post(url: str, body: bytes) -> tuple[str, int]:
+    """Send a POST with retries, and return why it failed and the number of tries."""
+    for num_tries in range(1, _MAX_TRIES + 1):
+        error, may_pass = post(url, body)
+        if not (error and may_pass) or num_tries == _MAX_TRIES:
+            return error, num_tries
+        time.sleep(doubled(num_tries, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+    raise AssertionError
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refusal of redirects: another server must not receive the message."""
+
+    def redirect_request(self, *args: object, **kwargs: object) -> None:
+        """Follow nothing, so that the response is an error."""
+        return
+
+
+def post(url: str, body: bytes) -> tuple[str, bool]:
+    """Send a POST, and return why it failed and whether it may succeed later. No reason: it was accepted.
+
+    The reason never contains the URL or its host. The proxies of the environment are used. Only for a main
+    thread, as the limit of the whole request is a signal.
+    """
+    headers = {"Content-Type": "application/json", "User-Agent": "holdfast"}
+    opener = urllib.request.build_opener(_NoRedirect)
+    try:
+        request = urllib.request.Request(url, body, headers, method="POST")
+        with _limited(_TOTAL_S), opener.open(request, timeout=_TIMEOUT_S) as response:
+            response.read(_MAX_ANSWER_BYTES)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"the server answered with status {error.code}", error.code >= 500 or error.code in _AGAIN
+    except urllib.error.URLError as error:
+        return _reason(error.reason), True
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return _reason(error), True
+    return "", False
+
+
+def _reason(error: object) -> str:
+    """Return a failure without the names of hosts that some messages contain."""
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed ({type(error).__name__})"
+    if isinstance(error, TimeoutError):
+        return "the server did not answer in time"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"the request failed ({type(error).__name__})"
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after some seconds, also if the server sends single bytes."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run_hook(command: str, given: bytes, *, environment: Mapping[str, str], directory: str) -> str:
+    """Run a command, and return why it failed; empty if it succeeded. Its output is this process's."""
+    try:
+        with given_input(given) as stdin:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                stdin=stdin,
+                env=dict(environment),
+                cwd=directory if Path(directory).is_dir() else "/",
+                start_new_session=True,
+            )
+    except (OSError, ValueError) as error:
+        return f"it could not be started: {error.strerror if isinstance(error, OSError) else 'invalid text'}"
+    try:
+        process.wait(_HOOK_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        end_program(process)
+        return f"it did not end within {_HOOK_LIMIT_S:.0f} s, and was killed"
+    status = process.returncode
+    return "" if status == 0 else f"exit status {status}" if status > 0 else f"killed by signal {-status}"

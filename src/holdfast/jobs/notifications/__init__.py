@@ -1,1 +1,0 @@
-"""Notifications: new statuses of a job, sent to commands and webhooks by a process of its own."""

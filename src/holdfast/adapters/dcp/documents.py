@@ -39,11 +39,7 @@ class _Cell(NamedTuple):
 
 
 def find_rule(shape: tuple[int, ...], rows: Sequence[tuple[int, Region]]) -> Partitioning:
-    """Return the partitioning of a tensor, by a rule if possible. Tensors that share a rule cost less.
-
-    Args:
-        rows: (rank, region) pairs, at least one.
-    """
+    """Return the partitioning of a tensor, by a rule if possible. Tensors that share a rule cost less."""
     rows = sorted(rows, key=lambda row: (row[1], row[0]))
     even = _even(shape, tuple(region for _, region in rows))
     if even is None or len({rank for rank, _ in rows}) < len(rows):  # a rule has one region for each rank
@@ -228,12 +224,7 @@ def make_part(
     file: DataFile,
     encoded: dict[str, Any],
 ) -> bytes:
-    """Return the part document of a rank.
-
-    Args:
-        catalog: catalog from `make_catalog`.
-        starts: first byte of each of the rank's shards, in the order of the catalog.
-    """
+    """Return the part document of a rank."""
     draft = part.draft(
         run=claim.run,
         step=claim.step,

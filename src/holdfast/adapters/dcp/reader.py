@@ -77,11 +77,7 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def spans(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], max_gap: int
 ) -> Iterator[Span]:
-    """Yield the spans of a region that is not empty.
-
-    Args:
-        max_gap: maximum gap, in elements, that is read rather than skipped.
-    """
+    """Yield the spans of a region that is not empty."""
     yield from _split(strides_of(shape), offsets, sizes, (0,) * len(shape), 0, max_gap)
 
 
@@ -124,12 +120,7 @@ def make_sinks(
     *,
     max_gap_bytes: int,
 ) -> Iterator[tuple[int, int, Sink]]:
-    """Yield (byte in the shard, number of bytes, sink) for every span of a region.
-
-    Args:
-        target: tensor that receives the region, of the same shape.
-        max_gap_bytes: maximum gap that is read rather than skipped.
-    """
+    """Yield (byte in the shard, number of bytes, sink) for every span of a region."""
     if tuple(target.shape) != sizes:
         raise InvalidInput(
             f"{shard.name} has shape {list(sizes)}, but the tensor to load it into has {list(target.shape)}.",

@@ -41,11 +41,6 @@ def stage(planner: SavePlanner, items: Sequence[tuple[WriteItem, Shard]], layout
     """Copy tensors into a new buffer with the bytes of a data file.
 
     Each is resolved, copied and released in turn.
-
-    Args:
-        items: tensors to copy, in the order of the layout's starts.
-
-    Blocks: until the tensors are copied, also from devices.
     """
     memory = mmap.mmap(-1, layout.file_bytes)
     with contextlib.suppress(OSError):  # a kernel without huge pages, which halve the cost of new memory

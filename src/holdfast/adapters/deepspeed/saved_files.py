@@ -36,14 +36,7 @@ _RESERVED = frozenset({META, "rng"})
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts about one save of an engine.
-
-    Attributes:
-        tag: DeepSpeed's name of the checkpoint.
-        is_latest: a load without a tag may take it.
-        global_steps: DeepSpeed's count of optimizer steps.
-        has_client_state: the script has given a client state.
-    """
+    """Facts about one save of an engine."""
 
     tag: str
     is_latest: bool
@@ -86,14 +79,7 @@ def file_names(values: Mapping[str, Any]) -> list[str]:
 
 
 class SavedFiles:
-    """Files of one checkpoint, of all ranks. Every byte is verified.
-
-    Args:
-        facts: facts about the save.
-        own: this rank's content, which is loaded already; {} if other numbers of ranks have saved it.
-        checkpoint: the same checkpoint, opened for the files of other ranks.
-        owners: lowest rank that has saved each file.
-    """
+    """Files of one checkpoint, of all ranks. Every byte is verified."""
 
     def __init__(
         self, facts: Facts, own: Mapping[str, Any], checkpoint: Checkpoint, owners: Mapping[str, int]
@@ -139,14 +125,7 @@ _homes: dict[tuple[str, int], RunHome] = {}
 
 
 class RunHome:
-    """Checkpoints of one run. Engines of one process that use the same home share it.
-
-    Args:
-        home: folder or URL.
-        options: options of the Checkpointer.
-
-    Ranks: all methods are collective.
-    """
+    """Checkpoints of one run. Engines of one process that use the same home share it."""
 
     def __init__(self, home: Home, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
@@ -195,15 +174,7 @@ class RunHome:
     # -- saves -----------------------------------------------------------------------------------------------
 
     def save(self, facts: Facts, files: Mapping[str, Packed], private: Iterable[Optimizer]) -> int:
-        """Save the files of this rank under a tag. Returns the step of the checkpoint.
-
-        Args:
-            facts: facts about the save.
-            files: content of this rank's files.
-            private: memory that is copied beside the next forward and backward passes.
-
-        Blocks: for a copy of the tensors that are not in `private`.
-        """
+        """Save the files of this rank under a tag. Returns the step of the checkpoint."""
         self._check_may_save()
         step = max(facts.global_steps, self._last + 1)
         self._run.settle()
@@ -225,10 +196,7 @@ class RunHome:
         self._may_save = True
 
     def was_dropped(self) -> bool:
-        """Return True if a rank has dropped the last save: its memory was written meanwhile.
-
-        Blocks: until the copies of all ranks are complete.
-        """
+        """Return True if a rank has dropped the last save: its memory was written meanwhile."""
         self.wait_copied()
         return any(self._ranks.gather(self._save is not None and isinstance(self._save.failed, InvalidInput)))
 
@@ -252,10 +220,6 @@ class RunHome:
 
     def load(self, tag: str | None, *, rng: bool) -> SavedFiles | None:
         """Load a checkpoint. Later saves continue from it.
-
-        Args:
-            tag: its tag; None for the newest one that verifies and was saved as the latest.
-            rng: also restore the random number generators.
 
         Returns:
             Its files, or None if the home does not have it.

@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from holdfast.adapters.deepspeed.resharding import ReshardedFiles
 from holdfast.adapters.deepspeed.saved_files import Facts, RunHome, SavedFiles, name_in, pack_file
-from holdfast.adapters.kit.private_memory import PrivateMemory, private_memory
-from holdfast.adapters.kit.run import HOME
+from holdfast.adapters.kit.run import HOME, PrivateMemory, private_memory
 from holdfast.checkpoint.exchange.packed_value import Packed
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.run.options import Home, parse_home
@@ -40,12 +39,7 @@ _MAX_TAG_BYTES = 4096
 
 
 def stock_tag(folder: str, tag: str | None) -> str | None:
-    """Return the tag to load from DeepSpeed's own files; None if a folder does not have them.
-
-    Args:
-        folder: folder of checkpoints.
-        tag: tag of the checkpoint; None for that in the file `latest`.
-    """
+    """Return the tag to load from DeepSpeed's own files; None if a folder does not have them."""
     wanted = _latest(folder) if tag is None else str(tag)
     if wanted is None or next((Path(folder) / wanted).glob(_PATTERN), None) is None:
         return None
@@ -157,12 +151,7 @@ class SaveArguments:
 
 
 class Session:
-    """Saves and loads of one engine.
-
-    Args:
-        engine: the engine, whose checkpoint engine is replaced.
-        settings: arguments of `attach`.
-    """
+    """Saves and loads of one engine."""
 
     def __init__(self, engine: Any, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
@@ -197,19 +186,13 @@ class Session:
     # -- saves -----------------------------------------------------------------------------------------------
 
     def begin_save(self, request: SaveArguments, *, has_client_state: bool) -> None:
-        """Open the home of a folder that is saved to.
-
-        Ranks: collective.
-        """
+        """Open the home of a folder that is saved to."""
         self._replace_dropped()
         self._open(request.save_dir)
         self._request, self._needs_client_state = request, has_client_state
 
     def commit(self, info: Any, files: dict[str, Packed]) -> None:
-        """Save the files of this rank, and write a note into their folder.
-
-        Ranks: collective.
-        """
+        """Save the files of this rank, and write a note into their folder."""
         assert self._current is not None
         steps = int(self._engine.global_steps)
         facts = Facts(info.tag, bool(info.save_latest), steps, self._needs_client_state)
@@ -219,10 +202,7 @@ class Session:
             write_note(info.save_dir, info.tag, self._current.url, step)
 
     def _replace_dropped(self) -> None:
-        """Save the present state with the same arguments if the last save was dropped.
-
-        Ranks: collective.
-        """
+        """Save the present state with the same arguments if the last save was dropped."""
         request, self._request = self._request, None
         if request is None or self._current is None or not self._current.was_dropped():
             return
@@ -255,15 +235,7 @@ class Session:
     # -- loads -----------------------------------------------------------------------------------------------
 
     def find(self, folder: str, tag: str | None, *, rng: bool) -> SavedFiles | ReshardedFiles | None:
-        """Choose the checkpoint to load. Return None if DeepSpeed itself wrote it, or if none exists.
-
-        Args:
-            folder: folder of checkpoints.
-            tag: tag of the checkpoint; None for the newest one that verifies.
-            rng: also restore the random number generators.
-
-        Ranks: collective.
-        """
+        """Choose the checkpoint to load. Return None if DeepSpeed itself wrote it, or if none exists."""
         self.wait_copied()
         home = self._open(folder)
         if self._engine.load_universal_checkpoint() or self._is_stock(home, folder, tag):
@@ -290,10 +262,7 @@ class Session:
         )
 
     def continue_after_stock(self) -> None:
-        """Continue the home after a checkpoint that DeepSpeed has written itself.
-
-        Ranks: collective.
-        """
+        """Continue the home after a checkpoint that DeepSpeed has written itself."""
         assert self._current is not None
         self._needs_client_state = True  # not known, and it must not be lost
         self._current.continue_after()
@@ -306,10 +275,7 @@ class Session:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Check for a preemption notice after an optimizer step, and save if one has arrived.
-
-        Ranks: collective.
-        """
+        """Check for a preemption notice after an optimizer step, and save if one has arrived."""
         if self._current is None:
             return
         self._replace_dropped()
@@ -321,10 +287,7 @@ class Session:
             self._engine.save_checkpoint(self._folder, client_state=client_state)
 
     def end_save(self) -> None:
-        """End the process after a save, if a preemption notice has arrived.
-
-        Ranks: collective.
-        """
+        """End the process after a save, if a preemption notice has arrived."""
         if self._current is not None and self._current.preempted is not None:
             self._current.stop()
 
@@ -338,11 +301,7 @@ class Session:
 
 
 class FileEngine(CheckpointEngine):
-    """Checkpoint engine in place of DeepSpeed's, which still writes files without a tag.
-
-    Args:
-        stock: engine that DeepSpeed has chosen.
-    """
+    """Checkpoint engine in place of DeepSpeed's, which still writes files without a tag."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__(None)

@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from holdfast.adapters.kit import generators
-from holdfast.adapters.kit.batches import DividedBatches
-from holdfast.adapters.kit.generators import bytes_of, tensor_of
+from holdfast.adapters.kit.data import DividedBatches, bytes_of, capture_process, set_process, tensor_of
 from holdfast.adapters.lightning.packages import EPOCH_CALLBACKS, CombinedLoader, DataLoaderIterDataFetcher
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.log import get_logger
@@ -22,19 +20,12 @@ _log = get_logger("lightning")
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Position of one rank in a pass over its training data.
+    """Position of one rank in a pass over its training data."""
 
-    Attributes:
-        num_batches: batches that training has used.
-        at_start: generators when the pass began; None if it begins with the next batch.
-        before_fetched: generators before the fetch of a batch that training has not used yet.
-        loaders: states of the loaders, if each has one; before that fetch.
-    """
-
-    num_batches: int
-    at_start: dict[str, Any] | None = None
-    before_fetched: dict[str, Any] | None = None
-    loaders: tuple[dict[str, Any], ...] = ()
+    num_batches: int  # that training has used
+    at_start: dict[str, Any] | None = None  # generators when the pass began; None if that is the next batch
+    before_fetched: dict[str, Any] | None = None  # generators before the fetch of an unused batch
+    loaders: tuple[dict[str, Any], ...] = ()  # states of the loaders, if each has one; before that fetch
 
 
 class PositionedLoader(CombinedLoader):
@@ -220,7 +211,7 @@ class PositionedLoader(CombinedLoader):
 
 def capture_generators() -> dict[str, Any]:
     """Return the generators of this process, as values that torch.load accepts with `weights_only`."""
-    states = generators.capture_generators()
+    states = capture_process()
     states["python"]["words"] = tensor_of(states["python"]["words"])
     if "numpy" in states:
         inner = dict(states["numpy"]["state"])
@@ -236,7 +227,7 @@ def set_generators(states: dict[str, Any]) -> None:
         inner = states["numpy"]["state"]
         inner = {**inner, "key": inner["key"].cpu().numpy().astype("uint32")}
         states["numpy"] = {**states["numpy"], "state": inner}
-    generators.set_generators(states)
+    set_process(states)
 
 
 KEY = "holdfast"
@@ -244,10 +235,7 @@ KEY = "holdfast"
 
 
 def capture_point(trainer: Any) -> dict[str, Any]:
-    """Return the resume point of all ranks, to be saved by rank 0.
-
-    Ranks: collective.
-    """
+    """Return the resume point of all ranks, to be saved by rank 0."""
     loader = trainer.fit_loop._combined_loader
     own: dict[str, Any] = {"generators": capture_generators(), "position": None}
     if isinstance(loader, PositionedLoader):

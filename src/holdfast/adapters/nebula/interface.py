@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from holdfast.adapters.nebula.session import Session
-from holdfast.adapters.nebula.settings import make_settings
 from holdfast.adapters.nebula.tag_index import (
     MapLocation,
     TaggedCheckpoint,
@@ -20,6 +19,7 @@ from holdfast.adapters.nebula.tag_index import (
     check_tag,
     key_of,
 )
+from holdfast.adapters.nebula.tag_writer import make_settings
 from holdfast.checkpoint.exchange.trees import make_plain
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.restore.atomic_output import atomic_file
@@ -92,10 +92,7 @@ def session_for(persist_path: Any) -> Session:
 
 
 def end() -> None:
-    """End the session, and make its checkpoints durable in home. It is called when the interpreter exits.
-
-    Blocks: until everything is durable.
-    """
+    """End the session, and make its checkpoints durable in home. It is called when the interpreter exits."""
     global _current
     previous, _current = _current, None
     if previous is not None:
@@ -186,7 +183,7 @@ class Checkpoint:
                 "There is no checkpoint to load yet: the tag is ''. Check for that, and start from scratch."
             )
         session = self._require_session()
-        tagged = self._tagged or session.find(self.tag)
+        tagged = self._tagged or session.index().find(self.tag)
         if tagged is None:
             raise NotFound(f"{session.home} has no complete checkpoint {self.tag!r}.", key=self.tag)
         return session.load(tagged, name, map_location)
@@ -209,7 +206,7 @@ def get_checkpoint(tag: str | None = None, persist_path: Any = None) -> Checkpoi
             the nearer tiers are searched too, because they have the same bytes.
     """
     current = session_for(persist_path)
-    tagged = current.find(tag, persist_path) if tag else current.newest(persist_path)
+    tagged = current.index(persist_path).find(tag) if tag else current.newest(persist_path)
     return None if tagged is None else Checkpoint.found(current, tagged)
 
 
@@ -256,10 +253,6 @@ def get_latest_checkpoint_path(name: str = "checkpoint", persist_path: Any = Non
     if tagged is None:
         return ""
     index = tagged.index_of(name, 0)
-    if index is None:
-        raise NotFound(
-            f"{tagged.tag} has no partition {name!r}. It has {tagged.names()}.", step=tagged.step, key=name
-        )
     path = _file_path(tagged, name)
     if not path.exists():
         for folder in (path.parent.parent.parent, path.parent.parent, path.parent):

@@ -8,8 +8,7 @@ from typing import Any
 
 from holdfast.adapters.lightning.packages import ModelCheckpoint, TorchCheckpointIO
 from holdfast.adapters.nebula.interface import get_checkpoint, has_session, init, session, session_for
-from holdfast.adapters.nebula.marker import PartitionMarker
-from holdfast.adapters.nebula.tag_index import named_step
+from holdfast.adapters.nebula.tag_index import PartitionMarker, named_step
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput, NotFound
 

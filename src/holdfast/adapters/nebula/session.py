@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from holdfast.adapters.nebula.settings import MemoryBudget, Settings, parse_location
 from holdfast.adapters.nebula.tag_coordinator import (
     StoreRanks,
     TagCoordinator,
@@ -33,7 +32,14 @@ from holdfast.adapters.nebula.tag_index import (
     named_step,
     next_step,
 )
-from holdfast.adapters.nebula.tag_writer import RANKS_S, TagWriter, local_folder, run_of
+from holdfast.adapters.nebula.tag_writer import (
+    RANKS_S,
+    MemoryBudget,
+    Settings,
+    TagWriter,
+    existing_local,
+    parse_location,
+)
 from holdfast.checkpoint.exchange.packed_value import Packed, pack
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import MemoryTierStore, wait_for_orphans
@@ -115,8 +121,6 @@ class Session:
 
         Returns:
             True if the partition is being saved, or False if it was skipped with a warning.
-
-        Blocks: for a copy of the partition.
         """
         packed = pack(value, name)
         packed.check(name)
@@ -127,10 +131,15 @@ class Session:
             if draft is None and tag in self._done:
                 self._discard_if_back(tag)
             if draft is None and self._is_done(tag) and label is None:
-                if name in self._done[tag].names and self._is_repeated(tag):
-                    return self._skip(tag, name)
                 if name not in self._done[tag].names:
                     return self._add_version(tag, name, packed)
+                if self._is_repeated(tag):
+                    warn(
+                        f"{tag} is complete and already contains {name!r}, so it was not saved again. Use "
+                        "another tag for another state.",
+                        SaveWarning,
+                    )
+                    return False
             draft = draft or self._start_draft(tag, num_files)
             draft.label = label
             return self._add_partition(draft, name, packed)
@@ -143,14 +152,6 @@ class Session:
     def _is_repeated(self, tag: str) -> bool:
         """Return True if a tag names a step that is complete. It need not be saved again then."""
         return named_step(tag) is not None and self._is_done(tag)
-
-    def _skip(self, tag: str, name: str) -> bool:
-        warn(
-            f"{tag} is complete and already contains {name!r}, so it was not saved again. Use another tag "
-            "for another state.",
-            SaveWarning,
-        )
-        return False
 
     def _add_version(self, tag: str, name: str, packed: Packed) -> bool:
         """Make a new version of a complete tag with one more partition."""
@@ -289,21 +290,21 @@ class Session:
         return True
 
     def _get_writer(self, plan: TagPlan, key: str, coordinator: TagCoordinator) -> TagWriter:
-        if self._writer is not None and self._writer.members != plan.members:
-            self._writer.close()
-            self._writer = None
-        if plan.begins or self._writer is None:
+        writer = self._writer
+        if writer is not None and writer.members != plan.members:
+            writer.checkpointer.close()
+            writer = self._writer = None
+        if plan.begins or writer is None:
             self._done.clear()
             if plan.base is not None:
                 self._record_base(plan.base)
-        if self._writer is None:
-            local = local_folder(self.settings, run_of(self.home, make=True))
-            writer = TagWriter(self.settings, local, self._budget.cap_bytes, plan.members)
-            writer.begin(plan, self._make_ranks(plan, key, coordinator))
-            self._writer = writer
+        if writer is None:
+            name = f"{coordinator.name}/{key}/ranks"
+            ranks = StoreRanks(coordinator.store, name, plan.members, coordinator.rank, timeout_s=RANKS_S)
+            writer = self._writer = TagWriter(self.settings, self._budget.cap_bytes, plan, ranks)
         elif plan.begins:
-            self._writer.begin(plan, self._make_ranks(plan, key, coordinator))
-        return self._writer
+            writer.begin(plan)
+        return writer
 
     def _record_base(self, step: int) -> None:
         """Mark the tag of an attempt's base as complete. It need not be saved again then."""
@@ -311,15 +312,6 @@ class Session:
             if tagged.step == step:
                 self._done[tagged.tag] = CompleteTag(frozenset(tagged.names()), None)
                 return
-
-    def _make_ranks(self, plan: TagPlan, key: str, coordinator: TagCoordinator) -> StoreRanks:
-        return StoreRanks(
-            coordinator.store,
-            f"{coordinator.name}/{key}/ranks",
-            plan.members,
-            coordinator.rank,
-            timeout_s=RANKS_S,
-        )
 
     def _discard_if_back(self, tag: str) -> None:
         """Discard a complete tag after going back, because a new attempt saves it again."""
@@ -378,10 +370,7 @@ class Session:
     # -- looking ---------------------------------------------------------------------------------------------
 
     def index(self, persist_path: Any = None) -> TagIndex:
-        """Return the checkpoints of a home, by default in this session's tiers.
-
-        Blocks: while this process's keeper and those of dead trainers complete their checkpoints.
-        """
+        """Return the checkpoints of a home, by default in this session's tiers."""
         self._check_process()
         if persist_path is not None and (place := parse_location(persist_path)) != self.home:
             return TagIndex(place, [Tier("home", open_store(place))])
@@ -389,25 +378,18 @@ class Session:
         with self._lock:
             if self._writer is not None:
                 self._writer.wait_complete()
-            local = self._writer.local if self._writer is not None else self._existing_local()
+            local = self._writer.local if self._writer is not None else existing_local(self.settings)
         held = MemoryTierStore(self.home)
         tiers = [Tier("memory", held)] if held else []
         if local is not None:
             tiers.append(Tier("local", open_store(local)))
         return TagIndex(self.home, [*tiers, Tier("home", open_store(self.home))])
 
-    def _existing_local(self) -> str | None:
-        return local_folder(self.settings, run_of(self.home, make=False))
-
-    def find(self, tag: str, persist_path: Any = None) -> TaggedCheckpoint | None:
-        """Return the newest checkpoint of a tag."""
-        return self.index(persist_path).find(tag)
-
     def newest(self, persist_path: Any = None) -> TaggedCheckpoint | None:
         """Return the newest checkpoint with valid bytes, among those complete at `path`, if given."""
         index = self.index(persist_path)
-        is_own = persist_path is None or parse_location(persist_path) == self.home
-        return index.newest(only_home=persist_path is not None, verified=self._verified if is_own else set())
+        verified = self._verified if index.home == self.home else set()
+        return index.newest(only_home=persist_path is not None, verified=verified)
 
     def load(self, tagged: TaggedCheckpoint, name: str, map_location: Any) -> Any:
         """Load a partition of a checkpoint. The next save may continue from it."""
@@ -427,10 +409,7 @@ class Session:
             self._loaded = None
 
     def flush(self, tag: str | None = None, timeout_s: float | None = None) -> None:
-        """Wait until a tag, or everything in near tiers, is in home.
-
-        Blocks: until the checkpoints are in home.
-        """
+        """Wait until a tag, or everything in near tiers, is in home."""
         with self._lock:
             self._check_errors()
             writer = self._writer
@@ -451,13 +430,13 @@ class Session:
             if tagged.step != writer.last:
                 self._send_home(index, tagged, writer, timeout_s)
         if tag is None or any(one.step == writer.last for one in lacking):
-            writer.wait_home(timeout_s)
+            writer.checkpointer.wait(timeout_s)
 
     def _send_home(
         self, index: TagIndex, tagged: TaggedCheckpoint, writer: TagWriter, timeout_s: float | None
     ) -> None:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        writer.send_home(tagged.step)
+        writer.checkpointer.send_home(tagged.step)
         while tagged.checkpoint.manifest.checkpoint_id not in index:
             if deadline_s is not None and time.monotonic() > deadline_s:
                 raise RetryLater(
@@ -469,10 +448,7 @@ class Session:
     # -- ending ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Make everything durable in home.
-
-        Blocks: until everything is durable.
-        """
+        """Make everything durable in home."""
         if self._is_closed.is_set() or os.getpid() != self._pid:
             return
         with self._lock:
@@ -490,7 +466,7 @@ class Session:
                         SaveWarning,
                     )
                 if self._writer is not None:
-                    self._writer.close()
+                    self._writer.checkpointer.close()
         if self._coordinator is not None and self._writer is not None:
             self._coordinator.leave(self._writer.members)
 

@@ -44,11 +44,7 @@ def _steps_with(folder: str, name: str) -> list[int]:
 
 
 def _is_resumable(folder: str, step: int, names: Collection[str]) -> bool:
-    """Return True if a DCP checkpoint contains more than a model, or may do so.
-
-    Args:
-        names: states of the trainer besides the model.
-    """
+    """Return True if a DCP checkpoint contains more than a model, or may do so."""
     path = filesystem.join(folder, f"step-{step}")
     if step == 0 or filesystem.is_remote(path):  # a seed; or one whose content only the load itself reads
         return True
@@ -387,13 +383,7 @@ class DataPosition:
         self._saved = state_dict
 
     def set(self, home: str, step: int, attempt: int | None) -> None:
-        """Set the position that was loaded, if any.
-
-        Args:
-            home: home of the checkpoint.
-            step: step that was restored.
-            attempt: attempt that saved it; None for the newest that has committed it.
-        """
+        """Set the position that was loaded, if any."""
         saved, self._saved = self._saved, None
         if saved is None:
             return

@@ -29,14 +29,7 @@ OWN_PREFIX = "holdfast/"
 
 
 class NewestSteps:
-    """Newest step of each curve of a tracker that cannot replace a value.
-
-    Args:
-        read: returns the newest step that earlier starts have logged of a name, or `NONE`.
-
-    Attributes:
-        known: newest steps so far, by name.
-    """
+    """Newest step of each curve of a tracker that cannot replace a value."""
 
     def __init__(self, read: Callable[[str], int]) -> None:
         self.known: dict[str, int] = {}
@@ -77,13 +70,7 @@ class NewestSteps:
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Place of a row in a run.
-
-    Attributes:
-        run: id of the run.
-        attempt: number of the attempt that logs it.
-        step: as the user counts.
-    """
+    """Place of a row in a run."""
 
     run: str
     attempt: int

@@ -23,12 +23,6 @@ class StepRecord:
     """Newest step of a run in a file. A step is recorded before its row is logged.
 
     The file survives the end of the process, not a power loss: it is not flushed for each row.
-
-    Args:
-        path: the file, which is made if it does not exist.
-
-    Attributes:
-        step: newest recorded step; `NONE` without any.
     """
 
     def __init__(self, path: Path) -> None:

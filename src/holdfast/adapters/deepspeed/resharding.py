@@ -37,8 +37,8 @@ class UnsupportedRanks(Unsupported, ZeRORuntimeException):
 class Layout:
     """Parameters as an engine flattens them."""
 
-    groups: tuple[tuple[tuple[str, int], ...], ...]
-    partition_sizes: tuple[int, ...]
+    groups: tuple[tuple[tuple[str, int], ...], ...]  # name and size of each parameter, by flat group
+    partition_sizes: tuple[int, ...]  # elements of a rank's partition of each flat group, with padding
 
 
 def check_layouts(saved: Layout, live: Layout, tag: str) -> None:

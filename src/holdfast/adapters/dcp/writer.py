@@ -168,11 +168,7 @@ class HoldfastWriter(StorageWriter):
         catalog, index = documents.make_catalog(plans), documents.index_values(plans).text()
         store = open_store(self._target.home)
         save_claim = claim_save(
-            store,
-            self._target.step,
-            world_size=len(plans),
-            trainer=self._trainer,
-            overwrite=self._overwrite,
+            store, self._target.step, world_size=len(plans), trainer=self._trainer, overwrite=self._overwrite
         )
         self._own_save = RankSave(save_claim, 0, catalog, index)
         others = [RankSave(save_claim, rank, catalog) for rank in range(1, len(plans))]

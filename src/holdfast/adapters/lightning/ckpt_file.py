@@ -364,10 +364,7 @@ def _facts(archive: zipfile.ZipFile) -> tuple[str, Fields] | None:
 
 def _id(facts: Fields) -> FileId:
     return FileId(
-        facts.text("run", max_chars=128),
-        facts.integer("attempt"),
-        facts.integer("step"),
-        facts.flag("full"),
+        facts.text("run", max_chars=128), facts.integer("attempt"), facts.integer("step"), facts.flag("full")
     )
 
 

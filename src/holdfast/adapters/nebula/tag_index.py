@@ -285,13 +285,7 @@ class TagIndex:
         open_one: Callable[[CheckpointId], _T | None],
         on_skipped: Callable[[Skipped, HoldfastError], None] = lambda skipped, error: None,
     ) -> Iterator[_T]:
-        return usable(
-            found,
-            open_one,
-            url=self._store.url,
-            patience=_make_patience(),
-            on_skipped=on_skipped,
-        )
+        return usable(found, open_one, url=self._store.url, patience=_make_patience(), on_skipped=on_skipped)
 
     def _candidates(self, *, only_home: bool = False) -> tuple[list[CheckpointId], dict[str, Listing]]:
         """Return all complete checkpoints, newest first, and the tiers' listings."""

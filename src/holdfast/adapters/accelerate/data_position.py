@@ -20,8 +20,6 @@ from holdfast.system.callsite import warn
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_TENSORS = frozenset({"torch", "cuda"})
-"""Generators of a process whose states are tensors, which are saved as bytes."""
 BETWEEN, WITHIN, AT_END = "between", "within", "at end"
 """Phases: no pass is under way; one is; or one is, and its last batch has been given."""
 
@@ -158,7 +156,7 @@ class UnpreparedGenerators:
         samplers = [getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)]
         found = [getattr(one, "generator", None) for one in (loader, *samplers)]
         self._own = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
-        self._process = _capture_process()
+        self._process = capture_process()
 
     def states(self, loader: Any) -> dict[str, Any]:
         """Return the states that the generators of the prepared loader had, as `capture_generators`."""
@@ -194,17 +192,12 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
 
 def capture_generators(loader: Any) -> dict[str, Any]:
     """Return the states of the generators of the process and of a loader."""
-    return {**_capture_process(), "own": _states_of(own_generators(loader))}
-
-
-def _capture_process() -> dict[str, Any]:
-    states = capture_process()
-    return {**states, **{name: bytes_of(states[name]) for name in _TENSORS & states.keys()}}
+    return {**capture_process(), "own": _states_of(own_generators(loader))}
 
 
 def set_generators(states: dict[str, Any], loader: Any) -> None:
     """Set the generators of the process and of a loader to states from `capture_generators`."""
-    set_process({**states, **{name: tensor_of(states[name]) for name in _TENSORS & states.keys()}})
+    set_process(states)
     _set_states(own_generators(loader), states["own"])
 
 
@@ -239,7 +232,7 @@ class BatchPosition(DataPosition):
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._active is not None:
-            self._reach(self._num_given)
+            self._reach()
         return {**super().state_dict(), "num_used": self.num_used, "batches": self._batches.state_dict()}
 
     @override
@@ -275,26 +268,26 @@ class BatchPosition(DataPosition):
         in_step = self._num_before % self._batches.accumulation_steps
         if number <= in_step:
             return False
-        self._reach(self._num_given)
+        self._reach()
         self._num_given = self._num_before - in_step + number
         return True
 
-    def _reach(self, num_batches: int) -> None:
-        """Count the steps of the epoch's first batches."""
+    def _reach(self) -> None:
+        """Count the steps of the batches that were given."""
         parts = self._batches.accumulation_steps
-        num_steps = num_batches // parts - self._num_before // parts
+        num_steps = self._num_given // parts - self._num_before // parts
         self._batches.complete_steps(num_steps - self._num_steps)
         self._num_steps = num_steps
 
     @override
     def leave(self) -> None:
-        self._reach(self._num_given)
+        self._reach()
         self._num_before = self._num_given
         super().leave()
 
     @override
     def end(self, loader: Any, *, is_empty: bool) -> None:
-        self._reach(self._num_given)
+        self._reach()
         self._num_before = 0
         super().end(loader, is_empty=is_empty)
 

@@ -48,24 +48,24 @@ class DividedBatches(Protocol):
 
 def capture_process() -> dict[str, Any]:
     """Return the states of python's, torch's and numpy's generators, and of the current CUDA device."""
-    states: dict[str, Any] = {"python": python_state(random), "torch": torch.get_rng_state()}
+    states: dict[str, Any] = {"python": python_state(random), "torch": bytes_of(torch.get_rng_state())}
     if numpy := sys.modules.get("numpy"):
         states["numpy"] = numpy.random.get_state(legacy=False)
     if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+        states["cuda"] = bytes_of(torch.cuda.get_rng_state())
     return states
 
 
 def set_process(states: dict[str, Any]) -> None:
     """Set the generators to states from `capture_process`."""
     set_python_state(random, states["python"])
-    torch.set_rng_state(states["torch"].cpu())
+    torch.set_rng_state(tensor_of(states["torch"]))
     if "numpy" in states:
         import numpy  # here, since a script may do without it
 
         numpy.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"].cpu())
+        torch.cuda.set_rng_state(tensor_of(states["cuda"]))
 
 
 def tensor_of(data: bytes) -> torch.Tensor:

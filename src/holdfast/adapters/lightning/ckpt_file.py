@@ -70,15 +70,15 @@ def _mark(tensor: torch.Tensor) -> object:
 
 def pickle_content(content: Mapping[str, Any]) -> Pickled:
     """Pickle a checkpoint dictionary as torch.save does, without the bytes of its tensors."""
-    found = _Storages()
     out = io.BytesIO()
-    _Pickler(out, found).dump(content)
-    tensors = reversed(list(_tensors(content, "")))  # of those that share memory, the first one is left
-    first = {one.untyped_storage()._cdata: (name, one) for name, one in tensors}
+    pickler = _Pickler(out)
+    pickler.dump(content)
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in _tensors(content, ""):
+        first.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
     taken: set[str] = set()
-    storages = tuple(
-        _name(i, storage, first.get(storage._cdata), taken) for i, storage in enumerate(found.ordered)
-    )
+    found = enumerate(pickler.storages.items())
+    storages = tuple(_name(number, storage, first.get(key), taken) for number, (key, storage) in found)
     return Pickled(out.getvalue(), storages)
 
 
@@ -108,35 +108,14 @@ def _name(
     return Storage(path, view)
 
 
-class _Storages:
-    """Storages met while pickling, numbered in this order."""
-
-    def __init__(self) -> None:
-        self.ordered: list[torch.UntypedStorage] = []
-        self._keys: dict[int, str] = {}
-        self._dtypes: dict[int, torch.dtype] = {}
-
-    def refer_to(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> str:
-        """Return the key of a storage, a new one at its first occurrence."""
-        address = storage.data_ptr() if storage.device.type != "meta" else 0
-        if address and self._dtypes.setdefault(address, dtype) != dtype:
-            raise RuntimeError(
-                f"Two tensors in the checkpoint view the same memory as {self._dtypes[address]} and {dtype}, "
-                "which a file of torch.save cannot hold. Nothing was saved. Clone one of them."
-            )
-        key = self._keys.get(storage._cdata)
-        if key is None:
-            key = self._keys[storage._cdata] = str(len(self.ordered))
-            self.ordered.append(storage)
-        return key
-
-
 class _Pickler(pickle.Pickler):
     """Pickler that refers to storages by keys, in the format of torch.save."""
 
-    def __init__(self, out: io.BytesIO, found: _Storages) -> None:
+    def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, protocol=_PROTOCOL)
-        self._found = found
+        self.storages: dict[int, torch.UntypedStorage] = {}  # by identity, in the order of their keys
+        self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
 
     def persistent_id(self, obj: Any, /) -> Any:
         if isinstance(obj, torch.storage.TypedStorage):
@@ -146,7 +125,14 @@ class _Pickler(pickle.Pickler):
             storage, dtype, count, kind = obj, torch.uint8, obj.nbytes(), torch.UntypedStorage
         else:
             return None
-        key = self._found.refer_to(storage, dtype)
+        address = storage.data_ptr() if storage.device.type != "meta" else 0
+        if address and self._dtypes.setdefault(address, dtype) != dtype:
+            raise RuntimeError(
+                f"Two tensors in the checkpoint view the same memory as {self._dtypes[address]} and {dtype}, "
+                "which a file of torch.save cannot hold. Nothing was saved. Clone one of them."
+            )
+        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
+        self.storages.setdefault(storage._cdata, storage)
         return ("storage", kind, key, torch.serialization.location_tag(storage), count)
 
 

@@ -209,9 +209,14 @@ class PositionedLoader(CombinedLoader):
             super().__next__()
 
 
+_TENSORS = frozenset({"torch", "cuda"})
+"""Generators of a process whose states are tensors."""
+
+
 def capture_generators() -> dict[str, Any]:
     """Return the generators of this process, as values that torch.load accepts with `weights_only`."""
     states = capture_process()
+    states |= {name: tensor_of(states[name]) for name in _TENSORS & states.keys()}
     states["python"]["words"] = tensor_of(states["python"]["words"])
     if "numpy" in states:
         inner = dict(states["numpy"]["state"])
@@ -222,7 +227,8 @@ def capture_generators() -> dict[str, Any]:
 
 def set_generators(states: dict[str, Any]) -> None:
     """Set the generators to states from `capture_generators`."""
-    states = {**states, "python": {**states["python"], "words": bytes_of(states["python"]["words"])}}
+    states = states | {name: bytes_of(states[name]) for name in _TENSORS & states.keys()}
+    states["python"] = {**states["python"], "words": bytes_of(states["python"]["words"])}
     if "numpy" in states:
         inner = states["numpy"]["state"]
         inner = {**inner, "key": inner["key"].cpu().numpy().astype("uint32")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -309,19 +310,13 @@ def complete_batch(checkpoint: dict[str, Any]) -> bool:
 def finish_batch(trainer: Any) -> None:
     """Finish the batch of the checkpoint in the first iteration: run validation and whatever else is due."""
     loop = trainer.fit_loop.epoch_loop
-    loop.advance = _FinishedBatch(loop)
+    loop.advance = partial(_pass_over_batch, loop)
 
 
-@dataclass(frozen=True, slots=True)
-class _FinishedBatch:
-    """First iteration of a resumed loop: its batch was trained before, and only its end is missing."""
-
-    loop: Any
-
-    def __call__(self, data_fetcher: Any) -> None:
-        """Do nothing, and let the next iteration read a batch."""
-        del self.loop.advance
-        self.loop.val_loop.restarting = False
+def _pass_over_batch(loop: Any, data_fetcher: Any) -> None:
+    """Do nothing in the first iteration of a resumed loop: its batch was trained before."""
+    del loop.advance
+    loop.val_loop.restarting = False
 
 
 def begin_epoch(trainer: Any) -> None:
@@ -386,17 +381,6 @@ def _restore_batches(loader: PositionedLoader, first: dict[str, Any]) -> None:
     loader.begin_at(DataPosition(position["num_batches"]))
 
 
-@dataclass(frozen=True, slots=True)
-class _PositionedSource:
-    """Source of the training data that returns it in a `PositionedLoader`; part of a pickled trainer."""
-
-    source: Any
-
-    def __call__(self) -> PositionedLoader:
-        """Return the training data, as `dataloader` of Lightning's source does."""
-        return PositionedLoader.around(type(self.source).dataloader(self.source))
-
-
 def check_batches(trainer: Any) -> None:
     """Check that GlobalBatches in the training data fit the trainer."""
     loader = trainer.fit_loop._combined_loader
@@ -427,20 +411,19 @@ def watch_position(trainer: Any) -> None:
 
     Loaders with GlobalBatches keep them: these divide the data among the ranks themselves.
     """
-    source = trainer.fit_loop._data_source
-    source.dataloader = _PositionedSource(source)
-    connector = trainer._data_connector
-    connector._requires_distributed_sampler = _SamplerRule(connector)
+    source, connector = trainer.fit_loop._data_source, trainer._data_connector
+    # Functions and no lambdas, since they are part of a pickled trainer.
+    source.dataloader = partial(_positioned, source)
+    connector._requires_distributed_sampler = partial(_is_to_divide, connector)
 
 
-@dataclass(frozen=True, slots=True)
-class _SamplerRule:
-    """Decision whether Lightning divides the data of a loader; part of a pickled trainer."""
+def _positioned(source: Any) -> PositionedLoader:
+    """Return the training data, as `dataloader` of Lightning's source does."""
+    return PositionedLoader.around(type(source).dataloader(source))
 
-    connector: Any
 
-    def __call__(self, dataloader: Any) -> bool:
-        """Return True if the loader needs a distributed sampler, as Lightning's connector decides."""
-        if isinstance(getattr(dataloader, "batch_sampler", None), DividedBatches):
-            return False
-        return bool(type(self.connector)._requires_distributed_sampler(self.connector, dataloader))
+def _is_to_divide(connector: Any, dataloader: Any) -> bool:
+    """Return True if a loader needs a distributed sampler, as Lightning's connector decides."""
+    if isinstance(getattr(dataloader, "batch_sampler", None), DividedBatches):
+        return False
+    return bool(type(connector)._requires_distributed_sampler(connector, dataloader))

@@ -65,16 +65,14 @@ def init(
         if _current.settings != settings:
             warn(f"The session of {settings.home} already exists. Its settings do not change.", SaveWarning)
         return
-    previous, _current = _current, None
-    if previous is not None:
-        previous.close()
+    end()
     _current = Session(settings)
 
 
-def session() -> Session:
-    """Return the current session, or begin one from the environment."""
-    if _current is None or not _current.is_usable:
-        init()
+def session(persist_path: Any = None) -> Session:
+    """Return the current session, or begin one with a path as its home, or else from the environment."""
+    if not has_session():
+        init(persist_path)
     assert _current is not None
     return _current
 
@@ -82,13 +80,6 @@ def session() -> Session:
 def has_session() -> bool:
     """Return True if a session has begun and not ended."""
     return _current is not None and _current.is_usable
-
-
-def session_for(persist_path: Any) -> Session:
-    """Return the current session, or begin one with `persist_path` as its home."""
-    if persist_path is not None and not has_session():
-        init(persist_path)
-    return session()
 
 
 def end() -> None:
@@ -205,7 +196,7 @@ def get_checkpoint(tag: str | None = None, persist_path: Any = None) -> Checkpoi
         persist_path: home to search; by default all tiers of the session. If it is the session's own home,
             the nearer tiers are searched too, because they have the same bytes.
     """
-    current = session_for(persist_path)
+    current = session(persist_path)
     tagged = current.index(persist_path).find(tag) if tag else current.newest(persist_path)
     return None if tagged is None else Checkpoint.found(current, tagged)
 
@@ -226,7 +217,7 @@ def get_latest_checkpoint(persist_path: Any = None) -> Checkpoint:
     Ranks: not collective. Each rank reads and verifies the whole checkpoint.
     Blocks: until the checkpoint has been read once.
     """
-    current = session_for(persist_path)
+    current = session(persist_path)
     return Checkpoint.found(current, current.newest(persist_path))
 
 
@@ -249,7 +240,7 @@ def get_latest_checkpoint_path(name: str = "checkpoint", persist_path: Any = Non
 
     Blocks: until the file is durable.
     """
-    tagged = session_for(persist_path).newest(persist_path)
+    tagged = session(persist_path).newest(persist_path)
     if tagged is None:
         return ""
     index = tagged.index_of(name, 0)
@@ -281,7 +272,7 @@ def list_checkpoints(persist_path: Any = None) -> dict[str, dict[str, Any]]:
         persist_path: home to list; by default all tiers of the session.
     """
     found: dict[str, dict[str, Any]] = {}
-    for tagged in session_for(persist_path).index(persist_path).checkpoints():
+    for tagged in session(persist_path).index(persist_path).checkpoints():
         checkpoint = tagged.checkpoint
         entry = {
             "step": tagged.step,

@@ -669,7 +669,7 @@ def _run_progress(data: bytes) -> None:
 
 
 def _run_marker(data: bytes) -> None:
-    from holdfast.adapters.nebula.marker import _FIRST_LINE, PartitionMarker
+    from holdfast.adapters.nebula.tag_index import _FIRST_LINE, PartitionMarker
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(_FIRST_LINE.encode() + data)

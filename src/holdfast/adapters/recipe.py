@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -149,9 +150,6 @@ class _Metadata:
     model_type: str
     files: dict[str, _File] | None
 
-    def text(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
-
 
 class _Series:
     """Checkpoints of one prefix in a folder."""
@@ -168,7 +166,8 @@ class _Series:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         earlier = self._earlier(step)
-        self._move_away(earlier)
+        for name in earlier:
+            (self._folder / name).replace(self._before(name))
         try:
             seen = self._stat_files(step)
             result = write()
@@ -179,8 +178,8 @@ class _Series:
         kept = [name for name in earlier if name not in files]
         self._move_back(kept)
         files |= {name: earlier[name] for name in kept}
-        now = datetime.now(timezone.utc).isoformat()
-        self._store.put(self._metadata_name(step), _Metadata(step, now, model_type, files).text())
+        metadata = _Metadata(step, datetime.now(timezone.utc).isoformat(), model_type, files)
+        self._store.put(self._metadata_name(step), json.dumps(asdict(metadata), indent=1).encode())
         self._remove_before(earlier)
         logger.info("Saved checkpoint at step %d", step)
         return result
@@ -196,7 +195,7 @@ class _Series:
             # The metadata first, so that an incomplete step is never visible.
             path = self._folder / self._metadata_name(step)
             path.replace(path.with_name(_PRUNED + path.name))
-            _sync(self._folder)
+            self._store.sync("")
         self._remove_pruned()
 
     def _remove_leftovers(self) -> None:
@@ -235,11 +234,7 @@ class _Series:
                 return metadata.files
         return {}
 
-    def _move_away(self, names: dict[str, _File]) -> None:
-        for name in names:
-            (self._folder / name).replace(self._before(name))
-
-    def _move_back(self, names: dict[str, _File] | list[str]) -> None:
+    def _move_back(self, names: Iterable[str]) -> None:
         for name in names:
             with suppress(FileNotFoundError):
                 self._before(name).replace(self._folder / name)
@@ -274,12 +269,11 @@ class _Series:
         return looks
 
     def _make_durable(self, name: str) -> _File:
-        """Fsync and hash a file. Putting the metadata makes its folder durable."""
+        """Fsync and hash a file."""
         path = self._folder / name
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        for parent in path.relative_to(self._folder).parents:
-            _sync(self._folder / parent)
+        self._store.sync(posixpath.dirname(name))
         return _hash_file(path)
 
     # -- load ------------------------------------------------------------------------------------------------
@@ -333,26 +327,23 @@ class _Series:
             raise kind(f"{what} could not be read: {error.strerror or error}.", step=step) from error
 
     def _try(self, metadata: _Metadata, call: Callable[[int], _T]) -> tuple[_T | None, str]:
-        """Return the result of loading a step, or the reason to skip it."""
-        step = metadata.step
-        if metadata.files is None:
-            return self._try_unverified(step, call)
+        """Return the result of loading a step, or the reason to skip it.
+
+        Damage of a step that the guide's own code saved, without hashes, only shows when loading fails.
+        """
+        step, is_verified = metadata.step, metadata.files is not None
+        if not is_verified:
+            logger.warning("Step %d was saved without hashes and is loaded unverified", step)
         try:
             return call(step), ""
         except FileNotFoundError as error:
-            if not self._is_below(error.filename):
+            if is_verified and not self._is_below(error.filename):
                 raise
-            return None, f"it has no {error.filename}"
-
-    def _try_unverified(self, step: int, call: Callable[[int], _T]) -> tuple[_T | None, str]:
-        """Load a step that the guide's own code saved. Its damage only shows when loading fails."""
-        logger.warning("Step %d was saved without hashes and is loaded unverified", step)
-        try:
-            return call(step), ""
+            return None, f"it has no {error.filename}" if is_verified else _unverified(error)
         except Exception as error:
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-                raise  # its bytes could not be read
-            return None, f"it has no hashes, and could not be loaded: {error!r}"
+            if is_verified or isinstance(error, OSError):
+                raise  # its bytes could not be read, or the function itself is wrong
+            return None, _unverified(error)
 
     def _steps(self) -> Iterator[int]:
         with self._convert_errors(), suppress(FileNotFoundError):
@@ -411,6 +402,10 @@ class _Series:
         return f"{self._prefix}_step_{step}_metadata.json"
 
 
+def _unverified(error: Exception) -> str:
+    return f"it has no hashes, and could not be loaded: {error!r}"
+
+
 def _hash_if_present(path: Path) -> _File | None:
     try:
         return _hash_file(path)
@@ -418,14 +413,6 @@ def _hash_if_present(path: Path) -> _File | None:
         if error.errno in NOT_A_FILE:
             return None
         raise
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _hash_file(path: Path) -> _File:

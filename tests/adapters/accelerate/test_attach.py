@@ -398,7 +398,7 @@ def test_the_notice_of_a_known_end_leaves_time_for_a_save(make: Make) -> None:
     session = accelerator.holdfast_session
     (deadline,) = session.notices._watcher._sources.clouds
     accelerator.save_state()
-    (save,) = session._run.pending
+    (save,) = session.pending
     save.wait_durable()
     is_preempted(accelerator)
     assert deadline.save_s >= save.durable_s > 0

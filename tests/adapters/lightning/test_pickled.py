@@ -12,8 +12,7 @@ import torch
 
 import holdfast
 from holdfast.adapters.lightning.background import BackgroundSaver
-from holdfast.adapters.lightning.ckpt_file import Facts, read_id, verify_ckpt
-from holdfast.adapters.lightning.pickled import pickle_content
+from holdfast.adapters.lightning.ckpt_file import Facts, pickle_content, read_id, verify_ckpt
 from holdfast.adapters.lightning.places import HomePlace
 
 FACTS = Facts("a.ckpt", 5, 0, is_full=True)

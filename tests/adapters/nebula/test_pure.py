@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.adapters.nebula.settings import MemoryBudget, image_bytes, make_settings
 from holdfast.adapters.nebula.tag_index import goes_back, key_of, named_step, next_step
+from holdfast.adapters.nebula.tag_writer import MemoryBudget, image_bytes, make_settings
 from holdfast.checkpoint.exchange.packed_value import pack, unpack
 from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.errors import InvalidInput

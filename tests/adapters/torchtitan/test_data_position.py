@@ -12,7 +12,7 @@ pytest.importorskip(
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holdfast.adapters.torchtitan.interface import DataPosition
+from holdfast.adapters.torchtitan import DataPosition
 
 DATA = TensorDataset(torch.arange(8))
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.adapters.trackers.tracker import NONE
-from holdfast.adapters.trackers.wandb_run import StepRecord
+from holdfast.adapters.trackers.libraries import NONE, StepRecord
 from holdfast.errors import Corrupt
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.adapters.nebula import lightning
-from holdfast.adapters.nebula.marker import PartitionMarker
+from holdfast.adapters.nebula.tag_index import PartitionMarker
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput
 from holdfast.jobs.node.workdir import ignored_paths

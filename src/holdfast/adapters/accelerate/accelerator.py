@@ -33,17 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of one Accelerator. `options` are those of the Checkpointer that it does not decide.
+    """Arguments of `attach` for one Accelerator."""
 
-    Attributes:
-        home: home of the run; None until the first folder is named, beside which it is.
-        root: folder of the folders that are named, if it is known.
-        options: options of the Checkpointer.
-    """
-
-    home: Home | None
-    root: Path | None
-    options: Mapping[str, Any]
+    home: Home | None  # None until the first folder is named, beside which it is
+    root: Path | None  # folder of the folders that are named, if it is known
+    options: Mapping[str, Any]  # of the Checkpointer
 
 
 def folder_of_checkpoints(accelerator: Accelerator) -> Path | None:

@@ -12,18 +12,14 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from holdfast.adapters.accelerate.session import end_preempted
-from holdfast.adapters.kit import generators
 from holdfast.adapters.kit.attachment import insert_class, warn_of_persistent_workers
-from holdfast.adapters.kit.batches import DividedBatches
-from holdfast.adapters.kit.generators import bytes_of, tensor_of
+from holdfast.adapters.kit.data import DividedBatches, bytes_of, capture_process, set_process, tensor_of
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_TENSORS = frozenset({"torch", "cuda"})
-"""Generators of a process whose states are tensors, which are saved as bytes."""
 BETWEEN, WITHIN, AT_END = "between", "within", "at end"
 """Phases: no pass is under way; one is; or one is, and its last batch has been given."""
 
@@ -35,10 +31,6 @@ class DataPosition:
 
     A stateful loader makes the iterator of its first pass when it is prepared, and draws from its generators
     then. So that pass began before the loader was prepared.
-
-    Args:
-        loader: loader of the Accelerator.
-        before: generators before it was prepared; None if they are not known.
     """
 
     def __init__(self, loader: Any, before: UnpreparedGenerators | None = None) -> None:
@@ -136,11 +128,7 @@ class DataPosition:
         return now
 
     def give(self, number: int) -> bool:
-        """Record a batch that training gets. Return False if it is to be left out.
-
-        Args:
-            number: its number in the pass, from 1.
-        """
+        """Record a batch that training gets. Return False if it is to be left out."""
         return True
 
     def set_back(self, now: dict[str, Any] | None) -> None:
@@ -153,12 +141,7 @@ class DataPosition:
         self._active = None
 
     def end(self, loader: Any, *, is_empty: bool) -> None:
-        """End a pass.
-
-        Args:
-            loader: its loader.
-            is_empty: it did not have a batch.
-        """
+        """End a pass."""
         self._active = None
         if is_empty and self._is_continued:
             self._loader.iteration = loader.iteration + 1  # Accelerate does not count a pass without a batch
@@ -173,7 +156,7 @@ class UnpreparedGenerators:
         samplers = [getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)]
         found = [getattr(one, "generator", None) for one in (loader, *samplers)]
         self._own = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
-        self._process = _capture_process()
+        self._process = capture_process()
 
     def states(self, loader: Any) -> dict[str, Any]:
         """Return the states that the generators of the prepared loader had, as `capture_generators`."""
@@ -209,24 +192,17 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
 
 def capture_generators(loader: Any) -> dict[str, Any]:
     """Return the states of the generators of the process and of a loader."""
-    return {**_capture_process(), "own": _states_of(own_generators(loader))}
-
-
-def _capture_process() -> dict[str, Any]:
-    states = generators.capture_generators()
-    return {**states, **{name: bytes_of(states[name]) for name in _TENSORS & states.keys()}}
+    return {**capture_process(), "own": _states_of(own_generators(loader))}
 
 
 def set_generators(states: dict[str, Any], loader: Any) -> None:
     """Set the generators of the process and of a loader to states from `capture_generators`."""
-    generators.set_generators(
-        {**states, **{name: tensor_of(states[name]) for name in _TENSORS & states.keys()}}
-    )
+    set_process(states)
     _set_states(own_generators(loader), states["own"])
 
 
 def _states_of(owned: dict[str, torch.Generator]) -> dict[str, bytes]:
-    return {name: one.get_state().cpu().numpy().tobytes() for name, one in owned.items()}
+    return {name: bytes_of(one.get_state()) for name, one in owned.items()}
 
 
 def _set_states(owned: dict[str, torch.Generator], states: dict[str, bytes]) -> None:
@@ -239,10 +215,6 @@ class BatchPosition(DataPosition):
     """Position of one loader with GlobalBatches. It is the same on all ranks.
 
     A batch counts as used once the next one is requested, or the state is saved.
-
-    Args:
-        loader: loader of the Accelerator.
-        batches: its batch sampler.
     """
 
     def __init__(self, loader: Any, batches: DividedBatches) -> None:
@@ -260,7 +232,7 @@ class BatchPosition(DataPosition):
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._active is not None:
-            self._reach(self._num_given)
+            self._reach()
         return {**super().state_dict(), "num_used": self.num_used, "batches": self._batches.state_dict()}
 
     @override
@@ -296,26 +268,26 @@ class BatchPosition(DataPosition):
         in_step = self._num_before % self._batches.accumulation_steps
         if number <= in_step:
             return False
-        self._reach(self._num_given)
+        self._reach()
         self._num_given = self._num_before - in_step + number
         return True
 
-    def _reach(self, num_batches: int) -> None:
-        """Count the steps of the epoch's first batches."""
+    def _reach(self) -> None:
+        """Count the steps of the batches that were given."""
         parts = self._batches.accumulation_steps
-        num_steps = num_batches // parts - self._num_before // parts
+        num_steps = self._num_given // parts - self._num_before // parts
         self._batches.complete_steps(num_steps - self._num_steps)
         self._num_steps = num_steps
 
     @override
     def leave(self) -> None:
-        self._reach(self._num_given)
+        self._reach()
         self._num_before = self._num_given
         super().leave()
 
     @override
     def end(self, loader: Any, *, is_empty: bool) -> None:
-        self._reach(self._num_given)
+        self._reach()
         self._num_before = 0
         super().end(loader, is_empty=is_empty)
 
@@ -339,13 +311,7 @@ def batches_of(loader: Any) -> DividedBatches | None:
 
 
 def prepare_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_device: bool | None) -> Any:
-    """Prepare a loader with GlobalBatches, which divide the data among the ranks themselves.
-
-    Args:
-        accelerator: the Accelerator.
-        loader: loader of the user.
-        on_device: move the batches to the device; None as the Accelerator is configured.
-    """
+    """Prepare a loader with GlobalBatches, which divide the data among the ranks themselves."""
     own: Any = accelerator
     batches = batches_of(loader)
     assert batches is not None
@@ -398,17 +364,11 @@ def _check_ranks(own: Any, batches: DividedBatches) -> None:
 
 
 class PositionedLoader:
-    """Part of a prepared loader's class that records and continues its passes.
+    """Part of a prepared loader's class that records and continues its passes."""
 
-    Attributes:
-        holdfast_position: position, which a loader without the first batches shares with its origin.
-        holdfast_origin: loader that the first batches were left out of; None for a whole one.
-        holdfast_continues: this loader continues the pass of a checkpoint, if it has one.
-    """
-
-    holdfast_position: DataPosition
-    holdfast_origin: Any = None
-    holdfast_continues = False
+    holdfast_position: DataPosition  # a loader without the first batches shares that of its origin
+    holdfast_origin: Any = None  # loader that the first batches were left out of; None for a whole one
+    holdfast_continues = False  # this loader continues the pass of a checkpoint, if it has one
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of a pass.
@@ -438,12 +398,7 @@ class PositionedLoader:
 
 
 def add_position(loader: Any, before: UnpreparedGenerators | None = None) -> Any:
-    """Have a prepared loader record its position. Returns the same loader.
-
-    Args:
-        loader: the loader.
-        before: generators before it was prepared; None if that was before `attach`.
-    """
+    """Have a prepared loader record its position. Returns the same loader."""
     if not isinstance(_position_of(loader), DataPosition):
         insert_class(loader, PositionedLoader, before=type(loader))
         batches = batches_of(loader)
@@ -456,13 +411,7 @@ def add_position(loader: Any, before: UnpreparedGenerators | None = None) -> Any
 
 
 def follow_position(loader: Any, origin: Any, *, continues: bool) -> Any:
-    """Share the position of a whole loader with one without its first batches. Returns the latter.
-
-    Args:
-        loader: loader without the first batches.
-        origin: the whole loader; one without a position is left as it is.
-        continues: it may continue the pass of a checkpoint.
-    """
+    """Share the position of a whole loader with one without its first batches. Returns the latter."""
     position = _position_of(origin)
     if isinstance(position, DataPosition) and hasattr(loader, "iteration"):
         insert_class(loader, PositionedLoader, before=type(loader))

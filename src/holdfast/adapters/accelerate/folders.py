@@ -1,4 +1,4 @@
-"""Folders of a run with Accelerate: referring to a home or its own, and the choice of one to load."""
+"""Folders of a run with Accelerate: those that refer to a home, and its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 
 from holdfast.adapters.kit.run import HOME
 from holdfast.adapters.kit.saved_files import folder_fault, read_json
-from holdfast.checkpoint.store.endpoints import check_endpoint
-from holdfast.errors import InvalidInput
 from holdfast.system.documents import is_text
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import partial_file, remove_folder, remove_partial_files
@@ -43,13 +41,7 @@ def is_stock(folder: Path) -> bool:
 
 
 def find_fault(folder: Path, *, ranks: Collection[int], num_optimizers: int) -> str | None:
-    """Return why a state cannot be loaded from a folder of Accelerate; None if it can.
-
-    Args:
-        folder: the folder.
-        ranks: ranks whose generators it has to have.
-        num_optimizers: number of optimizers that it has to have.
-    """
+    """Return why a state cannot be loaded from a folder of Accelerate; None if it can."""
     if not any(_models(folder)):
         return "it has no model"
     needed = [f"random_states_{rank}.pkl" for rank in ranks]
@@ -72,17 +64,11 @@ _MOVED = "interrupted-"
 
 @dataclass(frozen=True, slots=True)
 class FolderMarker:
-    """Content of the file that names a folder's checkpoint.
+    """Content of the file that names a folder's checkpoint."""
 
-    Attributes:
-        home: absolute path or URL of the home.
-        steps: steps that the folder was saved as, the newest last.
-        is_new: the save has made the folder; what is in it belongs to the checkpoint.
-    """
-
-    home: str
-    steps: tuple[int, ...]
-    is_new: bool
+    home: str  # absolute path or URL
+    steps: tuple[int, ...]  # that the folder was saved as, the newest last
+    is_new: bool  # the save has made the folder; what is in it belongs to the checkpoint
 
 
 def read_marker(folder: Path) -> FolderMarker | None:
@@ -100,13 +86,7 @@ def read_marker(folder: Path) -> FolderMarker | None:
 
 
 class Folders:
-    """Folders of one run.
-
-    Args:
-        root: folder that they are in, usually.
-        home: path or URL of the run's home.
-        writes: this rank makes and removes them, as it would write Accelerate's own files.
-    """
+    """Folders of one run."""
 
     def __init__(self, root: Path, home: str, *, writes: bool) -> None:
         self.root, self._home, self._writes = root.absolute(), home, writes
@@ -127,13 +107,7 @@ class Folders:
         return self.root / name
 
     def make(self, name: str, step: int, *, complete: Collection[int]) -> None:
-        """Create the folder of a step, or add the step to its marker.
-
-        Args:
-            name: name of the folder.
-            step: the step.
-            complete: steps of the complete checkpoints, of which the folder may name one.
-        """
+        """Create the folder of a step, or add the step to its marker."""
         if not self._writes:
             return
         folder = self.path(name)
@@ -157,12 +131,7 @@ class Folders:
             remove_folder(self.path(name))
 
     def tidy(self, names: Mapping[int, str], complete: Collection[int]) -> None:
-        """Make the folders match the home: create missing ones, and remove those of no checkpoint.
-
-        Args:
-            names: name of each complete checkpoint's folder, by step.
-            complete: steps of the complete checkpoints.
-        """
+        """Make the folders match the home: create missing ones, and remove those of no checkpoint."""
         if not self._writes:
             return
         if self.root.is_dir():
@@ -216,101 +185,3 @@ def _write(folder: Path, content: str) -> None:
     with partial_file(folder, mode=0o777, is_folder=True) as partial:
         (partial / _MARKER).write_text(content)
         partial.rename(folder)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """State to load.
-
-    Attributes:
-        folder: its folder.
-        step: step of the checkpoint; None for a folder that Accelerate has written itself.
-        home: home of the checkpoint if it is another run's.
-    """
-
-    folder: str
-    step: int | None
-    home: str | None = None
-
-
-class LoadCandidates:
-    """Candidates of one load.
-
-    Args:
-        folders: folders of the run.
-        names: name of each complete checkpoint's folder, by step.
-        complete: steps of the complete checkpoints.
-        ranks: ranks that load.
-        num_optimizers: number of optimizers to load.
-        is_automatic: folders have the names of `automatic_checkpoint_naming`.
-    """
-
-    def __init__(
-        self,
-        folders: Folders,
-        names: Mapping[int, str],
-        complete: Collection[int],
-        *,
-        ranks: Collection[int],
-        num_optimizers: int,
-        is_automatic: bool,
-    ) -> None:
-        self._folders, self._names, self._complete = folders, names, complete
-        self._ranks, self._num_optimizers = ranks, num_optimizers
-        self._is_automatic = is_automatic
-
-    def newest_first(self) -> list[Candidate]:
-        """Return all candidates of the run, the newest first.
-
-        Folders that Accelerate has written are among them if their names have an order.
-        """
-        own = [
-            Candidate(str(self._folders.path(name)), step) for step, name in sorted(self._names.items())[::-1]
-        ]
-        if not self._is_automatic:
-            return own
-        stock = [
-            Candidate(str(path), None)
-            for name in self._folders.list()
-            if automatic_number(name) is not None
-            and is_stock(path := self._folders.path(name))
-            and read_marker(path) is None
-        ]
-        return sorted([*own, *stock], key=_number, reverse=True)
-
-    def of_path(self, path: Path, home: str) -> Candidate:
-        """Return the candidate that a path names.
-
-        Args:
-            path: folder that `save_state` was called with.
-            home: path or URL of the run's home.
-        """
-        if not path.is_dir():
-            raise InvalidInput(f"Tried to find {path} but folder does not exist. Nothing was loaded.")
-        marker = read_marker(path)
-        if marker is None:
-            self.check_stock(path)
-            return Candidate(str(path), None)
-        if not self._folders.is_ours(marker):
-            check_endpoint(marker.home, f"The folder {path}", own=home)
-            return Candidate(str(path), marker.steps[-1], marker.home)
-        steps = [step for step in marker.steps if step in self._complete]
-        if not steps:
-            newest = self.newest_first()
-            advice = f"The newest that is: {newest[0].folder}." if newest else "There is no other."
-            raise InvalidInput(
-                f"{path} is of a save that was interrupted before it was complete in {home}. Nothing was "
-                f"loaded. {advice} If attach() is given the home, it removes such folders at the start."
-            )
-        return Candidate(str(path), steps[-1])
-
-    def check_stock(self, folder: Path) -> None:
-        """Check a folder that Accelerate has written itself."""
-        fault = find_fault(folder, ranks=self._ranks, num_optimizers=self._num_optimizers)
-        if fault is not None:
-            raise InvalidInput(f"No state can be loaded from {folder}: {fault}. Nothing was loaded.")
-
-
-def _number(candidate: Candidate) -> int:
-    number = automatic_number(Path(candidate.folder).name)
-    return -1 if number is None else number

@@ -6,24 +6,25 @@ import os
 import weakref
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 
 from holdfast.adapters.accelerate.folders import (
-    Candidate,
     Folders,
-    LoadCandidates,
     automatic_number,
+    find_fault,
+    is_stock,
     number_of,
+    read_marker,
 )
-from holdfast.adapters.kit.batches import DividedBatches
+from holdfast.adapters.kit.attachment import unwrapped
+from holdfast.adapters.kit.data import DividedBatches
 from holdfast.adapters.kit.run import Notices, TrainerRun, split_notices
+from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import (
     Corrupt,
     HoldfastError,
@@ -42,20 +43,17 @@ if TYPE_CHECKING:
 _log = get_logger("adapters")
 
 
-class Session:
-    """Saves and loads of one Accelerator.
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """State to load."""
 
-    Args:
-        accelerator: the attached Accelerator.
-        settings: settings given to `attach`, with a home.
+    folder: str
+    step: int | None  # None for a folder that Accelerate has written itself
+    home: str | None = None  # of the checkpoint, if it is another run's
 
-    Attributes:
-        is_open: False once it is closed, also by a new session of this process for the same home.
-        notices: preemption notices.
-        saved_step: step of the newest durable save of this process.
 
-    Ranks: collective, and so are all methods but `forget`.
-    """
+class Session(TrainerRun):
+    """Saves and loads of one Accelerator. All methods but `forget` are collective."""
 
     def __init__(self, accelerator: HoldfastAccelerator, settings: Settings) -> None:
         assert settings.home is not None, "a session has a home"
@@ -63,35 +61,32 @@ class Session:
         self._accelerator = accelerator
         self._state: dict[str, Any] = {FOLDERS: {}, PROGRESS: {}}
         preemption, watches = split_notices(settings.options.get("watches", ()))
-        decided = {"group": None, "watches": watches}
-        self._run = TrainerRun(settings.home, self._state, settings.options, **decided)
-        self._checkpointer, self._ranks, self._home = self._run.checkpointer, self._run.ranks, self._run.home
-        self.notices = Notices(preemption.sources, self._ranks, signals=preemption.signals)
+        super().__init__(settings.home, self._state, settings.options, group=None, watches=watches)
+        self.notices = Notices(preemption.sources, self.ranks, signals=preemption.signals)
         self.saved_step = 0  # newest durable save of this process
-        self.is_open = True
-        for other in [one for one in _sessions if one._home == self._home]:
+        self.is_open = True  # until it is closed, also by a new session of this process for the same home
+        for other in [one for one in _sessions if one.home == self.home]:
             other.close()  # a process trains one run in a home, and this is its training now
-        self._folders = Folders(settings.root, self._home, writes=_writes(accelerator))
+        self._folders = Folders(settings.root, self.home, writes=_writes(accelerator))
         self._names: dict[int, str] = {}  # of the folders of all checkpoints, by step
         self._complete: set[int] = set()  # steps that were complete when they were listed, or are since
         self._copies_at_once = False
         self._save_s = 0.0  # time of the last durable save
         self._chosen: Candidate | None = None
-        self._open()
+        self._match_folders()
         _sessions.add(self)
 
     # -- the beginning ---------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _match_folders(self) -> None:
         """Read the names of the folders, and make the folders match the home."""
-        self._checkpointer.restore(only=[FOLDERS])  # waits for keepers, which may complete a checkpoint
-        self._complete = set(self._ranks.of_rank_0(self._checkpointer.all_steps))
+        self.checkpointer.restore(only=[FOLDERS])  # waits for keepers, which may complete a checkpoint
+        self._complete = set(self.ranks.of_rank_0(self.checkpointer.all_steps))
         self._has_begun = not self._complete
         names: dict[str, str] = self._state[FOLDERS]
         self._names = {int(step): name for step, name in names.items() if int(step) in self._complete}
-        self._ranks.first_of(
-            range(self._ranks.world_size), lambda: self._folders.tidy(self._names, self._complete)
-        )
+        every = range(self.ranks.world_size)
+        self.ranks.first_of(every, lambda: self._folders.tidy(self._names, self._complete))
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -118,12 +113,12 @@ class Session:
         self._names[step] = name
         self._checkpoint(step, models)
         for one in sorted({*gone, *replaced, *surplus}):
-            self._checkpointer.delete(one)
+            self.checkpointer.delete(one)
         config.iteration += 1
         self._settle()
         if reason is not None:
             self.notices.agreed = reason
-            self._checkpointer.stop(step)
+            self.checkpointer.stop(step)
         return folder
 
     def _name_of(self, output_dir: str | os.PathLike[str] | None) -> str:
@@ -144,8 +139,8 @@ class Session:
         Returns:
             The reason of a preemption notice, if any; the step; and the steps whose folders are gone.
         """
-        is_first = self._ranks.rank == 0
-        outcomes = self._ranks.agree(
+        is_first = self.ranks.rank == 0
+        outcomes = self.ranks.agree(
             lambda: (self.notices.reason, self._begin_save(name) if is_first else None)
         )
         for outcome in outcomes:
@@ -162,7 +157,7 @@ class Session:
         if not self._has_begun:
             newest = max(self._complete)
             what = f"save_state() was called without load_state() of {self._names.get(newest, 'it')}"
-            self._run.refuse_new_run(newest, what, "saved", "Call load_state()")
+            self.refuse_new_run(newest, what, "saved", "Call load_state()")
         config, folder = self._accelerator.project_configuration, self._folders.path(name)
         if config.automatic_checkpoint_naming and folder.exists():
             raise InvalidInput(
@@ -176,7 +171,7 @@ class Session:
 
     def _next_step(self, name: str) -> int:
         """Return the step of a new checkpoint: the folder's number, if it is greater than all before."""
-        newest = max([*self._complete, *(save.step for save in self._run.pending)], default=-1)
+        newest = max([*self._complete, *(save.step for save in self.pending)], default=-1)
         number = number_of(Path(name).name)
         return newest + 1 if number is None or number <= newest else number
 
@@ -187,7 +182,7 @@ class Session:
             return []
         steps = sorted(self._names)
         surplus = steps[: max(0, len(steps) + 1 - limit)]
-        self._run.doomed |= {step: self._names[step] for step in surplus}
+        self.doomed |= {step: self._names[step] for step in surplus}
         return surplus
 
     def _checkpoint(self, step: int, models: list[int]) -> None:
@@ -201,7 +196,7 @@ class Session:
         silenced: list[type[Warning]] = [LoaderWarning]  # the positions of prepared loaders are saved
         if len(models) < len(accelerator._models):  # hooks may have saved the others
             silenced.append(StrayParametersWarning)
-        save = self._run.save(step, silenced=silenced)
+        save = self.save_step(step, silenced=silenced)
         if self._copies_at_once:
             save.wait_staged()
 
@@ -218,23 +213,23 @@ class Session:
 
     def _settle(self) -> None:
         """Record which saves are durable or have failed, and remove folders that are not needed."""
-        for save in self._run.settle():
+        for save in self.settle():
             if save.durable:
                 self._complete.add(save.step)
                 self.saved_step, self._save_s = save.step, save.durable_s or 0.0
             elif self._names.get(save.step) is not None:
                 self._copies_at_once = True  # something but the optimizer has written to the state
                 self._folders.remove_interrupted(self._names.pop(save.step))
-        for step, name in self._run.pop_doomed().items():
+        for step, name in self.pop_doomed().items():
             self._folders.remove(name)
             self._complete.discard(step)
 
     def _wait_for_limit(self) -> None:
         """Wait until folders that are not needed are removed: saves may be faster than the disk."""
         self._settle()
-        while self._run.doomed and self._run.pending:
+        while self.doomed and self.pending:
             with suppress(HoldfastError):  # a later one may succeed
-                self._run.pending[0].wait_durable()
+                self.pending[0].wait_durable()
             self._settle()
 
     # -- loading ---------------------------------------------------------------------------------------------
@@ -247,43 +242,71 @@ class Session:
             which `load` loads.
         """
         self._finish_saves()
-        own: Any = self._accelerator
-        candidates = LoadCandidates(
-            self._folders,
-            self._names,
-            self._complete,
-            ranks=range(self._ranks.world_size),
-            num_optimizers=len(own._optimizers),
-            is_automatic=own.project_configuration.automatic_checkpoint_naming,
-        )
         path = None if asked is None else os.path.expanduser(asked)  # noqa: PTH111 - it may be a URL
-        is_home = path is not None and os.path.realpath(path) == os.path.realpath(self._home)
-        if path is None or is_home:
-            chosen = self._newest(candidates)
+        if path is None or os.path.realpath(path) == os.path.realpath(self.home):
+            chosen = self._newest()
         else:
-            row = self._ranks.of_rank_0(lambda: astuple(candidates.of_path(Path(path), self._home)))
-            chosen = Candidate(*row)
+            chosen = Candidate(*self.ranks.of_rank_0(lambda: astuple(self._of_path(Path(path)))))
         self._chosen = chosen
         return chosen.folder if chosen.step is None else None
 
-    def _newest(self, candidates: LoadCandidates) -> Candidate:
+    def _newest(self) -> Candidate:
         """Return the newest candidate that verifies."""
-        rows = self._ranks.of_rank_0(lambda: [list(astuple(one)) for one in candidates.newest_first()])
-        found = [Candidate(*row) for row in rows]
-        for one in found:
+        rows = self.ranks.of_rank_0(lambda: [list(astuple(one)) for one in self._newest_first()])
+        for found in (Candidate(*row) for row in rows):
             try:
-                if one.step is None:
-                    self._ranks.of_rank_0(lambda one=one: candidates.check_stock(Path(one.folder)))
+                if found.step is None:
+                    self.ranks.of_rank_0(lambda folder=found.folder: self._check_stock(Path(folder)))
                 else:
-                    self._checkpointer.continue_from(one.step, verify=True)
+                    self.checkpointer.continue_from(found.step, verify=True)
             except (Corrupt, InvalidInput) as error:
-                _log.warning("%s was skipped: %s", one.folder, error)
+                _log.warning("%s was skipped: %s", found.folder, error)
                 continue
-            return one
-        where = f"{self._folders.root} and {self._home}"
-        if not found:
+            return found
+        where = f"{self._folders.root} and {self.home}"
+        if not rows:
             raise InvalidInput(f"There is no state to load in {where}. Nothing was loaded.")
         raise Corrupt(f"None of the states in {where} can be loaded; see above. Nothing was loaded.")
+
+    def _newest_first(self) -> list[Candidate]:
+        """Return all candidates of the run. Accelerate's own are among them if their names have an order."""
+        steps = sorted(self._names, reverse=True)
+        own = [Candidate(str(self._folders.path(self._names[step])), step) for step in steps]
+        if not self._accelerator.project_configuration.automatic_checkpoint_naming:
+            return own
+        numbered = [
+            self._folders.path(one) for one in self._folders.list() if automatic_number(one) is not None
+        ]
+        stock = [Candidate(str(one), None) for one in numbered if is_stock(one) and read_marker(one) is None]
+        return sorted([*own, *stock], key=_number, reverse=True)
+
+    def _of_path(self, path: Path) -> Candidate:
+        """Return the candidate of a folder that `save_state` was called with."""
+        if not path.is_dir():
+            raise InvalidInput(f"Tried to find {path} but folder does not exist. Nothing was loaded.")
+        marker = read_marker(path)
+        if marker is None:
+            self._check_stock(path)
+            return Candidate(str(path), None)
+        if not self._folders.is_ours(marker):
+            check_endpoint(marker.home, f"The folder {path}", own=self.home)
+            return Candidate(str(path), marker.steps[-1], marker.home)
+        steps = [step for step in marker.steps if step in self._complete]
+        if not steps:
+            newest = self._newest_first()
+            advice = f"The newest that is: {newest[0].folder}." if newest else "There is no other."
+            raise InvalidInput(
+                f"{path} is of a save that was interrupted before it was complete in {self.home}. Nothing "
+                f"was loaded. {advice} If attach() is given the home, it removes such folders at the start."
+            )
+        return Candidate(str(path), steps[-1])
+
+    def _check_stock(self, folder: Path) -> None:
+        """Check a folder that Accelerate has written itself."""
+        num_optimizers = len(self._accelerator._optimizers)
+        fault = find_fault(folder, ranks=range(self.ranks.world_size), num_optimizers=num_optimizers)
+        if fault is not None:
+            raise InvalidInput(f"No state can be loaded from {folder}: {fault}. Nothing was loaded.")
 
     def load(self, *, strict: bool) -> None:
         """Load the chosen checkpoint."""
@@ -298,20 +321,15 @@ class Session:
         is_partial = len(models) < len(accelerator._models)
         only = [*self._state, GENERATORS] if is_partial else None
         if chosen.home is None:
-            self._checkpointer.restore(chosen.step, strict=strict, only=only)
+            self.checkpointer.restore(chosen.step, strict=strict, only=only)
         else:
-            self._load_elsewhere(chosen, strict=strict, only=only)
+            with self.reader_of(chosen.home, self._state) as elsewhere:
+                elsewhere.restore(chosen.step, strict=strict, only=only)
+            self._continue_home()
         accelerator.step = self._state[PROGRESS]["step"]
         self._set_iteration(self._state[PROGRESS]["iteration"])
         self._has_begun = True
-        self._run.announce("loaded step %d of %s (%s)", chosen.step, chosen.home or self._home, chosen.folder)
-
-    def _load_elsewhere(self, chosen: Candidate, *, strict: bool, only: list[str] | None) -> None:
-        """Load a checkpoint of another run's home."""
-        assert chosen.home is not None
-        with self._run.reader_of(chosen.home, self._state) as elsewhere:
-            elsewhere.restore(chosen.step, strict=strict, only=only)
-        self._continue_home()
+        self.announce("loaded step %d of %s (%s)", chosen.step, chosen.home or self.home, chosen.folder)
 
     def continue_after(self, folder: str) -> None:
         """Continue the run after a folder that Accelerate has written itself was loaded."""
@@ -319,30 +337,26 @@ class Session:
         self._continue_home()
         self._set_iteration()
         self._has_begun = True
-        self._run.announce("loaded %s, which Accelerate has written", folder)
+        self.announce("loaded %s, which Accelerate has written", folder)
 
     def _continue_home(self) -> None:
         if self._complete:
-            self._checkpointer.continue_from()
+            self.checkpointer.continue_from()
 
     def _set_iteration(self, saved: int = 0) -> None:
-        """Set the number of the next folder, so that it follows all existing ones.
-
-        Args:
-            saved: number of the next folder according to the checkpoint.
-        """
+        """Set the number of the next folder: `saved` of a checkpoint, but after all existing ones."""
         config = self._accelerator.project_configuration
         config.iteration = max(config.iteration, saved)
         if config.automatic_checkpoint_naming:
-            numbers = [automatic_number(one) for one in self._ranks.of_rank_0(self._folders.list)]
+            numbers = [automatic_number(one) for one in self.ranks.of_rank_0(self._folders.list)]
             config.iteration = max([config.iteration, *(one + 1 for one in numbers if one is not None)])
 
     def _finish_saves(self) -> None:
         """Wait until no save is under way."""
-        self._run.wait_settled()  # a failed save is no candidate
+        self.wait_settled()  # a failed save is no candidate
         self._settle()
-        self._complete = set(self._ranks.of_rank_0(lambda: sorted(self._complete)))
-        existing = self._ranks.of_rank_0(
+        self._complete = set(self.ranks.of_rank_0(lambda: sorted(self._complete)))
+        existing = self.ranks.of_rank_0(
             lambda: [step for step, name in self._names.items() if self._folders.path(name).is_dir()]
         )
         self._names = {step: self._names[step] for step in existing}
@@ -351,16 +365,16 @@ class Session:
 
     def forget(self) -> None:
         """Release the prepared objects, once the last save does not need them."""
-        self._run.wait_copied()
+        self.wait_copied()
         self._state.clear()
 
     def close(self) -> None:
         """Wait until all saves are durable, and end."""
         self.is_open = False
-        self._checkpointer.close()
+        self.checkpointer.close()
         self._settle()
         self.notices.close()
-        self._ranks.barrier_and_close()
+        self.ranks.barrier_and_close()
         _sessions.discard(self)
 
 
@@ -369,6 +383,11 @@ def _writes(accelerator: HoldfastAccelerator) -> bool:
     if accelerator.project_configuration.save_on_each_node:
         return accelerator.is_local_main_process
     return accelerator.is_main_process
+
+
+def _number(candidate: Candidate) -> int:
+    number = automatic_number(Path(candidate.folder).name)
+    return -1 if number is None else number
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -395,12 +414,7 @@ _MODEL = "model"
 
 
 def live_objects(accelerator: Accelerator, models: Collection[int]) -> dict[str, Any]:
-    """Return the objects of a checkpoint by key: `model`, `model_1`, `optimizer` and so on.
-
-    Args:
-        accelerator: the attached Accelerator.
-        models: numbers of the models to include.
-    """
+    """Return the objects of a checkpoint by key: `model`, `model_1`, `optimizer` and so on."""
     own: Any = accelerator
     if any(isinstance(one, DividedBatches) for one in own._custom_objects):
         raise InvalidInput(
@@ -408,10 +422,10 @@ def live_objects(accelerator: Accelerator, models: Collection[int]) -> dict[str,
             "Nothing was saved or loaded. Prepare their loader only: its position is part of the state."
         )
     objects = {model_key(number): own._models[number] for number in models}
-    objects |= _numbered("optimizer", [_bare(one) for one in own._optimizers])
-    objects |= _numbered("scheduler", [_bare(one) for one in own._schedulers])
+    objects |= _numbered("optimizer", [unwrapped(one) for one in own._optimizers])
+    objects |= _numbered("scheduler", [unwrapped(one) for one in own._schedulers])
     objects |= _numbered("loader", [one.holdfast_position for one in own._dataloaders])
-    objects |= {f"custom_{number}": _bare(one) for number, one in enumerate(own._custom_objects)}
+    objects |= {f"custom_{number}": unwrapped(one) for number, one in enumerate(own._custom_objects)}
     if own.scaler is not None:
         objects["scaler"] = own.scaler
     return objects
@@ -466,10 +480,3 @@ def loaded_models(accelerator: Accelerator, folder: str) -> list[int]:
 
 def _numbered(name: str, values: list[Any]) -> dict[str, Any]:
     return {name if number == 0 else f"{name}_{number}": value for number, value in enumerate(values)}
-
-
-def _bare(value: Any) -> Any:
-    """Return what Accelerate's wrapper of an optimizer or a scheduler contains."""
-    if isinstance(value, AcceleratedOptimizer):
-        return value.optimizer
-    return value.scheduler if isinstance(value, AcceleratedScheduler) else value

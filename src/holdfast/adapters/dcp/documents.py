@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
@@ -20,89 +21,39 @@ from holdfast.checkpoint.state.tensors import NAMES
 from holdfast.errors import InvalidInput, Unsupported
 
 
-class _Even(NamedTuple):
-    """Splits of a rule, and the regions' indices in the order of its ranks."""
-
-    splits: tuple[tuple[int, int], ...]
-    order: tuple[int, ...]
-
-
-class _Cell(NamedTuple):
-    """Region of a tensor, and the indices of the regions that begin in it."""
-
-    region: Region
-    inside: tuple[int, ...]
-
-    def starts(self, regions: tuple[Region, ...], dim: int) -> set[int]:
-        """Return the offsets of its regions in one dimension."""
-        return {regions[index].offsets[dim] for index in self.inside}
-
-
 def find_rule(shape: tuple[int, ...], rows: Sequence[tuple[int, Region]]) -> Partitioning:
-    """Return the partitioning of a tensor, by a rule if possible. Tensors that share a rule cost less.
-
-    Args:
-        rows: (rank, region) pairs, at least one.
-    """
+    """Return the partitioning of (rank, region) pairs, by a rule if possible: tensors share it then."""
     rows = sorted(rows, key=lambda row: (row[1], row[0]))
-    even = _even(shape, tuple(region for _, region in rows))
-    if even is None or len({rank for rank, _ in rows}) < len(rows):  # a rule has one region for each rank
+    regions = tuple(region for _, region in rows)
+    has_one_each = len({rank for rank, _ in rows}) == len(rows) == len(set(regions))
+    even = _even(shape, regions) if has_one_each else None
+    if even is None:
         return ListedPartitioning(tuple(rows))
-    return EvenPartitioning(even.splits, tuple(rows[index][0] for index in even.order))
+    return EvenPartitioning(even.splits, tuple(rows[number][0] for number in even.ranks))
 
 
 @lru_cache(maxsize=64)  # hundreds of layers have tensors of the same few shapes
-def _even(shape: tuple[int, ...], regions: tuple[Region, ...]) -> _Even | None:
-    if not all(region.is_inside(shape) for region in regions):
+def _even(shape: tuple[int, ...], regions: tuple[Region, ...]) -> EvenPartitioning | None:
+    """Return the rule of some regions, with their numbers as ranks; None if they do not follow a rule."""
+    numbers = {region: number for number, region in enumerate(regions)}
+    starts = [{region.offsets[dim] for region in regions} for dim in range(len(shape))]
+
+    def search(splits: tuple[tuple[int, int], ...]) -> EvenPartitioning | None:
+        count = math.prod(parts for _, parts in splits)
+        found = [region for _, region in EvenPartitioning(splits, tuple(range(count))).regions(shape)]
+        if count == len(regions):
+            is_same = numbers.keys() == set(found)
+            return EvenPartitioning(splits, tuple(numbers[one] for one in found)) if is_same else None
+        if not all(at in starts[dim] for one in found for dim, at in enumerate(one.offsets)):
+            return None  # whatever divides these regions further, they begin where none of the wanted does
+        for dim, known in enumerate(starts):
+            most = len(known) // math.prod(parts for which, parts in splits if which == dim)
+            for parts in range(most, 1, -1):  # one split into many rather than many into few
+                if len(regions) % (count * parts) == 0 and (rule := search((*splits, (dim, parts)))):
+                    return rule
         return None
-    return _split([_Cell(Region.whole(shape), tuple(range(len(regions))))], regions)
 
-
-def _split(cells: Sequence[_Cell], regions: tuple[Region, ...]) -> _Even | None:
-    """Return the splits that divide every cell into its regions, or None."""
-    first, *others = cells
-    if len(first.inside) == 1:
-        is_whole = all(len(one.inside) == 1 and regions[one.inside[0]] == one.region for one in cells)
-        return _Even((), tuple(one.inside[0] for one in cells)) if is_whole else None
-    for dim, parts in _first_splits(first, regions):
-        if all(_may_split(one, dim, parts, one.starts(regions, dim)) for one in others):
-            chunks = [chunk for one in cells for chunk in _chunks(one, regions, dim, parts)]
-            found = _split(chunks, regions)
-            if found is not None:
-                return _Even(((dim, parts), *found.splits), found.order)
-    return None
-
-
-def _first_splits(cell: _Cell, regions: tuple[Region, ...]) -> Iterator[tuple[int, int]]:
-    """Yield each (dim, parts) that may be the first split, most parts first."""
-    for dim in range(len(cell.region.sizes)):
-        starts = cell.starts(regions, dim)
-        for parts in range(len(starts), 1, -1):  # one split into many rather than many into few
-            if _may_split(cell, dim, parts, starts):
-                yield dim, parts
-
-
-def _may_split(cell: _Cell, dim: int, parts: int, starts: set[int]) -> bool:
-    """Return True if a cell may be split this way.
-
-    Each of the parts needs a region that begins in it, and equally many regions.
-    """
-    start, length = cell.region.offsets[dim], cell.region.sizes[dim]
-    edges = range(start, start + length, -(-length // parts)) if length else ()
-    return len(cell.inside) % parts == 0 and len(edges) == parts and starts.issuperset(edges)
-
-
-def _chunks(cell: _Cell, regions: tuple[Region, ...], dim: int, parts: int) -> Iterator[_Cell]:
-    """Yield each part of a split cell, with the regions that begin in it."""
-    region = cell.region
-    size = -(-region.sizes[dim] // parts)
-    members: list[list[int]] = [[] for _ in range(parts)]
-    for index in cell.inside:
-        members[(regions[index].offsets[dim] - region.offsets[dim]) // size].append(index)
-    partitioning = EvenPartitioning(((dim, parts),), tuple(range(parts)))
-    for number, chunk in partitioning.regions(region.sizes):
-        at = tuple(a + b for a, b in zip(region.offsets, chunk.offsets, strict=True))
-        yield _Cell(Region(at, chunk.sizes), tuple(members[number]))
+    return search(())
 
 
 def index_values(plans: Sequence[SavePlan]) -> ValueIndex:
@@ -228,12 +179,7 @@ def make_part(
     file: DataFile,
     encoded: dict[str, Any],
 ) -> bytes:
-    """Return the part document of a rank.
-
-    Args:
-        catalog: catalog from `make_catalog`.
-        starts: first byte of each of the rank's shards, in the order of the catalog.
-    """
+    """Return the part document of a rank."""
     draft = part.draft(
         run=claim.run,
         step=claim.step,

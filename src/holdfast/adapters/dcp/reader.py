@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -76,43 +77,19 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def spans(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], max_gap: int
 ) -> Iterator[Span]:
-    """Yield the spans of a region that is not empty.
-
-    Args:
-        max_gap: maximum gap, in elements, that is read rather than skipped.
-    """
-    yield from _split(strides_of(shape), offsets, sizes, (0,) * len(shape), 0, max_gap)
-
-
-def _split(
-    strides: tuple[int, ...],
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-    at: tuple[int, ...],
-    dim: int,
-    max_gap: int,
-) -> Iterator[Span]:
-    """Split along the first dimension from `dim` on with large gaps.
-
-    Gaps of inner dimensions are never larger, so the recursion ends at a small one.
-    """
-    while dim < len(sizes) and sizes[dim] == 1:
-        dim += 1
-    inner = 1 + sum((n - 1) * stride for n, stride in zip(sizes[dim + 1 :], strides[dim + 1 :], strict=True))
-    if dim >= len(sizes) or strides[dim] - inner <= max_gap:
-        start = sum((a + o) * stride for a, o, stride in zip(at, offsets, strides, strict=True))
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-        yield Span(start, extent, at, sizes)
-        return
-    for index in range(sizes[dim]):
-        yield from _split(
-            strides,
-            offsets,
-            (*sizes[:dim], 1, *sizes[dim + 1 :]),
-            (*at[:dim], index, *at[dim + 1 :]),
-            dim + 1,
-            max_gap,
-        )
+    """Yield the spans of a region that is not empty. Gaps of at most `max_gap` elements are read too."""
+    strides = strides_of(shape)
+    extents = [1]  # elements from the first to the last of the region, in this dimension and those after it
+    for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        extents.insert(0, extents[0] + (n - 1) * stride)
+    # Gaps of inner dimensions are never larger, so the outer ones are divided, up to the first small gap.
+    gaps = [stride - inner for stride, inner in zip(strides, extents[1:], strict=True)]
+    cut = next((dim for dim, n in enumerate(sizes) if n > 1 and gaps[dim] <= max_gap), len(sizes))
+    start = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
+    for index in itertools.product(*map(range, sizes[:cut])):
+        moved = sum(at * stride for at, stride in zip(index, strides, strict=False))
+        at = (*index, *(0,) * (len(sizes) - cut))
+        yield Span(start + moved, extents[cut], at, (*(1,) * cut, *sizes[cut:]))
 
 
 def make_sinks(
@@ -123,12 +100,7 @@ def make_sinks(
     *,
     max_gap_bytes: int,
 ) -> Iterator[tuple[int, int, Sink]]:
-    """Yield (byte in the shard, number of bytes, sink) for every span of a region.
-
-    Args:
-        target: tensor that receives the region, of the same shape.
-        max_gap_bytes: maximum gap that is read rather than skipped.
-    """
+    """Yield (byte in the shard, number of bytes, sink) for every span of a region."""
     if tuple(target.shape) != sizes:
         raise InvalidInput(
             f"{shard.name} has shape {list(sizes)}, but the tensor to load it into has {list(target.shape)}.",
@@ -209,14 +181,7 @@ class HoldfastReader(StorageReader):
         return None if self._opened is None else self._opened.manifest.step
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """Choose the checkpoint, and read its manifest and the part of rank 0.
-
-        Raises:
-            NotFound: the home has no complete checkpoint, or not of that step.
-            Corrupt: the manifest or part is damaged, and no other checkpoint can be loaded.
-            RetryLater: the newest checkpoint, or that of the step, could not be read for 2 minutes.
-            Denied: the store refuses access.
-        """
+        """Choose the checkpoint, and read its manifest and the part of rank 0."""
         self._opened = opened = _open(self._target)
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(_tensors(opened))
         entries.update((name, BytesStorageMetadata()) for name in opened.index.ranks)
@@ -235,11 +200,7 @@ class HoldfastReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks have chosen the same checkpoint.
-
-        Raises:
-            RetryLater: a checkpoint was completed while the ranks chose the newest.
-        """
+        """Check that all ranks have chosen the same checkpoint."""
         chosen = {plan.storage_data for plan in plans}
         if len(chosen) > 1:
             steps = sorted(step for _, step in chosen)

@@ -85,10 +85,6 @@ def claim_save(
     DCP does not pass on which checkpoint the run was loaded from. The save is assumed to continue the
     newest checkpoint below `step`, so a run that saves an earlier step again supersedes the checkpoints
     after it.
-
-    Args:
-        trainer: process id of the trainer, which may be another process than this one.
-        overwrite: allow a save of a step that has a checkpoint.
     """
     with _lock:
         home = list_home(store)

@@ -40,11 +40,6 @@ def stage(planner: SavePlanner, items: Sequence[tuple[WriteItem, Shard]], layout
     """Copy tensors into a new buffer with the bytes of a data file.
 
     Each is resolved, copied and released in turn.
-
-    Args:
-        items: tensors to copy, in the order of the layout's starts.
-
-    Blocks: until the tensors are copied, also from devices.
     """
     memory = mmap.mmap(-1, layout.file_bytes)
     with contextlib.suppress(OSError):  # a kernel without huge pages, which halve the cost of new memory
@@ -138,11 +133,7 @@ class HoldfastWriter(StorageWriter):
         self._own_save = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check the options of a save.
-
-        Raises:
-            Unsupported: the save uses no collectives, so the ranks cannot write one checkpoint together.
-        """
+        """Check the options of a save."""
         if not kwargs.get("use_collectives", True):
             raise Unsupported(
                 "dcp.save(use_collectives=False) cannot write a Holdfast checkpoint, because the coordinator "
@@ -150,33 +141,18 @@ class HoldfastWriter(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check the plan of this rank.
-
-        Raises:
-            Unsupported: the planner's plan cache is on.
-        """
+        """Check the plan of this rank."""
         _refuse_plan_caching(not getattr(plan, "usable", True))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check the tensors of all ranks and claim an attempt, on the coordinator.
-
-        Raises:
-            Conflict: another trainer has taken over this home; or the checkpoint exists, and `overwrite` is
-                False.
-            InvalidInput, Unsupported: a tensor cannot be saved. Nothing was written.
-            RetryLater: the store failed.
-        """
+        """Check the tensors of all ranks and claim an attempt, on the coordinator."""
         for plan in plans:
             _refuse_plan_caching(not getattr(plan, "usable", True))
         catalog, index = documents.make_catalog(plans), documents.index_values(plans).text()
         store = open_store(self._target.home)
         save_claim = claim_save(
-            store,
-            self._target.step,
-            world_size=len(plans),
-            trainer=self._trainer,
-            overwrite=self._overwrite,
+            store, self._target.step, world_size=len(plans), trainer=self._trainer, overwrite=self._overwrite
         )
         self._own_save = RankSave(save_claim, 0, catalog, index)
         others = [RankSave(save_claim, rank, catalog) for rank in range(1, len(plans))]
@@ -220,12 +196,6 @@ class HoldfastWriter(StorageWriter):
         """Commit the checkpoint and delete old ones, on the coordinator.
 
         All ranks' files are durable by then.
-
-        Raises:
-            Conflict: a newer attempt has taken over the home. The checkpoint does not exist.
-            InvalidInput: the ranks' parts do not fit together. The checkpoint does not exist.
-            Corrupt: a part is damaged. The checkpoint does not exist.
-            RetryLater: the store failed.
 
         Blocks: until the checkpoint is durable.
         """

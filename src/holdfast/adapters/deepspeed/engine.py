@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from holdfast.adapters.deepspeed.resharding import returning_weights
-from holdfast.adapters.deepspeed.session import SaveArguments, Session, Settings
+from holdfast.adapters.deepspeed.session import Session
 from holdfast.adapters.kit.attachment import check_attach, insert_class
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput, Unsupported
@@ -86,17 +86,16 @@ class HoldfastEngine(DeepSpeedEngine):
             and backward pass, and its next step waits for the copy.
         """
         session = self.holdfast_session
+        request = {
+            "save_dir": save_dir,
+            "tag": tag,
+            "save_latest": save_latest,
+            "exclude_frozen_parameters": exclude_frozen_parameters,
+        }
         if save_dir:
-            request = SaveArguments(save_dir, tag, save_latest, exclude_frozen_parameters)
             session.begin_save(request, has_client_state=bool(client_state))
         with session.files.collecting(session.commit):
-            done = super().save_checkpoint(
-                save_dir,
-                tag=tag,
-                client_state=client_state,
-                save_latest=save_latest,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
+            done = super().save_checkpoint(client_state=client_state, **request)
         session.end_save()
         return done
 
@@ -202,7 +201,7 @@ def attach(
             f"{type(client_state).__name__}. The engine was not changed. Write client_state=lambda: ..."
         )
     check_engine(engine)
-    settings = Settings(None if home is None else parse_home(home), client_state, options)
+    parsed = None if home is None else parse_home(home)
     attached = insert_class(engine, HoldfastEngine, before=type(engine))
-    attached.holdfast_session = Session(attached, settings)
+    attached.holdfast_session = Session(attached, parsed, client_state, options)
     return engine

@@ -35,15 +35,10 @@ class UnsupportedRanks(Unsupported, ZeRORuntimeException):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Parameters as an engine flattens them.
+    """Parameters as an engine flattens them."""
 
-    Attributes:
-        groups: size of each parameter by name, in the order of each flat group.
-        partition_sizes: elements of a rank's partition of each flat group, with padding.
-    """
-
-    groups: tuple[tuple[tuple[str, int], ...], ...]
-    partition_sizes: tuple[int, ...]
+    groups: tuple[tuple[tuple[str, int], ...], ...]  # name and size of each parameter, by flat group
+    partition_sizes: tuple[int, ...]  # elements of a rank's partition of each flat group, with padding
 
 
 def check_layouts(saved: Layout, live: Layout, tag: str) -> None:
@@ -58,14 +53,7 @@ def check_layouts(saved: Layout, live: Layout, tag: str) -> None:
 
 
 def reshard(states: Sequence[Mapping[str, Any]], live: Layout, rank: int, world_size: int) -> dict[str, Any]:
-    """Return the state of a partitioned optimizer, divided among another number of ranks.
-
-    Args:
-        states: `optimizer_state_dict` of each rank that has saved.
-        live: layout of the engine that loads.
-        rank: rank that loads.
-        world_size: number of ranks that load.
-    """
+    """Return the state of a partitioned optimizer, divided among another number of ranks."""
     first = dict(states[0])
     stage = int(first["zero_stage"])
     flat_key, base_key = (_FLAT_3, _BASE_3) if stage == _PARTITIONED else (_FLAT_12, _BASE_12)
@@ -125,14 +113,7 @@ def _split_flat(parts: Sequence[torch.Tensor], total: int, rank: int, size: int)
 def split_each(
     parts: Sequence[torch.Tensor], sizes: Sequence[int], *, rank: int, world_size: int
 ) -> torch.Tensor:
-    """Return a rank's partition of each parameter of a group, as ZeRO 3 has them.
-
-    Args:
-        parts: partitions of the ranks that have saved, each with all parameters of the group.
-        sizes: number of elements of each parameter.
-        rank: rank that loads.
-        world_size: number of ranks that load.
-    """
+    """Return a rank's partition of each parameter of a group, as ZeRO 3 has them."""
     found, start = [], 0
     for size in sizes:
         saved, live = math.ceil(size / len(parts)), math.ceil(size / world_size)
@@ -156,12 +137,7 @@ _MODEL = "mp_rank_00_model_states.pt"
 
 
 class ReshardedFiles:
-    """Files of one checkpoint as this number of ranks would have saved them.
-
-    Args:
-        files: the files as they were saved.
-        engine: engine that loads.
-    """
+    """Files of one checkpoint as this number of ranks would have saved them."""
 
     def __init__(self, files: SavedFiles, engine: Any) -> None:
         self.facts: Facts = files.facts

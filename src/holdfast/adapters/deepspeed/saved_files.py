@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -36,19 +36,12 @@ _RESERVED = frozenset({META, "rng"})
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts about one save of an engine.
+    """Facts about one save of an engine."""
 
-    Attributes:
-        tag: DeepSpeed's name of the checkpoint.
-        is_latest: a load without a tag may take it.
-        global_steps: DeepSpeed's count of optimizer steps.
-        has_client_state: the script has given a client state.
-    """
-
-    tag: str
-    is_latest: bool
-    global_steps: int
-    has_client_state: bool
+    tag: str  # DeepSpeed's name of the checkpoint
+    is_latest: bool  # a load without a tag may take it
+    global_steps: int  # DeepSpeed's count of optimizer steps
+    has_client_state: bool  # the script has given a client state
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> Facts:
@@ -80,20 +73,8 @@ def make_state(facts: Facts, files: Mapping[str, Packed]) -> dict[str, Any]:
     return state
 
 
-def file_names(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the files that a rank has saved."""
-    return list(values[META]["partitions"])
-
-
 class SavedFiles:
-    """Files of one checkpoint, of all ranks. Every byte is verified.
-
-    Args:
-        facts: facts about the save.
-        own: this rank's content, which is loaded already; {} if other numbers of ranks have saved it.
-        checkpoint: the same checkpoint, opened for the files of other ranks.
-        owners: lowest rank that has saved each file.
-    """
+    """Files of one checkpoint, of all ranks. Every byte is verified."""
 
     def __init__(
         self, facts: Facts, own: Mapping[str, Any], checkpoint: Checkpoint, owners: Mapping[str, int]
@@ -134,28 +115,17 @@ def name_in(folder: str, path: str) -> str | None:
 
 
 _log = get_logger("deepspeed")
-_T = TypeVar("_T")
 _homes: dict[tuple[str, int], RunHome] = {}
 
 
-class RunHome:
-    """Checkpoints of one run. Engines of one process that use the same home share it.
-
-    Args:
-        home: folder or URL.
-        options: options of the Checkpointer.
-
-    Ranks: all methods are collective.
-    """
+class RunHome(TrainerRun):
+    """Checkpoints of one run. Engines of one process that use the same home share it; collective."""
 
     def __init__(self, home: Home, options: Mapping[str, Any]) -> None:
+        super().__init__(home, None, options)
         self._options = dict(options)
-        self._run = TrainerRun(home, None, options)
-        self._checkpointer, self._ranks, self.url = self._run.checkpointer, self._run.ranks, self._run.home
-        self.announce = self._run.announce
-        self.wait_copied = self._run.wait_copied
         self._may_save = False  # the home is empty, or the run was continued
-        self._last = 0  # step of the newest save or load
+        self.last = 0  # step of the newest save or load
         self._save: Save | None = None  # the newest save
         self._step_of: dict[str, int] = {}  # by tag
 
@@ -172,141 +142,94 @@ class RunHome:
             )
         return _homes[key]
 
-    @property
-    def preempted(self) -> str | None:
-        """Reason why the run has to stop, agreed by all ranks; None while it need not."""
-        return self._checkpointer.preempted
-
-    @property
-    def waited_for_copy_s(self) -> float:
-        """Total time that optimizers have waited for copies of this process."""
-        return self._checkpointer.waited_for_copy_s
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._ranks.world_size
-
-    @property
-    def is_first(self) -> bool:
-        """True on the rank that writes notes and log lines."""
-        return self._ranks.rank == 0
-
     # -- saves -----------------------------------------------------------------------------------------------
 
     def save(self, facts: Facts, files: Mapping[str, Packed], private: Iterable[Optimizer]) -> int:
-        """Save the files of this rank under a tag. Returns the step of the checkpoint.
-
-        Args:
-            facts: facts about the save.
-            files: content of this rank's files.
-            private: memory that is copied beside the next forward and backward passes.
-
-        Blocks: for a copy of the tensors that are not in `private`.
-        """
+        """Save the files of this rank under a tag. Returns the step of the checkpoint."""
         self._check_may_save()
-        step = max(facts.global_steps, self._last + 1)
-        self._run.settle()
-        self._save = self._run.save(step, make_state(facts, files), optimizers=private)
-        self._last = step
+        step = max(facts.global_steps, self.last + 1)
+        self.settle()
+        self._save = self.save_step(step, make_state(facts, files), optimizers=private)
+        self.last = step
         replaced = self._step_of.get(facts.tag)
         self._step_of[facts.tag] = step
         if replaced is not None and replaced != step:
-            self._checkpointer.delete(replaced)
+            self.checkpointer.delete(replaced)
         return step
 
     def _check_may_save(self) -> None:
         if self._may_save:
             return
-        newest = self.on_first(self._checkpointer.latest_step)
+        newest = self.ranks.of_rank_0(self.checkpointer.latest_step)
         if newest is not None:
             what = "this engine has not loaded it"
-            self._run.refuse_new_run(newest, what, "saved", "Call engine.load_checkpoint() first")
+            self.refuse_new_run(newest, what, "saved", "Call engine.load_checkpoint() first")
         self._may_save = True
 
     def was_dropped(self) -> bool:
-        """Return True if a rank has dropped the last save: its memory was written meanwhile.
-
-        Blocks: until the copies of all ranks are complete.
-        """
+        """Return True if a rank has dropped the last save: its memory was written meanwhile."""
         self.wait_copied()
-        return any(self._ranks.gather(self._save is not None and isinstance(self._save.failed, InvalidInput)))
-
-    def end_step(self, step: int) -> None:
-        """Check for a preemption notice after an optimizer step."""
-        self._checkpointer.should_save(step)
-
-    def wait(self) -> None:
-        """Wait until everything saved so far is durable."""
-        self._checkpointer.wait()
-
-    def stop(self) -> NoReturn:
-        """End a preempted run, once everything is durable."""
-        self._checkpointer.stop(self._last)
+        return any(self.ranks.gather(self._save is not None and isinstance(self._save.failed, InvalidInput)))
 
     # -- loads -----------------------------------------------------------------------------------------------
 
     def tags(self) -> list[str]:
         """Return the tags of all checkpoints, each once."""
-        return self.on_first(lambda: list(dict.fromkeys(facts.tag for _, facts in self._list())))
+        return self.ranks.of_rank_0(lambda: list(dict.fromkeys(facts.tag for _, facts in self._list())))
 
     def load(self, tag: str | None, *, rng: bool) -> SavedFiles | None:
         """Load a checkpoint. Later saves continue from it.
-
-        Args:
-            tag: its tag; None for the newest one that verifies and was saved as the latest.
-            rng: also restore the random number generators.
 
         Returns:
             Its files, or None if the home does not have it.
         """
         if self._may_save and self._step_of:
-            self._checkpointer.wait()
+            self.checkpointer.wait()
         if tag is None:
             found = self._load_step(None, rng=rng)
             if found is not None and not found.facts.is_latest:
                 found = self._load_latest(rng=rng)
         else:
-            self._checkpointer.continue_from()  # a dead process's save may become complete here
-            step = self.on_first(lambda: self._find(tag))
+            self.checkpointer.continue_from()  # a dead process's save may become complete here
+            step = self.ranks.of_rank_0(lambda: self._find(tag))
             found = None if step is None else self._load_step(step, rng=rng)
         return found
 
     def continue_after(self) -> None:
         """Continue the run after a checkpoint from outside of the home was loaded."""
-        self._last = self._checkpointer.continue_from() or 0
+        self.last = self.checkpointer.continue_from() or 0
         self._may_save = True
 
     def _load_latest(self, *, rng: bool) -> SavedFiles | None:
         """Load the newest checkpoint that was saved as the latest."""
         every = self._list()
-        steps = self.on_first(lambda: [one.step for one, facts in every if facts.is_latest])
+        steps = self.ranks.of_rank_0(lambda: [one.step for one, facts in every if facts.is_latest])
         for step in steps:
             try:
                 return self._load_step(step, rng=rng)
             except Corrupt as error:
-                _log.warning("step %d of %s is skipped: %s", step, self.url, error)
+                _log.warning("step %d of %s is skipped: %s", step, self.home, error)
         if steps:
-            raise Corrupt(f"{self.url} has {len(steps)} checkpoints to resume from, and all are damaged.")
+            raise Corrupt(f"{self.home} has {len(steps)} checkpoints to resume from, and all are damaged.")
         return None
 
     def _load_step(self, step: int | None, *, rng: bool) -> SavedFiles | None:
-        own = self._checkpointer.load(step, rng=rng)
+        own = self.checkpointer.load(step, rng=rng)
         self._may_save = True
         if own is None:
             return None
-        found, attempt = self._checkpointer.restored_step, self._checkpointer.restored_attempt
+        found, attempt = self.checkpointer.restored_step, self.checkpointer.restored_attempt
         assert found is not None
-        self._last = found
-        facts = Facts.parse(own, f"Step {found} of {self.url}")
+        self.last = found
+        facts = Facts.parse(own, f"Step {found} of {self.home}")
         self._step_of[facts.tag] = found
-        checkpoint = open_loaded(self.url, found, attempt)
-        is_equal = checkpoint.world_size == self._ranks.world_size
-        owners = self._owners(own) if is_equal else self.on_first(lambda: _read_owners(checkpoint))
+        checkpoint = open_loaded(self.home, found, attempt)
+        is_equal = checkpoint.world_size == self.ranks.world_size
+        owners = self._owners(own) if is_equal else self.ranks.of_rank_0(lambda: _read_owners(checkpoint))
         return SavedFiles(facts, own if is_equal else {}, checkpoint, owners)
 
     def _owners(self, own: Mapping[str, Any]) -> dict[str, int]:
-        every = self._ranks.gather(file_names(own))
+        every = self.ranks.gather(list(own[META]["partitions"]))
         return {name: rank for rank, names in reversed(list(enumerate(every))) for name in names}
 
     def _find(self, tag: str) -> int | None:
@@ -315,19 +238,15 @@ class RunHome:
     def _list(self) -> list[tuple[CheckpointId, Facts]]:
         """Return the checkpoints with their facts, the newest first. Damaged ones are left out."""
         found: list[tuple[CheckpointId, Facts]] = []
-        for step in self._checkpointer.all_steps():
+        for step in self.checkpointer.all_steps():
             try:
-                checkpoint = holdfast.open(self.url, step)
-                facts = Facts.parse(checkpoint.values(), f"Step {step} of {self.url}")
+                checkpoint = holdfast.open(self.home, step)
+                facts = Facts.parse(checkpoint.values(), f"Step {step} of {self.home}")
             except HoldfastError as error:
-                _log.warning("step %d of %s is skipped: %s", step, self.url, error)
+                _log.warning("step %d of %s is skipped: %s", step, self.home, error)
                 continue
             found.append((checkpoint.manifest.checkpoint_id, facts))
         return sorted(found, key=lambda one: one[0], reverse=True)
-
-    def on_first(self, work: Callable[[], _T]) -> Any:
-        """Call `work` on rank 0, and return its result on every rank."""
-        return self._ranks.first_of((0,), work)
 
 
 def _read_owners(checkpoint: Checkpoint) -> dict[str, int]:

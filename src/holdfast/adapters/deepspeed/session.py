@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from torch.optim import Optimizer
 
 from holdfast.adapters.deepspeed.resharding import ReshardedFiles
 from holdfast.adapters.deepspeed.saved_files import Facts, RunHome, SavedFiles, name_in, pack_file
-from holdfast.adapters.kit.private_memory import PrivateMemory, private_memory
-from holdfast.adapters.kit.run import HOME
+from holdfast.adapters.kit.run import HOME, PrivateMemory, private_memory
 from holdfast.checkpoint.exchange.packed_value import Packed
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.run.options import Home, parse_home
@@ -40,12 +38,7 @@ _MAX_TAG_BYTES = 4096
 
 
 def stock_tag(folder: str, tag: str | None) -> str | None:
-    """Return the tag to load from DeepSpeed's own files; None if a folder does not have them.
-
-    Args:
-        folder: folder of checkpoints.
-        tag: tag of the checkpoint; None for that in the file `latest`.
-    """
+    """Return the tag to load from DeepSpeed's own files; None if a folder does not have them."""
     wanted = _latest(folder) if tag is None else str(tag)
     if wanted is None or next((Path(folder) / wanted).glob(_PATTERN), None) is None:
         return None
@@ -137,57 +130,35 @@ def _tensors_of_module(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 _log = get_logger("deepspeed")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of an attached engine. Without a home, each folder of checkpoints has its own."""
-
-    home: Home | None
-    client_state: Callable[[], Mapping[str, Any]] | None
-    options: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveArguments:
-    """Arguments of a call of `save_checkpoint`, without the client state."""
-
-    save_dir: str
-    tag: str | None
-    save_latest: bool
-    exclude_frozen_parameters: bool
-
-
 class Session:
-    """Saves and loads of one engine.
+    """Saves and loads of one engine."""
 
-    Args:
-        engine: the engine, whose checkpoint engine is replaced.
-        settings: arguments of `attach`.
-    """
-
-    def __init__(self, engine: Any, settings: Settings) -> None:
-        self._engine, self._settings = engine, settings
+    def __init__(
+        self,
+        engine: Any,
+        home: Home | None,
+        client_state: Callable[[], Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._engine, self._client_state, self._options = engine, client_state, options
+        self._home = home  # None: each folder of checkpoints has its own
         self.files = FileEngine(engine.checkpoint_engine)
         engine.checkpoint_engine = self.files
         self._current: RunHome | None = None  # home of the last save or load
         self._folder: str | None = None  # folder of the last save or load
         self._needs_client_state = False  # the last save or load has one
-        self._request: SaveArguments | None = None  # of the last save, while it may still be dropped
+        self._request: dict[str, Any] | None = None  # arguments of the last save, while it may be dropped
         self._is_repeat = False  # the save under way replaces a dropped one
-
-    @property
-    def preempted(self) -> str | None:
-        """Reason why the run has to stop, agreed by all ranks; None while it need not."""
-        return None if self._current is None else self._current.preempted
 
     @property
     def waited_for_copy_s(self) -> float:
         """Total time that optimizers have waited for copies of this process."""
-        return 0.0 if self._current is None else self._current.waited_for_copy_s
+        return 0.0 if self._current is None else self._current.checkpointer.waited_for_copy_s
 
     def wait(self) -> None:
         """Wait until everything saved so far is durable."""
         if self._current is not None:
-            self._current.wait()
+            self._current.checkpointer.wait()
 
     def wait_copied(self) -> None:
         """Wait until the last save is copied, so that any memory may be written to."""
@@ -196,38 +167,29 @@ class Session:
 
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def begin_save(self, request: SaveArguments, *, has_client_state: bool) -> None:
-        """Open the home of a folder that is saved to.
-
-        Ranks: collective.
-        """
+    def begin_save(self, request: dict[str, Any], *, has_client_state: bool) -> None:
+        """Open the home of the folder that is saved to. `request` are the arguments of the save."""
         self._replace_dropped()
-        self._open(request.save_dir)
+        self._open(request["save_dir"])
         self._request, self._needs_client_state = request, has_client_state
 
     def commit(self, info: Any, files: dict[str, Packed]) -> None:
-        """Save the files of this rank, and write a note into their folder.
-
-        Ranks: collective.
-        """
+        """Save the files of this rank, and write a note into their folder."""
         assert self._current is not None
         steps = int(self._engine.global_steps)
         facts = Facts(info.tag, bool(info.save_latest), steps, self._needs_client_state)
         private = [] if self._is_repeat else memory_of_engine(self._engine)
         step = self._current.save(facts, files, private)
-        if self._current.is_first:
-            write_note(info.save_dir, info.tag, self._current.url, step)
+        if self._current.ranks.rank == 0:
+            write_note(info.save_dir, info.tag, self._current.home, step)
 
     def _replace_dropped(self) -> None:
-        """Save the present state with the same arguments if the last save was dropped.
-
-        Ranks: collective.
-        """
+        """Save the present state with the same arguments if the last save was dropped."""
         request, self._request = self._request, None
         if request is None or self._current is None or not self._current.was_dropped():
             return
         lost = (
-            f"The checkpoint {request.tag or 'of the last save'} was dropped: the optimizer was written "
+            f"The checkpoint {request['tag'] or 'of the last save'} was dropped: the optimizer was written "
             "to while it was copied, and not by engine.step()."
         )
         client_state = self._present_client_state()
@@ -241,108 +203,86 @@ class Session:
             return
         self._is_repeat = True
         try:
-            self._engine.save_checkpoint(client_state=client_state, **asdict(request))
+            self._engine.save_checkpoint(client_state=client_state, **request)
         finally:
             self._is_repeat, self._request = False, None
         warn(f"{lost} The state after step {self._engine.global_steps} was saved in its place.", SaveWarning)
 
     def _present_client_state(self) -> dict[str, Any] | None:
         """Return the present client state; None if only the script has it."""
-        if self._settings.client_state is not None:
-            return dict(self._settings.client_state())
+        if self._client_state is not None:
+            return dict(self._client_state())
         return None if self._needs_client_state else {}
 
     # -- loads -----------------------------------------------------------------------------------------------
 
     def find(self, folder: str, tag: str | None, *, rng: bool) -> SavedFiles | ReshardedFiles | None:
-        """Choose the checkpoint to load. Return None if DeepSpeed itself wrote it, or if none exists.
-
-        Args:
-            folder: folder of checkpoints.
-            tag: tag of the checkpoint; None for the newest one that verifies.
-            rng: also restore the random number generators.
-
-        Ranks: collective.
-        """
+        """Choose the checkpoint to load. Return None if DeepSpeed itself wrote it, or if none exists."""
         self.wait_copied()
-        home = self._open(folder)
-        if self._engine.load_universal_checkpoint() or self._is_stock(home, folder, tag):
+        run = self._open(folder)
+        if self._engine.load_universal_checkpoint() or self._is_stock(run, folder, tag):
             return None
-        found = home.load(tag, rng=rng)
+        found = run.load(tag, rng=rng)
         if found is None:
-            self._check_exists(home, folder, tag)
+            self._check_exists(run, folder, tag)
             return None
         self._needs_client_state = found.facts.has_client_state
-        saved, live = found.checkpoint.world_size, home.world_size
-        home.announce("resuming from %s: step %d of %s", found.facts.tag, found.checkpoint.step, home.url)
-        if home.is_first and saved != live:
+        saved, live = found.checkpoint.world_size, run.ranks.world_size
+        run.announce("resuming from %s: step %d of %s", found.facts.tag, found.checkpoint.step, run.home)
+        if run.ranks.rank == 0 and saved != live:
             _log.warning("%d ranks saved it: the %d ranks here have new random numbers", saved, live)
         return found if saved == live else ReshardedFiles(found, self._engine)
 
-    def _check_exists(self, home: RunHome, folder: str, tag: str | None) -> None:
+    def _check_exists(self, run: RunHome, folder: str, tag: str | None) -> None:
         """Check that DeepSpeed itself has written the checkpoint of a tag."""
-        if tag is None or home.on_first(lambda: stock_tag(folder, tag)) is not None:
+        if tag is None or run.ranks.of_rank_0(lambda: stock_tag(folder, tag)) is not None:
             return
         raise NotFound(
-            f"{home.url} does not have a checkpoint with the tag {tag!r}, and {folder} does not have files "
-            f"of DeepSpeed's own for it. Nothing was loaded. The tags in the home are {home.tags()}.",
+            f"{run.home} does not have a checkpoint with the tag {tag!r}, and {folder} does not have files "
+            f"of DeepSpeed's own for it. Nothing was loaded. The tags in the home are {run.tags()}.",
             key=tag,
         )
 
     def continue_after_stock(self) -> None:
-        """Continue the home after a checkpoint that DeepSpeed has written itself.
-
-        Ranks: collective.
-        """
+        """Continue the home after a checkpoint that DeepSpeed has written itself."""
         assert self._current is not None
         self._needs_client_state = True  # not known, and it must not be lost
         self._current.continue_after()
 
-    def _is_stock(self, home: RunHome, folder: str, tag: str | None) -> bool:
+    def _is_stock(self, run: RunHome, folder: str, tag: str | None) -> bool:
         """Return True if DeepSpeed itself has written the checkpoint to load."""
-        stock = home.on_first(lambda: stock_tag(folder, tag))
-        return stock is not None and stock not in home.tags()
+        stock = run.ranks.of_rank_0(lambda: stock_tag(folder, tag))
+        return stock is not None and stock not in run.tags()
 
     # -- steps -----------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Check for a preemption notice after an optimizer step, and save if one has arrived.
-
-        Ranks: collective.
-        """
+        """Check for a preemption notice after an optimizer step, and save if one has arrived."""
         if self._current is None:
             return
         self._replace_dropped()
-        self._current.end_step(int(self._engine.global_steps))
-        if self._current.preempted is None or self._folder is None:
+        checkpointer = self._current.checkpointer
+        checkpointer.should_save(int(self._engine.global_steps))
+        if checkpointer.preempted is None or self._folder is None:
             return
         client_state = self._present_client_state()
         if client_state is not None:
             self._engine.save_checkpoint(self._folder, client_state=client_state)
 
     def end_save(self) -> None:
-        """End the process after a save, if a preemption notice has arrived.
-
-        Ranks: collective.
-        """
-        if self._current is not None and self._current.preempted is not None:
-            self._current.stop()
+        """End the process after a save, if a preemption notice has arrived, once everything is durable."""
+        if self._current is not None and self._current.checkpointer.preempted is not None:
+            self._current.checkpointer.stop(self._current.last)
 
     def _open(self, folder: str) -> RunHome:
-        home = self._settings.home
         self._folder = os.fspath(folder)
-        if home is None:
-            home = parse_home(Path(folder).absolute() / HOME)
-        self._current = RunHome.of(home, self._settings.options)
+        home = parse_home(Path(folder).absolute() / HOME) if self._home is None else self._home
+        self._current = RunHome.of(home, self._options)
         return self._current
 
 
 class FileEngine(CheckpointEngine):
-    """Checkpoint engine in place of DeepSpeed's, which still writes files without a tag.
-
-    Args:
-        stock: engine that DeepSpeed has chosen.
-    """
+    """Checkpoint engine in place of DeepSpeed's, which still writes files without a tag."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__(None)

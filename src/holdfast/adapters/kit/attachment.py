@@ -76,6 +76,16 @@ def insert_class(target: Any, added: type, *, before: type) -> Any:
     return target
 
 
+def unwrapped(value: Any) -> Any:
+    """Return what Accelerate's wrapper of an optimizer or a scheduler contains; anything else as it is."""
+    from accelerate.optimizer import AcceleratedOptimizer  # here, since not every trainer needs Accelerate
+    from accelerate.scheduler import AcceleratedScheduler
+
+    if isinstance(value, AcceleratedOptimizer):
+        return value.optimizer
+    return value.scheduler if isinstance(value, AcceleratedScheduler) else value
+
+
 def warn_of_persistent_workers(option: str) -> None:
     """Warn that a resume within an epoch draws other random numbers.
 

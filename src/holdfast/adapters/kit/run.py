@@ -1,4 +1,4 @@
-"""Run of an attached trainer: its Checkpointer, ranks and notices, and what every door does with them."""
+"""Run of an attached trainer: its Checkpointer, ranks, notices and memory, as every door needs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
 
 import holdfast
 from holdfast.checkpoint.format.names import CheckpointId
@@ -44,6 +47,8 @@ def split_notices(watches: Iterable[Watch] | None) -> tuple[Preemption, list[Wat
 class TrainerRun:
     """Run of a trainer that owns the loop and the rhythm of saves.
 
+    A door's session is a subclass, which adds what its trainer needs.
+
     Args:
         home: home of the run.
         state: live objects; None if each save has a dictionary of its own.
@@ -61,11 +66,7 @@ class TrainerRun:
     """
 
     def __init__(
-        self,
-        home: Home,
-        state: MutableMapping[str, Any] | None,
-        options: Mapping[str, Any],
-        **decided: Any,
+        self, home: Home, state: MutableMapping[str, Any] | None, options: Mapping[str, Any], **decided: Any
     ) -> None:
         given = {"keep": None, **options, **decided}
         self._is_quiet = bool(given.pop("quiet", False))
@@ -82,7 +83,7 @@ class TrainerRun:
 
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def save(
+    def save_step(
         self,
         step: int,
         state: Mapping[str, Any] | None = None,
@@ -119,20 +120,14 @@ class TrainerRun:
         return {step: self.doomed.pop(step) for step in due}
 
     def wait_copied(self) -> None:
-        """Wait until training can no longer change what was saved.
-
-        Ranks: not collective.
-        """
+        """Wait until training can no longer change what was saved; not collective."""
         for save in self.pending:
             if save.state == "staging":
                 with contextlib.suppress(InvalidInput):  # it was dropped, which the next save reports
                     save.wait_staged()
 
     def wait_settled(self) -> None:
-        """Wait until no save is under way. Failures are reported by the next save.
-
-        Ranks: not collective.
-        """
+        """Wait until no save is under way; not collective. Failures are reported by the next save."""
         for save in self.pending:
             with contextlib.suppress(HoldfastError):
                 save.wait_durable()
@@ -156,13 +151,7 @@ class TrainerRun:
 
     def reader_of(self, home: str, state: MutableMapping[str, Any]) -> Checkpointer:
         """Return a Checkpointer that only reads another run's home into a state."""
-        return Checkpointer(
-            home,
-            state,
-            watches=None,
-            group=Ranks(timeout_s=self._timeout_s),
-            quiet=True,
-        )
+        return Checkpointer(home, state, watches=None, group=Ranks(timeout_s=self._timeout_s), quiet=True)
 
     def announce(self, line: str, *values: object) -> None:
         """Log a line on rank 0, unless the user has asked for quiet."""
@@ -243,12 +232,45 @@ class Notices:
         return tuple(others)
 
     def finish(self) -> None:
-        """Complete the exchange of the ranks at an orderly end.
-
-        Ranks: collective.
-        """
+        """Complete the exchange of the ranks at an orderly end; collective."""
         self._ranks.barrier_and_close()
 
     def close(self) -> None:
         """Stop watching."""
         self._watcher.close()
+
+
+class PrivateMemory(Optimizer):
+    """Stand-in for a trainer's optimizer, with the memory that no script writes to.
+
+    `Checkpointer.save` copies the memory of optimizers beside training. Whichever optimizer has some of it
+    waits for the copy in its step.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__(list(tensors), {})
+
+    def step(self, closure: Any = None) -> NoReturn:
+        """Refuse to step: it only names memory."""
+        raise AssertionError(f"a {type(self).__name__} is not an optimizer that trains")
+
+
+def private_memory(owned: Iterable[torch.Tensor], shared: Iterable[torch.Tensor]) -> list[PrivateMemory]:
+    """Return an optimizer's memory that may be copied beside the next steps; [] without any.
+
+    Memory of devices is left out: writes through `.data` cannot be detected there.
+
+    Args:
+        owned: tensors that only the optimizer's step writes to.
+        shared: tensors that scripts and callbacks may write to at any time, such as the weights. What shares
+            their memory is left out.
+    """
+    addresses = {_storage_of(tensor) for tensor in shared}
+    found = {id(one): one for one in owned if one.numel() and _storage_of(one) not in addresses}
+    if not found or any(tensor.device.type != "cpu" for tensor in found.values()):
+        return []
+    return [PrivateMemory(found.values())]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

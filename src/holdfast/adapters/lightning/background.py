@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
-import threading
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
@@ -22,13 +21,13 @@ from holdfast.adapters.lightning.ckpt_file import (
     Facts,
     FileId,
     HomeContent,
+    Pickled,
     make_state,
     may_replace,
     read_id,
     verify_ckpt,
     write_ckpt,
 )
-from holdfast.adapters.lightning.pickled import Pickled
 from holdfast.adapters.lightning.places import HomePlace, folder_of, is_inside, is_local
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.claim import read_run
@@ -97,12 +96,12 @@ class _Job:
     pickled: bytes | None = None  # None: the checkpoint's own
     is_removed: bool = False
     error: Exception | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
+    written: Future[None] = field(default_factory=Future)
 
     @property
     def is_waiting(self) -> bool:
         """True if the file is still to be written."""
-        return not self.is_removed and (not self.ended.is_set() or self.error is not None)
+        return not self.is_removed and (not self.written.done() or self.error is not None)
 
     def was_dropped(self, *, wait: bool) -> bool:
         """Return True if the copy of its save was torn."""
@@ -116,10 +115,6 @@ class BackgroundSaver:
     """Saver of one rank. Each save is staged at once, and written by the keeper and a thread.
 
     The home holds the newest checkpoint, and those whose files are not written yet.
-
-    Args:
-        place: home of the run, and the files beside it.
-        memory: limit of the staging memory.
     """
 
     def __init__(self, place: HomePlace, memory: int | str | Memory) -> None:
@@ -128,15 +123,13 @@ class BackgroundSaver:
         self._checkpointer: Checkpointer | None = None
         self._base: int | None = None  # step that the next saves continue
         self._last = 0  # step of the newest save
-        self.save_s = 0.0
-        """Time of the last save, until its file was written."""
+        self.save_s = 0.0  # time of the last save, until its file was written
         self._shared: tuple[object, tuple[object, ...], Save] | None = None
         self._jobs: list[_Job] = []  # of the present Checkpointer
         self._earlier: list[HomeContent] = []  # checkpoints of the home when it was opened, the newest first
         self._folders: set[str] = set()  # folders of the files of this session
         self._written: set[int] = set()  # steps in the home whose files are written
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._writer: ThreadPoolExecutor | None = None  # one thread
 
     # -- saves -----------------------------------------------------------------------------------------------
 
@@ -149,18 +142,7 @@ class BackgroundSaver:
         moment: object = None,
         private: Iterable[Optimizer] = (),
     ) -> None:
-        """Save a checkpoint for a path.
-
-        Args:
-            pickled: its content, whose tensors are copied before this returns.
-            path: absolute path or URL of its file.
-            facts: facts about it.
-            moment: equal for saves between which nothing trains. If the tensors are those of the save
-                before, they are saved once.
-            private: memory that is copied beside the next forward and backward pass.
-
-        Blocks: for the copy.
-        """
+        """Save a checkpoint for a path."""
         checkpointer = self._open()
         self._sort_out(folder_of(path))
         self._warn_of_failures()
@@ -206,7 +188,7 @@ class BackgroundSaver:
         for job in self._jobs:
             if job.path == path and not job.is_removed:
                 job.is_removed = True
-                job.ended.wait()
+                wait([job.written])
                 found = True
         if found and self._checkpointer is not None:
             self._delete_written(self._checkpointer)  # else the next start would write the file again
@@ -214,33 +196,20 @@ class BackgroundSaver:
 
     def is_pending(self, path: str) -> bool:
         """Return True if a file will be written at this path."""
-        return any(job.path == path and not job.is_removed and not job.ended.is_set() for job in self._jobs)
+        return any(job.path == path and not job.is_removed and not job.written.done() for job in self._jobs)
 
     def dropped(self, *, wait: bool) -> list[str]:
-        """Return the paths whose saves were dropped: something wrote to the memory while it was copied.
-
-        Args:
-            wait: wait until all saves are copied.
-        """
+        """Return the paths whose saves were dropped: something wrote to the memory while it was copied."""
         return [job.path for job in self._jobs if not job.is_removed and job.was_dropped(wait=wait)]
 
     def _add(self, job: _Job) -> None:
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-lightning")
+        job.written = self._writer.submit(self._run, job)
         self._jobs.append(job)
-        if self._thread is None or not self._thread.is_alive():
-            self._queue = queue.SimpleQueue()
-            self._thread = threading.Thread(
-                target=self._work, args=(self._queue,), name="holdfast-lightning", daemon=True
-            )
-            self._thread.start()
-        self._queue.put(job)
-
-    # -- the thread ------------------------------------------------------------------------------------------
-
-    def _work(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
-        while (job := jobs.get()) is not None:
-            self._run(job)
 
     def _run(self, job: _Job) -> None:
+        """Write the file of a job, in the thread."""
         try:
             if job.save is not None:
                 job.save.wait_durable()
@@ -252,8 +221,6 @@ class BackgroundSaver:
             job.error = None
         except (HoldfastError, OSError) as error:
             job.error = error
-        finally:
-            job.ended.set()
 
     def _warn_of_failures(self) -> None:
         """Warn about files that could not be written; `wait` tries them again."""
@@ -333,10 +300,7 @@ class BackgroundSaver:
         return file is not None and file.run == content.run and file.checkpoint_id >= content.checkpoint_id
 
     def write_again(self, path: str) -> bool:
-        """Write the file of a path from the home; return False if no checkpoint there verifies.
-
-        Blocks: until the file is durable.
-        """
+        """Write the file of a path from the home; return False if no checkpoint there verifies."""
         for content in self.contents():
             if self.place.absolute(content.facts.path) == path:
                 with contextlib.suppress(Corrupt, NotFound):
@@ -389,10 +353,7 @@ class BackgroundSaver:
         return file is not None and file.checkpoint_id == checkpoint
 
     def contents(self) -> list[HomeContent]:
-        """Return the checkpoints in the home, the newest first. Damaged ones are left out.
-
-        Blocks: while the keeper of a dead process completes its checkpoints.
-        """
+        """Return the checkpoints in the home, the newest first. Damaged ones are left out."""
         wait_for_orphans(self.place.home, timeout_s=_ORPHANS_S, notify=_log.info)
         store, found = open_store(self.place.home), []
         run = read_run(store)
@@ -417,7 +378,7 @@ class BackgroundSaver:
         for job in list(self._jobs):
             if path is not None and job.path != path:
                 continue
-            job.ended.wait()
+            wait([job.written])
             if job.error is not None and not job.is_removed:
                 self._run(job)  # once more: the cause may have passed
             if job.error is not None and not job.is_removed:
@@ -436,10 +397,9 @@ class BackgroundSaver:
     def _close_checkpointer(self) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
         self._base, self._shared = self._last or None, None
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
         self._jobs, self._written = [], set()
         self._earlier, self._folders = [], set()
         if checkpointer is not None:

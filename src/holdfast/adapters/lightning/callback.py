@@ -16,8 +16,7 @@ from weakref import proxy
 
 import torch
 
-from holdfast.adapters.kit.private_memory import PrivateMemory, private_memory
-from holdfast.adapters.kit.run import Notices
+from holdfast.adapters.kit.run import Notices, PrivateMemory, private_memory
 from holdfast.adapters.lightning.packages import ModelCheckpoint, SIGTERMException, TorchCheckpointIO
 from holdfast.adapters.lightning.places import absolute, home_beside, is_local
 from holdfast.adapters.lightning.plugin import HoldfastCheckpointIO
@@ -203,10 +202,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         self._renew_last(trainer)
 
     def _renew_last(self, trainer: Any) -> None:
-        """Write the "last" file of the checkpoint that training resumes from.
-
-        Ranks: collective.
-        """
+        """Write the "last" file of the checkpoint that training resumes from."""
         found = self._found
         if not self.save_last or found is None or trainer.ckpt_path != found:
             return
@@ -276,12 +272,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
     @contextlib.contextmanager
     def _moment(self, private: Callable[[], list[PrivateMemory]] | None = None) -> Iterator[None]:
-        """Mark a block without training. Tensors that do not change in it are saved once.
-
-        Args:
-            private: returns the memory that is copied beside the next batches; without it, everything is
-                copied before a save returns.
-        """
+        """Mark a block without training. Tensors that do not change in it are saved once."""
         io = self._io
         if io is None:
             yield
@@ -306,10 +297,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         return self._io.dropped(wait=wait) if trainer.is_global_zero and self._io is not None else []
 
     def _replace_dropped(self, trainer: Any) -> None:
-        """Save the present state for the paths whose saves were dropped, copied at once.
-
-        Ranks: collective.
-        """
+        """Save the present state for the paths whose saves were dropped, copied at once."""
         paths = trainer.strategy.broadcast(self._dropped(trainer, wait=True))
         with self._moment():
             for path in paths:
@@ -424,8 +412,6 @@ def _watch_notices(trainer: Any, sources: str | None) -> Notices:
 
     Lightning's handler of SIGTERM is replaced: on several ranks it communicates wherever it interrupts them,
     and it ends training with status 0. Under Slurm's requeueing it stays.
-
-    Ranks: collective.
     """
     environment = trainer._accelerator_connector.cluster_environment
     is_requeued = bool(getattr(environment, "auto_requeue", False))

@@ -1,12 +1,14 @@
-"""Lightning's checkpoints in a home, and their files of torch.save, with hashes."""
+"""Lightning's checkpoints: dictionaries as a pickle and its storages, in a home, and as files with hashes."""
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import stat
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,16 +18,123 @@ import torch
 import xxhash
 
 from holdfast.adapters.kit.run import open_loaded
-from holdfast.adapters.lightning.pickled import Pickled
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.exchange.torch_archive import DAMAGED, Record, write_records
+from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.state.tensors import is_savable
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.system.documents import Fields, decode_object, is_text, refuse
 from holdfast.system.linux.files import open_regular
+from holdfast.system.rawbytes import view_bytes
+
+_PROTOCOL = 2
+"""Protocol of the pickles of torch.save, which torch.load expects."""
+_SMALL_BYTES = 16 << 10
+"""Storages of at most so many bytes are compared by their content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Memory of one or more tensors."""
+
+    name: str  # path of its first tensor in the dictionary, such as "state_dict.layer.weight"
+    tensor: torch.Tensor  # all of its memory: that tensor if it covers it, else its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """Dictionary as torch.save stores it: a pickle, and the storages in the order of their keys.
+
+    The storages are those of the live tensors, which training changes.
+    """
+
+    data: bytes
+    storages: tuple[Storage, ...]
+
+    def marks(self) -> tuple[object, ...]:
+        """Return a mark per storage. It changes with each write by torch."""
+        return tuple(_mark(one.tensor) for one in self.storages)
+
+
+def _mark(tensor: torch.Tensor) -> object:
+    if tensor.is_inference() or tensor.is_meta:
+        return object()  # equal to nothing, since torch does not count its writes
+    if tensor.nbytes <= _SMALL_BYTES and tensor.device.type == "cpu":
+        return bytes(view_bytes(tensor)), tensor.dtype, tensor.shape  # made anew for each save, as a rule
+    return tensor.data_ptr(), tensor.nbytes, tensor._version
+
+
+def pickle_content(content: Mapping[str, Any]) -> Pickled:
+    """Pickle a checkpoint dictionary as torch.save does, without the bytes of its tensors."""
+    out = io.BytesIO()
+    pickler = _Pickler(out)
+    pickler.dump(content)
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in _tensors(content, ""):
+        first.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
+    taken: set[str] = set()
+    found = enumerate(pickler.storages.items())
+    storages = tuple(_name(number, storage, first.get(key), taken) for number, (key, storage) in found)
+    return Pickled(out.getvalue(), storages)
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if is_savable(value):
+            yield path.removeprefix("."), value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _tensors(item, f"{path}.{i}")
+
+
+def _name(
+    number: int, storage: torch.UntypedStorage, found: tuple[str, torch.Tensor] | None, taken: set[str]
+) -> Storage:
+    """Return a storage, named by the path of its first tensor or by its number."""
+    path, tensor = found or (f"objects.{number}", None)
+    if path in taken or not 0 < len(path) <= MAX_NAME_CHARS // 2 or "@" in path:
+        path = f"storages.{number}"
+    taken.add(path)
+    if tensor is not None and tensor.is_contiguous() and tensor.nbytes == storage.nbytes():
+        return Storage(path, tensor.detach())
+    view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return Storage(path, view)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that refers to storages by keys, in the format of torch.save."""
+
+    def __init__(self, out: io.BytesIO) -> None:
+        super().__init__(out, protocol=_PROTOCOL)
+        self.storages: dict[int, torch.UntypedStorage] = {}  # by identity, in the order of their keys
+        self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def persistent_id(self, obj: Any, /) -> Any:
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype, count = obj._untyped_storage, obj.dtype, obj._size()
+            kind = getattr(torch, obj._pickle_storage_type())
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype, count, kind = obj, torch.uint8, obj.nbytes(), torch.UntypedStorage
+        else:
+            return None
+        address = storage.data_ptr() if storage.device.type != "meta" else 0
+        if address and self._dtypes.setdefault(address, dtype) != dtype:
+            raise RuntimeError(
+                f"Two tensors in the checkpoint view the same memory as {self._dtypes[address]} and {dtype}, "
+                "which a file of torch.save cannot hold. Nothing was saved. Clone one of them."
+            )
+        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
+        self.storages.setdefault(storage._cdata, storage)
+        return ("storage", kind, key, torch.serialization.location_tag(storage), count)
+
 
 _TENSORS, _FACTS, _PICKLED = "checkpoint", "lightning", "pickle"
 _FORMAT = 1
@@ -35,19 +144,12 @@ _MAX_PATH_CHARS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts about one save of Lightning.
+    """Facts about one save of Lightning."""
 
-    Attributes:
-        path: file that it was saved as, relative to the folder of the home if it is in there.
-        global_step: Lightning's count of optimizer steps; None for other dictionaries, as Fabric's.
-        epoch: Lightning's count of epochs.
-        is_full: training can resume from it; False with `save_weights_only`.
-    """
-
-    path: str
-    global_step: int | None
+    path: str  # of its file, relative to the folder of the home if it is in there
+    global_step: int | None  # count of optimizer steps; None for other dictionaries, as Fabric's
     epoch: int | None
-    is_full: bool
+    is_full: bool  # training can resume from it; False with `save_weights_only`
 
 
 def make_state(pickled: Pickled, facts: Facts) -> dict[str, Any]:
@@ -148,15 +250,7 @@ class FileId(OfCheckpoint):
 
 
 def write_ckpt(content: HomeContent, path: Path, pickled: bytes | None = None) -> None:
-    """Write a checkpoint of a home to a file that torch.load reads. It appears when it is complete.
-
-    Args:
-        content: checkpoint to write, verified as it is read.
-        path: file to write or replace. Missing folders are created.
-        pickled: pickle to write instead of the checkpoint's own, with the same storages.
-
-    Memory: about 50 MiB.
-    """
+    """Write a checkpoint of a home to a file that torch.load reads. It appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path, overwrite=True) as partial, partial.open("wb") as file:
         data = content.pickled() if pickled is None else pickled
@@ -256,10 +350,7 @@ def _facts(archive: zipfile.ZipFile) -> tuple[str, Fields] | None:
 
 def _id(facts: Fields) -> FileId:
     return FileId(
-        facts.text("run", max_chars=128),
-        facts.integer("attempt"),
-        facts.integer("step"),
-        facts.flag("full"),
+        facts.text("run", max_chars=128), facts.integer("attempt"), facts.integer("step"), facts.flag("full")
     )
 
 

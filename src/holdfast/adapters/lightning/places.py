@@ -66,12 +66,7 @@ def home_beside(folder: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HomePlace:
-    """Home of a run, and its files.
-
-    Attributes:
-        home: absolute path or URL of the home.
-        storage_options: options of the file system of remote files, as for fsspec.
-    """
+    """Home of a run, and its files."""
 
     home: str
     storage_options: Mapping[str, Any] = field(default_factory=dict)
@@ -99,12 +94,7 @@ class HomePlace:
         return bool(fs.isfile(name))
 
     def write(self, path: str, write: Callable[[Path], None]) -> None:
-        """Write a file, which appears when it is complete.
-
-        Args:
-            path: absolute path or URL.
-            write: writes a local file.
-        """
+        """Write a file, which appears when it is complete."""
         if is_local(path):
             write(Path(path))
             return

@@ -12,9 +12,8 @@ from fsspec.core import url_to_fs
 from torch.optim import Optimizer
 
 from holdfast.adapters.lightning.background import BackgroundSaver
-from holdfast.adapters.lightning.ckpt_file import Facts, FileId, verify_ckpt
+from holdfast.adapters.lightning.ckpt_file import Facts, FileId, pickle_content, verify_ckpt
 from holdfast.adapters.lightning.packages import TorchCheckpointIO
-from holdfast.adapters.lightning.pickled import pickle_content
 from holdfast.adapters.lightning.places import HomePlace, absolute, home_beside, is_local
 from holdfast.checkpoint.run.options import Memory
 from holdfast.errors import Corrupt, SaveWarning

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from holdfast.adapters.kit import generators
-from holdfast.adapters.kit.batches import DividedBatches
-from holdfast.adapters.kit.generators import bytes_of, tensor_of
+from holdfast.adapters.kit.data import DividedBatches, bytes_of, capture_process, set_process, tensor_of
 from holdfast.adapters.lightning.packages import EPOCH_CALLBACKS, CombinedLoader, DataLoaderIterDataFetcher
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.log import get_logger
@@ -22,19 +21,12 @@ _log = get_logger("lightning")
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Position of one rank in a pass over its training data.
+    """Position of one rank in a pass over its training data."""
 
-    Attributes:
-        num_batches: batches that training has used.
-        at_start: generators when the pass began; None if it begins with the next batch.
-        before_fetched: generators before the fetch of a batch that training has not used yet.
-        loaders: states of the loaders, if each has one; before that fetch.
-    """
-
-    num_batches: int
-    at_start: dict[str, Any] | None = None
-    before_fetched: dict[str, Any] | None = None
-    loaders: tuple[dict[str, Any], ...] = ()
+    num_batches: int  # that training has used
+    at_start: dict[str, Any] | None = None  # generators when the pass began; None if that is the next batch
+    before_fetched: dict[str, Any] | None = None  # generators before the fetch of an unused batch
+    loaders: tuple[dict[str, Any], ...] = ()  # states of the loaders, if each has one; before that fetch
 
 
 class PositionedLoader(CombinedLoader):
@@ -218,9 +210,14 @@ class PositionedLoader(CombinedLoader):
             super().__next__()
 
 
+_TENSORS = frozenset({"torch", "cuda"})
+"""Generators of a process whose states are tensors."""
+
+
 def capture_generators() -> dict[str, Any]:
     """Return the generators of this process, as values that torch.load accepts with `weights_only`."""
-    states = generators.capture_generators()
+    states = capture_process()
+    states |= {name: tensor_of(states[name]) for name in _TENSORS & states.keys()}
     states["python"]["words"] = tensor_of(states["python"]["words"])
     if "numpy" in states:
         inner = dict(states["numpy"]["state"])
@@ -231,12 +228,13 @@ def capture_generators() -> dict[str, Any]:
 
 def set_generators(states: dict[str, Any]) -> None:
     """Set the generators to states from `capture_generators`."""
-    states = {**states, "python": {**states["python"], "words": bytes_of(states["python"]["words"])}}
+    states = states | {name: bytes_of(states[name]) for name in _TENSORS & states.keys()}
+    states["python"] = {**states["python"], "words": bytes_of(states["python"]["words"])}
     if "numpy" in states:
         inner = states["numpy"]["state"]
         inner = {**inner, "key": inner["key"].cpu().numpy().astype("uint32")}
         states["numpy"] = {**states["numpy"], "state": inner}
-    generators.set_generators(states)
+    set_process(states)
 
 
 KEY = "holdfast"
@@ -244,10 +242,7 @@ KEY = "holdfast"
 
 
 def capture_point(trainer: Any) -> dict[str, Any]:
-    """Return the resume point of all ranks, to be saved by rank 0.
-
-    Ranks: collective.
-    """
+    """Return the resume point of all ranks, to be saved by rank 0."""
     loader = trainer.fit_loop._combined_loader
     own: dict[str, Any] = {"generators": capture_generators(), "position": None}
     if isinstance(loader, PositionedLoader):
@@ -315,19 +310,13 @@ def complete_batch(checkpoint: dict[str, Any]) -> bool:
 def finish_batch(trainer: Any) -> None:
     """Finish the batch of the checkpoint in the first iteration: run validation and whatever else is due."""
     loop = trainer.fit_loop.epoch_loop
-    loop.advance = _FinishedBatch(loop)
+    loop.advance = partial(_pass_over_batch, loop)
 
 
-@dataclass(frozen=True, slots=True)
-class _FinishedBatch:
-    """First iteration of a resumed loop: its batch was trained before, and only its end is missing."""
-
-    loop: Any
-
-    def __call__(self, data_fetcher: Any) -> None:
-        """Do nothing, and let the next iteration read a batch."""
-        del self.loop.advance
-        self.loop.val_loop.restarting = False
+def _pass_over_batch(loop: Any, data_fetcher: Any) -> None:
+    """Do nothing in the first iteration of a resumed loop: its batch was trained before."""
+    del loop.advance
+    loop.val_loop.restarting = False
 
 
 def begin_epoch(trainer: Any) -> None:
@@ -392,17 +381,6 @@ def _restore_batches(loader: PositionedLoader, first: dict[str, Any]) -> None:
     loader.begin_at(DataPosition(position["num_batches"]))
 
 
-@dataclass(frozen=True, slots=True)
-class _PositionedSource:
-    """Source of the training data that returns it in a `PositionedLoader`; part of a pickled trainer."""
-
-    source: Any
-
-    def __call__(self) -> PositionedLoader:
-        """Return the training data, as `dataloader` of Lightning's source does."""
-        return PositionedLoader.around(type(self.source).dataloader(self.source))
-
-
 def check_batches(trainer: Any) -> None:
     """Check that GlobalBatches in the training data fit the trainer."""
     loader = trainer.fit_loop._combined_loader
@@ -433,20 +411,19 @@ def watch_position(trainer: Any) -> None:
 
     Loaders with GlobalBatches keep them: these divide the data among the ranks themselves.
     """
-    source = trainer.fit_loop._data_source
-    source.dataloader = _PositionedSource(source)
-    connector = trainer._data_connector
-    connector._requires_distributed_sampler = _SamplerRule(connector)
+    source, connector = trainer.fit_loop._data_source, trainer._data_connector
+    # Functions and no lambdas, since they are part of a pickled trainer.
+    source.dataloader = partial(_positioned, source)
+    connector._requires_distributed_sampler = partial(_is_to_divide, connector)
 
 
-@dataclass(frozen=True, slots=True)
-class _SamplerRule:
-    """Decision whether Lightning divides the data of a loader; part of a pickled trainer."""
+def _positioned(source: Any) -> PositionedLoader:
+    """Return the training data, as `dataloader` of Lightning's source does."""
+    return PositionedLoader.around(type(source).dataloader(source))
 
-    connector: Any
 
-    def __call__(self, dataloader: Any) -> bool:
-        """Return True if the loader needs a distributed sampler, as Lightning's connector decides."""
-        if isinstance(getattr(dataloader, "batch_sampler", None), DividedBatches):
-            return False
-        return bool(type(self.connector)._requires_distributed_sampler(self.connector, dataloader))
+def _is_to_divide(connector: Any, dataloader: Any) -> bool:
+    """Return True if a loader needs a distributed sampler, as Lightning's connector decides."""
+    if isinstance(getattr(dataloader, "batch_sampler", None), DividedBatches):
+        return False
+    return bool(type(connector)._requires_distributed_sampler(connector, dataloader))

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from holdfast.adapters.nebula.interface import Checkpoint, get_checkpoint, get_latest_checkpoint, init
-from holdfast.adapters.nebula.marker import PartitionMarker
-from holdfast.adapters.nebula.settings import parse_location
-from holdfast.adapters.nebula.tag_index import EXPLICIT
+from holdfast.adapters.nebula.tag_index import EXPLICIT, PartitionMarker
+from holdfast.adapters.nebula.tag_writer import parse_location
 from holdfast.checkpoint.exchange.torch_files import load
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 
@@ -100,9 +99,6 @@ class HoldfastCheckpointEngine(_CheckpointEngine):
     """Checkpoint engine that saves the files of all ranks as one checkpoint per tag.
 
     Small marker files at DeepSpeed's own paths refer to the state, because DeepSpeed searches for them.
-
-    Args:
-        config_params: a `NebulaBlock`, or DeepSpeed's object for the block.
     """
 
     def __init__(self, config_params: Any = None) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from holdfast.adapters.nebula.session import Session
-from holdfast.adapters.nebula.settings import make_settings
 from holdfast.adapters.nebula.tag_index import (
     MapLocation,
     TaggedCheckpoint,
@@ -20,6 +19,7 @@ from holdfast.adapters.nebula.tag_index import (
     check_tag,
     key_of,
 )
+from holdfast.adapters.nebula.tag_writer import make_settings
 from holdfast.checkpoint.exchange.trees import make_plain
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.restore.atomic_output import atomic_file
@@ -65,16 +65,14 @@ def init(
         if _current.settings != settings:
             warn(f"The session of {settings.home} already exists. Its settings do not change.", SaveWarning)
         return
-    previous, _current = _current, None
-    if previous is not None:
-        previous.close()
+    end()
     _current = Session(settings)
 
 
-def session() -> Session:
-    """Return the current session, or begin one from the environment."""
-    if _current is None or not _current.is_usable:
-        init()
+def session(persist_path: Any = None) -> Session:
+    """Return the current session, or begin one with a path as its home, or else from the environment."""
+    if not has_session():
+        init(persist_path)
     assert _current is not None
     return _current
 
@@ -84,18 +82,8 @@ def has_session() -> bool:
     return _current is not None and _current.is_usable
 
 
-def session_for(persist_path: Any) -> Session:
-    """Return the current session, or begin one with `persist_path` as its home."""
-    if persist_path is not None and not has_session():
-        init(persist_path)
-    return session()
-
-
 def end() -> None:
-    """End the session, and make its checkpoints durable in home. It is called when the interpreter exits.
-
-    Blocks: until everything is durable.
-    """
+    """End the session, and make its checkpoints durable in home. It is called when the interpreter exits."""
     global _current
     previous, _current = _current, None
     if previous is not None:
@@ -186,7 +174,7 @@ class Checkpoint:
                 "There is no checkpoint to load yet: the tag is ''. Check for that, and start from scratch."
             )
         session = self._require_session()
-        tagged = self._tagged or session.find(self.tag)
+        tagged = self._tagged or session.index().find(self.tag)
         if tagged is None:
             raise NotFound(f"{session.home} has no complete checkpoint {self.tag!r}.", key=self.tag)
         return session.load(tagged, name, map_location)
@@ -208,8 +196,8 @@ def get_checkpoint(tag: str | None = None, persist_path: Any = None) -> Checkpoi
         persist_path: home to search; by default all tiers of the session. If it is the session's own home,
             the nearer tiers are searched too, because they have the same bytes.
     """
-    current = session_for(persist_path)
-    tagged = current.find(tag, persist_path) if tag else current.newest(persist_path)
+    current = session(persist_path)
+    tagged = current.index(persist_path).find(tag) if tag else current.newest(persist_path)
     return None if tagged is None else Checkpoint.found(current, tagged)
 
 
@@ -229,7 +217,7 @@ def get_latest_checkpoint(persist_path: Any = None) -> Checkpoint:
     Ranks: not collective. Each rank reads and verifies the whole checkpoint.
     Blocks: until the checkpoint has been read once.
     """
-    current = session_for(persist_path)
+    current = session(persist_path)
     return Checkpoint.found(current, current.newest(persist_path))
 
 
@@ -252,14 +240,10 @@ def get_latest_checkpoint_path(name: str = "checkpoint", persist_path: Any = Non
 
     Blocks: until the file is durable.
     """
-    tagged = session_for(persist_path).newest(persist_path)
+    tagged = session(persist_path).newest(persist_path)
     if tagged is None:
         return ""
     index = tagged.index_of(name, 0)
-    if index is None:
-        raise NotFound(
-            f"{tagged.tag} has no partition {name!r}. It has {tagged.names()}.", step=tagged.step, key=name
-        )
     path = _file_path(tagged, name)
     if not path.exists():
         for folder in (path.parent.parent.parent, path.parent.parent, path.parent):
@@ -288,7 +272,7 @@ def list_checkpoints(persist_path: Any = None) -> dict[str, dict[str, Any]]:
         persist_path: home to list; by default all tiers of the session.
     """
     found: dict[str, dict[str, Any]] = {}
-    for tagged in session_for(persist_path).index(persist_path).checkpoints():
+    for tagged in session(persist_path).index(persist_path).checkpoints():
         checkpoint = tagged.checkpoint
         entry = {
             "step": tagged.step,

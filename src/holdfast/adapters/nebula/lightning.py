@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.adapters.lightning.packages import ModelCheckpoint, TorchCheckpointIO
-from holdfast.adapters.nebula.interface import get_checkpoint, has_session, init, session, session_for
-from holdfast.adapters.nebula.marker import PartitionMarker
-from holdfast.adapters.nebula.tag_index import named_step
+from holdfast.adapters.nebula.interface import get_checkpoint, has_session, init, session
+from holdfast.adapters.nebula.tag_index import PartitionMarker, named_step
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput, NotFound
 
@@ -109,7 +108,7 @@ def _load(marker: PartitionMarker, label: str, map_location: Any) -> Any:
     """Load the newest checkpoint of a path. If the file was moved, load the newest of its tag."""
     if not has_session() or session().home != marker.home:
         check_endpoint(marker.home, f"The file {label}")
-    current = session_for(marker.home)
+    current = session(marker.home)
     for tagged in current.index(marker.home).checkpoints():
         if tagged.label == label and tagged.tag == marker.tag:
             return current.load(tagged, marker.partition, map_location)

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from holdfast.adapters.nebula.settings import MemoryBudget, Settings, parse_location
 from holdfast.adapters.nebula.tag_coordinator import (
     StoreRanks,
     TagCoordinator,
@@ -33,7 +32,14 @@ from holdfast.adapters.nebula.tag_index import (
     named_step,
     next_step,
 )
-from holdfast.adapters.nebula.tag_writer import RANKS_S, TagWriter, local_folder, run_of
+from holdfast.adapters.nebula.tag_writer import (
+    RANKS_S,
+    MemoryBudget,
+    Settings,
+    TagWriter,
+    existing_local,
+    parse_location,
+)
 from holdfast.checkpoint.exchange.packed_value import Packed, pack
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import MemoryTierStore, wait_for_orphans
@@ -80,7 +86,7 @@ class Session:
         self.home = settings.home
         self._budget = MemoryBudget.from_environment(os.environ, host_memory.available_bytes())
         self._lock = threading.RLock()
-        self._coordinator: TagCoordinator | None = None
+        self._last_coordinator: TagCoordinator | None = None
         self._writer: TagWriter | None = None
         self._drafts: dict[str, TagDraft] = {}
         self._done: dict[str, CompleteTag] = {}  # tags complete in this attempt
@@ -115,8 +121,6 @@ class Session:
 
         Returns:
             True if the partition is being saved, or False if it was skipped with a warning.
-
-        Blocks: for a copy of the partition.
         """
         packed = pack(value, name)
         packed.check(name)
@@ -127,10 +131,15 @@ class Session:
             if draft is None and tag in self._done:
                 self._discard_if_back(tag)
             if draft is None and self._is_done(tag) and label is None:
-                if name in self._done[tag].names and self._is_repeated(tag):
-                    return self._skip(tag, name)
                 if name not in self._done[tag].names:
                     return self._add_version(tag, name, packed)
+                if self._is_repeated(tag):
+                    warn(
+                        f"{tag} is complete and already contains {name!r}, so it was not saved again. Use "
+                        "another tag for another state.",
+                        SaveWarning,
+                    )
+                    return False
             draft = draft or self._start_draft(tag, num_files)
             draft.label = label
             return self._add_partition(draft, name, packed)
@@ -138,19 +147,11 @@ class Session:
     def _is_done(self, tag: str) -> bool:
         """Return True if a tag is complete in this attempt. Call it once some rank has saved a file."""
         done = self._done.get(tag)
-        return done is not None and (done.key is None or self._get_coordinator().files(done.key) > 0)
+        return done is not None and (done.key is None or self._ranks.files(done.key) > 0)
 
     def _is_repeated(self, tag: str) -> bool:
         """Return True if a tag names a step that is complete. It need not be saved again then."""
         return named_step(tag) is not None and self._is_done(tag)
-
-    def _skip(self, tag: str, name: str) -> bool:
-        warn(
-            f"{tag} is complete and already contains {name!r}, so it was not saved again. Use another tag "
-            "for another state.",
-            SaveWarning,
-        )
-        return False
 
     def _add_version(self, tag: str, name: str, packed: Packed) -> bool:
         """Make a new version of a complete tag with one more partition."""
@@ -167,15 +168,13 @@ class Session:
         return self._add_partition(draft, name, packed)
 
     def _start_draft(self, tag: str, num_files: int | None) -> TagDraft:
-        coordinator = self._get_coordinator()
         draft = self._drafts[tag] = TagDraft(tag, f"{tag}/{self._rounds[tag]}", num_files)
         if draft.is_explicit:
-            coordinator.join(draft.key)
+            self._ranks.join(draft.key)
         return draft
 
     def _add_partition(self, draft: TagDraft, name: str, packed: Packed) -> bool:
-        coordinator = self._get_coordinator()
-        count = 0 if name in draft.files else coordinator.count(draft.key)
+        count = 0 if name in draft.files else self._ranks.count(draft.key)
         if draft.is_explicit or not count:
             draft.files[name] = packed.copied()
             return True
@@ -186,20 +185,20 @@ class Session:
             return True
         if count > wanted:
             del self._drafts[draft.tag]
-            raise self._too_many(draft, name, coordinator)
+            raise self._too_many(draft, name)
         draft.files[name] = packed  # the live tensors, which the save itself copies
         return self._complete(draft)
 
-    def _too_many(self, draft: TagDraft, name: str, coordinator: TagCoordinator) -> InvalidInput:
-        plan = coordinator.plan(draft.key)
+    def _too_many(self, draft: TagDraft, name: str) -> InvalidInput:
+        plan = self._ranks.plan(draft.key)
         members = plan.members if plan is not None else ()
         others = f"rank {members[0]}" if len(members) == 1 else "other ranks"
         count = "was not given" if draft.num_files is None else f"is {draft.num_files}"
         return InvalidInput(
-            f"{draft.tag} was complete when rank {coordinator.rank} saved {name!r}: num_of_files {count}, "
+            f"{draft.tag} was complete when rank {self._ranks.rank} saved {name!r}: num_of_files {count}, "
             f"and {others} had saved as many. This file was not saved. Save on one rank only (if rank == "
             "0:), or pass num_of_files= with the number of files of all ranks together.",
-            rank=coordinator.rank,
+            rank=self._ranks.rank,
             key=name,
         )
 
@@ -212,7 +211,7 @@ class Session:
         with self._lock:
             self._check_errors()
             draft = self._drafts.get(tag)
-            if draft is not None and (draft.files or self._get_coordinator().world_size > 1):
+            if draft is not None and (draft.files or self._ranks.world_size > 1):
                 return self._complete(draft)
             if tag not in self._done:
                 warn(
@@ -223,23 +222,22 @@ class Session:
 
     def _complete(self, draft: TagDraft) -> bool:
         """Complete a tag: propose a plan, unless another rank has, and submit this rank's part."""
-        coordinator = self._get_coordinator()
-        plan = coordinator.plan(draft.key)
+        plan = self._ranks.plan(draft.key)
         if plan is None:
             try:
-                plan = coordinator.propose(draft.key, self._make_plan(draft, coordinator))
+                plan = self._ranks.propose(draft.key, self._make_plan(draft))
             except BaseException:
                 self._drafts.pop(draft.tag, None)
                 raise
         return self._submit(draft, plan)
 
-    def _make_plan(self, draft: TagDraft, coordinator: TagCoordinator) -> TagPlan:
+    def _make_plan(self, draft: TagDraft) -> TagPlan:
         if draft.is_explicit:
-            members = coordinator.members(draft.key)
+            members = self._ranks.members(draft.key)
         else:
-            num_files = min(draft.num_files or 1, coordinator.files(draft.key))  # fewer if committed early
-            members = coordinator.savers(draft.key, num_files)
-        owners = coordinator.claim_run(members)
+            num_files = min(draft.num_files or 1, self._ranks.files(draft.key))  # fewer if committed early
+            members = self._ranks.savers(draft.key, num_files)
+        owners = self._ranks.claim_run(members)
         if owners != members:
             raise InvalidInput(
                 f"{draft.tag} was saved by ranks {list(members)}, but the checkpoints before it by ranks "
@@ -247,15 +245,15 @@ class Session:
                 "torch.distributed.barrier() after Checkpoint(tag, -2), so that all of them join it), or use "
                 "another home for the others."
             )
-        last, loaded = coordinator.published("last"), coordinator.published("loaded")
+        last, loaded = self._ranks.published("last"), self._ranks.published("loaded")
         begins = self._writer is None
         if begins:
             last = loaded if loaded is not None else self.index().last_step()
         elif goes_back(draft.tag, last, loaded):
             begins, last = True, loaded
         step = next_step(draft.tag, last)
-        coordinator.publish("last", step)
-        coordinator.publish("loaded", None)
+        self._ranks.publish("last", step)
+        self._ranks.publish("loaded", None)
         return TagPlan(members, step, begins, last if begins else None, self._is_due())
 
     def _is_due(self) -> bool:
@@ -266,20 +264,19 @@ class Session:
     def _submit(self, draft: TagDraft, plan: TagPlan) -> bool:
         self._drafts.pop(draft.tag, None)
         self._rounds[draft.tag] += 1
-        coordinator = self._get_coordinator()
-        if coordinator.rank not in plan.members:
+        if self._ranks.rank not in plan.members:
             raise InvalidInput(
-                f"{draft.tag} was completed by ranks {list(plan.members)} before rank {coordinator.rank} "
+                f"{draft.tag} was completed by ranks {list(plan.members)} before rank {self._ranks.rank} "
                 "joined it, so its files were not saved. Call torch.distributed.barrier() after "
                 "Checkpoint(tag, -2), or pass num_of_files= with the number of files of all ranks "
                 "together.",
-                rank=coordinator.rank,
+                rank=self._ranks.rank,
             )
         self._budget.check((t for packed in draft.files.values() for t in packed.tensors()), draft.tag)
-        writer = self._get_writer(plan, draft.key, coordinator)
+        writer = self._get_writer(plan, draft.key)
         keyed = {name: (key_of(name), packed) for name, packed in draft.files.items()}
         state = {key: packed.tree for key, packed in keyed.values()}
-        state[META] = make_metadata(draft.tag, draft.label, coordinator.rank, keyed)
+        state[META] = make_metadata(draft.tag, draft.label, self._ranks.rank, keyed)
         save = writer.write(plan, state)
         if plan.to_home:
             self._last_sent_s = time.monotonic()
@@ -288,22 +285,22 @@ class Session:
         self._done[draft.tag] = CompleteTag(frozenset(draft.files), draft.key)
         return True
 
-    def _get_writer(self, plan: TagPlan, key: str, coordinator: TagCoordinator) -> TagWriter:
-        if self._writer is not None and self._writer.members != plan.members:
-            self._writer.close()
-            self._writer = None
-        if plan.begins or self._writer is None:
+    def _get_writer(self, plan: TagPlan, key: str) -> TagWriter:
+        writer = self._writer
+        if writer is not None and writer.members != plan.members:
+            writer.checkpointer.close()
+            writer = self._writer = None
+        if plan.begins or writer is None:
             self._done.clear()
             if plan.base is not None:
                 self._record_base(plan.base)
-        if self._writer is None:
-            local = local_folder(self.settings, run_of(self.home, make=True))
-            writer = TagWriter(self.settings, local, self._budget.cap_bytes, plan.members)
-            writer.begin(plan, self._make_ranks(plan, key, coordinator))
-            self._writer = writer
+        if writer is None:
+            name = f"{self._ranks.name}/{key}/ranks"
+            ranks = StoreRanks(self._ranks.store, name, plan.members, self._ranks.rank, timeout_s=RANKS_S)
+            writer = self._writer = TagWriter(self.settings, self._budget.cap_bytes, plan, ranks)
         elif plan.begins:
-            self._writer.begin(plan, self._make_ranks(plan, key, coordinator))
-        return self._writer
+            writer.begin(plan)
+        return writer
 
     def _record_base(self, step: int) -> None:
         """Mark the tag of an attempt's base as complete. It need not be saved again then."""
@@ -312,19 +309,9 @@ class Session:
                 self._done[tagged.tag] = CompleteTag(frozenset(tagged.names()), None)
                 return
 
-    def _make_ranks(self, plan: TagPlan, key: str, coordinator: TagCoordinator) -> StoreRanks:
-        return StoreRanks(
-            coordinator.store,
-            f"{coordinator.name}/{key}/ranks",
-            plan.members,
-            coordinator.rank,
-            timeout_s=RANKS_S,
-        )
-
     def _discard_if_back(self, tag: str) -> None:
         """Discard a complete tag after going back, because a new attempt saves it again."""
-        coordinator = self._get_coordinator()
-        if goes_back(tag, coordinator.published("last"), coordinator.published("loaded")):
+        if goes_back(tag, self._ranks.published("last"), self._ranks.published("loaded")):
             self._done.pop(tag, None)
 
     # -- other ranks' decisions ------------------------------------------------------------------------------
@@ -337,19 +324,16 @@ class Session:
             raise self._errors.pop(0)
 
     def _apply_decisions(self) -> None:
-        coordinator = self._get_coordinator()
-        if coordinator.world_size == 1:
+        if self._ranks.world_size == 1:
             return
         waiting = [draft for draft in self._drafts.values() if not draft.is_explicit]
-        decided = [(plan, draft) for draft in waiting if (plan := coordinator.plan(draft.key)) is not None]
+        decided = [(plan, draft) for draft in waiting if (plan := self._ranks.plan(draft.key)) is not None]
         for plan, draft in sorted(decided, key=lambda pair: pair[0].step):
             self._submit(draft, plan)
 
     def _start_watching(self) -> None:
         """Start a thread that applies the decisions of other ranks between calls."""
-        if self._get_coordinator().world_size == 1 or (
-            self._watching is not None and self._watching.is_alive()
-        ):
+        if self._ranks.world_size == 1 or (self._watching is not None and self._watching.is_alive()):
             return
         self._watching = threading.Thread(target=self._watch, name="holdfast-nebula", daemon=True)
         self._watching.start()
@@ -367,21 +351,19 @@ class Session:
                     self._watching = None
                     return
 
-    def _get_coordinator(self) -> TagCoordinator:
+    @property
+    def _ranks(self) -> TagCoordinator:
         """Return the coordinator of the current process group, or of the last one."""
-        coordinator = self._coordinator
-        if coordinator is None or (is_grouped() and (coordinator.rank, coordinator.world_size) != world()):
-            coordinator = self._coordinator = TagCoordinator(self.home, _num_coordinators[self.home])
-            self._publish_loaded(coordinator)
-        return coordinator
+        last = self._last_coordinator
+        if last is None or (is_grouped() and (last.rank, last.world_size) != world()):
+            last = self._last_coordinator = TagCoordinator(self.home, _num_coordinators[self.home])
+            self._publish_loaded()
+        return last
 
     # -- looking ---------------------------------------------------------------------------------------------
 
     def index(self, persist_path: Any = None) -> TagIndex:
-        """Return the checkpoints of a home, by default in this session's tiers.
-
-        Blocks: while this process's keeper and those of dead trainers complete their checkpoints.
-        """
+        """Return the checkpoints of a home, by default in this session's tiers."""
         self._check_process()
         if persist_path is not None and (place := parse_location(persist_path)) != self.home:
             return TagIndex(place, [Tier("home", open_store(place))])
@@ -389,25 +371,18 @@ class Session:
         with self._lock:
             if self._writer is not None:
                 self._writer.wait_complete()
-            local = self._writer.local if self._writer is not None else self._existing_local()
+            local = self._writer.local if self._writer is not None else existing_local(self.settings)
         held = MemoryTierStore(self.home)
         tiers = [Tier("memory", held)] if held else []
         if local is not None:
             tiers.append(Tier("local", open_store(local)))
         return TagIndex(self.home, [*tiers, Tier("home", open_store(self.home))])
 
-    def _existing_local(self) -> str | None:
-        return local_folder(self.settings, run_of(self.home, make=False))
-
-    def find(self, tag: str, persist_path: Any = None) -> TaggedCheckpoint | None:
-        """Return the newest checkpoint of a tag."""
-        return self.index(persist_path).find(tag)
-
     def newest(self, persist_path: Any = None) -> TaggedCheckpoint | None:
         """Return the newest checkpoint with valid bytes, among those complete at `path`, if given."""
         index = self.index(persist_path)
-        is_own = persist_path is None or parse_location(persist_path) == self.home
-        return index.newest(only_home=persist_path is not None, verified=self._verified if is_own else set())
+        verified = self._verified if index.home == self.home else set()
+        return index.newest(only_home=persist_path is not None, verified=verified)
 
     def load(self, tagged: TaggedCheckpoint, name: str, map_location: Any) -> Any:
         """Load a partition of a checkpoint. The next save may continue from it."""
@@ -418,19 +393,17 @@ class Session:
                 if self._writer is None:  # the first save continues from it
                     self._done = {tagged.tag: CompleteTag(frozenset(tagged.names()), None)}
                 with contextlib.suppress(InvalidInput):  # published later if there is no process group yet
-                    self._publish_loaded(self._get_coordinator())
+                    self._publish_loaded()
         return value
 
-    def _publish_loaded(self, coordinator: TagCoordinator) -> None:
+    def _publish_loaded(self) -> None:
+        ranks = self._ranks  # new ones are told by this method at once
         if self._loaded is not None:
-            coordinator.publish("loaded", self._loaded)
+            ranks.publish("loaded", self._loaded)
             self._loaded = None
 
     def flush(self, tag: str | None = None, timeout_s: float | None = None) -> None:
-        """Wait until a tag, or everything in near tiers, is in home.
-
-        Blocks: until the checkpoints are in home.
-        """
+        """Wait until a tag, or everything in near tiers, is in home."""
         with self._lock:
             self._check_errors()
             writer = self._writer
@@ -451,13 +424,13 @@ class Session:
             if tagged.step != writer.last:
                 self._send_home(index, tagged, writer, timeout_s)
         if tag is None or any(one.step == writer.last for one in lacking):
-            writer.wait_home(timeout_s)
+            writer.checkpointer.wait(timeout_s)
 
     def _send_home(
         self, index: TagIndex, tagged: TaggedCheckpoint, writer: TagWriter, timeout_s: float | None
     ) -> None:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        writer.send_home(tagged.step)
+        writer.checkpointer.send_home(tagged.step)
         while tagged.checkpoint.manifest.checkpoint_id not in index:
             if deadline_s is not None and time.monotonic() > deadline_s:
                 raise RetryLater(
@@ -469,10 +442,7 @@ class Session:
     # -- ending ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Make everything durable in home.
-
-        Blocks: until everything is durable.
-        """
+        """Make everything durable in home."""
         if self._is_closed.is_set() or os.getpid() != self._pid:
             return
         with self._lock:
@@ -480,7 +450,7 @@ class Session:
                 self._wait_for_decisions()
             finally:
                 self._is_closed.set()
-                if self._coordinator is not None:
+                if self._last_coordinator is not None:
                     _num_coordinators[self.home] += 1
                 lost = [d for d in self._drafts.values() if d.files]
                 for draft in lost:
@@ -490,14 +460,14 @@ class Session:
                         SaveWarning,
                     )
                 if self._writer is not None:
-                    self._writer.close()
-        if self._coordinator is not None and self._writer is not None:
-            self._coordinator.leave(self._writer.members)
+                    self._writer.checkpointer.close()
+        if self._last_coordinator is not None and self._writer is not None:
+            self._last_coordinator.leave(self._writer.members)
 
     def _wait_for_decisions(self) -> None:
         """Wait briefly for other ranks to complete the tags of this rank's files."""
         deadline_s = time.monotonic() + _LAST_S
-        coordinator = self._coordinator
+        coordinator = self._last_coordinator
         with contextlib.suppress(DistError):  # the store has exited, so no rank can complete anything
             while coordinator is not None and coordinator.world_size > 1:
                 self._apply_decisions()

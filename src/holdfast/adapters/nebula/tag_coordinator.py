@@ -33,21 +33,11 @@ class StoreRanks(RankGroup):
 
     They exchange values by keys of a store and not by collectives, because any thread may communicate while
     training's own collectives run.
-
-    Args:
-        store: store that all of them can reach.
-        name: unique name of these ranks, equal on all of them.
-        members: ranks of the process group, ascending.
-        me: rank of this process, one of them.
-        timeout_s: limit of the wait for another rank.
     """
 
     def __init__(self, store: Store, name: str, members: Sequence[int], me: int, *, timeout_s: float) -> None:
         self.rank, self.world_size = list(members).index(me), len(members)
-        self._store = store
-        self._name = name
-        self._members = tuple(members)
-        self._timeout_s = timeout_s
+        self._store, self._name, self._members, self._timeout_s = store, name, tuple(members), timeout_s
         self._numbers = itertools.count()
 
     @override
@@ -128,9 +118,6 @@ class TagCoordinator:
     """Counters and values in the store of the process group.
 
     Without a group, they are in this process's memory.
-
-    Args:
-        number: number of earlier coordinators for this home in this process, equal on every rank.
     """
 
     def __init__(self, home: str, number: int) -> None:
@@ -155,8 +142,6 @@ class TagCoordinator:
         """Return the ranks that saved the first `num_files` files of a tag.
 
         Ranks that were late are not included.
-
-        Blocks: while a rank is counting a file, at most 30 s.
         """
         return tuple(sorted({self._saver(tag, number) for number in range(1, num_files + 1)}))
 
@@ -196,10 +181,7 @@ class TagCoordinator:
         return found.integers("members")
 
     def leave(self, members: tuple[int, ...]) -> None:
-        """Wait until this rank may exit: the first rank serves the store, so it leaves last.
-
-        Blocks: on the first rank, until the others have left, at most 30 s.
-        """
+        """Wait until this rank may exit: the first rank serves the store, so it leaves last."""
         if len(members) < 2:
             return
         with contextlib.suppress(DistError):  # the rank that served the store has exited

@@ -1,11 +1,15 @@
-"""Index of checkpoints by tag, in all tiers of one home."""
+"""Index of checkpoints by tag, in all tiers of one home, and files of other libraries that refer to one."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +35,7 @@ from holdfast.checkpoint.home.newest import (
     usable,
     was_deleted,
 )
+from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.verify import check_verified
 from holdfast.checkpoint.retention import line_of
@@ -38,9 +43,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, SaveWarning
 from holdfast.system.callsite import warn
-
-if TYPE_CHECKING:
-    import torch
+from holdfast.system.documents import decode_dataclass
 
 META = "nebula"
 """Top-level key of a checkpoint's tag and partitions."""
@@ -74,11 +77,7 @@ def named_step(tag: str) -> int | None:
 
 
 def next_step(tag: str, last: int | None) -> int:
-    """Return the step of a new tag: the step in its name if that is new, or else the next number.
-
-    Args:
-        last: previous step, or None.
-    """
+    """Return the step of a new tag: the step in its name if that is new, or else the next number."""
     named = named_step(tag)
     if named is not None and (last is None or named > last):
         return named
@@ -89,10 +88,6 @@ def goes_back(tag: str, last: int | None, loaded: int | None) -> bool:
     """Return True if a tag repeats steps after an older checkpoint was loaded.
 
     Loading an older checkpoint and continuing with new steps is not going back.
-
-    Args:
-        last: step that was saved last.
-        loaded: step that was loaded since then, or None.
     """
     named = named_step(tag)
     return None not in (named, last, loaded) and named <= last and loaded < last  # type: ignore[operator]
@@ -108,13 +103,7 @@ MapLocation = Any
 
 
 def place(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
-    """Return a tensor on the device that `map_location` selects.
-
-    Args:
-        tensor: tensor on the CPU.
-        location: device that it was saved from.
-        map_location: as in `torch.load`; None selects that device.
-    """
+    """Return a tensor on the device that `map_location` selects."""
     if map_location is None:
         return _to_device(tensor, location)
     if isinstance(map_location, Mapping):
@@ -171,25 +160,20 @@ class TaggedCheckpoint:
         """Step of the checkpoint."""
         return self.checkpoint.step
 
-    def index_of(self, name: str, rank: int) -> int | None:
-        """Return the index of the part to load a partition from.
-
-        It is the rank's own part, or the lowest with the partition.
-        """
-        count = self.checkpoint.world_size
-        guess = min(rank, count - 1)  # correct if all ranks save, or only the first does
-        if self._is_own(guess, name, rank):
-            return guess
-        own = (i for i in range(count) if self._is_own(i, name, rank))
-        is_found = self.meta(guess)["rank"] == rank  # its own part is found, but lacks the partition
-        found = None if is_found else next(own, None)
-        if found is not None:
-            return found
-        return next((i for i in range(count) if name in self.meta(i)["partitions"]), None)
-
-    def _is_own(self, index: int, name: str, rank: int) -> bool:
-        meta = self.meta(index)
-        return meta["rank"] == rank and name in meta["partitions"]
+    def index_of(self, name: str, rank: int) -> int:
+        """Return the index of the part to load from: the rank's own, or the lowest that has the partition."""
+        every = range(self.checkpoint.world_size)
+        guess = min(rank, every[-1])  # right if all ranks save, or only the first does: no other part is read
+        is_own = self.meta(guess)["rank"] == rank
+        own = [guess] if is_own else (i for i in every if self.meta(i)["rank"] == rank)
+        for index in itertools.chain(own, every):
+            if name in self.meta(index)["partitions"]:
+                return index
+        raise NotFound(
+            f"{self.tag} (step {self.step}) has no partition {name!r}. It has {self.names()}.",
+            step=self.step,
+            key=name,
+        )
 
     def meta(self, index: int) -> dict[str, Any]:
         """Return the metadata of a part's tag and partitions."""
@@ -208,14 +192,7 @@ class TaggedCheckpoint:
 
     def load(self, name: str, rank: int, map_location: MapLocation) -> Any:
         """Load a partition: this rank's own, or else the lowest rank's."""
-        index = self.index_of(name, rank)
-        if index is None:
-            raise NotFound(
-                f"{self.tag} (step {self.step}) has no partition {name!r}. It has {self.names()}.",
-                step=self.step,
-                key=name,
-            )
-        packed = self.packed(name, index)
+        packed = self.packed(name, self.index_of(name, rank))
         moved: dict[int, torch.Tensor] = {}
 
         def leaf(path: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -229,12 +206,7 @@ class TaggedCheckpoint:
 
 
 class TagIndex:
-    """Checkpoints of one home.
-
-    Args:
-        home: home as the session spells it.
-        tiers: tiers, nearest first; the last is home.
-    """
+    """Checkpoints of one home."""
 
     def __init__(self, home: str, tiers: Sequence[Tier]) -> None:
         self.home = home
@@ -242,13 +214,9 @@ class TagIndex:
         stores = [tier.store for tier in tiers]
         self._store = stores[0] if len(stores) == 1 else TieredStore(stores)
 
-    def checkpoints(self, *, only_home: bool = False) -> Iterator[TaggedCheckpoint]:
-        """Yield the checkpoints that were saved under tags, newest first.
-
-        Args:
-            only_home: omit checkpoints that are not complete in home.
-        """
-        found, listings = self._candidates(only_home=only_home)
+    def checkpoints(self) -> Iterator[TaggedCheckpoint]:
+        """Yield the checkpoints that were saved under tags, newest first."""
+        found, listings = self._candidates()
         return self._usable(found, lambda one: self._open(one, listings))  # `newest` warns about damage
 
     def find(self, tag: str) -> TaggedCheckpoint | None:
@@ -274,13 +242,6 @@ class TagIndex:
 
         A SaveWarning names damaged checkpoints that are skipped. Superseded checkpoints are skipped too. A
         checkpoint that cannot be read is tried again, and then raises.
-
-        Args:
-            only_home: omit checkpoints that are not complete in home.
-            verified: verified checkpoints, which are not verified again. New ones are
-                added.
-
-        Blocks: until the checkpoint has been read once.
         """
         return from_listing(lambda: self._newest_listed(verified, only_home=only_home))
 
@@ -331,13 +292,7 @@ class TagIndex:
         open_one: Callable[[CheckpointId], _T | None],
         on_skipped: Callable[[Skipped, HoldfastError], None] = lambda skipped, error: None,
     ) -> Iterator[_T]:
-        return usable(
-            found,
-            open_one,
-            url=self._store.url,
-            patience=_make_patience(),
-            on_skipped=on_skipped,
-        )
+        return usable(found, open_one, url=self._store.url, patience=_make_patience(), on_skipped=on_skipped)
 
     def _candidates(self, *, only_home: bool = False) -> tuple[list[CheckpointId], dict[str, Listing]]:
         """Return all complete checkpoints, newest first, and the tiers' listings."""
@@ -390,11 +345,35 @@ def _has(tier: str, home: Listing, checkpoint: CheckpointId) -> bool:
 def make_metadata(
     tag: str, label: str | None, rank: int, partitions: dict[str, tuple[str, Packed]]
 ) -> dict[str, Any]:
-    """Return a part's metadata of its tag and partitions.
-
-    Args:
-        label: path by which a framework refers to it, or None.
-        partitions: key and packed value of each partition, by name.
-    """
+    """Return a part's metadata of its tag and partitions."""
     entries = describe_partitions(partitions)
     return {"version": _VERSION, "tag": tag, "label": label, "rank": rank, "partitions": entries}
+
+
+_FIRST_LINE = "This is no file of torch.save: the state is in a Holdfast checkpoint.\n"
+_LIMIT_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionMarker:
+    """Reference to a partition of a checkpoint, in a file."""
+
+    home: str
+    tag: str
+    partition: str
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the marker to a path, replacing any file."""
+        with atomic_file(Path(path), overwrite=True) as partial:
+            partial.write_text(_FIRST_LINE + json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> PartitionMarker | None:
+        """Read the marker at a path. Returns None if the file is missing or not a marker."""
+        file = Path(path)
+        if not file.is_file() or file.stat().st_size > _LIMIT_BYTES:
+            return None
+        text = file.read_bytes()
+        if not text.startswith(_FIRST_LINE.encode()):
+            return None
+        return decode_dataclass(cls, text[len(_FIRST_LINE) :], str(path), any_text=True)

@@ -1,4 +1,4 @@
-"""Writer that saves complete tags with a Checkpointer for the ranks that save together."""
+"""Settings and memory of a session, and the writer of the tags that ranks complete together."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import datetime
 import os
 import re
 import stat
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holdfast.adapters.kit.run import NO_NOTICES
-from holdfast.adapters.nebula.settings import Settings
 from holdfast.adapters.nebula.tag_coordinator import StoreRanks, TagPlan
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.home.claim import claim_run, read_run
@@ -21,121 +24,131 @@ from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Home, Limits, Local
 from holdfast.checkpoint.state.replication import per_rank
 from holdfast.checkpoint.store import open_store
-from holdfast.errors import HoldfastError, SaveWarning, Unsupported
+from holdfast.checkpoint.store.factory import absolute_place
+from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
 from holdfast.system.privacy import is_own
+from holdfast.system.units import format_bytes, parse_bytes, parse_duration
 
 _RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
-_KEPT_SAVES = 16
 RANKS_S = 600.0
 """Limit of the wait for other ranks that begin to save together."""
+PATH = "NEBULA_PERSISTENT_STORAGE_PATH"
+INTERVAL = "NEBULA_PERSISTENT_TIME_INTERVAL"
+LOCAL = "HOLDFAST_LOCAL"
 
 
-class TagWriter:
-    """Writer of one line of checkpoints for a group of ranks.
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Home, nearer tier and interval of a session."""
 
-    Args:
-        local: folder of the nearer tier, or None.
-        members: ranks of training that save.
+    home: str
+    interval_s: float | None  # between two checkpoints that are copied to home; None: every one is
+    keep_local: int
+    local: str | None  # folder for this run only
+    local_root: str | None  # folder of the host with one folder per run
+
+
+def make_settings(
+    path: Any, interval: Any, retention: Any, local: Any, environ: Mapping[str, str]
+) -> Settings:
+    """Return the settings from arguments and the environment."""
+    home = parse_location(environ.get(PATH) if path is None else path)
+    seconds = _interval(environ.get(INTERVAL) if interval is None else interval)
+    if isinstance(retention, bool) or not isinstance(retention, int) or retention < 1:
+        raise InvalidInput(f"num_of_version_in_retention must be 1 or more, not {retention!r}.")
+    root = environ.get(LOCAL)
+    if root is None and seconds is not None:
+        root = str(Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}")
+    return Settings(home, seconds, retention, None if local is None else parse_location(local), root)
+
+
+def parse_location(path: Any) -> str:
+    """Return the absolute path or URL of a location. A tuple of one path is accepted with a warning."""
+    if isinstance(path, tuple) and len(path) == 1:
+        message = (
+            f"The path is a tuple, {path!r}, because a comma follows it. Its only element is used. Remove "
+            "the comma."
+        )
+        warn(message, SaveWarning)
+        path = path[0]
+    if path is None or path == "":
+        raise InvalidInput(
+            "The location of checkpoints is missing, so nothing can be saved. Call init(path), or "
+            f"set {PATH} to a folder or to a URL such as s3://BUCKET/RUN."
+        )
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidInput(f"persistent_storage_path must be a path or URL, not {path!r}.")
+    return absolute_place(path)
+
+
+def _interval(value: Any) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        return parse_duration(value, "persistent_time_interval")
+    return None if seconds == 0 else parse_duration(seconds, "persistent_time_interval")
+
+
+VARIABLE = "NEBULA_MEMORY_BUFFER_SIZE"
+_MIN_BYTES = 64 << 20
+_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Memory limit of one process, and its origin.
+
+    If a limit is set, several processes on the node share one half of it, and a single one has all of it.
+    Without a limit, they share half of the free memory.
     """
 
-    def __init__(
-        self, settings: Settings, local: str | None, memory_bytes: int, members: Sequence[int]
-    ) -> None:
-        self.members = tuple(members)
-        self.local = local
-        self.last: int | None = None  # step that was saved last
-        self.saves: dict[int, Save] = {}
-        self._settings = settings
-        self._memory_bytes = memory_bytes
-        self._checkpointer: Checkpointer | None = None
+    cap_bytes: int
+    num_processes: int
+    is_set: bool
 
-    def begin(self, plan: TagPlan, ranks: StoreRanks) -> None:
-        """Begin an attempt that continues the base of a plan.
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str], available_bytes: int) -> MemoryBudget:
+        """Return the budget from the environment."""
+        processes = environ.get("LOCAL_WORLD_SIZE", "1")
+        if not processes.isdecimal() or int(processes) < 1:
+            raise InvalidInput(f"LOCAL_WORLD_SIZE must be a number of processes, not {processes!r}.")
+        count, limit = int(processes), environ.get(VARIABLE)
+        if not limit:
+            return cls(max(available_bytes // 2 // count, _MIN_BYTES), count, is_set=False)
+        num_bytes = parse_bytes(int(limit) if limit.isdecimal() else limit, VARIABLE)
+        return cls(num_bytes if count == 1 else num_bytes // 2 // count, count, is_set=True)
 
-        Ranks: collective over `ranks`.
-        """
-        if self._checkpointer is None:
-            try:
-                self._open(plan, ranks)
-            except Unsupported as error:
-                if self.local is None:
-                    raise
-                warn(
-                    f"Checkpoints are saved directly to {self._settings.home}, without a nearer copy: "
-                    f"{error}",
-                    SaveWarning,
-                )
-                self.local = None
-                self._open(plan, ranks)
-        else:
-            self._checkpointer.continue_from(plan.base)
-        self.last = plan.base
-
-    def _open(self, plan: TagPlan, ranks: StoreRanks) -> None:
-        interval_s = self._settings.interval_s if self.local is not None else None
-        made = Checkpointer(
-            Home(
-                self._settings.home,
-                every=None if interval_s is None else datetime.timedelta(seconds=interval_s),
-            ),
-            keep=None,
-            local=None if self.local is None else Local(self.local, keep=self._settings.keep_local),
-            memory=self._memory_bytes,
-            group=ranks,
-            quiet=True,
-            watches=[NO_NOTICES],
-            limits=Limits(rank_timeout=RANKS_S),
+    def check(self, tensors: Iterable[torch.Tensor], tag: str) -> None:
+        """Check that the budget is large enough for some tensors."""
+        needed = image_bytes(tensors)
+        if needed <= self.cap_bytes:
+            return
+        share = 1 if self.num_processes == 1 else 2 * self.num_processes
+        split = "" if share == 1 else f" (half of {VARIABLE}, divided by {self.num_processes} processes)"
+        found = (
+            f"{VARIABLE} leaves"
+            if self.is_set
+            else f"half of the free memory, as {VARIABLE} is not set, leaves"
         )
-        made.continue_from(plan.base)
-        self._checkpointer = made
+        raise InvalidInput(
+            f"The checkpoint {tag!r} needs {needed} bytes of memory in this process, but {found} "
+            f"{self.cap_bytes} ({format_bytes(self.cap_bytes)}){split}. Nothing was saved. Set {VARIABLE} to "
+            f"at least {needed * share}; with twice that, a save can begin while the previous one is "
+            "being written."
+        )
 
-    def write(self, plan: TagPlan, state: dict[str, Any]) -> Save:
-        """Save a state under a step.
 
-        Returns when the state is staged. You may change its objects then.
-        """
-        assert self._checkpointer is not None
-        marked = {key: per_rank(value) for key, value in state.items()}
-        save = self._checkpointer.save(plan.step, marked, to_home=plan.to_home)
-        self.last = plan.step
-        self.saves[plan.step] = save
-        with contextlib.suppress(HoldfastError):  # the next call raises it, like every failed save
-            save.wait_staged()
-        for step in sorted(self.saves)[:-_KEPT_SAVES]:
-            del self.saves[step]
-        return save
-
-    def wait_complete(self) -> None:
-        """Wait until the newest save is complete in the nearest tier, or has failed."""
-        save = self.saves.get(self.last if self.last is not None else -1)
-        if save is not None and not save.skipped:
-            with contextlib.suppress(HoldfastError):  # the next save raises it
-                save.wait_durable(RANKS_S)
-
-    def send_home(self, step: int) -> None:
-        """Copy a checkpoint to home although it is not due."""
-        if self._checkpointer is not None:
-            self._checkpointer.send_home(step)
-
-    def wait_home(self, timeout_s: float | None = None) -> None:
-        """Wait until the newest save is in home."""
-        if self._checkpointer is not None:
-            self._checkpointer.wait(timeout_s)
-
-    def close(self) -> None:
-        """Wait until the newest save is in home, and end the keeper."""
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+def image_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the size of a file image with these tensors, rounded up: header, data and padding."""
+    sizes = [tensor.nbytes + 512 for tensor in tensors]
+    return -(-(sum(sizes) + 4 * _BLOCK_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def local_folder(settings: Settings, run: str | None) -> str | None:
-    """Return the folder of the nearer tier, or None. A folder in the host's folder for all runs is created.
-
-    Args:
-        settings: settings of the session.
-        run: id of the run, or None if it does not exist yet.
-    """
+    """Return the folder of the nearer tier, or None. It is made in that of the host if a run needs it."""
     if settings.local is not None:
         return settings.local
     if settings.interval_s is None or settings.local_root is None or run is None:
@@ -155,10 +168,67 @@ def local_folder(settings: Settings, run: str | None) -> str | None:
     return None
 
 
-def run_of(home: str, *, make: bool) -> str | None:
-    """Return the id of a home's run, or None. With `make`, create a missing one."""
-    store = open_store(home)
-    if make:
-        return claim_run(store)
-    found = read_run(store)
-    return found.id if found else None
+def existing_local(settings: Settings) -> str | None:
+    """Return the folder of the nearer tier if the run exists."""
+    found = read_run(open_store(settings.home))
+    return local_folder(settings, found.id if found else None)
+
+
+class TagWriter:
+    """Writer of one line of checkpoints for the ranks of training that save together."""
+
+    def __init__(self, settings: Settings, memory_bytes: int, plan: TagPlan, ranks: StoreRanks) -> None:
+        self.members = plan.members
+        self.local = local_folder(settings, claim_run(open_store(settings.home)))
+        self._settings, self._memory_bytes = settings, memory_bytes
+        self._save: Save | None = None  # the newest
+        try:
+            self.checkpointer = self._open(ranks)
+            self.begin(plan)
+        except Unsupported as error:
+            if self.local is None:
+                raise
+            warn(
+                f"Checkpoints are saved directly to {settings.home}, without a nearer copy: {error}",
+                SaveWarning,
+            )
+            self.local = None
+            self.checkpointer = self._open(ranks)
+            self.begin(plan)
+
+    def _open(self, ranks: StoreRanks) -> Checkpointer:
+        interval_s = self._settings.interval_s if self.local is not None else None
+        return Checkpointer(
+            Home(
+                self._settings.home,
+                every=None if interval_s is None else datetime.timedelta(seconds=interval_s),
+            ),
+            keep=None,
+            local=None if self.local is None else Local(self.local, keep=self._settings.keep_local),
+            memory=self._memory_bytes,
+            group=ranks,
+            quiet=True,
+            watches=[NO_NOTICES],
+            limits=Limits(rank_timeout=RANKS_S),
+        )
+
+    def begin(self, plan: TagPlan) -> None:
+        """Begin an attempt that continues the base of a plan; collective over the ranks of the writer."""
+        self.checkpointer.continue_from(plan.base)
+        self.last = plan.base  # step that was saved last
+
+    def write(self, plan: TagPlan, state: dict[str, Any]) -> Save:
+        """Save a state under a step. Its objects may change when this returns."""
+        marked = {key: per_rank(value) for key, value in state.items()}
+        save = self._save = self.checkpointer.save(plan.step, marked, to_home=plan.to_home)
+        self.last = plan.step
+        with contextlib.suppress(HoldfastError):  # the next call raises it, like every failed save
+            save.wait_staged()
+        return save
+
+    def wait_complete(self) -> None:
+        """Wait until the newest save is complete in the nearest tier, or has failed."""
+        save = self._save
+        if save is not None and save.step == self.last and not save.skipped:
+            with contextlib.suppress(HoldfastError):  # the next save raises it
+                save.wait_durable(RANKS_S)

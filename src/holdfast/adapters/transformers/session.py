@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,23 @@ from transformers.trainer_utils import HubStrategy
 from typing_extensions import Self
 
 from holdfast.adapters.kit.run import TrainerRun
-from holdfast.adapters.transformers.folders import Choice, Chooser, Folders, step_of, surplus, write_folder
-from holdfast.adapters.transformers.live_state import (
+from holdfast.adapters.transformers.folders import (
+    Folders,
+    find_fault,
+    has_weights,
+    list_folders,
+    step_of,
+    surplus,
+    write_folder,
+)
+from holdfast.adapters.transformers.state import (
     DATA,
+    GENERATORS,
     MODEL,
     PROGRESS,
     TRAINER_STATE,
+    TRAINING,
     Progress,
-    ResumeSource,
     live_objects,
     read_counters,
     stops_early,
@@ -30,42 +40,53 @@ from holdfast.adapters.transformers.live_state import (
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.run import Checkpointer
-from holdfast.errors import InvalidInput, LoaderWarning, Unsupported
+from holdfast.checkpoint.store.endpoints import check_endpoint
+from holdfast.errors import InvalidInput, LoaderWarning, ResumeWarning, Unsupported
+from holdfast.system.callsite import warn
+from holdfast.system.log import get_logger
 
 if TYPE_CHECKING:
     from holdfast.adapters.transformers.trainer import HoldfastTrainer, Settings
 
+_log = get_logger("adapters")
 
-class Session:
-    """Saves and restores of one call of `train`.
 
-    Args:
-        trainer: the attached Trainer.
-        settings: settings given to `attach`.
-        ignored_keys: argument of `train` for evaluations.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Checkpoint to resume from; without a home it is a folder that the Trainer has written itself."""
 
-    Attributes:
-        must_evaluate: the evaluation of this step is left to the next start, after a preemption notice.
+    step: int
+    folder: str
+    home: str = ""
 
-    Ranks: collective.
-    """
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Source:
+    """Checkpoint of a home that training resumes from. It has been verified as a whole."""
+
+    checkpointer: Checkpointer  # that of this run, or of another one's home
+    step: int
+    trainer_state: str  # content of the Trainer's `trainer_state.json`
+    progress: Progress  # of this rank
+
+
+class Session(TrainerRun):
+    """Saves and restores of one call of `train`. All methods are collective."""
 
     def __init__(
         self, trainer: HoldfastTrainer, settings: Settings, ignored_keys: list[str] | None = None
     ) -> None:
         _check_optimizer(trainer.optimizer)
-        self.must_evaluate = False
-        self._trainer, self._settings, self._ignored_keys = trainer, settings, ignored_keys
-        self._args = trainer.args
+        self.must_evaluate = False  # the evaluation of this step is left to the next start, after a notice
+        self._trainer, self._args, self._ignored_keys = trainer, trainer.args, ignored_keys
+        self._feed, self._writes_folders = settings.feed, settings.folders
         self._state: dict[str, Any] = {MODEL: live_objects(trainer)[MODEL], TRAINER_STATE: "", PROGRESS: {}}
-        self._feed = settings.feed
         if self._feed is not None:
             self._state[DATA] = self._feed
-        self._run = TrainerRun(settings.home, self._state, settings.options, keep=_best_rule(self._args))
-        self._checkpointer, self._ranks, self._home = self._run.checkpointer, self._run.ranks, self._run.home
-        self._folders = Folders(self._args.output_dir or ".", self._home, writes=self._args.should_save)
-        self._elsewhere: Checkpointer | None = None
-        self._source: ResumeSource | None = None
+        super().__init__(settings.home, self._state, settings.options, keep=_best_rule(self._args))
+        self._folders = Folders(self._args.output_dir or ".", self.home, writes=self._args.should_save)
+        self._elsewhere: Checkpointer | None = None  # of another run's home, while its checkpoint is loaded
+        self._source: _Source | None = None
         self._steps: list[int] = []  # of all checkpoints, in the order in which they were saved
         self._in_home: set[int] = set()
         self._superseded: set[int] = set()  # steps that training goes back behind
@@ -80,45 +101,120 @@ class Session:
     ) -> None:
         if self._elsewhere is not None:
             self._elsewhere.__exit__(kind, error, traceback)
-        self._checkpointer.__exit__(kind, error, traceback)
+        self.checkpointer.__exit__(kind, error, traceback)
 
     @property
     def restores(self) -> bool:
         """True if training resumes from a home, not from a folder of the Trainer."""
         return self._source is not None
 
-    @property
-    def waited_for_copy_s(self) -> float:
-        """Time that the optimizer has waited for copies under way, in all."""
-        return self._checkpointer.waited_for_copy_s
-
-    # -- the beginning ---------------------------------------------------------------------------------------
+    # -- the choice of a checkpoint --------------------------------------------------------------------------
 
     def begin(self, asked: str | bool | None) -> str | None:
-        """Choose the checkpoint to resume from, and return its folder; None for a new training.
-
-        Args:
-            asked: argument `resume_from_checkpoint` of `train`.
-
-        Ranks: collective.
-        """
-        chooser = Chooser(self._run, self._folders, with_training=not self._args.save_only_model)
-        choice = chooser.choose(asked) if asked else chooser.check_new()
+        """Choose the checkpoint that `train` asks for, and return its folder; None for a new training."""
+        if asked:
+            choice = self._choose(asked)
+        else:
+            self._check_new()
+            choice = None
         self._list_steps(choice)
-        if choice is None or not choice.home:
+        if choice is None:
+            return None
+        if not choice.home:
             self._check_position(choice)
-            return None if choice is None else choice.folder
-        self._source = source = ResumeSource(self._checkpointer_of(choice), self._state, choice.step)
+            return choice.folder
+        self._source = source = self._open(choice)
         self._folders.make(choice.step, source.trainer_state, self._trainer.model, home=choice.home)
         self._folders.remove_interrupted(choice.step, self._in_home)
-        self._ranks.gather(None)
+        self.ranks.gather(None)
         self._folders.make_readable(choice.step, source.trainer_state)
-        self._run.announce("resuming from step %d of %s", choice.step, choice.home)
+        self.announce("resuming from step %d of %s", choice.step, choice.home)
         return self._folders.path(choice.step)
 
-    def _check_position(self, choice: Choice | None) -> None:
+    def _check_new(self) -> None:
+        newest = self.ranks.of_rank_0(self.checkpointer.latest_step)
+        if newest is not None:
+            what = "train() was called without resume_from_checkpoint"
+            self.refuse_new_run(newest, what, "trained", "Call train(resume_from_checkpoint=True)")
+
+    def _choose(self, asked: str | bool) -> Choice | None:
+        """Return the checkpoint that `resume_from_checkpoint` asks for; None for "auto" without any."""
+        if asked is not True and asked not in ("auto", self.home):
+            return self._of_path(str(asked))
+        choice = self._newest()
+        if choice is None and asked != "auto":
+            raise InvalidInput(
+                f"No valid checkpoint found in output directory ({self._folders.output_dir}), nor in "
+                f"{self.home}. Nothing was trained. Leave resume_from_checkpoint out, or use "
+                'resume_from_checkpoint="auto", which begins a new training where there is none.'
+            )
+        return choice
+
+    def _newest(self) -> Choice | None:
+        step = self.checkpointer.continue_from(verify=True)
+        stock = self.ranks.of_rank_0(lambda: self._newest_stock(after=step or 0))
+        if stock is not None:
+            return Choice(stock, self._folders.path(stock))
+        return None if step is None else Choice(step, self._folders.path(step), self.home)
+
+    def _newest_stock(self, *, after: int) -> int | None:
+        """Return the step of the newest complete folder that the Trainer has written itself."""
+        for step, folder in reversed(list_folders(Path(self._folders.output_dir))):
+            if step <= after:
+                return None
+            if not has_weights(folder):
+                continue  # of an interrupted save, or of a checkpoint in a home
+            fault = self._fault(folder)
+            if fault is None:
+                return step
+            _log.warning("%s was skipped: %s", folder, fault)
+        return None
+
+    def _fault(self, folder: Path) -> str | None:
+        with_training = not self._args.save_only_model
+        return find_fault(folder, world_size=self.ranks.world_size, with_training=with_training)
+
+    def _of_path(self, path: str) -> Choice | None:
+        step = step_of(path)
+        if step is None:
+            raise InvalidInput(_invalid(path, "its name is not checkpoint-N, with N a step"))
+        steps = self.ranks.of_rank_0(self.checkpointer.all_steps)
+        home = self.ranks.of_rank_0(lambda: self._folders.home_of(path))
+        if self._folders.is_here(path) and step in steps:
+            self.checkpointer.continue_from(step, verify=True)
+            return Choice(step, path, self.home)
+        fault = self.ranks.of_rank_0(lambda: self._fault(Path(path)))
+        if fault is None:
+            self._go_back(step, steps, path)
+            return Choice(step, path)
+        if home is not None and home != self.home:
+            self.ranks.of_rank_0(lambda: check_endpoint(home, f"The folder {path}", own=self.home))
+            self._go_back(step, steps, path)
+            return Choice(step, path, home)
+        is_newer = self._folders.is_here(path) and bool(steps) and step > max(steps)
+        if is_newer and self.ranks.of_rank_0(lambda: Path(path).is_dir() and not has_weights(Path(path))):
+            _log.warning(
+                "%s is of a save that was interrupted before it was complete. Training resumes from the "
+                "newest checkpoint that is.",
+                path,
+            )
+            return self._newest()
+        raise InvalidInput(_invalid(path, fault))
+
+    def _go_back(self, step: int, steps: list[int], path: str) -> None:
+        """Continue the home after its newest checkpoint up to a step that was saved elsewhere."""
+        older = [one for one in steps if one <= step]
+        if older:
+            self.checkpointer.continue_from(max(older))
+        elif steps:
+            raise InvalidInput(
+                f"{self.home} holds a run from step {min(steps)} on, which does not continue {path}. "
+                "Nothing was trained. Give attach() another home for a training that begins there."
+            )
+
+    def _check_position(self, choice: Choice) -> None:
         """Check that a checkpoint without a position in the data is not resumed with `data=`."""
-        if choice is not None and self._feed is not None:
+        if self._feed is not None:
             raise InvalidInput(
                 f"{choice.folder} is the Trainer's own, without a position in the data, and attach() was "
                 "given data=, whose order is another one. Nothing was trained. Leave data= out to finish "
@@ -128,61 +224,72 @@ class Session:
 
     def _list_steps(self, choice: Choice | None) -> None:
         """List all checkpoints except those after the one that training resumes from."""
-        self._in_home = set(self._ranks.of_rank_0(self._checkpointer.all_steps))
-        every = {*self._in_home, *self._ranks.of_rank_0(self._folders.steps)}
+        self._in_home = set(self.ranks.of_rank_0(self.checkpointer.all_steps))
+        every = {*self._in_home, *self.ranks.of_rank_0(self._folders.steps)}
         if choice is not None:
             self._superseded = {one for one in every if one > choice.step}
         self._steps = sorted(every - self._superseded)
 
-    def _checkpointer_of(self, choice: Choice) -> Checkpointer:
-        if choice.home == self._home:
-            return self._checkpointer
-        self._elsewhere = self._run.reader_of(choice.home, self._state)
-        return self._elsewhere
+    # -- the resume ------------------------------------------------------------------------------------------
 
-    def _leave_elsewhere(self) -> None:
-        """Close the Checkpointer of another run's home, if training resumed from one."""
-        if self._elsewhere is not None:
-            self._elsewhere.close()
-            self._elsewhere = None
+    def _open(self, choice: Choice) -> _Source:
+        checkpointer = self.checkpointer
+        if choice.home != self.home:
+            checkpointer = self._elsewhere = self.reader_of(choice.home, self._state)
+        checkpointer.restore(choice.step, only=[TRAINER_STATE, PROGRESS])
+        progress = Progress(**self._state[PROGRESS])
+        return _Source(checkpointer, choice.step, self._state[TRAINER_STATE], progress)
+
+    @property
+    def _resumed(self) -> _Source:
+        assert self._source is not None
+        return self._source
+
+    def _load(self, *keys: str) -> None:
+        self._resumed.checkpointer.restore(self._resumed.step, only=keys)
 
     def load_model(self, model: torch.nn.Module | None) -> None:
         """Load the weights of the checkpoint."""
         self._state.update(live_objects(self._trainer, model))
-        self._resumed.load_model()
+        self._load(MODEL)
 
     def load_training(self) -> None:
-        """Load optimizer, scheduler and scaler of the checkpoint."""
+        """Load optimizer, scheduler and scaler of the checkpoint, and the position in the data."""
         self._state.update(live_objects(self._trainer))
         if self._feed is not None:
-            self._resumed.load_data()
-        self._resumed.load_training(may_lack=self._args.save_only_model)
+            self._load(DATA)
+        source = self._resumed
+        if source.progress.has_training:
+            self._load(*(key for key in TRAINING if key in self._state))
+            return
+        text = f"Step {source.step} was saved with save_only_model=True, so it has no optimizer or scheduler"
+        if not self._args.save_only_model:
+            raise InvalidInput(
+                f"{text}. Nothing was resumed. To continue with a new optimizer and a new schedule, set "
+                "save_only_model=True again; else resume from another checkpoint.",
+                step=source.step,
+            )
+        warn(f"{text}. The training continues with new ones.", ResumeWarning)
 
     def load_generators(self) -> None:
         """Load the random number generators. Evaluate if the last start ended before its evaluation.
 
         The Trainer calls this before the first step, after it has skipped the batches of earlier steps.
         """
-        self._resumed.load_generators()
-        self._leave_elsewhere()
-        if not self._resumed.progress.must_evaluate:
-            return
-        metrics = self._trainer._evaluate(None, self._ignored_keys)
-        self._trainer._determine_best_metric(metrics=metrics, trial=None)
-        self._note_best()
-
-    @property
-    def _resumed(self) -> ResumeSource:
-        assert self._source is not None
-        return self._source
+        self._load(GENERATORS)
+        if self._elsewhere is not None:
+            self._elsewhere.close()
+            self._elsewhere = None
+        if self._resumed.progress.must_evaluate:
+            metrics = self._trainer._evaluate(None, self._ignored_keys)
+            self._trainer._determine_best_metric(metrics=metrics, trial=None)
+            self._note_best()
 
     def begin_loop(self) -> None:
         """Prepare the first save, and continue the log interval of the checkpoint.
 
-        Log entries are then those of an unbroken run.
-
-        The Trainer begins a new interval with each start. The sum of losses before this start is no part of
-        the loss that `train` returns.
+        Log entries are then those of an unbroken run: the Trainer begins a new interval with each start. The
+        sum of losses before this start is no part of the loss that `train` returns.
         """
         trainer, source = self._trainer, self._source
         self._state.update(live_objects(trainer))
@@ -192,7 +299,7 @@ class Session:
             return
         if self.is_complete:
             self.load_generators()  # the Trainer does so before the first step
-        if source.progress.world_size == self._ranks.world_size:
+        if source.progress.world_size == self.ranks.world_size:
             write_counters(trainer, source.progress.counters)
             trainer._tr_loss.fill_(source.progress.loss_sum)
             trainer._total_loss_scalar -= source.progress.loss_sum
@@ -213,23 +320,20 @@ class Session:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def finish_step(self, step: int) -> None:
-        """Check for a preemption notice after a step, and remove folders of deleted checkpoints.
-
-        Ranks: collective.
-        """
+        """Check for a preemption notice after a step, and remove folders of deleted checkpoints."""
         if self._feed is not None:
             self._feed.reach(step)
-        self._checkpointer.should_save(step)
+        self.checkpointer.should_save(step)
         self._remove_doomed()
 
     def must_stop(self, control: TrainerControl) -> bool:
         """Return True if a preemption notice must stop the training before its end."""
-        return self._checkpointer.preempted is not None and not control.should_training_stop
+        return self.checkpointer.preempted is not None and not control.should_training_stop
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Record metrics of the present step in the history."""
         if metrics and not self._is_finished:
-            self._checkpointer.record(self._trainer.state.global_step, **metrics)
+            self.checkpointer.record(self._trainer.state.global_step, **metrics)
 
     def save(self) -> None:
         """Save the present step. Does what `Trainer._save_checkpoint` does, in the same order."""
@@ -243,7 +347,7 @@ class Session:
         self._state.update(live_objects(trainer))
         self._state[TRAINER_STATE] = state
         self._state[PROGRESS] = dataclasses.asdict(self._progress())
-        self._last = self._run.save(step, silenced=[LoaderWarning])  # the Trainer brings its loaders back
+        self._last = self.save_step(step, silenced=[LoaderWarning])  # the Trainer brings its loaders back
         if self._args.push_to_hub and self._args.hub_strategy != HubStrategy.END:
             self._push(self._folders.path(step))
         self._delete_surplus()
@@ -251,13 +355,18 @@ class Session:
     def _progress(self) -> Progress:
         trainer = self._trainer
         return Progress(
-            world_size=self._ranks.world_size,
+            world_size=self.ranks.world_size,
             logged_step=trainer._globalstep_last_logged,
             loss_sum=trainer._tr_loss.item(),
             must_evaluate=self.must_evaluate,
             has_training=not self._args.save_only_model,
             counters=read_counters(trainer),
         )
+
+    @property
+    def _best(self) -> int | None:
+        """Step whose folder the Trainer names as that of the best model."""
+        return step_of(self._trainer.state.best_model_checkpoint or "")
 
     def _note_best(self) -> None:
         """Note the folder of the best model, once the step that has it is saved."""
@@ -276,23 +385,22 @@ class Session:
         trainer._push_from_checkpoint(folder)
 
     def _delete_surplus(self) -> None:
-        best = self._trainer.state.best_model_checkpoint
         limit = self._args.save_total_limit
-        surplus_steps = surplus(self._steps, limit=limit, best=None if best is None else step_of(best))
+        surplus_steps = surplus(self._steps, limit=limit, best=self._best)
         if limit:  # a superseded step that is saved again must not be deleted
             passed = {one for one in self._superseded if one < self._steps[-1]}
             self._superseded -= {*passed, self._steps[-1]}
             surplus_steps += sorted(passed)
         for step in surplus_steps:
             if step in self._in_home:
-                self._checkpointer.delete(step)
+                self.checkpointer.delete(step)
         self._steps = [one for one in self._steps if one not in surplus_steps]
         self._in_home -= set(surplus_steps)
-        self._run.doomed |= dict.fromkeys(surplus_steps, "")
+        self.doomed |= dict.fromkeys(surplus_steps, "")
 
     def _remove_doomed(self) -> None:
-        self._run.settle()
-        for step in self._run.pop_doomed():
+        self.settle()
+        for step in self.pop_doomed():
             self._folders.remove(step)
 
     def finish_save(self, step: int) -> None:
@@ -304,40 +412,33 @@ class Session:
                 step=step,
             )
         if self.must_stop(self._trainer.control):
-            self._checkpointer.stop(step)
+            self.checkpointer.stop(step)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def load_best_model(self) -> bool:
-        """Load the best model at the end; return False if the Trainer itself has its folder.
-
-        Ranks: collective.
-        """
-        best = step_of(self._trainer.state.best_model_checkpoint or "")
-        if best not in self._in_home:
+        """Load the best model at the end; return False if the Trainer itself has its folder."""
+        if self._best not in self._in_home:
             return False
         self._finish()  # a later save would have the best model's weights
         self._state.update(live_objects(self._trainer))
-        self._checkpointer.restore(best, only=[MODEL])
+        self.checkpointer.restore(self._best, only=[MODEL])
         return True
 
     def end(self) -> None:
         """Wait until everything is durable, and write the folders of checkpoints.
 
         They are the newest and the best one, or all that are kept.
-
-        Ranks: collective.
         """
         self._finish()
         self._remove_doomed()
-        best = step_of(self._trainer.state.best_model_checkpoint or "")
         steps = self._in_home
-        if self._settings.folders != "all":
-            steps = steps & {self._trainer.state.global_step, best}
-        if self._settings.folders and self._args.should_save and not self._trainer.is_fsdp_enabled:
+        if self._writes_folders != "all":
+            steps = steps & {self._trainer.state.global_step, self._best}
+        if self._writes_folders and self._args.should_save and not self._trainer.is_fsdp_enabled:
             for step in sorted(steps):
-                write_folder(self._trainer, self._home, step, self._folders.path(step))
-        self._ranks.gather(None)
+                write_folder(self._trainer, self.home, step, self._folders.path(step))
+        self.ranks.gather(None)
 
     def _finish(self) -> None:
         """Mark the run as finished with its newest save, before anything else changes the state."""
@@ -348,8 +449,15 @@ class Session:
             self.save()
         if self._last is not None and self._last.exception() is None and not self._last.skipped:
             step = self._last.step
-        self._checkpointer.finish(step)
+        self.checkpointer.finish(step)
         self._is_finished = True
+
+
+def _invalid(path: str, reason: str) -> str:
+    return (
+        f"Can't find a valid checkpoint at {path}: {reason}. Nothing was trained. Call "
+        "train(resume_from_checkpoint=True) to resume from the newest one that verifies."
+    )
 
 
 def _best_rule(args: TrainingArguments) -> Keep:

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.utils.import_utils import is_torch_xla_available
 from typing_extensions import override
 
 from holdfast.adapters.kit.attachment import check_attach, insert_class, warn_of_persistent_workers
-from holdfast.adapters.kit.batches import DividedBatches
+from holdfast.adapters.kit.data import DividedBatches
 from holdfast.adapters.kit.run import HOME
-from holdfast.adapters.transformers.data_feed import DataFeed, check_data
 from holdfast.adapters.transformers.session import Session
+from holdfast.adapters.transformers.state import DataFeed, check_data
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
@@ -28,15 +29,12 @@ from holdfast.system.callsite import warn
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of one Trainer. `options` are those of the Checkpointer that the Trainer does not decide.
-
-    `feed` replaces the order of the Trainer's data, if it is given.
-    """
+    """Arguments of `attach` for one Trainer."""
 
     home: Home
     folders: bool | Literal["all"]
-    options: Mapping[str, Any]
-    feed: DataFeed | None = None
+    options: Mapping[str, Any]  # of the Checkpointer
+    feed: DataFeed | None  # replaces the order of the Trainer's data
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -47,12 +45,12 @@ def check_trainer(trainer: Trainer) -> None:
             "The Trainer uses DeepSpeed, whose engine saves by itself, so the Trainer was not changed. Use "
             "fsdp= with fsdp_version 2 in place of DeepSpeed, or leave attach() out."
         )
-    if trainer.is_fsdp_enabled and _fsdp_version(trainer) != 2:
+    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
         raise Unsupported(
             'The Trainer uses FSDP 1. Nothing was changed. Set fsdp_config={"version": 2} in '
             "TrainingArguments, or fsdp_version: 2 in the configuration of Accelerate."
         )
-    if getattr(trainer, "is_fsdp_xla_enabled", False) or _is_on_tpu():
+    if getattr(trainer, "is_fsdp_xla_enabled", False) or is_torch_xla_available():
         raise Unsupported(
             "Training on TPUs is not supported. The Trainer was not changed. Leave attach() out."
         )
@@ -71,25 +69,6 @@ def check_trainer(trainer: Trainer) -> None:
             "The model was sharded while it was loaded, and the Trainer cannot resume such a training. The "
             "Trainer was not changed. Use fsdp= with fsdp_version 2, or leave attach() out."
         )
-
-
-def check_call(trial: Any) -> None:
-    """Check the arguments of one call of `train`."""
-    if trial is not None:
-        raise Unsupported(
-            "hyperparameter_search() trains many runs, and a home is for one. Nothing was trained. Search "
-            "with a Trainer that is not attached, then attach the one that trains with the values found."
-        )
-
-
-def _fsdp_version(trainer: Trainer) -> int:
-    return getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
-
-
-def _is_on_tpu() -> bool:
-    from transformers.utils.import_utils import is_torch_xla_available
-
-    return is_torch_xla_available()
 
 
 class HoldfastTrainer(Trainer):
@@ -130,7 +109,12 @@ class HoldfastTrainer(Trainer):
 
         Ranks: collective.
         """
-        check_call(trial)
+        if trial is not None:
+            raise Unsupported(
+                "hyperparameter_search() trains many runs, and a home is for one. Nothing was trained. "
+                "Search with a Trainer that is not attached, then attach the one that trains with the values "
+                "found."
+            )
         with Session(self, self.holdfast_settings, ignore_keys_for_eval) as session:
             self.holdfast_session = session
             try:
@@ -155,6 +139,12 @@ class HoldfastTrainer(Trainer):
         else:
             super()._run_epoch(*args, **kwargs)
 
+    @property
+    def _holdfast_source(self) -> Session | None:
+        """Session that resumes from a checkpoint of a home; None with a folder of the Trainer's own."""
+        session = self.holdfast_session
+        return session if session is not None and session.restores else None
+
     @override
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.holdfast_session is None:
@@ -166,29 +156,29 @@ class HoldfastTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
     ) -> None:
-        if self.holdfast_session is None or not self.holdfast_session.restores:
+        if self._holdfast_source is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            self.holdfast_session.load_model(model)
+            self._holdfast_source.load_model(model)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.holdfast_session is None or not self.holdfast_session.restores:
+        if checkpoint is None or self._holdfast_source is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            self.holdfast_session.load_training()
+            self._holdfast_source.load_training()
 
     @override
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if self.holdfast_session is None or not self.holdfast_session.restores:
+        if self._holdfast_source is None:
             super()._load_scaler(checkpoint)  # else it was loaded with the optimizer
 
     @override
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.holdfast_session is None or not self.holdfast_session.restores:
+        if checkpoint is None or self._holdfast_source is None:
             super()._load_rng_state(checkpoint)
         else:
-            self.holdfast_session.load_generators()
+            self._holdfast_source.load_generators()
 
     @override
     def _load_best_model(self) -> None:
@@ -200,11 +190,7 @@ _METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 class FlowCallback(TrainerCallback):
-    """Callback of an attached Trainer. It does nothing outside `train`.
-
-    Args:
-        trainer: the attached Trainer.
-    """
+    """Callback of an attached Trainer. It does nothing outside `train`."""
 
     def __init__(self, trainer: HoldfastTrainer) -> None:
         self._trainer = trainer
@@ -215,37 +201,28 @@ class FlowCallback(TrainerCallback):
         return self._trainer.holdfast_session
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Continue the log interval of the checkpoint. The Trainer has just begun a new one."""
         if self._session is not None:
             self._session.begin_loop()
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Check for a preemption notice, and choose the moment of the save.
-
-        After a notice an evaluation may take longer than is left, so the next start makes up for it.
-        """
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check for a preemption notice, and choose the moment of the save."""
         session = self._session
         if session is None:
             return
         session.finish_step(state.global_step)
-        is_epoch_end = control.should_epoch_stop or control.should_training_stop or _is_whole(state.epoch)
+        is_whole = state.epoch is not None and float(state.epoch).is_integer()
+        is_epoch_end = control.should_epoch_stop or control.should_training_stop or is_whole
         if session.must_stop(control):
-            session.must_evaluate |= control.should_evaluate
-            control.should_evaluate, control.should_save = False, not is_epoch_end
+            self._stop(session, control, saves=not is_epoch_end)
         elif is_epoch_end and control.should_save and _ends_with_epoch(args):
             # The evaluation and the log entry of the epoch follow, and belong to the checkpoint.
             control.should_save, self._saves_at_epoch_end = False, True
 
     @override
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the save that had to wait for the end of the epoch."""
         session = self._session
         if session is None:
@@ -253,18 +230,15 @@ class FlowCallback(TrainerCallback):
         if self._saves_at_epoch_end:
             control.should_save, self._saves_at_epoch_end = True, False
         if session.must_stop(control):
-            session.must_evaluate |= control.should_evaluate
-            control.should_evaluate, control.should_save = False, True
+            self._stop(session, control, saves=True)
+
+    def _stop(self, session: Session, control: TrainerControl, *, saves: bool) -> None:
+        """Leave an evaluation to the next start: after a notice it may take longer than is left."""
+        session.must_evaluate |= control.should_evaluate
+        control.should_evaluate, control.should_save = False, saves
 
     @override
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the numbers of a log entry, for the report."""
         if self._session is not None:
             self._session.record(
@@ -276,16 +250,10 @@ class FlowCallback(TrainerCallback):
             )
 
     @override
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that the save reached Holdfast, and end the process after a preemption notice."""
         if self._session is not None:
             self._session.finish_save(state.global_step)
-
-
-def _is_whole(epoch: float | None) -> bool:
-    return epoch is not None and float(epoch).is_integer()
 
 
 def _ends_with_epoch(args: TrainingArguments) -> bool:

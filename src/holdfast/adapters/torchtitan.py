@@ -1,4 +1,4 @@
-"""HoldfastCheckpointManager: torchtitan's interface of a checkpoint manager over a Checkpointer."""
+"""Checkpoint manager for torchtitan, which saves in the background. One line of the config chooses it."""
 
 # torchtitan has no type information where it is not installed.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownMemberType=false
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import re
@@ -15,16 +16,45 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, CheckpointManager
-from torchtitan.tools import filesystem
 
 import holdfast
 from holdfast import Checkpointer
 from holdfast.adapters.kit.run import open_loaded
-from holdfast.errors import Corrupt, InvalidInput, NotFound
+from holdfast.checkpoint.ranks import Ranks
+from holdfast.checkpoint.run.options import Limits
+from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
+
+_NEEDED = "torchtitan.components.checkpointer"
+
+
+def _check_version() -> None:
+    """Check that the installed torchtitan lets its config choose a checkpoint manager."""
+    if importlib.util.find_spec("torchtitan") is None:
+        raise Unsupported(
+            "holdfast.adapters.torchtitan needs torchtitan, which is not installed. "
+            "Install it: pip install 'torchtitan>=0.3'."
+        )
+    if importlib.util.find_spec(_NEEDED) is None:
+        raise Unsupported(
+            f"This torchtitan has no {_NEEDED}, so its config cannot choose a checkpoint manager. Upgrade "
+            "it: pip install 'torchtitan>=0.3'."
+        )
+
+
+_check_version()
+
+from torchtitan.components.checkpointer import (  # noqa: E402 - the check is first
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    CheckpointManager,
+)
+from torchtitan.tools import filesystem  # noqa: E402
+
+__all__ = ["HoldfastCheckpointManager"]
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")  # without the zeros of a folder of Holdfast
 _METADATA = ".metadata"
@@ -44,11 +74,7 @@ def _steps_with(folder: str, name: str) -> list[int]:
 
 
 def _is_resumable(folder: str, step: int, names: Collection[str]) -> bool:
-    """Return True if a DCP checkpoint contains more than a model, or may do so.
-
-    Args:
-        names: states of the trainer besides the model.
-    """
+    """Return True if a DCP checkpoint contains more than a model, or may do so."""
     path = filesystem.join(folder, f"step-{step}")
     if step == 0 or filesystem.is_remote(path):  # a seed; or one whose content only the load itself reads
         return True
@@ -115,6 +141,7 @@ class HoldfastCheckpointManager(CheckpointManager):
         self.keep_latest_k = config.keep_latest_k
         self._is_blocking = config.async_mode == "disabled"
         self._live = live_objects(self.states)
+        self._ranks = Ranks(timeout_s=Limits().rank_timeout_s)
         self._checkpointer = Checkpointer(
             self.folder,
             self._live,
@@ -122,6 +149,7 @@ class HoldfastCheckpointManager(CheckpointManager):
             keep=self.keep_latest_k or None,
             local=config.local,
             memory=config.memory,
+            group=self._ranks,
         )
 
     def __del__(self) -> None:
@@ -178,7 +206,7 @@ class HoldfastCheckpointManager(CheckpointManager):
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        stock, own, exported = self._from_rank_0(step)
+        stock, own, exported = self._ranks.of_rank_0(lambda: self._choices(step))
         if stock is not None and (own is None or stock > own):
             found = self._load_stock(stock)
             self._continue_home(stock)
@@ -236,21 +264,8 @@ class HoldfastCheckpointManager(CheckpointManager):
         self._set_position(opened.step, home[0])
         return True
 
-    def _from_rank_0(self, step: int) -> tuple[int | None, int | None, int | None]:
-        """Return the steps that rank 0 found: of torchtitan's own checkpoint, of Holdfast's, of a model."""
-        found: list[Any] = [None]
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            try:
-                found = [self._choices(step)]
-            except Exception as error:  # noqa: BLE001 - raised on all ranks
-                found = [error]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
-
     def _choices(self, step: int) -> tuple[int | None, int | None, int | None]:
+        """Return the steps in the folder: of torchtitan's own checkpoint, of Holdfast's, of a model."""
         own = self._own().all_steps() if step != -1 else [self._own().latest_step()]
         stock = _steps_with(self.folder, _METADATA)
         if step != -1:
@@ -387,13 +402,7 @@ class DataPosition:
         self._saved = state_dict
 
     def set(self, home: str, step: int, attempt: int | None) -> None:
-        """Set the position that was loaded, if any.
-
-        Args:
-            home: home of the checkpoint.
-            step: step that was restored.
-            attempt: attempt that saved it; None for the newest that has committed it.
-        """
+        """Set the position that was loaded, if any."""
         saved, self._saved = self._saved, None
         if saved is None:
             return

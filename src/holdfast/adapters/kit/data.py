@@ -1,0 +1,78 @@
+"""Parts of a position in the data: batches that divide themselves, and random number generators."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from holdfast.checkpoint.state.rng import python_state, set_python_state
+
+
+@runtime_checkable
+class DividedBatches(Protocol):
+    """This rank's share of each global batch, with a position that continues on any number of ranks."""
+
+    rank: int
+    world_size: int
+    batch_size: int
+    accumulation_steps: int
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        ...
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield the batches of an epoch."""
+        ...
+
+    def complete_steps(self, num_steps: int) -> None:
+        """Set the number of completed optimizer steps."""
+        ...
+
+    def skip(self, start: int, stop: int) -> None:
+        """Leave out a range of units."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a position."""
+        ...
+
+
+def capture_process() -> dict[str, Any]:
+    """Return the states of python's, torch's and numpy's generators, and of the current CUDA device."""
+    states: dict[str, Any] = {"python": python_state(random), "torch": bytes_of(torch.get_rng_state())}
+    if numpy := sys.modules.get("numpy"):
+        states["numpy"] = numpy.random.get_state(legacy=False)
+    if torch.cuda.is_initialized():
+        states["cuda"] = bytes_of(torch.cuda.get_rng_state())
+    return states
+
+
+def set_process(states: dict[str, Any]) -> None:
+    """Set the generators to states from `capture_process`."""
+    set_python_state(random, states["python"])
+    torch.set_rng_state(tensor_of(states["torch"]))
+    if "numpy" in states:
+        import numpy  # here, since a script may do without it
+
+        numpy.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensor_of(states["cuda"]))
+
+
+def tensor_of(data: bytes) -> torch.Tensor:
+    """Return the state of a generator that was saved as bytes."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def bytes_of(state: torch.Tensor) -> bytes:
+    """Return the state of a generator as bytes."""
+    return state.cpu().numpy().tobytes()

@@ -1,0 +1,268 @@
+"""Runs of W&B, MLflow and TensorBoard, each continued as one curve through all restarts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from typing_extensions import override
+
+from holdfast.adapters.trackers.tracker import OWN_PREFIX, RowPlace, TrackedRun, Tracker
+from holdfast.checkpoint.run import Checkpointer
+from holdfast.errors import Corrupt, Unsupported
+
+NONE = -1
+"""Step of a curve without values."""
+TAG = "holdfast.run"
+"""Tag of a run of MLflow, with the id of Holdfast's run."""
+_DIGITS = 20
+"""Digits of a step, so that each write replaces all bytes of the one before."""
+
+
+def _import(module: str, package: str, caller: str, install: str | None = None) -> Any:
+    """Return the module of a library that need not be installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unsupported(
+            f"{caller}() needs {package}: {error}. Run: pip install {install or package}."
+        ) from error
+
+
+def attach_tensorboard(ckpt: Checkpointer, log_dir: str | os.PathLike[str], **writer: Any) -> Tracker:
+    """Return a tracker that writes event files for TensorBoard.
+
+    Args:
+        ckpt: Checkpointer of the training.
+        log_dir: folder of the event files, the same at every start.
+        writer: other arguments of torch's `SummaryWriter`, but for `purge_step`.
+    """
+    make = _import("torch.utils.tensorboard", "tensorboard", "attach_tensorboard").SummaryWriter
+    return Tracker(ckpt, _EventFiles(make, os.fspath(log_dir), writer), name="TensorBoard")
+
+
+@final
+class _EventFiles(TrackedRun):
+    """Event files of one folder.
+
+    TensorBoard leaves out all events from `purge_step` on that an earlier file has. That step is the first
+    that an attempt logs, not the restored one, so it fits however the user counts.
+    """
+
+    def __init__(self, make: Any, log_dir: str, options: Mapping[str, Any]) -> None:
+        self._make, self._log_dir, self._options = make, log_dir, options
+        self._writer: Any = None
+
+    @override
+    def begin(self, place: RowPlace) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        purge_step = place.step if place.attempt > 1 else None
+        self._writer = self._make(self._log_dir, purge_step=purge_step, **self._options)
+
+    @override
+    def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, place.step)
+        self._writer.flush()  # by default a kill would lose the rows of two minutes
+
+    @override
+    def end(self, *, has_failed: bool) -> None:
+        self._writer.close()
+
+
+def attach_mlflow(
+    ckpt: Checkpointer,
+    *,
+    experiment: str = "Default",
+    tracking_uri: str | None = None,
+    run_name: str | None = None,
+    params: Mapping[str, Any] | None = None,
+) -> Tracker:
+    """Return a tracker that logs to one run of MLflow through all restarts.
+
+    Args:
+        ckpt: Checkpointer of the training.
+        experiment: name of the experiment, which is created if it does not exist.
+        tracking_uri: place or server of MLflow; by default that of its environment.
+        run_name: name of a new run.
+        params: parameters of a new run.
+    """
+    mlflow = _import("mlflow", "mlflow", "attach_mlflow", "mlflow, or mlflow-skinny")
+    return Tracker(ckpt, _MlflowRun(mlflow, experiment, tracking_uri, run_name, params or {}), name="MLflow")
+
+
+@final
+class _MlflowRun(TrackedRun):
+    """Run of MLflow, through its client only: a run that the script has active stays as it is."""
+
+    def __init__(
+        self, mlflow: Any, experiment: str, uri: str | None, name: str | None, params: Mapping[str, Any]
+    ) -> None:
+        self._mlflow, self._experiment, self._uri = mlflow, experiment, uri
+        self._name, self._params = name, params
+        self._client: Any = None
+        self._run = ""
+        self._newest: dict[str, int] = {}  # step of each curve
+        self._attempt: int | None = None
+        self._has_gone_back = False
+
+    @override
+    def begin(self, place: RowPlace) -> None:
+        if not self._run:
+            self._client = self._mlflow.MlflowClient(self._uri)
+            self._run = self._find(place.run)
+        self._has_gone_back |= self._attempt not in (None, place.attempt)  # in this process
+        self._attempt = place.attempt
+
+    def _find(self, run: str) -> str:
+        """Return the id of MLflow's run, which is made at the first start."""
+        client = self._client
+        experiment = client.get_experiment_by_name(self._experiment)
+        is_new = experiment is None
+        number = client.create_experiment(self._experiment) if is_new else experiment.experiment_id
+        found = client.search_runs([number], filter_string=f"tags.`{TAG}` = '{run}'", max_results=1)
+        if found:
+            client.update_run(found[0].info.run_id, status="RUNNING")
+            return found[0].info.run_id
+        made = client.create_run(number, tags={TAG: run}, run_name=self._name).info.run_id
+        for name, value in self._params.items():
+            client.log_param(made, name, value)
+        return made
+
+    @override
+    def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
+        now_ms, metric = int(time.time() * 1000), self._mlflow.entities.Metric
+        metrics = [
+            metric(curve, value, now_ms, place.step)
+            for name, value in values.items()
+            if (curve := self._curve_of(name, place.step)) is not None
+        ]
+        if metrics:
+            self._client.log_batch(self._run, metrics=metrics)
+
+    def _curve_of(self, name: str, step: int) -> str | None:
+        """Return the curve that gets a value; None if the run has it. MLflow cannot replace a value.
+
+        After a restart, training repeats the steps since its checkpoint, so their values are left out. After
+        a rollback it trains on other samples: such values get a curve of their own, with the attempt in its
+        name.
+        """
+        curves = [name]
+        if self._has_gone_back and not name.startswith(OWN_PREFIX):
+            curves.append(f"{name}-attempt-{self._attempt}")
+        for curve in curves:
+            if curve not in self._newest:
+                history = self._client.get_metric_history(self._run, curve)
+                self._newest[curve] = max((one.step for one in history), default=NONE)
+            if step > self._newest[curve]:
+                self._newest[curve] = step
+                return curve
+        return None
+
+    @override
+    def end(self, *, has_failed: bool) -> None:
+        self._client.set_terminated(self._run, "FAILED" if has_failed else "FINISHED")
+
+
+@final
+class StepRecord:
+    """Newest step of a run in a file. A step is recorded before its row is logged.
+
+    The file survives the end of the process, not a power loss: it is not flushed for each row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        found = os.pread(self._fd, _DIGITS + 2, 0)
+        if found and not (len(found) == _DIGITS + 1 and found[:-1].isdigit() and found.endswith(b"\n")):
+            raise Corrupt(
+                f"{path} should have one step of {_DIGITS} digits, and has {found!r}. Nothing was logged. "
+                "Without the file, the steps since the last checkpoint are logged again: delete it to accept "
+                "that."
+            )
+        self.step = int(found) if found else NONE
+
+    def raise_to(self, step: int) -> None:
+        """Record a newer step."""
+        os.pwrite(self._fd, b"%0*d\n" % (_DIGITS, step), 0)
+        self.step = step
+
+    def __del__(self) -> None:
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def attach_wandb(
+    ckpt: Checkpointer, folder: str | os.PathLike[str], *, project: str | None = None, **init: Any
+) -> Tracker:
+    """Return a tracker that logs to one run of Weights & Biases through all restarts.
+
+    Args:
+        ckpt: Checkpointer of the training.
+        folder: W&B's files and the record of the newest step, the same at every start.
+        project: project of the run; by default that of W&B's environment.
+        init: other arguments of `wandb.init`, but for `id`, `resume`, `dir` and `reinit`.
+    """
+    wandb = _import("wandb", "wandb", "attach_wandb")
+    return Tracker(ckpt, _WandbRun(wandb, Path(folder), {"project": project, **init}), name="W&B")
+
+
+@final
+class _WandbRun(TrackedRun):
+    """Run of W&B. A run that the script has active stays as it is.
+
+    W&B ignores rows that are not newer than its last one, and its offline mode does not know what an earlier
+    start has logged. So a row is logged once the next step begins, with all values of its step, after the
+    record has its step. A kill in between loses the row; no row is logged twice.
+
+    Source: documentation of `wandb.init` (`resume`, `reinit`) and `Run.log` (`step`, `commit`), wandb 0.31.
+    """
+
+    def __init__(self, wandb: Any, folder: Path, init: Mapping[str, Any]) -> None:
+        self._wandb, self._folder, self._init = wandb, folder, init
+        self._run: Any = None
+        self._record: StepRecord | None = None
+        self._step = NONE  # of the row that is not logged yet
+        self._values: dict[str, float] = {}
+
+    @override
+    def begin(self, place: RowPlace) -> None:
+        if self._run is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._record = StepRecord(self._folder / f"holdfast-{place.run}.step")
+            self._run = self._wandb.init(
+                id=place.run, resume="allow", dir=str(self._folder), reinit="create_new", **self._init
+            )
+        self._log_row()  # the next attempt may do the same step again
+
+    @override
+    def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
+        if place.step > self._step:
+            self._log_row()
+        if place.step <= self._newest():
+            return  # done again
+        self._step = place.step
+        self._values.update(values)
+
+    def _newest(self) -> int:
+        assert self._record is not None
+        return max(self._record.step, self._run.starting_step - 1)
+
+    def _log_row(self) -> None:
+        if not self._values:
+            return
+        assert self._record is not None
+        values, self._values = self._values, {}
+        self._record.raise_to(self._step)
+        self._run.log(values, step=self._step, commit=True)
+
+    @override
+    def end(self, *, has_failed: bool) -> None:
+        self._log_row()
+        self._run.finish(exit_code=int(has_failed))

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.checkpoint.exchange import (
-    deepspeed_export,
-    safetensors_export,
-    torch_export,
-    trainer_export,
-)
+from holdfast.checkpoint.exchange import deepspeed_export, safetensors_export, torch_export, trainer_export
 from holdfast.checkpoint.exchange.export_names import check_step, choose_kind
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.restore.checkpoint import Checkpoint

@@ -86,13 +86,6 @@ def write_home(
     Returns:
         The size and hashes of the data file.
 
-    Raises:
-        Conflict: the home is not new, or another run or import has begun in it. The home is as before.
-        InvalidInput: a name or a value cannot be in a checkpoint. Nothing was written.
-        Corrupt: the source is damaged. What had been written was deleted.
-        RetryLater: reading the source or writing to the home failed. What had been written was deleted, if
-            possible.
-
     Blocks: until the checkpoint is durable.
     """
     began = time.perf_counter()

@@ -197,12 +197,6 @@ def open_source(path: Path, kind: str, *, only: tuple[str, ...] | None, under: s
     Args:
         only: prefixes of the names to open, as far as the kind can leave out others; None for all.
         under: top-level key to put everything under.
-
-    Raises:
-        InvalidInput: the kind is unknown, or the source is of another kind.
-        Unsupported: the source needs code to load, or has a dtype that a checkpoint cannot hold.
-        Corrupt: the source is damaged.
-        NotFound: a file of the source is missing.
     """
     openers: dict[str, Callable[[], Source]] = {
         "torch": lambda: torch_files.open_files([path], under=under),

@@ -81,9 +81,6 @@ def check_pickle(data: bytes | io.BytesIO | mmap.mmap, *, storages: StorageCheck
     Args:
         data: pickle, or an in-memory file positioned at it.
         storages: checks each storage once. Tensors are then compared with their storages.
-
-    Raises:
-        ValueError: the pickle is truncated, or takes too much.
     """
     machine = _Machine(storages)
     file: Any = io.BytesIO(data) if isinstance(data, bytes) else data  # both read no more than the data

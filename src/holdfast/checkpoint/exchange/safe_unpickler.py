@@ -63,10 +63,6 @@ def load(data: bytes, names: Names, what: str, *, storage: Callable[[Any], Any] 
         names: replacement for each allowed global.
         what: description of the source, for error messages.
         storage: converts a persistent id; by default persistent ids are refused.
-
-    Raises:
-        Unsupported: the pickle needs a global that is not in `names`. None of its code has run.
-        Corrupt: the pickle is truncated or damaged.
     """
     try:
         check_pickle(data)

@@ -24,12 +24,7 @@ class RegionReader(ABC):
 
     @abstractmethod
     def read(self, region: Region) -> memoryview:
-        """Return the bytes of a region inside this one that is contiguous in it.
-
-        Raises:
-            Corrupt: the bytes are missing.
-            RetryLater: the bytes could not be read.
-        """
+        """Return the bytes of a region inside this one that is contiguous in it."""
 
 
 @final

@@ -39,11 +39,6 @@ def open_files(paths: Iterable[Path], *, under: str | None = None) -> Source:
     Args:
         paths: files of one checkpoint, each a dict; a single tensor or list needs `under`.
         under: top-level key to put everything under.
-
-    Raises:
-        Unsupported: a file needs a class that weights-only loading refuses. None of its code has run.
-        Corrupt: a file is damaged or truncated.
-        InvalidInput: two tensors have the same name, or a value cannot be in a checkpoint.
     """
     tree: Any = {}
     for path in paths:

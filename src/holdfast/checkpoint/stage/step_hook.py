@@ -1,7 +1,8 @@
-"""Hook that runs before every optimizer step, and the threads that make the steps."""
+"""Hook that runs before every optimizer step, the threads that make the steps, and the memory they change."""
 
 from __future__ import annotations
 
+import bisect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttributeAccessIssue] - torch.optim deletes the name
+
+from holdfast.checkpoint.state.tensors import PLAIN, is_dtensor
 
 _hooks: set[int] = set()
 """Ids of the hooks of all StepHooks."""
@@ -168,3 +171,34 @@ def _then(closure: Callable[[], Any], call: Callable[[], None]) -> Callable[[], 
         return result
 
     return closure_then_call
+
+
+@dataclass(frozen=True, slots=True)
+class Storages:
+    """Memory of the storages of some tensors: sorted first addresses, and the ends of the same storages."""
+
+    starts: list[int]
+    stops: list[int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> Storages:
+        """Return the storages of tensors."""
+        found = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors)}
+        starts = sorted(found)
+        return cls(starts, [start + found[start] for start in starts])
+
+    def contain_any(self, addresses: Iterable[int]) -> bool:
+        """Return True if one of the addresses is in a storage."""
+        places = ((bisect.bisect_right(self.starts, at) - 1, at) for at in addresses)
+        return any(i >= 0 and at < self.stops[i] for i, at in places)
+
+
+def addresses_of(optimizer: Optimizer) -> set[int]:
+    """Return the addresses of an optimizer's parameters and state tensors on this rank."""
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for slots in list(optimizer.state.values()):  # lists, as the optimizer may add slots in another thread
+        if isinstance(slots, dict):
+            found += [one for one in list(slots.values()) if isinstance(one, torch.Tensor)]
+    return {
+        (one._local_tensor if type(one) not in PLAIN and is_dtensor(one) else one).data_ptr() for one in found
+    }

@@ -27,8 +27,7 @@ _FEATURES = 1 << 12 | 1 << 13 | 1 << 15  # shared memory and huge pages; pages n
 _REGISTER_WRITES = 2
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN_PROTECT, _SCAN_CHECK = 1, 2  # protect the pages that match; fail where writes are not tracked
-_TRACKABLE, _WRITTEN, _FILE, _PRESENT, _SWAPPED, _HUGE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 6
-_ZERO = 1 << 5
+_TRACKABLE, _WRITTEN, _FILE, _PRESENT, _SWAPPED, _ZERO, _HUGE = (1 << bit for bit in range(7))
 _MADV_COLLAPSE = 25
 _MAX_FOUND = 1024  # ranges that one call returns; more take more calls
 
@@ -42,9 +41,6 @@ class WriteTracker:
 
     Source: userfaultfd(2) with UFFD_FEATURE_WP_ASYNC and the ioctl PAGEMAP_SCAN, Linux 6.7; CRIU and
     Windows's GetWriteWatch use the same for incremental copies.
-
-    Raises:
-        OSError: the kernel does not have such a record, or this process may not use it.
     """
 
     def __init__(self) -> None:
@@ -71,9 +67,6 @@ class WriteTracker:
             in_huge_pages: most of it is in huge pages; selects the call that is faster then.
 
         Blocks: 10 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
-
-        Raises:
-            OSError: a range cannot be tracked. None of them is then.
         """
         started: list[Range] = []
         try:
@@ -136,16 +129,8 @@ class WriteTracker:
     def _scan_protected(self, start: int, stop: int) -> list[Range]:
         found: list[Range] = []
         while start < stop:
-            start = self._scan(
-                start,
-                stop,
-                _SCAN_CHECK,
-                found,
-                inverted=_WRITTEN,
-                required=_WRITTEN,
-                any_of=_PRESENT | _SWAPPED,
-                returned=_TRACKABLE,
-            )
+            kinds = {"inverted": _WRITTEN, "required": _WRITTEN, "any_of": _PRESENT | _SWAPPED}
+            start = self._scan(start, stop, _SCAN_CHECK, found, **kinds, returned=_TRACKABLE)
         return found
 
     def is_own(self, start: int, stop: int) -> bool:
@@ -160,13 +145,10 @@ class WriteTracker:
     def find_small(self, ranges: Iterable[Range]) -> list[Range]:
         """Return the parts of `ranges` in present small pages. The zero page does not count."""
         found: list[Range] = []
+        absent, wanted = _HUGE | _ZERO, _PRESENT | _HUGE | _ZERO
         for start, stop in ranges:
-            at = start
-            while at < stop:
-                wanted = _PRESENT | _HUGE | _ZERO
-                at = self._scan(
-                    at, stop, 0, found, inverted=_HUGE | _ZERO, required=wanted, returned=_PRESENT
-                )
+            while start < stop:
+                start = self._scan(start, stop, 0, found, inverted=absent, required=wanted, returned=_PRESENT)
         return found
 
     def _scan(
@@ -184,23 +166,9 @@ class WriteTracker:
         """Call PAGEMAP_SCAN once, append the results to `found`, and return the address reached."""
         number = 0 if found is None else _MAX_FOUND
         vector = (ctypes.c_uint64 * (3 * number))()
-        arguments = bytearray(
-            struct.pack(
-                "12Q",
-                96,
-                flags,
-                start,
-                stop,
-                0,
-                ctypes.addressof(vector) if number else 0,
-                number,
-                0,
-                inverted,
-                required,
-                any_of,
-                returned,
-            )
-        )
+        address = ctypes.addressof(vector) if number else 0
+        kinds = inverted, required, any_of, returned
+        arguments = bytearray(struct.pack("12Q", 96, flags, start, stop, 0, address, number, 0, *kinds))
         num_found = fcntl.ioctl(self._pagemap, _PAGEMAP_SCAN, arguments)
         if found is not None:
             found.extend((vector[3 * i], vector[3 * i + 1]) for i in range(num_found))

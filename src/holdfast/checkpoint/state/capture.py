@@ -23,6 +23,7 @@ from holdfast.checkpoint.state.tensors import (
     may_be_reread,
     show_same_memory,
     shows_same_memory,
+    versions,
 )
 from holdfast.checkpoint.state.tree import extract_tensors, references
 
@@ -239,7 +240,7 @@ def _are_same_objects(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 _PLAIN = frozenset(PLAIN)
 _numbers = itertools.count()
-_get_version, _get_dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
+_get_dtype = operator.attrgetter("dtype")
 
 
 class MemoryMarks:
@@ -301,15 +302,6 @@ class MarkCollector(TensorCollector):
     @override
     def name_composite(self, name: str, tensor: torch.Tensor, inner: list[str]) -> None:
         pass
-
-
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return PyTorch's counters of writes. Tensors made in inference mode have none, and count as 0."""
-    tensors = list(tensors)
-    try:
-        return list(map(_get_version, tensors))
-    except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def capture_composite(collector: TensorCollector, name: str, tensor: torch.Tensor, role: Role) -> Any:

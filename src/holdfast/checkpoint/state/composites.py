@@ -8,23 +8,9 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.format.composites import (
-    DTENSOR,
-    DTYPE,
-    MAX_INNER,
-    SPARSE,
-    SavedTensor,
-    raw_of,
-)
+from holdfast.checkpoint.format.composites import DTENSOR, DTYPE, MAX_INNER, SPARSE, SavedTensor, raw_of
 from holdfast.checkpoint.state.sharding import layout_of, local_of, reshaped_like, shard_like
-from holdfast.checkpoint.state.tensors import (
-    LAYOUTS,
-    PLAIN,
-    RAW,
-    SHARD_ATTRIBUTES,
-    is_dtensor,
-    torch_dtype,
-)
+from holdfast.checkpoint.state.tensors import LAYOUTS, PLAIN, RAW, SHARD_ATTRIBUTES, is_dtensor, torch_dtype
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.system.documents import shown
 

@@ -90,9 +90,6 @@ def nested_entries(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
     Args:
         path: key path of the container.
-
-    Raises:
-        RecursionError: the container contains itself.
     """
     kind = kind_of(value)
     if kind is None or _is_plain(value):

@@ -59,9 +59,6 @@ def fit(saved: Any, live: Any, path: str) -> Fitting:
     A saved type is only looked up in the live value: the place itself, or, for an item that the live
     container does not have yet, an item beside it or the container's `default_factory`. Objects that are
     entries stay where they are in the live containers.
-
-    Raises:
-        Misfit: the live state has no value of the same type.
     """
     found = Fitting()
     fitted = _Fitter(found).fit(saved, live, path, is_here=True)

@@ -175,10 +175,7 @@ class FSDP1OptimizerEntry(StateEntry):
                     collector.collect(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
                 else:
                     other.setdefault(name, {})[key] = extract_tensors(
-                        value,
-                        f"{self.key}.state.{name}.{key}",
-                        collector.callback(role),
-                        composites=False,
+                        value, f"{self.key}.state.{name}.{key}", collector.callback(role), composites=False
                     )
         groups = [self._capture_group(i, group, collector) for i, group in enumerate(state["param_groups"])]
         return {"param_groups": groups, "state": encode(other, f"{self.key}.state")}

@@ -113,9 +113,6 @@ def agree(mine: RankInventory, rank: int, world_size: int, gather: Gather) -> Ho
 
     Digests are compared first. Only if they differ, one rank of each kind sends its inventory.
 
-    Raises:
-        InvalidInput: two ranks have different tensors under one name.
-
     Ranks: collective; `gather` returns the values of all ranks, by rank.
     Blocks: on `gather`.
     """

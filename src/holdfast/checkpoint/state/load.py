@@ -75,9 +75,6 @@ class Load:
 
     Most of `targets` are the live tensors themselves, so filling them already changes the live state. Once
     filling has begun, only a completed load, of this or another checkpoint, leaves a consistent state.
-
-    Raises:
-        InvalidInput: a live tensor is in memory that is mapped read-only.
     """
 
     def __init__(self, plan: LoadPlan, unexpected: list[str]) -> None:
@@ -99,9 +96,6 @@ class Load:
         """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
 
         Call it once, after all targets are filled.
-
-        Raises:
-            InvalidInput: an object of the state rejects its own saved state.
 
         Ranks: not collective by itself; a user's load_state_dict() may be.
         """

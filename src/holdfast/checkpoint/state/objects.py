@@ -314,9 +314,6 @@ def _rehearse(value: Any, state: Any) -> None:
 
     Their load code sets attributes and has no other effect. Code of other libraries or of the program may
     have any, so it is not called twice. A state with tensors is not complete before they are read.
-
-    Raises:
-        Exception: the load code rejects the state.
     """
     if not _is_pytorchs(value) or any(True for _ in references(state)):
         return

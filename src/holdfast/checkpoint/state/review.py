@@ -34,9 +34,6 @@ def refuse_snapshots(objects: Mapping[str, Any]) -> None:
 
     Such a dictionary is a copy of one moment, or shares memory with the training only until a tensor is
     replaced. That of an optimizer is empty before the first step, and stays so.
-
-    Raises:
-        InvalidInput: there is one, named with its key path and the fix.
     """
     for key, value in objects.items():
         for path, kind in _snapshots(value, key, _MAX_DEPTH):

@@ -53,9 +53,6 @@ def check(values: Any) -> None:
 
     Args:
         values: decoded, with references to tensors.
-
-    Raises:
-        Corrupt: a state is none that a generator can have.
     """
     try:
         set_python_state(random.Random(), values["python"])
@@ -131,11 +128,7 @@ def derive(values: dict[str, Any], *, rank: int, world_size: int) -> str:
 
 
 def python_state(generator: Any) -> dict[str, Any]:
-    """Return the state of a `random.Random` (or of the module `random`) as values.
-
-    Raises:
-        InvalidInput: the generator has no state, such as `random.SystemRandom`.
-    """
+    """Return the state of a `random.Random` (or of the module `random`) as values."""
     try:
         version, words, gauss = generator.getstate()
     except NotImplementedError as error:

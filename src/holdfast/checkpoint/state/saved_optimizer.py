@@ -27,10 +27,6 @@ class SavedOptimizer:
     Args:
         key: live top-level key.
         plan: of the load; it receives unexpected and missing parameters.
-
-    Raises:
-        InvalidInput: it was not saved as a plain optimizer.
-        Corrupt: it was, but its values are damaged.
     """
 
     def __init__(self, key: str, plan: LoadPlan) -> None:

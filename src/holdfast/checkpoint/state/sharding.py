@@ -131,9 +131,6 @@ def held_by(ranks: tuple[int, ...]) -> ShardLayout:
 def sharding_of(tensor: torch.Tensor) -> Sharding | None:
     """Return the sharding of a tensor, or None for a plain one.
 
-    Raises:
-        Unsupported: a pending sum (`Partial`), or shards that are not regions.
-
     Ranks: not collective; every rank computes the same.
     """
     layout = layout_of(tensor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.errors import Unsupported
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_get_version = operator.attrgetter("_version")
 _is_set_to = torch.Tensor.is_set_to
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
@@ -180,6 +183,15 @@ def may_be_reread(tensor: torch.Tensor) -> bool:
     A negative view is every second number of a complex tensor, so it is never a whole storage.
     """
     return tensor.is_complex() or tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return PyTorch's counters of writes. Tensors made in inference mode have none, and count as 0."""
+    tensors = list(tensors)
+    try:
+        return list(map(_get_version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,6 @@ from holdfast.checkpoint.state.capture import (
     MarkCollector,
     MemoryMarks,
     TensorCollector,
-    versions,
 )
 from holdfast.checkpoint.state.entry import (
     Skippable,
@@ -37,12 +36,7 @@ from holdfast.checkpoint.state.holders import Gather, HeldTensor, HolderAgreemen
 from holdfast.checkpoint.state.load import Load, LoadPhase, LoadPlan, leftover, mismatch, renamer
 from holdfast.checkpoint.state.modules import ModuleEntry
 from holdfast.checkpoint.state.new_content import plan_new
-from holdfast.checkpoint.state.objects import (
-    GeneratorEntry,
-    StatefulEntry,
-    TensorEntry,
-    ValueEntry,
-)
+from holdfast.checkpoint.state.objects import GeneratorEntry, StatefulEntry, TensorEntry, ValueEntry
 from holdfast.checkpoint.state.optimizers import (
     OptimizerEntry,
     has_step_hooks,
@@ -56,7 +50,7 @@ from holdfast.checkpoint.state.replication import MarkedObject, Replication
 from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks, loader_doubts
 from holdfast.checkpoint.state.sharding import ShardLayout, layout_of, local_of, shape_of
 from holdfast.checkpoint.state.tensor_table import StateStructure, TensorTable
-from holdfast.checkpoint.state.tensors import unsavable
+from holdfast.checkpoint.state.tensors import unsavable, versions
 from holdfast.checkpoint.state.tree import insert_tensors
 from holdfast.errors import InvalidInput, Unsupported
 
@@ -121,9 +115,6 @@ class State:
 
         Args:
             gather: returns the values of all ranks, by rank; not called if this rank is alone.
-
-        Raises:
-            InvalidInput: two ranks have different tensors under one name.
 
         Ranks: collective.
         Blocks: on `gather`.
@@ -300,10 +291,6 @@ class State:
             own_rank: `values` were saved by this very rank. Otherwise RNG states are not restored; seeds are
                 derived from them, so that no two ranks draw the same numbers.
 
-        Raises:
-            InvalidInput: the state and the checkpoint do not fit each other.
-            Unsupported: a dtype or kind of tensor cannot be restored here.
-
         Ranks: not collective by itself; FSDP1 is, and a user's state_dict() may be: if tensors may be
         sharded, it is called to find its DTensors.
         """
@@ -352,10 +339,6 @@ class State:
             only: top-level keys to load; all of them by default.
             with_rng: restore the process-wide random number generators too.
             own_rank: see `load`.
-
-        Raises:
-            InvalidInput: the checkpoint does not have a key of `only`.
-            Unsupported: this torch does not have a dtype.
         """
         self._release_memory()
         plan = LoadPlan(tensors, tied, values, renamer(None), rank=self._world()[0])

@@ -109,10 +109,6 @@ def parse_address(url: str) -> Address:
     The URL is `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or
     `abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX`, with options after a "?". The prefix is used
     literally, as by the stores' own tools: percent-escapes are not decoded.
-
-    Raises:
-        InvalidInput: the bucket is missing, the prefix is impossible, or an option is unknown, out of range
-            or a secret. The message does not show possible secrets.
     """
     scheme, _, rest = url.partition("://")
     if scheme.lower() not in SCHEMES or len(url) > _MAX_CHARS:

@@ -59,12 +59,7 @@ class AppendLogs:
         self._pid = os.getpid()
 
     def append(self, name: str, data: bytes) -> None:
-        """Append `data` to a log, to be written soon.
-
-        Raises:
-            RetryLater: the last write failed (the data is kept and will be retried), or the log is full (it
-                is not kept).
-        """
+        """Append `data` to a log, to be written soon."""
         with self._lock:
             log = self._logs.setdefault(name, _Log())
             if len(log.base or b"") + len(log.tail) + len(data) > MAX_BYTES:

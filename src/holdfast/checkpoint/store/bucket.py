@@ -124,11 +124,7 @@ class ObjectStore(Store):
 
     @override
     def link(self, source: str, name: str) -> None:
-        """Copy an object on the server, so that no bytes are sent.
-
-        Raises:
-            Unsupported: on Azure, which copies asynchronously, and for objects too large for one request.
-        """
+        """Copy an object on the server, so that no bytes are sent."""
         check_name(source)
         check_name(name)
         num_bytes = self.size(source)

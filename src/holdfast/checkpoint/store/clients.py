@@ -66,12 +66,7 @@ class Clients:
         self._made: dict[bool, Any] = {}
 
     def get(self, *, retrying: bool = False) -> Any:
-        """Return a client; a `retrying` one repeats each request until the address's time limit.
-
-        Raises:
-            Unsupported: this process was forked after first use.
-            InvalidInput: the environment has invalid settings.
-        """
+        """Return a client; a `retrying` one repeats each request until the address's time limit."""
         global _used_by
         check_process(self._address.place)
         _used_by = os.getpid()

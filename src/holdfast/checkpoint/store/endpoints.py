@@ -35,9 +35,6 @@ def check_endpoint(url: str, document: str, *, own: str = "") -> None:
         url: location named by the document; paths and URLs of the clouds themselves always pass.
         document: name of the document, for the error.
         own: location that the user has named, whose endpoint therefore gets the keys anyway.
-
-    Raises:
-        InvalidInput: the URL has an `endpoint_url` that neither `own` nor an environment variable names.
     """
     address = _address(url)
     endpoint = _endpoint_with_keys(address)
@@ -151,10 +148,6 @@ def shared_credentials(profile: str | None) -> Provider | None:
 
     Args:
         profile: as the URL names it, or None for AWS_PROFILE or no profile.
-
-    Raises:
-        InvalidInput: the requested profile does not exist.
-        Unsupported: its keys come from a login or a program, which needs boto3, and boto3 is not installed.
     """
     asked = profile or os.environ.get("AWS_PROFILE")
     if not profile and os.environ.get("AWS_ACCESS_KEY_ID"):

@@ -100,12 +100,7 @@ class LocalStore(Store):
 
     @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Write an object, as in `Store.put`.
-
-        Raises:
-            InvalidInput: a part of `name` is an object, or `name` is a directory.
-            Unsupported: `if_absent` on a file system without hard links.
-        """
+        """Write an object, as in `Store.put`."""
         view = as_bytes(data)
         self._put(name, len(view), lambda fd: direct_io.write(fd, view), if_absent=if_absent)
 

@@ -55,9 +55,6 @@ def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
         flags: as for `os.open`.
         mode: permissions of a created file.
 
-    Raises:
-        OSError: with errno ELOOP, a part of the path is a symbolic link.
-
     Blocks: on the file system; never on a FIFO, because files are opened without waiting for its other end.
     """
     flags |= os.O_CLOEXEC
@@ -84,12 +81,7 @@ def opened_folder(folder_fd: int, path: str, *, readable: bool = False) -> Itera
 
 
 def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file; refuse a FIFO, device, socket or folder.
-
-    Raises:
-        NotRegular: it is a FIFO, device or socket.
-        OSError: as `open_below`; EISDIR for a folder.
-    """
+    """Open a regular file; refuse a FIFO, device, socket or folder."""
     try:
         fd = open_below(folder_fd, path, flags, mode)
     except OSError as error:

@@ -217,9 +217,6 @@ class Retries:
             act: makes the requests with a given client.
             retrying: use the client that retries by itself.
             past_end: the result if the object ends before the requested range.
-
-        Raises:
-            HoldfastError: the error of `failure` for the store's answer, or the one that `act` raised.
         """
         with command_limit.reporting(self._address.place):
             return self._call(request, act, retrying=retrying, past_end=past_end)

@@ -20,7 +20,7 @@ from holdfast.checkpoint.home.documents import read_run
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Home, Limits, Local
-from holdfast.checkpoint.state.replication import per_rank
+from holdfast.checkpoint.state.entry import per_rank
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError, SaveWarning, Unsupported
 from holdfast.system.callsite import warn

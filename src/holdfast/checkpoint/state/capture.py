@@ -12,8 +12,8 @@ import torch
 from typing_extensions import override
 
 from holdfast.checkpoint.format.values import encode
+from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.holders import HolderAgreement
-from holdfast.checkpoint.state.replication import Replication
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, local_of
 from holdfast.checkpoint.state.tensor_table import Role, StateStructure, TensorTable
 from holdfast.checkpoint.state.tensors import (
@@ -52,31 +52,11 @@ class CapturedState:
     lowest: dict[str, ShardLayout] = field(default_factory=dict)  # see `StateStructure.lowest`
 
 
-@dataclass(frozen=True, slots=True)
-class _Emit:
-    """Function for `extract_tensors` that collects tensors with one role."""
-
-    collect: Callable[[str, torch.Tensor, Role], object]
-    role: Role
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> object:
-        return self.collect(name, tensor, self.role)
-
-    def per_rank(self, name: str, tensor: torch.Tensor) -> object:
-        """Collect a tensor that is different on every rank."""
-        return self.collect(name, tensor, self.role._replace(replication=Replication.PER_RANK, follows=None))
-
-
 class TensorCollector:
     """Collects tensors by name while a state is walked.
 
     It follows the table of the previous capture as long as the same tensors come in the same order, which
     costs one comparison each. At the first difference it starts a new table, and searches for ties again.
-
-    Args:
-        world_size: number of ranks; with one rank, nothing is per rank.
-        checked: names that have passed the check for reserved names; grows.
-        followed: table of the previous capture, if any.
     """
 
     def __init__(
@@ -111,10 +91,9 @@ class TensorCollector:
         return self._new_table.add(name, tensor, role)
 
     def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> bool:
-        """Collect several tensors; quick if they are the objects of the previous capture.
+        """Collect several tensors; return False, and collect none, if one of them is composite.
 
-        Returns:
-            False if one of them is a composite tensor; then none was collected.
+        Quick if they are the objects of the previous capture.
         """
         if self._followed is not None and self._followed.are_same(self._row, names, roles, tensors):
             self._row += len(names)
@@ -134,15 +113,26 @@ class TensorCollector:
             self._leave(self._followed)
         self._new_table.name_composite(name, tensor, inner)
 
-    def callback(self, role: Role) -> Callable[[str, torch.Tensor], object]:
-        """Return a function for `extract_tensors` that collects tensors with one role."""
-        return _Emit(self.collect, role)
+    def extract(self, value: Any, name: str, role: Role, **options: bool) -> Any:
+        """Return a tree whose tensors are collected with one role; see `extract_tensors`."""
+        return _extract(self.collect, value, name, role, **options)
+
+    def encode(self, value: Any, name: str, role: Role, **options: bool) -> Any:
+        """Collect the tensors of a value with one role, and return its encoded tree."""
+        return encode(self.extract(value, name, role, **options), name)
+
+    def encode_composite(self, name: str, tensor: torch.Tensor, role: Role) -> Any:
+        """Collect the inner tensors of a composite tensor, and return its encoded description."""
+        tree = self.extract(tensor, name, _inner_role(role), named_types=True)
+        if role.is_named:
+            self.name_composite(name, tensor, list(references(tree)))
+        return encode(tree, name)
 
     def own(self, parameters: list[torch.Tensor]) -> None:
         """Mark an optimizer's parameters as changed only by its steps. Call after all named tensors."""
-        table, i = self._followed, self._owner
-        if table is not None:
-            if i < len(table.owners) and _are_same_objects(table.owners[i], parameters):
+        if (table := self._followed) is not None:
+            known = table.owners[self._owner] if self._owner < len(table.owners) else None
+            if known is not None and [*map(id, known)] == [*map(id, parameters)]:
                 self._owner += 1
                 return
             self._leave(table)
@@ -155,10 +145,6 @@ class TensorCollector:
         """
         self.table.own_memory(tensors)
 
-    def is_per_rank(self, name: str) -> bool:
-        """Return True if each rank has its own tensor under `name`."""
-        return self.table.is_per_rank(name)
-
     def captured(
         self,
         values: dict[str, Any],
@@ -167,17 +153,19 @@ class TensorCollector:
         *,
         is_frozen_known: bool,
     ) -> CapturedState:
-        """Return the collected tensors with the encoded values.
+        """Return the collected tensors with the encoded values by top-level key.
 
         Args:
-            values: encoded values by top-level key.
             structure: of the previous capture, made by the same agreement; kept if it still holds.
-            agreement: holders of plain tensors.
             is_frozen_known: the parameters of every optimizer in the state are known.
         """
-        if self._followed is not None and not self._is_at_end(self._followed):
-            self._leave(self._followed)
-        is_kept = self._followed is not None and not self._put_replaced(self._followed)
+        if (table := self._followed) is not None:
+            ends = len(table.names), len(table.owners), len(table.composites)
+            if (self._row, self._owner, len(self._composites)) != ends:
+                self._leave(table)
+        table = self._followed
+        changes = [table.replace(*one) for one in self._replaced.items()] if table is not None else [True]
+        is_kept = not any(changes)  # what was replaced has the same dtype, shape and device
         if structure is None or not is_kept:
             new = self.table.structure(agreement, is_frozen_known=is_frozen_known)
             structure = structure if structure is not None and structure.has_same_facts(new) else new
@@ -194,48 +182,32 @@ class TensorCollector:
         )
 
     def _confirm(self, table: TensorTable, name: str, tensor: torch.Tensor, role: Role) -> bool:
-        """Return True if the next row matches this name, role and tensor.
-
-        Also if only the tensor was replaced, and no other row depends on it.
-        """
+        """Return True if the next row has this name, role and tensor, or one that may be replaced by it."""
         row = self._row
         if not table.has(row, name, role):
             return False
         if table.is_same(row, tensor):
             return True
-        if not is_savable(local_of(tensor)) or not table.can_replace(row, tensor):
+        part = table.part(row, tensor)
+        if not is_savable(part) or not table.can_replace(row, tensor):
             return False
-        address = local_of(tensor).data_ptr()
+        address = part.data_ptr()
         if address and address in self._replaced_at:
             return False
         self._replaced_at.add(address)
         self._replaced[row] = tensor
         return True
 
-    def _is_at_end(self, table: TensorTable) -> bool:
-        is_named = len(self._composites) == len(table.composites)
-        return is_named and self._row == len(table.names) and self._owner == len(table.owners)
-
     def _leave(self, table: TensorTable) -> None:
         """Copy the confirmed rows into the new table, and continue with that one."""
         self._followed = None
         for row in range(self._row):
-            tensor = self._replaced.get(row)
-            live = table.live(row) if tensor is None else tensor
+            live = self._replaced.get(row, table.live[row])
             self._new_table.add(table.names[row], live, table.roles[row])
         for name in self._composites:
             self._new_table.name_composite(name, *table.composites[name])
         for parameters in table.owners[: self._owner]:
             self._new_table.own(parameters)
-
-    def _put_replaced(self, table: TensorTable) -> bool:
-        """Put the replaced tensors into the followed table; return True if its structure changes."""
-        changes = [table.replace(row, tensor) for row, tensor in self._replaced.items()]
-        return any(changes)
-
-
-def _are_same_objects(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 _PLAIN = frozenset(PLAIN)
@@ -304,19 +276,23 @@ class MarkCollector(TensorCollector):
         pass
 
 
-def capture_composite(collector: TensorCollector, name: str, tensor: torch.Tensor, role: Role) -> Any:
-    """Collect the inner tensors of a composite tensor, and return its encoded description."""
-    tree = extract_tensors(tensor, name, collector.callback(_inner_role(role)), named_types=True)
-    if role.is_named:
-        collector.name_composite(name, tensor, list(references(tree)))
-    return encode(tree, name)
+def _extract(
+    collect: Callable[[str, torch.Tensor, Role], object], value: Any, name: str, role: Role, **options: bool
+) -> Any:
+    own = role._replace(replication=Replication.PER_RANK, follows=None)
+    return extract_tensors(
+        value,
+        name,
+        lambda path, tensor: collect(path, tensor, role),
+        per_rank=lambda path, tensor: collect(path, tensor, own),
+        **options,
+    )
 
 
 def inner_rows(name: str, tensor: torch.Tensor, role: Role) -> list[tuple[str, torch.Tensor, Role]]:
     """Return name, tensor and role of the rows that a composite tensor is saved in."""
     found: list[tuple[str, torch.Tensor, Role]] = []
-    emit = _Emit(lambda *row: found.append(row), _inner_role(role))
-    extract_tensors(tensor, name, emit, named_types=True)
+    _extract(lambda *row: found.append(row), tensor, name, _inner_role(role), named_types=True)
     return found
 
 

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.format.composites import SavedTensor, shown_type
 from holdfast.checkpoint.state.composites import put_together, set_content, take_apart
 from holdfast.checkpoint.state.fitting import misfit, needs_live
-from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unfillable
 from holdfast.checkpoint.state.tree import insert_tensors
 from holdfast.errors import InvalidInput
 
 
-def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | None:
+def difference(plan: Load, saved: SavedTensor, live: torch.Tensor) -> str | None:
     """Return how a saved composite tensor and the live one differ, or None."""
     why = misfit(saved, live)
     if why is not None:
@@ -36,15 +36,13 @@ def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | 
     return None
 
 
-def fill_composite(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+def fill_composite(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
     """Plan to fill a live composite tensor from a saved one. It stays the same object."""
     _check_fit(plan, saved, live, label)
     _fill(plan, saved, live, label)
 
 
-def read_composite(
-    plan: LoadPlan, saved: SavedTensor, device: torch.device
-) -> Callable[[], torch.Tensor] | None:
+def read_composite(plan: Load, saved: SavedTensor, device: torch.device) -> Callable[[], torch.Tensor] | None:
     """Plan to read a composite tensor of a kind of torch's own into new memory.
 
     Returns:
@@ -56,7 +54,7 @@ def read_composite(
     return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
 
 
-def _check_fit(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+def _check_fit(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
     """Raise unless a live composite tensor can be filled from a saved one."""
     why = difference(plan, saved, live)
     if why is not None:
@@ -72,7 +70,7 @@ def _check_fit(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: st
         )
 
 
-def _fill(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+def _fill(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
     if is_sparse(live):
         _replace_content(plan, saved, live)
         return
@@ -85,7 +83,7 @@ def _fill(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) ->
             plan.fill(part.name, item, f"{label}.{name}")
 
 
-def _replace_content(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> None:
+def _replace_content(plan: Load, saved: SavedTensor, live: torch.Tensor) -> None:
     """Plan to replace the content of a sparse tensor, whose number of elements may differ."""
     plan.read_tree(saved, live.device)
 
@@ -99,7 +97,7 @@ def _replace_content(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> 
 
 
 def plan_state(
-    plan: LoadPlan, optimizer: Optimizer, parameter: torch.Tensor, saved: SavedTensor, live: Any, label: str
+    plan: Load, optimizer: Optimizer, parameter: torch.Tensor, saved: SavedTensor, live: Any, label: str
 ) -> Callable[[], torch.Tensor]:
     """Plan to fill one composite tensor of a parameter's state.
 

@@ -12,6 +12,7 @@ import torch
 
 from holdfast.checkpoint.format.composites import shown_type
 from holdfast.checkpoint.format.manifest import Tensor
+from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.format.partitioning import FillTarget, Region
 from holdfast.checkpoint.format.values import decode
 from holdfast.checkpoint.state.composites import take_apart
@@ -24,14 +25,7 @@ from holdfast.checkpoint.state.filled_memory import (
     read_only_error,
 )
 from holdfast.checkpoint.state.fitting import Fitting, Misfit, Updates, fit
-from holdfast.checkpoint.state.sharding import (
-    is_divided,
-    local_of,
-    local_shards_like,
-    shape_of,
-    shard_like,
-    shards_of,
-)
+from holdfast.checkpoint.state.sharding import is_divided, local_of, parts_like, shape_of, shards_of
 from holdfast.checkpoint.state.tensors import (
     PLAIN,
     RAW,
@@ -71,41 +65,10 @@ class LoadPhase(enum.IntEnum):
 
 
 class Load:
-    """A plan to fill the live state. Making it changes nothing live.
+    """A plan to fill the live state, made by one entry after the other. Making it changes nothing live.
 
     Most of `targets` are the live tensors themselves, so filling them already changes the live state. Once
     filling has begun, only a completed load, of this or another checkpoint, leaves a consistent state.
-    """
-
-    def __init__(self, plan: LoadPlan, unexpected: list[str]) -> None:
-        self.targets: dict[str, list[FillTarget]] = plan.targets()
-        """Saved name -> this rank's targets. Parts without elements are not included."""
-        self.missing: list[str] = plan.missing
-        """Names in the live state but not in the checkpoint; they stay unchanged."""
-        self.unexpected: list[str] = unexpected
-        """Names in the checkpoint but not in the live state; they are not read."""
-        self.notes: list[str] = plan.notes
-        """Notes on values that differ from the saved ones, such as casts."""
-        self.generator_notes: list[str] = plan.generator_notes
-        """Notes on generators of the process that are not set as saved; `finish` adds them."""
-        self._steps = plan.steps
-        if found := find_read_only(plan.written):
-            raise read_only_error(found)
-
-    def finish(self) -> None:
-        """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
-
-        Call it once, after all targets are filled.
-
-        Ranks: not collective by itself; a user's load_state_dict() may be.
-        """
-        steps, self._steps = self._steps, []
-        for _, step in sorted(steps, key=operator.itemgetter(0)):
-            step()
-
-
-class LoadPlan:
-    """Collector of a load's actions, one entry of the state after the other.
 
     Args:
         tensors: saved tensors by saved name.
@@ -114,6 +77,15 @@ class LoadPlan:
         rename: saved name -> live name.
         others: encoded values of further parts, used for keys that `values` lacks.
         rank: this rank, whose parts of sharded tensors are filled.
+
+    Attributes:
+        missing: names in the live state but not in the checkpoint; they stay unchanged.
+        unexpected: names in the checkpoint but not in the live state; they are not read.
+        notes: on values that differ from the saved ones, such as casts.
+        generator_notes: on generators of the process that are not set as saved; `finish` adds them.
+        misfits: errors of values that stay unchanged unless the load is strict.
+        written: live tensors that are written to, by live name.
+        used: saved names, aliases included, that fill something live.
     """
 
     def __init__(
@@ -131,12 +103,12 @@ class LoadPlan:
         self.rename = rename
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self.notes: list[str] = []  # on values that differ from the saved ones
-        self.generator_notes: list[str] = []  # on generators of the process
-        self.misfits: list[Misfit] = []  # of values that stay unchanged unless the load is strict
-        self.steps: list[tuple[LoadPhase, Callable[[], None]]] = []
-        self.written: dict[str, torch.Tensor] = {}  # live tensors that are written to, by live name
-        self.used: set[str] = set()  # saved names, aliases included, that fill something live
+        self.notes: list[str] = []
+        self.generator_notes: list[str] = []
+        self.misfits: list[Misfit] = []
+        self.written: dict[str, torch.Tensor] = {}
+        self.used: set[str] = set()
+        self._steps: list[tuple[LoadPhase, Callable[[], None]]] = []
         self.saved_names = _renamed([*tensors, *tied], rename)
         self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
         self._rank = rank
@@ -147,12 +119,34 @@ class LoadPlan:
         self._swapped: set[int] = set()  # ids of meta tensors that become real
         self._real: dict[int, torch.device] = {}  # id of a meta tensor -> its device once real
 
+    def complete(self, unexpected: list[str], *, strict: bool) -> Load:
+        """Return the load if live tensors can be written and, if `strict`, all names have been found."""
+        if strict and self.misfits:
+            raise self.misfits[0]
+        if strict and (self.missing or unexpected):
+            raise mismatch(self.missing, unexpected)
+        if found := find_read_only(self.written):
+            raise read_only_error(found)
+        for one in self.misfits:
+            kept = str(one).partition(" Nothing was changed.")[0]
+            self.notes.append(f"{kept} The live value stays (strict=False).")
+        self.unexpected = unexpected
+        return self
+
+    def finish(self) -> None:
+        """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
+
+        Call it once, after all targets are filled.
+
+        Ranks: not collective by itself; a user's load_state_dict() may be.
+        """
+        steps, self._steps = self._steps, []
+        for _, step in sorted(steps, key=operator.itemgetter(0)):
+            step()
+
     def saved_key(self, key: str) -> str | None:
         """Return the saved top-level key that fills the live key, or None."""
-        for keys, _ in self._sources:
-            if key in keys:
-                return keys[key]
-        return None
+        return next((keys[key] for keys, _ in self._sources if key in keys), None)
 
     def saved_keys(self) -> list[str]:
         """Return all saved top-level keys."""
@@ -194,7 +188,7 @@ class LoadPlan:
 
     def add_step(self, phase: LoadPhase, step: Callable[[], None]) -> None:
         """Add a step for `Load.finish`. Within a phase, steps run in the order they were added."""
-        self.steps.append((phase, step))
+        self._steps.append((phase, step))
 
     def read_new(self, name: str, device: torch.device | str = "cpu") -> None:
         """Plan to read a whole saved tensor into new memory, unless that is planned already; see `tensor`."""
@@ -216,12 +210,7 @@ class LoadPlan:
         return target.tensor if device is None else target.tensor.to(device)
 
     def read_like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
-        """Plan to read this rank's part of a saved tensor into new memory.
-
-        Args:
-            name: saved name, of a tensor with the shape of `model`.
-            model: a sharded tensor with the wanted layout.
-            label: name of `model`, for messages.
+        """Plan to read this rank's part of a saved tensor, which is split as `model`, into new memory.
 
         Returns:
             A function that makes the sharded tensor after all targets are filled.
@@ -229,10 +218,13 @@ class LoadPlan:
         saved, device = self._use(name), self.device_of(model)
         regions = [region for _, region in self._parts_of(model, label)]
         sources = self._new_sources(saved, device, regions)
-        return lambda: _like([source().to(device) for source in sources], model, self.dtype(name), device)
+        return lambda: parts_like(
+            [source().to(device) for source in sources], model, self.dtype(name), device
+        )
 
+    @property
     def targets(self) -> dict[str, list[FillTarget]]:
-        """Return the targets to fill; parts of sharded tensors only if they have an element."""
+        """This rank's targets by saved name; parts of sharded tensors only if they have an element."""
         return {
             name: found
             for name, parts in self._parts.items()
@@ -248,12 +240,7 @@ class LoadPlan:
         return tuple(self._spec(name).shape)
 
     def fill(self, name: str, live: torch.Tensor, label: str) -> None:
-        """Plan to fill a live tensor from a saved one, in place if possible.
-
-        Args:
-            name: saved name.
-            label: live name, for messages.
-        """
+        """Plan to fill a live tensor from a saved one, in place if possible. `label` is its live name."""
         self._check(name, live, label)
         saved = self._use(name)
         is_whole = type(live) in PLAIN and (not is_local_shard(live) or self._is_own(name, live))
@@ -267,9 +254,9 @@ class LoadPlan:
             filled = [target.tensor for target in self._parts[saved]]
             for part, region in parts:
                 source = self._source(saved, region)
-                if not any(_is_same_memory(part, one) for one in filled):
+                if not any(part.data_ptr() == one.data_ptr() and is_same_view(part, one) for one in filled):
                     self._add_memory(part)
-                    self.add_step(LoadPhase.COPY, partial(_copy_from, source, part))
+                    self.add_step(LoadPhase.COPY, lambda source=source, part=part: copy(source(), part))
         self._claimed.add(saved)
 
     def device_of(self, live: torch.Tensor) -> torch.device:
@@ -359,23 +346,15 @@ class LoadPlan:
             self.add_step(LoadPhase.CARVE, partial(copy, whole[part.region.slices], part.tensor))
 
     def read_apart(self, name: str, live: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Plan to read a tensor into new memory if its live one shares memory.
-
-        Args:
-            name: saved name.
-            live: tensor of a container, which could contain another one in its place.
+        """Plan to read a tensor of a container into new memory if its live one shares memory.
 
         Returns:
             A function that returns `live` with the saved values after all targets are filled, or a new tensor
             if they differ from those that the others have there. None if `live` shares no memory or is not
             plain.
         """
-        if (
-            type(live) is not torch.Tensor
-            or live.requires_grad
-            or is_divided(live)
-            or self.tied.get(name, name) in self._parts
-        ):
+        is_plain = type(live) is torch.Tensor and not live.requires_grad and not is_divided(live)
+        if not is_plain or self.tied.get(name, name) in self._parts:
             return None
         if tuple(live.shape) != self.shape(name) or live.dtype is not self.dtype(name):
             return None
@@ -426,11 +405,12 @@ class LoadPlan:
             self.add_step(LoadPhase.SWAP, lambda: _swap(live, sources, device, label, is_shared=is_shared))
         elif not is_shared:
             self.notes.append(f"{label}: {_UNTIED}")
-            self.add_step(LoadPhase.COPY, lambda: self._copy_again(sources, live, label))
 
-    def _copy_again(self, sources: list[Callable[[], torch.Tensor]], live: torch.Tensor, label: str) -> None:
-        for source, (part, _) in zip(sources, self._parts_of(live, label), strict=True):
-            copy(source(), part)
+            def copy_again() -> None:
+                for source, (part, _) in zip(sources, self._parts_of(live, label), strict=True):
+                    copy(source(), part)
+
+            self.add_step(LoadPhase.COPY, copy_again)
 
     def _use(self, name: str) -> str:
         self.used.add(name)
@@ -441,24 +421,6 @@ class LoadPlan:
         if saved not in self.tensors:
             raise Corrupt(f"The checkpoint refers to a tensor {saved!r} that it does not contain.", key=saved)
         return self.tensors[saved]
-
-
-def _copy_from(source: Callable[[], torch.Tensor], live: torch.Tensor) -> None:
-    copy(source(), live)
-
-
-def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and is_same_view(a, b)
-
-
-def _like(
-    parts: list[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor:
-    """Return a tensor with the sharding of `model` and this rank's parts."""
-    if is_local_shard(model):
-        return local_shards_like(parts, model, dtype, device)
-    (part,) = parts
-    return shard_like(part, model)
 
 
 def _swap(
@@ -472,7 +434,7 @@ def _swap(
     """Make a meta tensor real in place. Modules and optimizers keep the same object."""
     parts = [source().detach().to(device=device, dtype=live.dtype, copy=is_shared) for source in sources]
     is_part = is_divided(live) and not (type(live) in PLAIN and [one.shape for one in parts] == [live.shape])
-    real = _like(parts, live, live.dtype, device) if is_part else laid_out_like(parts[0], live)
+    real = parts_like(parts, live, live.dtype, device) if is_part else laid_out_like(parts[0], live)
     if isinstance(live, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
     vars(real).update(vars(live))
@@ -500,10 +462,7 @@ def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
 
 
 def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
-    """Return the function that maps saved names to live ones. In a mapping, the longest prefix wins.
-
-    Prefixes end at dots: "a.b" matches "a.b" and "a.b.c", not "a.bc".
-    """
+    """Return the function that maps saved names to live ones. In a mapping, the longest prefix wins."""
     if rename is None:
         return lambda name: name
     if callable(rename):
@@ -512,7 +471,7 @@ def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
 
     def renamed(name: str) -> str:
         for old, new in prefixes:
-            if name == old or name.startswith(f"{old}."):
+            if old and is_under(name, old):
                 return new + name[len(old) :]
         return name
 
@@ -520,7 +479,7 @@ def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
 
 
 def leftover(
-    plan: LoadPlan,
+    plan: Load,
     live_keys: Collection[str],
     wanted: Collection[str] | None,
     held: tuple[Collection[str], Collection[str]] | None,
@@ -539,9 +498,14 @@ def leftover(
     ]
     found = list(plan.unexpected)
     if held is not None:
-        names = [name for name in names if not _is_held(plan.rename(name), held, live_keys)]
-        found = [name for name in found if plan.rename(name.rpartition(PARAMETER_MARK)[2]) not in held[0]]
-        live_keys = {*live_keys, *held[1]}
+        live_names, keys = held
+        elsewhere = [key for key in keys if key not in live_keys]
+        renamed = {name: plan.rename(name) for name in names}
+        names = [
+            k for k, live in renamed.items() if live not in live_names and not _is_under(live, elsewhere)
+        ]
+        found = [name for name in found if plan.rename(name.rpartition(PARAMETER_MARK)[2]) not in live_names]
+        live_keys = {*live_keys, *keys}
     for key in plan.saved_keys():
         if plan.rename(key) in live_keys or (wanted is not None and not _is_under(plan.rename(key), wanted)):
             continue
@@ -551,14 +515,8 @@ def leftover(
     return found + names
 
 
-def _is_held(name: str, held: tuple[Collection[str], Collection[str]], live_keys: Collection[str]) -> bool:
-    """Return True if another rank has a name, or the key that contains it."""
-    names, keys = held
-    return name in names or _is_under(name, [key for key in keys if key not in live_keys])
-
-
 def _is_under(name: str, keys: Collection[str]) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in keys)
+    return any(is_under(name, key) for key in keys)
 
 
 def mismatch(missing: list[str], unexpected: list[str]) -> InvalidInput:

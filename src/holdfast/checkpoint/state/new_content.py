@@ -10,14 +10,14 @@ from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.format.named_types import NAMED_TYPES
 from holdfast.checkpoint.format.nesting import insert, is_under, place_entries, placed_composites
-from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import ResumeWarning
 from holdfast.system import units
 from holdfast.system.callsite import warn
 
 
-def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[str]) -> None:
+def plan_new(plan: Load, target: MutableMapping[str, Any], keys: Collection[str]) -> None:
     """Plan to put the saved values of some keys into a mapping.
 
     Their tensors are whole, and in new memory.
@@ -75,7 +75,7 @@ def _placed(value: Any) -> Any:
     return placed_composites(value) if type(value) is dict else value
 
 
-def _implied(plan: LoadPlan, keys: Collection[str], referenced: Collection[str]) -> list[str]:
+def _implied(plan: Load, keys: Collection[str], referenced: Collection[str]) -> list[str]:
     """Return the tensors that no value refers to: those of modules and optimizers."""
     return [
         name

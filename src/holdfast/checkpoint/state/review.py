@@ -463,8 +463,3 @@ def _order_doubt(order: Any, data: str) -> str:
         "batch_sampler=holdfast.train.data.GlobalBatches(len(data), batch_size)) and add these batches to "
         'the state. If it is an evaluation, read it within `with ckpt.phase("eval"):`.'
     )
-
-
-def is_repeatable(value: Any) -> bool:
-    """Return True if calling state_dict() changes nothing. Data loaders do not guarantee that."""
-    return type(value).__module__.split(".")[0] not in ("accelerate", "torch", "torchdata", "datasets")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
-from holdfast.checkpoint.state.load import PARAMETER_MARK, LoadPlan
+from holdfast.checkpoint.state.load import PARAMETER_MARK, Load
 from holdfast.checkpoint.state.tree import references
 from holdfast.errors import Corrupt, InvalidInput
 
@@ -29,7 +29,7 @@ class SavedOptimizer:
         plan: of the load; it receives unexpected and missing parameters.
     """
 
-    def __init__(self, key: str, plan: LoadPlan) -> None:
+    def __init__(self, key: str, plan: Load) -> None:
         self._key = key
         self._plan = plan
         values = _joined(key, list(plan.all_values(key)))
@@ -141,7 +141,7 @@ def _has_names(group: Any) -> bool:
     return isinstance(params, list) and {str}.issuperset(map(type, params))
 
 
-def _aliases(plan: LoadPlan) -> Iterator[tuple[str, str]]:
+def _aliases(plan: Load) -> Iterator[tuple[str, str]]:
     """Yield pairs of saved names of one tensor; the second may be an optimizer's parameter."""
     for alias, name in plan.tied.items():
         yield alias, name

@@ -222,10 +222,13 @@ def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     return _wrap(local, spec, spec.placements, tuple(model.shape), spec.tensor_meta.stride)
 
 
-def local_shards_like(
+def parts_like(
     parts: Sequence[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """Return a plain tensor with the shard attributes of `model`, and zeros as padding."""
+    """Return a tensor with the layout of `model` and this rank's parts; padding of a plain one is zeros."""
+    if not is_local_shard(model):
+        (part,) = parts
+        return shard_like(part, model)
     new = torch.zeros_like(model, dtype=dtype, device=device, requires_grad=False)
     vars(new).update({name: vars(model)[name] for name in SHARD_ATTRIBUTES})
     for place, part in zip(_own_layout(new).places, parts, strict=True):

@@ -12,8 +12,8 @@ import torch
 
 from holdfast.checkpoint.format.layout import check_name
 from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.holders import HolderAgreement
-from holdfast.checkpoint.state.replication import Replication
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, layout_of, local_of, shape_of
 from holdfast.checkpoint.state.tensors import (
     PLAIN,
@@ -93,7 +93,7 @@ class TensorTable:
         self.owners: list[list[torch.Tensor]] = []  # parameters of each optimizer
         self.composites: dict[str, tuple[torch.Tensor, list[str]]] = {}  # parameters, with their inner names
         self.has_sharded = False
-        self._live: list[torch.Tensor] = []
+        self.live: list[torch.Tensor] = []
         self._aliases: list[torch.Tensor] = []
         self._types: list[type] = []
         self._dtypes: list[torch.dtype] = []
@@ -139,7 +139,7 @@ class TensorTable:
         self.names.append(name)
         self.roles.append(role)
         self.holders.append(holder)
-        self._live.append(tensor)
+        self.live.append(tensor)
         self._aliases.append(alias)
         self._types.append(type(tensor))
         self._dtypes.append(local.dtype)
@@ -328,33 +328,25 @@ class TensorTable:
 
     # -- comparing -------------------------------------------------------------------------------------------
 
-    def live(self, row: int) -> torch.Tensor:
-        """Return the training object's tensor of a row."""
-        return self._live[row]
-
     def has(self, row: int, name: str, role: Role) -> bool:
         """Return True if a row has this name and role."""
         return row < len(self.names) and self.names[row] == name and self.roles[row] == role
 
     def is_same(self, row: int, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor shows a row's memory in the same way.
-
-        Parameters must also be the same object.
-        """
-        if self.roles[row].is_named and tensor is not self._live[row]:
-            return False
+        """Return True if a tensor shows a row's memory alike; a parameter must be the same object."""
         if type(tensor) is not self._types[row]:
             return False
-        return shows_same_memory(self._part(row, tensor), self._aliases[row]) and self._has_same_sharding(
-            row, tensor
-        )
+        if self.roles[row].is_named and tensor is not self.live[row]:
+            return False
+        part, alias = self.part(row, tensor), self._aliases[row]
+        return shows_same_memory(part, alias) and self._has_same_sharding(row, tensor)
 
     def are_same(
         self, row: int, names: Sequence[str], roles: Sequence[Role], tensors: list[torch.Tensor]
     ) -> bool:
         """Return True if the rows from `row` on have these objects, showing the same memory."""
         at = slice(row, row + len(names))
-        live = self._live[at]
+        live, chosen = self.live[at], self._may_be_reread[at]
         is_same = (
             self.names[at] == names
             and self.roles[at] == roles
@@ -368,20 +360,14 @@ class TensorTable:
         if self.has_sharded:
             if not all(map(self._has_same_sharding, range(row, row + len(names)), tensors)):
                 return False
-            tensors = list(map(self._part, range(row, row + len(names)), tensors))
+            tensors = list(map(self.part, range(row, row + len(names)), tensors))
         return (
             all(map(operator.is_, map(_get_dtype, tensors), self._dtypes[at]))
             and show_same_memory(tensors, self._aliases[at])
-            and all(map(shows_same_memory, *self._rereadable(at, tensors)))
+            and all(map(shows_same_memory, compress(tensors, chosen), compress(self._aliases[at], chosen)))
         )
 
-    def _rereadable(
-        self, at: slice, tensors: list[torch.Tensor]
-    ) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        chosen = self._may_be_reread[at]
-        return compress(tensors, chosen), compress(self._aliases[at], chosen)
-
-    def _part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
+    def part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor that the row saves."""
         is_whole = self._layouts[row] is None and type(tensor) in PLAIN
         return tensor if is_whole else local_of(tensor)
@@ -399,7 +385,7 @@ class TensorTable:
 
     def can_replace(self, row: int, tensor: torch.Tensor) -> bool:
         """Return True if a tensor can replace a row's without affecting any other row."""
-        local = self._part(row, tensor)
+        local = self.part(row, tensor)
         name, old, new = self.names[row], self._aliases[row].data_ptr(), local.data_ptr()
         return (
             not self.roles[row].is_named
@@ -416,15 +402,15 @@ class TensorTable:
 
     def replace(self, row: int, tensor: torch.Tensor) -> bool:
         """Replace a row's tensor; return True if dtype, shape or device have changed."""
-        local = self._part(row, tensor)
+        local = self.part(row, tensor)
         name, old, alias = self.names[row], self._aliases[row], local.detach()
         if self._layouts[row] is not None:
-            self._named.pop(id(self._live[row]), None)
+            self._named.pop(id(self.live[row]), None)
             self._named[id(tensor)] = name
         if old.data_ptr():
             del self._at[old.data_ptr()]
         self._at.setdefault(alias.data_ptr(), name)
-        self._live[row], self._aliases[row], self.tensors[name] = tensor, alias, alias
+        self.live[row], self._aliases[row], self.tensors[name] = tensor, alias, alias
         self._shapes[row] = tuple(alias.shape) if self._layouts[row] is None else shape_of(tensor)
         self._types[row], self._dtypes[row], self._specs[row] = type(tensor), local.dtype, _spec(tensor)
         self._may_be_reread[row] = may_be_reread(local)

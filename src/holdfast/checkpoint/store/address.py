@@ -12,16 +12,8 @@ from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_bytes, parse_duration
 
 S3, GCS, AZURE = "s3", "gs", "az"
-SCHEMES = {
-    "s3": S3,
-    "s3a": S3,
-    "gs": GCS,
-    "gcs": GCS,
-    "az": AZURE,
-    "azure": AZURE,
-    "abfs": AZURE,
-    "abfss": AZURE,
-}
+SCHEMES = dict.fromkeys(("s3", "s3a"), S3) | dict.fromkeys(("gs", "gcs"), GCS)
+SCHEMES |= dict.fromkeys(("az", "azure", "abfs", "abfss"), AZURE)
 """URL schemes of object stores, with the protocol of each."""
 
 _FOR_ALL = ("endpoint_url", "anonymous", "timeout", "request_timeout", "part_bytes", "parallel")
@@ -138,8 +130,8 @@ def parse_address(url: str) -> Address:
         tuple(options),
         timeout_s=_seconds(texts, "timeout", DEFAULT_TIMEOUT_S),
         request_timeout_s=_seconds(texts, "request_timeout", DEFAULT_REQUEST_TIMEOUT_S),
-        part_bytes=_part_bytes(texts),
-        parallel=_parallel(texts),
+        part_bytes=_part_bytes(texts.get("part_bytes", DEFAULT_PART_BYTES)),
+        parallel=_parallel(texts.get("parallel", str(DEFAULT_PARALLEL))),
     )
 
 
@@ -201,17 +193,13 @@ def _split_account(protocol: str, host: str) -> tuple[str, str]:
 
 
 def _seconds(texts: dict[str, str], name: str, default: float) -> float:
-    if name not in texts:
-        return default
-    text = texts[name]
+    text = texts.get(name, str(default))
     is_number = text.replace(".", "", 1).isdecimal()
     return parse_duration(float(text) if is_number else text, f"the URL's option {name}")
 
 
-def _part_bytes(texts: dict[str, str]) -> int:
-    if "part_bytes" not in texts:
-        return DEFAULT_PART_BYTES
-    part_bytes = parse_bytes(texts["part_bytes"], "the URL's option part_bytes")
+def _part_bytes(text: str | int) -> int:
+    part_bytes = parse_bytes(text, "the URL's option part_bytes")
     if part_bytes < MIN_PART_BYTES:
         raise InvalidInput(
             f"part_bytes is {part_bytes}; object stores refuse parts below {MIN_PART_BYTES} bytes."
@@ -219,8 +207,7 @@ def _part_bytes(texts: dict[str, str]) -> int:
     return part_bytes
 
 
-def _parallel(texts: dict[str, str]) -> int:
-    text = texts.get("parallel", str(DEFAULT_PARALLEL))
+def _parallel(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 256:
         raise InvalidInput(f"parallel must be a number from 1 to 256, got {text!r}.")
     return int(text)

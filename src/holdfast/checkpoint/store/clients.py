@@ -11,9 +11,10 @@ import urllib.request
 from datetime import timedelta
 from typing import Any
 
-from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address
+from holdfast.checkpoint.store.address import AZURE, S3, Address
 from holdfast.checkpoint.store.command_limit import command_limit
 from holdfast.checkpoint.store.endpoints import (
+    ACCOUNT_NAMED_BY,
     NAMED_BY,
     first_set,
     parse_connection_string,
@@ -85,12 +86,13 @@ def _make_client(address: Address, *, retrying: bool) -> Any:
     stores = importlib.import_module("obstore.store")
     endpoint = address.option("endpoint_url") or first_set(NAMED_BY[address.protocol])
     settings: dict[str, Any] = {"skip_signature": True} if address.is_on("anonymous") else {}
-    make, own = {
-        S3: (stores.S3Store, _s3_settings),
-        GCS: (stores.GCSStore, _gcs_settings),
-        AZURE: (stores.AzureStore, _azure_settings),
-    }[address.protocol]
-    settings.update(own(address, endpoint))
+    if address.protocol == S3:
+        make, own = stores.S3Store, _s3_settings(address, endpoint)
+    elif address.protocol == AZURE:
+        make, own = stores.AzureStore, _azure_settings(address, endpoint)
+    else:
+        make, own = stores.GCSStore, {"base_url": endpoint.rstrip("/")} if endpoint else {}
+    settings.update(own)
     endpoint = settings.get("endpoint") or endpoint
     try:
         return make(
@@ -120,16 +122,12 @@ def _request_timeout_s(address: Address, *, retrying: bool) -> float:
 
 
 def _retries(address: Address, *, retrying: bool) -> dict[str, Any]:
+    first, longest = timedelta(seconds=_FIRST_PAUSE_S), timedelta(seconds=_LONGEST_PAUSE_S)
+    limit_s = min(address.timeout_s, command_limit.limit_s or address.timeout_s)
     return {
         "max_retries": _MANY_TRIES if retrying else 0,
-        "retry_timeout": timedelta(
-            seconds=min(address.timeout_s, command_limit.limit_s or address.timeout_s)
-        ),
-        "backoff": {
-            "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
-            "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
-            "base": 2,
-        },
+        "retry_timeout": timedelta(seconds=limit_s),
+        "backoff": {"init_backoff": first, "max_backoff": longest, "base": 2},
     }
 
 
@@ -162,9 +160,7 @@ def region_of(address: Address) -> str | None:
 
 
 def ask_region(url: str) -> str:
-    """Return the region that the store names in an answer to a request without keys.
-
-    It is "" if the store does not name it.
+    """Return the region that the store names in an answer to a request without keys; "" if it does not.
 
     Blocks: at most a few seconds.
     """
@@ -181,29 +177,21 @@ def ask_region(url: str) -> str:
 
 
 def _integrity_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
-    """Return the settings that let the server verify a body.
-
-    Over http the signature must cover the body: it is the only check that every server makes. Its SHA-256 is
-    also sent as a checksum. Over https the connection protects the body, so a CRC, which takes a quarter of
-    the time, is enough.
-    """
+    """Return the settings that let the server verify a body."""
+    # Over http the signature must cover the body: it is the only check that every server makes. Its SHA-256
+    # is also sent as a checksum. Over https the connection protects the body, so a CRC, which takes a quarter
+    # of the time, is enough.
     is_plain = bool(endpoint and endpoint.startswith("http://"))
     checksum = address.option("checksum") or ("sha256" if is_plain else "crc64nvme")
     settings: dict[str, Any] = {"unsigned_payload": not is_plain}
     return settings if checksum == "none" else {**settings, "checksum_algorithm": checksum}
 
 
-def _gcs_settings(_address: Address, endpoint: str | None) -> dict[str, Any]:
-    return {"base_url": endpoint.rstrip("/")} if endpoint else {}
-
-
 def _azure_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
     settings = parse_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
     if endpoint:
         settings["endpoint"] = endpoint.rstrip("/")
-    account = address.option("account") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-    account = account or os.environ.get("AZURE_STORAGE_ACCOUNT")
-    if account:
+    if account := address.option("account") or first_set(ACCOUNT_NAMED_BY):
         settings["account_name"] = account
     if "account_name" not in settings:
         raise InvalidInput(

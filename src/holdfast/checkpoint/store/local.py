@@ -210,12 +210,9 @@ class LocalStore(Store):
 
     @override
     def size(self, name: str) -> int | None:
-        with translating(self.root, "find", name):
-            try:
-                with self._opened(name) as fd:
-                    return os.fstat(fd).st_size
-            except NotFound:
-                return None
+        with translating(self.root, "find", name), suppress(NotFound), self._opened(name) as fd:
+            return os.fstat(fd).st_size
+        return None
 
     @override
     def delete(self, name: str) -> None:

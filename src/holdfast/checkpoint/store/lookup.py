@@ -13,7 +13,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -36,24 +36,18 @@ class _How(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
-def _load_syscall() -> Callable[..., int]:
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_How), ctypes.c_size_t)
-    call.restype = ctypes.c_long
-    return call
-
-
-_syscall = _load_syscall() if sys.platform == "linux" else None
+_syscall = ctypes.CDLL(None, use_errno=True).syscall if sys.platform == "linux" else None
+if _syscall is not None:
+    _syscall.argtypes = ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_How), ctypes.c_size_t
+    _syscall.restype = ctypes.c_long
 
 
 def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a file or folder below an open folder; return its descriptor.
+    """Open a file or folder below an open folder; return its descriptor. ELOOP: a part is a symbolic link.
 
     Args:
-        folder_fd: descriptor of the folder; O_PATH is enough.
         path: relative, without "." and ".." parts; "" is the folder itself.
         flags: as for `os.open`.
-        mode: permissions of a created file.
 
     Blocks: on the file system; never on a FIFO, because files are opened without waiting for its other end.
     """
@@ -68,11 +62,7 @@ def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
 
 @contextmanager
 def opened_folder(folder_fd: int, path: str, *, readable: bool = False) -> Iterator[int]:
-    """Open a folder below an open one for the block; use its descriptor as `dir_fd`.
-
-    Args:
-        readable: open it for listing and fsync as well.
-    """
+    """Open a folder below an open one for the block: as a `dir_fd`, and if readable to list and sync it."""
     fd = open_below(folder_fd, path, os.O_DIRECTORY | (os.O_RDONLY if readable else O_PATH))
     try:
         yield fd
@@ -186,7 +176,6 @@ def translating(root: Path, verb: str, name: str, num_bytes: int | None = None) 
     """Translate errors of the operating system in the block into ours.
 
     Args:
-        root: of the store.
         verb: failed action, for messages.
         name: object or folder.
         num_bytes: size of what was to be written or read, if any.
@@ -248,11 +237,7 @@ _MAX_DURABLE = 64
 
 
 class DurableNames:
-    """Directories of one store whose names are durable.
-
-    Args:
-        root: of the store, with symbolic links resolved.
-    """
+    """Directories of one store, whose root has no symbolic links, with durable names."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -27,12 +27,7 @@ _DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError,
 
 
 def open_folder(folder: Path, *, only: Iterable[str] | None = None) -> Source:
-    """Open a DCP checkpoint.
-
-    Args:
-        folder: checkpoint id that was passed to `dcp.save`.
-        only: prefixes of the keys to open; None for all.
-    """
+    """Open a DCP checkpoint: the keys with any of the prefixes, or all."""
     path = folder / METADATA
     data = bytes(read_range(path, 0, path.stat().st_size))
     metadata = safe_unpickler.load(data, safe_unpickler.DCP_NAMES, str(path))
@@ -68,7 +63,9 @@ class _Folder:
                 tensors.append(self._tensor(name, entry))
                 flat[name] = TensorRef(name)
                 continue
-            inner = open_tree({name: self._value(name)})
+            path, start, length = self._range_of(name, None)
+            data = bytes(read_range(path, start, length))
+            inner = open_tree({name: load_bytes(data, f"{name} in {path.name}")})
             tensors += inner.tensors
             tied |= inner.tied
             flat[name] = inner.values.get(name, TensorRef(name))
@@ -93,9 +90,8 @@ class _Folder:
         if self._max_chunks < 0:
             raise ValueError("it lists more chunks than it has bytes")
         read_integers(list(shape), max_items=MAX_DIMS)
-        regions = [
-            Region(tuple(c.fields["offsets"]), tuple(c.fields["sizes"])) for c in entry.fields["chunks"]
-        ]
+        chunks = [one.fields for one in entry.fields["chunks"]]
+        regions = [Region(tuple(one["offsets"]), tuple(one["sizes"])) for one in chunks]
         for region in regions:
             if not region.is_inside(shape):
                 raise ValueError(f"a chunk of {name} at {region} is not inside {shape}")
@@ -112,10 +108,6 @@ class _Folder:
             if region.num_items
         ]
         return SourceTensor(name, dtype, shape, tuple(readers))
-
-    def _value(self, name: str) -> Any:
-        path, start, length = self._range_of(name, None)
-        return load_bytes(bytes(read_range(path, start, length)), f"{name} in {path.name}")
 
     def _range_of(self, name: str, offset: tuple[int, ...] | None) -> tuple[Path, int, int]:
         info = self._items.get((name, offset))
@@ -142,12 +134,8 @@ class ItemReader(RegionReader):
     """
 
     def __init__(self, path: Path, start: int, length: int, dtype: str, region: Region, name: str) -> None:
-        self.region = region
-        self._path = path
-        self._start = start
-        self._length = length
-        self._dtype = dtype
-        self._name = name
+        self.region, self._name, self._dtype = region, name, dtype
+        self._path, self._start, self._length = path, start, length
         self._reader: FileReader | None = None
 
     @override
@@ -155,19 +143,16 @@ class ItemReader(RegionReader):
         if self._reader is not None:
             return self._reader.read(region)
         location = locate_tensor(self._path, self._start, self._length)
-        if location is None:
-            return self._load().read(region)
-        self._check(location.dtype, location.shape)
-        self._reader = FileReader(self._path, location.start, self.region, ITEM_BYTES[self._dtype])
-        return self._reader.read(region)
-
-    def _load(self) -> MemoryReader:
+        if location is not None:
+            self._check(location.dtype, location.shape)
+            self._reader = FileReader(self._path, location.start, self.region, ITEM_BYTES[self._dtype])
+            return self._reader.read(region)
         from holdfast.checkpoint.state.tensors import dtype_name
 
         data = bytes(read_range(self._path, self._start, self._length))
         tensor = load_bytes(data, f"{self._name} in {self._path.name}")
         self._check(dtype_name(tensor.dtype), tuple(tensor.shape))
-        return MemoryReader(tensor, self.region)
+        return MemoryReader(tensor, self.region).read(region)
 
     def _check(self, dtype: str, shape: tuple[int, ...]) -> None:
         if (dtype, shape) != (self._dtype, self.region.sizes):

@@ -22,11 +22,6 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_FILE_NAME_BYTES = 255  # the limit of Linux
 
 
-def open_file(path: Path) -> Source:
-    """Open a safetensors file."""
-    return _open_files([path])
-
-
 def open_folder(folder: Path) -> Source:
     """Open the safetensors files of a folder: those in its index, or all if it has no index.
 
@@ -35,14 +30,14 @@ def open_folder(folder: Path) -> Source:
     """
     index = find_index(folder, INDEX_SUFFIX)
     if index is None:
-        return _open_files(sorted(folder.glob("*.safetensors")))
+        return open_files(sorted(folder.glob("*.safetensors")))
     return open_index(index)
 
 
 def open_index(index: Path) -> Source:
     """Open the files in an index."""
     weight_map = read_index(index)
-    return _open_files([index.parent / name for name in dict.fromkeys(weight_map.values())], weight_map)
+    return open_files([index.parent / name for name in dict.fromkeys(weight_map.values())], weight_map)
 
 
 def find_index(folder: Path, suffix: str) -> Path | None:
@@ -68,7 +63,9 @@ def read_index(path: Path) -> dict[str, str]:
         raise Corrupt(f"{path} is not an index with a weight_map: {error}", key=str(path)) from error
     weight_map = {name: found.text(name, max_chars=1024) for name in found.members}
     files = set(weight_map.values())
-    outside = [name for name in files if "\0" in name or Path(name).name != name or not _is_file_name(name)]
+    sizes = {name: len(name.encode("utf-8", "surrogateescape")) for name in files}
+    outside = [name for name in files if "\0" in name or Path(name).name != name]
+    outside += [name for name, num_bytes in sizes.items() if not 0 < num_bytes <= _MAX_FILE_NAME_BYTES]
     if outside:
         raise Corrupt(f"{path} names {outside[0]!r}, which is not a file of its folder.", key=str(path))
     for name in files:
@@ -79,11 +76,8 @@ def read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _is_file_name(name: str) -> bool:
-    return 0 < len(name.encode("utf-8", "surrogateescape")) <= _MAX_FILE_NAME_BYTES
-
-
-def _open_files(paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> Source:
+def open_files(paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> Source:
+    """Open safetensors files as one source, with the file name of each tensor if they have an index."""
     found: dict[str, list[tuple[str, FileReader]]] = {}
     for path in paths:
         for name, dtype, reader in _readers(path):
@@ -118,7 +112,9 @@ def _join(name: str, readers: list[tuple[str, FileReader]]) -> SourceTensor:
 
 def _readers(path: Path) -> list[tuple[str, str, FileReader]]:
     """Return each tensor in a file: its name, its dtype and a reader."""
-    entries, data_start = _header(path)
+    size = int.from_bytes(read_range(path, 0, 8), "little")
+    num_bytes = min(size, MAX_HEADER_BYTES, path.stat().st_size - 8)  # parse_header reports a wrong size
+    entries, data_start = parse_header(bytes(read_range(path, 0, 8 + num_bytes)), str(path))
     metadata = entries.pop("__metadata__", {})
     try:
         fields = Fields(metadata, "its metadata")
@@ -150,12 +146,6 @@ def _check_overlap(entries: dict[str, Any]) -> int:
             raise ValueError(f"two tensors share the bytes from {start} on")
         end = max(end, stop)
     return end
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    size = int.from_bytes(read_range(path, 0, 8), "little")
-    num_bytes = min(size, MAX_HEADER_BYTES, path.stat().st_size - 8)  # parse_header reports a wrong size
-    return parse_header(bytes(read_range(path, 0, 8 + num_bytes)), str(path))
 
 
 def _parse_entry(

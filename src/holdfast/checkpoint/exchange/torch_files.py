@@ -15,10 +15,10 @@ from typing import IO, TYPE_CHECKING, Any, final
 
 from typing_extensions import override
 
-from holdfast.checkpoint.exchange.pickle_check import StorageCheck, check_pickle
+from holdfast.checkpoint.exchange.safe_unpickler import StorageCheck, check_pickle
 from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, read_range
 from holdfast.checkpoint.exchange.torch_archive import DAMAGED, check_layout
-from holdfast.checkpoint.exchange.trees import FlatTree, flatten
+from holdfast.checkpoint.exchange.trees import flatten
 from holdfast.checkpoint.format.partitioning import Region
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 
@@ -34,12 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def open_files(paths: Iterable[Path], *, under: str | None = None) -> Source:
-    """Open files of torch.save as one source.
-
-    Args:
-        paths: files of one checkpoint, each a dict; a single tensor or list needs `under`.
-        under: top-level key to put everything under.
-    """
+    """Open files of torch.save, each a dict, as one source. A single tensor or list needs the key `under`."""
     tree: Any = {}
     for path in paths:
         loaded = load(path)
@@ -69,11 +64,7 @@ def open_files(paths: Iterable[Path], *, under: str | None = None) -> Source:
 
 
 def load(path: Path, **options: Any) -> Any:
-    """Load a file of torch.save. Tensors are mapped from the file if it is an archive.
-
-    Args:
-        options: options of `torch.load`, such as `map_location`.
-    """
+    """Load a file of torch.save, with options of torch.load. Tensors of an archive are mapped."""
     is_archive = _is_archive(path)
     try:
         with path.open("rb") as file:
@@ -179,28 +170,20 @@ def _is_archive(path: Path) -> bool:
 
 def open_tree(tree: dict[str, Any]) -> Source:
     """Return a tree of tensors and plain values as a source."""
-    flat: FlatTree = flatten(tree)
-    pages = Pages()
-    tensors = tuple(_source_tensor(name, tensor, pages) for name, tensor in flat.tensors.items())
-    return Source(tensors, flat.tied, flat.values)
-
-
-def _source_tensor(name: str, tensor: torch.Tensor, pages: Pages) -> SourceTensor:
     from holdfast.checkpoint.state.tensors import dtype_name
 
-    shape = tuple(tensor.shape)
-    return SourceTensor(name, dtype_name(tensor.dtype), shape, (MemoryReader(tensor, pages=pages),))
+    tensors, tied, values = flatten(tree)
+    pages = Pages()
+    found = (
+        SourceTensor(name, dtype_name(one.dtype), tuple(one.shape), (MemoryReader(one, pages=pages),))
+        for name, one in tensors.items()
+    )
+    return Source(tuple(found), tied, values)
 
 
 @final
 class MemoryReader(RegionReader):
-    """Reader of a tensor's region in this process's memory, perhaps mapped from a file.
-
-    Args:
-        tensor: tensor on the CPU, with any strides.
-        region: region of the tensor; by default all of it.
-        pages: receives the pages that were read, if they may be mapped from a file.
-    """
+    """Reader of a region of a CPU tensor; `pages` receives what was read, if it may be mapped from a file."""
 
     def __init__(
         self, tensor: torch.Tensor, region: Region | None = None, pages: Pages | None = None

@@ -316,18 +316,14 @@ class Stager:
     def distrust_frozen(self, *, for_long: bool = False) -> None:
         """Copy unwatched frozen tensors at once at the next save, because this one failed.
 
-        Args:
-            for_long: it failed because they had changed, so also at further saves.
+        If `for_long`, it failed because they had changed, so also at further saves.
         """
         if for_long:
             self.repeats.record_torn(self._frozen_names)
         self._frozen = None
 
     def record_torn(self, names: tuple[str, ...]) -> None:
-        """Copy tensors before `stage` returns, because a copy of them was torn.
-
-        For some saves, and those without an owner from now on.
-        """
+        """Copy torn tensors before `stage` returns, for some saves; those without an owner from now on."""
         self.repeats.record_torn(names)
         self._calm.record_torn(names)
 

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +28,7 @@ class LastStep:
     gradient: tuple[int, int] | None  # id and version of one gradient that it uses
 
 
-def _is_foreign(thread: threading.Thread) -> bool:
-    """Return True if Python did not start a thread."""
-    return isinstance(thread, threading._DummyThread)  # pyright: ignore[reportPrivateUsage] - the only sign
+_Foreign = threading._DummyThread  # pyright: ignore[reportPrivateUsage] - the only sign of Python's own
 
 
 class StepHook:
@@ -67,7 +64,13 @@ class StepHook:
             if closure is None:
                 call(optimizer)
                 return None
-            return (optimizer,), {"closure": _then(closure, partial(call, optimizer))}
+
+            def closure_then_call() -> Any:
+                result = closure()
+                call(optimizer)
+                return result
+
+            return (optimizer,), {"closure": closure_then_call}
 
         handle = optimizers.register_optimizer_step_pre_hook(hook)
         optimizers._global_optimizer_pre_hooks.move_to_end(handle.id, last=False)
@@ -102,17 +105,17 @@ class StepHook:
             last
             for key, last in last_steps.items()
             if last.thread is not this
-            and not _is_foreign(last.thread)
+            and not isinstance(last.thread, _Foreign)
             and (since.get(key) is not last or last.thread.is_alive())
         ]
 
     def _record(self, optimizer: Optimizer) -> None:
         """Record the thread of a step until the optimizer's object is deleted."""
         key, steps = id(optimizer), self._last_steps
-        before = steps.get(key)
-        reference = (
-            weakref.ref(optimizer, lambda _: steps.pop(key, None)) if before is None else before.optimizer
-        )
+        if (before := steps.get(key)) is not None:
+            reference = before.optimizer
+        else:
+            reference = weakref.ref(optimizer, lambda _: steps.pop(key, None))
         gradient = next(_gradients(optimizer), None)
         steps[key] = LastStep(reference, threading.current_thread(), _identity(gradient))
 
@@ -158,19 +161,9 @@ def _closure_of(
         return None
     closure = kwargs["closure"] if len(args) == 1 else args[1]
     is_first = type(optimizer).__module__.startswith("torch.optim.")
-    has_other_hooks = optimizer._optimizer_step_pre_hooks or not _hooks.issuperset(
-        optimizers._global_optimizer_pre_hooks
-    )
+    of_all = optimizers._global_optimizer_pre_hooks
+    has_other_hooks = optimizer._optimizer_step_pre_hooks or not _hooks.issuperset(of_all)
     return closure if callable(closure) and is_first and not has_other_hooks else None
-
-
-def _then(closure: Callable[[], Any], call: Callable[[], None]) -> Callable[[], Any]:
-    def closure_then_call() -> Any:
-        result = closure()
-        call()
-        return result
-
-    return closure_then_call
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,16 +88,13 @@ class WriteTracker:
         fcntl.ioctl(self._uffd, _WRITEPROTECT, bytearray(struct.pack("3Q", start, stop - start, _PROTECT)))
 
     def _find_moving(self, start: int, stop: int) -> list[Range]:
-        """Return the parts in pages that the kernel was moving while `_scan` protected them.
-
-        A page that the kernel moves to another place, to make room for a huge one, loses the protection of
-        that call when it arrives (Linux 6.18), and would count as written. That of `_protect` stays.
-        """
+        """Return the parts in pages that the kernel was moving while `_scan` protected them."""
+        # A page that the kernel moves to another place, to make room for a huge one, loses the protection of
+        # that call when it arrives (Linux 6.18), and would count as written. That of `_protect` stays.
         found: list[Range] = []
+        wanted = {"any_of": _WRITTEN | _SWAPPED, "returned": _TRACKABLE}
         while start < stop:
-            start = self._scan(
-                start, stop, _SCAN_CHECK, found, any_of=_WRITTEN | _SWAPPED, returned=_TRACKABLE
-            )
+            start = self._scan(start, stop, _SCAN_CHECK, found, **wanted)
         return found
 
     def stop(self, ranges: Iterable[Range]) -> None:

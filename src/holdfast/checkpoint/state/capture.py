@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.holders import HolderAgreement
-from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, local_of
+from holdfast.checkpoint.state.sharding import Sharding, ShardLayout
 from holdfast.checkpoint.state.tensor_table import Role, StateStructure, TensorTable
 from holdfast.checkpoint.state.tensors import (
-    PLAIN,
     is_composite,
     is_savable,
-    may_be_reread,
-    show_same_memory,
-    shows_same_memory,
-    versions,
 )
 from holdfast.checkpoint.state.tree import extract_tensors, references
 
@@ -68,7 +60,7 @@ class TensorCollector:
         self._row = 0  # of the table that is followed: all before it are confirmed
         self._owner = 0
         self._composites: list[str] = []  # of the table that is followed: names that are confirmed
-        self._replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
+        self.replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
         self._replaced_at: set[int] = set()  # their addresses
 
     @property
@@ -159,13 +151,7 @@ class TensorCollector:
             structure: of the previous capture, made by the same agreement; kept if it still holds.
             is_frozen_known: the parameters of every optimizer in the state are known.
         """
-        if (table := self._followed) is not None:
-            ends = len(table.names), len(table.owners), len(table.composites)
-            if (self._row, self._owner, len(self._composites)) != ends:
-                self._leave(table)
-        table = self._followed
-        changes = [table.replace(*one) for one in self._replaced.items()] if table is not None else [True]
-        is_kept = not any(changes)  # what was replaced has the same dtype, shape and device
+        is_kept = self.end()
         if structure is None or not is_kept:
             new = self.table.structure(agreement, is_frozen_known=is_frozen_known)
             structure = structure if structure is not None and structure.has_same_facts(new) else new
@@ -181,6 +167,17 @@ class TensorCollector:
             lowest=structure.lowest,
         )
 
+    def end(self) -> bool:
+        """End the walk. Return True if the followed table holds, with tensors replaced by like ones."""
+        if (table := self._followed) is None:
+            return False
+        ends = len(table.names), len(table.owners), len(table.composites)
+        if (self._row, self._owner, len(self._composites)) != ends:
+            self._leave(table)
+            return False
+        changes = [table.replace(row, tensor) for row, tensor in self.replaced.items()]
+        return not any(changes)
+
     def _confirm(self, table: TensorTable, name: str, tensor: torch.Tensor, role: Role) -> bool:
         """Return True if the next row has this name, role and tensor, or one that may be replaced by it."""
         row = self._row
@@ -195,85 +192,19 @@ class TensorCollector:
         if address and address in self._replaced_at:
             return False
         self._replaced_at.add(address)
-        self._replaced[row] = tensor
+        self.replaced[row] = tensor
         return True
 
     def _leave(self, table: TensorTable) -> None:
         """Copy the confirmed rows into the new table, and continue with that one."""
         self._followed = None
         for row in range(self._row):
-            live = self._replaced.get(row, table.live[row])
+            live = self.replaced.get(row, table.live[row])
             self._new_table.add(table.names[row], live, table.roles[row])
         for name in self._composites:
             self._new_table.name_composite(name, *table.composites[name])
         for parameters in table.owners[: self._owner]:
             self._new_table.own(parameters)
-
-
-_PLAIN = frozenset(PLAIN)
-_numbers = itertools.count()
-_get_dtype = operator.attrgetter("dtype")
-
-
-class MemoryMarks:
-    """Marks of the memory of some tensors, one after the other. They differ from those of any other object.
-
-    It holds an alias of each tensor of the newest mark. So the memory of a tensor that training replaces
-    stays in use until the next mark, and no new tensor can start at the same address before it.
-    """
-
-    def __init__(self) -> None:
-        self._aliases: list[torch.Tensor] = []
-        self._dtypes: list[torch.dtype] = []
-        self._rereadable: list[int] = []  # places of those that another view could show differently
-        self._number = next(_numbers)  # of the memory that the aliases show
-
-    def mark(self, tensors: list[torch.Tensor]) -> tuple[int, list[int]]:
-        """Return a value that differs if the memory is another, or was written.
-
-        Args:
-            tensors: this rank's parts of the state's tensors.
-        """
-        if not self._are_shown_by(tensors):
-            self._aliases = [tensor.detach() for tensor in tensors]
-            self._dtypes = list(map(_get_dtype, tensors))
-            self._rereadable = [at for at, alias in enumerate(self._aliases) if may_be_reread(alias)]
-            self._number = next(_numbers)
-        return self._number, versions(tensors)
-
-    def _are_shown_by(self, tensors: list[torch.Tensor]) -> bool:
-        return (
-            list(map(_get_dtype, tensors)) == self._dtypes
-            and show_same_memory(tensors, self._aliases)
-            and all(shows_same_memory(tensors[at], self._aliases[at]) for at in self._rereadable)
-        )
-
-
-class MarkCollector(TensorCollector):
-    """Collects the tensors of entries for a mark, without names."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, set())
-        self.tensors: list[torch.Tensor] = []
-
-    @override
-    def collect(self, name: str, tensor: torch.Tensor, role: Role) -> str:
-        self.tensors.append(tensor if type(tensor) in _PLAIN else local_of(tensor))
-        return name
-
-    @override
-    def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> bool:
-        if _PLAIN.issuperset(map(type, tensors)):
-            self.tensors += tensors
-            return True
-        if any(map(is_composite, tensors)):
-            return False
-        self.tensors += map(local_of, tensors)
-        return True
-
-    @override
-    def name_composite(self, name: str, tensor: torch.Tensor, inner: list[str]) -> None:
-        pass
 
 
 def _extract(

@@ -84,13 +84,9 @@ def shared_tensors(captured: CapturedState, catalog: Catalog, rank: int) -> list
     found: list[SharedTensor] = []
     for name, one in captured.shardings.items():
         layout = captured.lowest.get(name, one.layout)
-        region, num_bytes = layout.region_number(rank), _bytes_of(captured, name, layout)
+        region, item_bytes = layout.region_number(rank), ITEM_BYTES[NAMES[captured.tensors[name].dtype]]
+        num_bytes = -(-math.prod(one.shape) // len(layout.copies[0])) * item_bytes
         if len(layout.copies) > 1 and region is not None and num_bytes and name in numbers:
             is_trained = name in captured.owned
             found.append(SharedTensor(name, numbers[name], region, layout.copies, num_bytes, is_trained))
     return found
-
-
-def _bytes_of(captured: CapturedState, name: str, layout: ShardLayout) -> int:
-    item_bytes = ITEM_BYTES[NAMES[captured.tensors[name].dtype]]
-    return -(-math.prod(captured.shardings[name].shape) // len(layout.copies[0])) * item_bytes

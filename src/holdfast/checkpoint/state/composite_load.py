@@ -38,24 +38,6 @@ def difference(plan: Load, saved: SavedTensor, live: torch.Tensor) -> str | None
 
 def fill_composite(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
     """Plan to fill a live composite tensor from a saved one. It stays the same object."""
-    _check_fit(plan, saved, live, label)
-    _fill(plan, saved, live, label)
-
-
-def read_composite(plan: Load, saved: SavedTensor, device: torch.device) -> Callable[[], torch.Tensor] | None:
-    """Plan to read a composite tensor of a kind of torch's own into new memory.
-
-    Returns:
-        A function that makes the tensor after all targets are filled; None if its class is the program's.
-    """
-    if needs_live(saved):
-        return None
-    plan.read_tree(saved, device)
-    return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
-
-
-def _check_fit(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
-    """Raise unless a live composite tensor can be filled from a saved one."""
     why = difference(plan, saved, live)
     if why is not None:
         raise InvalidInput(
@@ -65,9 +47,20 @@ def _check_fit(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -
             key=label,
         )
     if live.is_meta:
-        raise unfillable(
-            live, label, "it is on the meta device. Call to_empty(device=...) on the module first."
-        )
+        why = "it is on the meta device. Call to_empty(device=...) on the module first."
+        raise unfillable(live, label, why)
+    _fill(plan, saved, live, label)
+
+
+def read_composite(plan: Load, saved: SavedTensor, device: torch.device) -> Callable[[], torch.Tensor] | None:
+    """Plan to read a composite tensor into new memory; return a function that makes it filled.
+
+    None if its class is the program's.
+    """
+    if needs_live(saved):
+        return None
+    plan.read_tree(saved, device)
+    return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
 
 
 def _fill(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
@@ -99,19 +92,18 @@ def _replace_content(plan: Load, saved: SavedTensor, live: torch.Tensor) -> None
 def plan_state(
     plan: Load, optimizer: Optimizer, parameter: torch.Tensor, saved: SavedTensor, live: Any, label: str
 ) -> Callable[[], torch.Tensor]:
-    """Plan to fill one composite tensor of a parameter's state.
+    """Plan to fill one composite tensor of a parameter's state; return a function that returns it filled.
 
     It is the live one, if there is one that fits, or one that the optimizer makes as at its first step.
-
-    Returns:
-        A function that returns it after all targets are filled.
     """
     known = [live] if isinstance(live, torch.Tensor) else []
     if not any(difference(plan, saved, one) is None for one in known):
         read = read_composite(plan, saved, plan.device_of(parameter))
         if read is not None:
             return read
-        known += _new_states(optimizer, parameter)
+        make: Callable[..., torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
+        if make is not None and not parameter.is_meta:  # torchao's low-bit optimizers call it at a first step
+            known += [make(parameter, is_signed) for is_signed in (True, False)]
     if not known:
         raise InvalidInput(
             f"{label} was saved as {shown_type(saved.type, saved.facts)}, but the live "
@@ -123,14 +115,3 @@ def plan_state(
     target = next((one for one in known if difference(plan, saved, one) is None), known[0])
     fill_composite(plan, saved, target, label)
     return lambda: target
-
-
-def _new_states(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return new state tensors of a parameter, as low-bit optimizers make them: signed and unsigned.
-
-    Source: `_new_buffer` of the optimizers in torchao, which they call at their first step.
-    """
-    make: Callable[[torch.Tensor, bool], torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
-    if make is None or parameter.is_meta:
-        return []
-    return [make(parameter, is_signed) for is_signed in (True, False)]

@@ -260,17 +260,17 @@ class ModuleEntry(StateEntry):
         keys, known = list(state), self._structure
         is_known = known is not None and known.keys == keys
         if known is None or not is_known or (known.wrappers and known.facts != self._facts(known.wrappers)):
-            wrappers, rows = _wrapper_paths(keys), [self._row(key) for key in keys]
+            wrappers, mark = _wrapper_paths(keys), self.replication
+            rows = [
+                _Row(fqn, f"{self.key}.{fqn}", mark or parameter, mark or buffer)
+                for fqn, parameter, buffer in (canonical(self.value, key) for key in keys)
+            ]
             names = [row.name for row in rows]
             self._structure = known = _ModuleNames(keys, wrappers, self._facts(wrappers), rows, names)
         return known
 
     def _facts(self, wrappers: tuple[str, ...]) -> list[object]:
         return [_facts(_at(self.value, path)) for path in wrappers]
-
-    def _row(self, key: str) -> _Row:
-        fqn, parameter, buffer = canonical(self.value, key)
-        return _Row(fqn, f"{self.key}.{fqn}", self.replication or parameter, self.replication or buffer)
 
 
 def _plan_new(plan: Load, saved: str, value: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
@@ -387,7 +387,8 @@ def _loaders(root: torch.nn.Module, ids: Collection[int]) -> Iterator[tuple[torc
 
 def _accepts(module: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> bool:
     """Return True if load code, tried on a copy, takes the saved shapes."""
-    if any(map(_is_bound_elsewhere, _hooks_of(module))):
+    hooks = [(m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks) for m in module.modules()]
+    if any(_is_bound_elsewhere(hook) for kinds in hooks for kind in kinds for hook in kind.values()):
         return False
     bare = {id(one): _without_memory(one) for one in _tensors_of(module)}
     try:
@@ -411,12 +412,6 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(bare, requires_grad=tensor.requires_grad)
     return bare
-
-
-def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
-    for child in module.modules():
-        yield from child._load_state_dict_pre_hooks.values()
-        yield from child._load_state_dict_post_hooks.values()
 
 
 def _is_bound_elsewhere(hook: Any) -> bool:

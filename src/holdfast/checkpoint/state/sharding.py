@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,15 +89,10 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A tensor's whole shape and its layout.
-
-    Args:
-        shape: of the whole tensor.
-        layout: how it is split, and the ranks that hold it.
-    """
+    """A tensor's whole shape and its layout."""
 
     shape: tuple[int, ...]
-    layout: ShardLayout
+    layout: ShardLayout  # how it is split, and the ranks that hold it
 
     @property
     def splits(self) -> tuple[tuple[int, int], ...]:
@@ -112,10 +108,6 @@ class Sharding:
     def holders(self) -> frozenset[int]:
         """All ranks that hold a region."""
         return self.layout.holders
-
-    def partitioning(self, copy: int) -> Partitioning:
-        """Return the partitioning for writing one of `copies`."""
-        return self.layout.partitioning(copy)
 
     def regions_of(self, rank: int) -> tuple[Region, ...]:
         """Return the regions that a rank holds, perhaps empty ones."""
@@ -158,12 +150,7 @@ _copies_of: dict[str, tuple[tuple[int, ...], ...]] = {}
 
 
 def note_copies(group: Any, copies: Sequence[Sequence[int]]) -> None:
-    """Record that other groups hold the same shards as `group`. A ShardedTensor does not show it.
-
-    Args:
-        group: a process group.
-        copies: the global ranks of each group that holds the same, in the order of their shards.
-    """
+    """Record the ranks of each group that holds the same shards as `group`. A ShardedTensor hides it."""
     _copies_of[group.group_name] = tuple(sorted(tuple(ranks) for ranks in copies))
 
 
@@ -201,11 +188,7 @@ def may_be_sharded() -> bool:
 
 
 def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a DTensor of another shape with the placements of `model` over a local part.
-
-    Args:
-        shape: the whole shape; it has the dimensions of `model`, and perhaps more at its end.
-    """
+    """Return a DTensor of another whole shape, with perhaps more dimensions, over a local part."""
     spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
     stride = [1]
     for size in reversed(shape[1:]):
@@ -268,7 +251,9 @@ def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> Sh
             f"it is a DTensor with placements {list(placements)}, a pending sum. "
             "Call redistribute() to Shard or Replicate first."
         )
-    order = _split_order(sizes, placements) if shard_order is None else _listed_order(shard_order)
+    order = _split_order(sizes, placements)
+    if shard_order is not None:
+        order = [(entry.tensor_dim, mesh_dim) for entry in shard_order for mesh_dim in entry.mesh_dims]
     if order is None:
         raise Unsupported(
             f"it is a DTensor whose placements {list(placements)} on a mesh of {sizes} do not nest. "
@@ -277,20 +262,16 @@ def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> Sh
     split_dims = [mesh_dim for _, mesh_dim in order]
     rest = [mesh_dim for mesh_dim in range(len(sizes)) if mesh_dim not in split_dims]
     ranks = mesh.mesh.permute(*rest, *split_dims) if sizes else mesh.mesh
-    num_copies = 1
-    for mesh_dim in rest:
-        num_copies *= sizes[mesh_dim]
+    num_copies = math.prod(sizes[mesh_dim] for mesh_dim in rest)
     splits = tuple((dim, sizes[mesh_dim]) for dim, mesh_dim in order if sizes[mesh_dim] > 1)
     copies = sorted(tuple(copy) for copy in ranks.reshape(num_copies, -1).tolist())
     return ShardLayout(splits, tuple(copies))
 
 
 def _split_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]] | None:
-    """Return the splits of a tensor in order, as (tensor dim, mesh dim), or None.
-
-    Mesh dims split from left to right, but a strided shard comes after those to its right that make up its
-    split factor. None if the placements do not nest.
-    """
+    """Return the splits of a tensor in order, as (tensor dim, mesh dim); None if they do not nest."""
+    # Mesh dims split from left to right, but a strided shard comes after those to its right that make up its
+    # split factor.
     by_dim: dict[int, list[int]] = {}
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
@@ -306,10 +287,6 @@ def _split_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[
             return None
         order.insert(at, mesh_dim)
     return [(dim, mesh_dim) for dim, order in sorted(by_dim.items()) for mesh_dim in order]
-
-
-def _listed_order(shard_order: Any) -> list[tuple[int, int]]:
-    return [(entry.tensor_dim, mesh_dim) for entry in shard_order for mesh_dim in entry.mesh_dims]
 
 
 def is_divided(tensor: torch.Tensor) -> bool:

@@ -74,11 +74,7 @@ class TensorTable:
 
     It holds the live tensors and a detached alias of each, so the memory of a tensor that training replaces
     stays in use until the next capture. That also makes comparing safe: while the alias holds the old memory,
-    no new tensor can start at the same address.
-
-    Args:
-        world_size: number of ranks; with one rank, nothing is per rank.
-        checked: names that have passed the check for reserved names; grows.
+    no new tensor can start at the same address. With one rank, nothing is per rank.
     """
 
     def __init__(self, rank: int, world_size: int, checked: set[str]) -> None:
@@ -106,7 +102,7 @@ class TensorTable:
         self._per_rank: set[str] = set()
         self._owned: set[str] = set()
         self._temporary: set[str] = set()
-        self._checked = checked
+        self._checked = checked  # names that have passed the check for reserved names; grows
         self._at: dict[int, str] = {}  # address -> first tensor that starts there
         self._more: dict[int, list[str]] = {}  # address -> other tensors that start there
 
@@ -119,7 +115,12 @@ class TensorTable:
             check_name(name)
             self._checked.add(name)
         if name in self._row_of:
-            raise _collision(name)
+            raise InvalidInput(
+                f"Two tensors of the state would both be saved as {name!r}: names are ambiguous if a key "
+                "contains a dot, or a number and a string look the same. Nothing was written. Rename one of "
+                "the keys.",
+                key=name,
+            )
         is_here = layout is None or self.rank in layout.holders
         holder = self._place(name, tensor, local, layout) if is_here else name
         # Also for tensors without gradient: the live tensor itself would always equal itself.
@@ -128,7 +129,9 @@ class TensorTable:
             self.tied[name] = holder
         elif is_here:
             self.tensors[name] = alias
-            self._note_replication(name, role.replication, layout)
+            is_own = role.replication is Replication.OWN and layout is None
+            if self.world_size > 1 and (is_own or role.replication is Replication.PER_RANK):
+                self._per_rank.add(name)
         self._row_of[name] = len(self.names)
         if role.is_owned and is_here:
             self._owned.add(holder)
@@ -188,12 +191,7 @@ class TensorTable:
         return self.composites[name][1] if name in self.composites else [name]
 
     def structure(self, agreement: HolderAgreement, *, is_frozen_known: bool) -> StateStructure:
-        """Return all facts about the tensors.
-
-        Args:
-            agreement: holders of plain tensors.
-            is_frozen_known: the parameters of every optimizer in the state are known.
-        """
+        """Return all facts about the tensors; see `TensorCollector.captured`."""
         tensors = self.tensors.values()
         return StateStructure(
             names=list(self.tensors),
@@ -228,11 +226,8 @@ class TensorTable:
         regions = () if layout.is_own else layout.regions_of(self.rank, shape_of(tensor))
         region = next(iter(regions), None)
         if region is not None and not (region.sizes == local.shape or region.num_items == local.numel() == 0):
-            kind, found = type(tensor).__name__, list(local.shape)
-            why = (
-                f"it is a {kind} whose part here is {found}, but its placements require {list(region.sizes)}."
-            )
-            raise unsavable(tensor, name, why)
+            found = f"it is a {type(tensor).__name__} whose part here is {list(local.shape)}"
+            raise unsavable(tensor, name, f"{found}, but its placements require {list(region.sizes)}.")
         return local, layout
 
     def _place(self, name: str, tensor: torch.Tensor, local: torch.Tensor, layout: ShardLayout | None) -> str:
@@ -252,11 +247,6 @@ class TensorTable:
                 return other
         self._more.setdefault(address, []).append(name)
         return name
-
-    def _note_replication(self, name: str, replication: Replication, layout: ShardLayout | None) -> None:
-        is_own = replication is Replication.PER_RANK or (replication is Replication.OWN and layout is None)
-        if self.world_size > 1 and is_own:
-            self._per_rank.add(name)
 
     def _shardings(self, agreement: HolderAgreement) -> dict[str, Sharding]:
         shared: dict[tuple[tuple[int, ...], int], Sharding] = {}
@@ -279,13 +269,8 @@ class TensorTable:
         if follows is not None and follows in self._row_of:
             parameter = self._row_of[self.tied.get(follows, follows)]
             own = self._layouts[parameter]
-            if (
-                own is not None
-                and own.is_own
-                and own.regions is not None
-                and raw is None
-                and self._shapes[row]
-            ):
+            is_shard = own is not None and own.is_own and own.regions is not None
+            if is_shard and raw is None and self._shapes[row]:
                 raise unsavable(self._aliases[row], self.names[row], _UNKNOWN_PART)
             return agreement.follow(raw, self._layout(parameter, agreement), own)
         is_lowest = role.replication is Replication.LOWEST
@@ -420,14 +405,6 @@ class TensorTable:
 def _spec(tensor: torch.Tensor) -> Any:
     """Return a DTensor's spec, or None. A changed DTensor has another spec."""
     return getattr(tensor, "_spec", None) if type(tensor) not in PLAIN else None
-
-
-def _collision(name: str) -> InvalidInput:
-    message = (
-        f"Two tensors of the state would both be saved as {name!r}: names are ambiguous if a key contains a "
-        "dot, or a number and a string look the same. Nothing was written. Rename one of the keys."
-    )
-    return InvalidInput(message, key=name)
 
 
 def _is_within(found: torch.Tensor | None, owned: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -13,12 +14,7 @@ import torch
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.state import rng
-from holdfast.checkpoint.state.capture import (
-    CapturedState,
-    MarkCollector,
-    MemoryMarks,
-    TensorCollector,
-)
+from holdfast.checkpoint.state.capture import CapturedState, TensorCollector
 from holdfast.checkpoint.state.entry import (
     FoundEntry,
     Replication,
@@ -36,6 +32,7 @@ from holdfast.checkpoint.state.filled_memory import find_read_only
 from holdfast.checkpoint.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
 from holdfast.checkpoint.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
 from holdfast.checkpoint.state.load import Load, leftover, renamer
+from holdfast.checkpoint.state.loader_watch import loader_doubts
 from holdfast.checkpoint.state.modules import ModuleEntry
 from holdfast.checkpoint.state.new_content import plan_new
 from holdfast.checkpoint.state.objects import GeneratorEntry, StatefulEntry, TensorEntry, ValueEntry
@@ -48,16 +45,17 @@ from holdfast.checkpoint.state.optimizers import (
     tensors_of,
 )
 from holdfast.checkpoint.state.partitioned_objects import check_not_partitioned, may_be_partitioned
-from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks, loader_doubts
-from holdfast.checkpoint.state.sharding import ShardLayout, layout_of, local_of, may_be_sharded, shape_of
+from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks
+from holdfast.checkpoint.state.sharding import layout_of, local_of, may_be_sharded, shape_of
 from holdfast.checkpoint.state.tensor_table import StateStructure, TensorTable
-from holdfast.checkpoint.state.tensors import unsavable, versions
+from holdfast.checkpoint.state.tensors import PLAIN, unsavable, versions
 from holdfast.errors import InvalidInput, Unsupported
 
 _FIRST = (ModuleEntry, FSDP1ModuleEntry, TensorEntry)
 _FILLED = (ModuleEntry, TensorEntry, OptimizerEntry, ValueEntry)
 _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
 _DEEPSPEED = "deepspeed"
+_numbers = itertools.count()
 
 
 class State:
@@ -82,11 +80,12 @@ class State:
         self._entries: dict[str, StateEntry] = {}
         self._found: dict[str, FoundEntry] = {}
         self._followers: list[Any] | None = None
-        self._marked: dict[str, tuple[int, ...]] = {}
+        self._ranks_of: dict[str, tuple[int, ...]] = {}  # as the user has marked them
         self._checked: set[str] = set()
         self._table: TensorTable | None = None  # of the previous capture
         self._structure: StateStructure | None = None
-        self._marks: MemoryMarks | None = None
+        self._marked: TensorTable | None = None  # of the last mark
+        self._memory_number = 0  # of its memory, different from that of any other state
         self._agreement: HolderAgreement | None = None
         rank, world_size = self._world()
         for key, entry in self._current().items():
@@ -103,9 +102,6 @@ class State:
         only a digest is exchanged. A tensor that appears later is held as `HolderAgreement` describes; call
         this again after adding modules on some of the ranks.
 
-        Args:
-            gather: returns the values of all ranks, by rank; not called if this rank is alone.
-
         Ranks: collective.
         Blocks: on `gather`.
         """
@@ -120,7 +116,10 @@ class State:
         entries = self._current()
         for entry in entries.values():
             for name, tensor, role in entry.named_tensors():
-                layout = None if role.replication is Replication.PER_RANK else _layout(name, tensor)
+                try:
+                    layout = None if role.replication is Replication.PER_RANK else layout_of(tensor)
+                except Unsupported as error:
+                    raise unsavable(tensor, name, str(error)) from error
                 if layout is None and role.replication in (Replication.PER_RANK, Replication.OWN):
                     others.add(name)
                 elif layout is None or layout.is_own or self._world()[0] in layout.holders:
@@ -173,9 +172,7 @@ class State:
     ) -> list[ResumeRisk]:
         """Return the parts of the state that will not resume exactly; see `find_resume_risks`.
 
-        Args:
-            stepped: optimizers that have begun a step, in the state or not.
-            has_live_objects: the state should have live objects.
+        `stepped` are the optimizers that have begun a step, in the state or not.
         """
         values = {key: entry.value for key, entry in self._current().items()}
         if not has_live_objects:
@@ -186,17 +183,15 @@ class State:
             for one in stepped
             if any(local_of(t).data_ptr() not in saved for t in state_tensors(one) if t.numel())
         ]
-        return find_resume_risks(values, self._find_read_only(), forgotten)
+        # Tensors of the last capture that a restore could not write to.
+        filled = [key for key, one in self._entries.items() if isinstance(one, _FILLED)]
+        read_only = [] if self._table is None else find_read_only(self._table.tensors)
+        read_only = [name for name in read_only if any(is_under(name, key) for key in filled)]
+        return find_resume_risks(values, read_only, forgotten)
 
     def saved_addresses(self) -> set[int]:
         """Return the addresses of the tensors of the last capture."""
         return set() if self._table is None else {one.data_ptr() for one in self._table.tensors.values()}
-
-    def _find_read_only(self) -> list[str]:
-        """Return the tensors of the last capture that a restore could not write to."""
-        filled = [key for key, one in self._entries.items() if isinstance(one, _FILLED)]
-        found = [] if self._table is None else find_read_only(self._table.tensors)
-        return [name for name in found if any(is_under(name, key) for key in filled)]
 
     def review_loaders(self) -> list[str]:
         """Return a sentence for each data loader that is being read and will not resume; each once."""
@@ -206,12 +201,7 @@ class State:
     def lent(
         self, objects: MutableMapping[str, Any], optimizers: Iterable[torch.optim.Optimizer] = ()
     ) -> Iterator[None]:
-        """Use other objects within a context, and release them afterwards.
-
-        Args:
-            objects: the objects.
-            optimizers: optimizers whose memory `objects` may refer to.
-        """
+        """Use other objects within a context, which may refer to the memory of optimizers."""
         own, self._objects, self.are_lent = self._objects, objects, True
         self._lent_optimizers = [one for one in optimizers if has_step_hooks(one)]
         self._release_memory()
@@ -237,12 +227,17 @@ class State:
         if optimizers := _optimizers_of(entries):
             own = [one for one in optimizers if not has_step_hooks(one) and hasattr(one, "param_groups")]
             return versions(tensor for one in own for tensor in parameters(one))
-        collector = MarkCollector()
+        collector = TensorCollector(*self._world(), self._checked, self._marked)
         kinds = (ModuleEntry, TensorEntry, ValueEntry)
         chosen = {key: one for key, one in entries.items() if isinstance(one, kinds)}
         values = {key: _capture(key, one, collector) for key, one in chosen.items()}
-        self._marks = self._marks or MemoryMarks()
-        return values, self._marks.mark(collector.tensors)
+        if not collector.end() or collector.replaced:
+            self._memory_number = next(_numbers)
+        # It holds an alias of each tensor. So the memory of a tensor that training replaces stays in use
+        # until the next mark, and no new tensor can start at the same address before it.
+        self._marked = collector.table
+        parts = (one if type(one) in PLAIN else local_of(one) for one in self._marked.live)
+        return values, self._memory_number, versions(parts)
 
     def load(
         self,
@@ -306,20 +301,11 @@ class State:
         with_rng: bool = False,
         own_rank: bool = True,
     ) -> Load:
-        """Plan a load of all values and whole tensors into new memory.
-
-        It puts them into the mapping of the state, by key.
+        """Plan a load of all values and whole tensors into new memory, and into the mapping of the state.
 
         A value is rebuilt as it was saved. Tensors of a module come under its key, as in its state_dict();
-        those of an optimizer by the name of their parameter.
-
-        Args:
-            tensors: the checkpoint's tensors by name.
-            tied: its aliases.
-            values: encoded values of the part that is chosen for this rank.
-            only: top-level keys to load; all of them by default.
-            with_rng: restore the process-wide random number generators too.
-            own_rank: see `load`.
+        those of an optimizer by the name of their parameter. `only` are top-level keys; for the others see
+        `load`.
         """
         self._release_memory()
         plan = Load(tensors, tied, values, renamer(None), rank=self._world()[0])
@@ -344,7 +330,7 @@ class State:
         """Return the entries of the current mapping. Entries of unchanged objects are kept."""
         entries: dict[str, StateEntry] = {}
         self._found, self._followers = find_entries(self._objects), None
-        self._marked = {key: one.ranks for key, one in self._found.items() if one.ranks is not None}
+        self._ranks_of = {key: one.ranks for key, one in self._found.items() if one.ranks is not None}
         for key, found in self._found.items():
             known = self._entries.get(key)
             is_kept = known is not None and known.value is found.value
@@ -402,10 +388,10 @@ class State:
         agreed = self._agreement
         if agreed is None or (agreed.rank, agreed.world_size) != (rank, world_size):
             agreed = HolderAgreement(rank, world_size)
-        return dataclasses.replace(agreed, marked=self._marked) if self._marked else agreed
+        return dataclasses.replace(agreed, marked=self._ranks_of) if self._ranks_of else agreed
 
     def _release_memory(self) -> None:
-        self._table = self._marks = None
+        self._table = self._marked = None
 
     def _world(self) -> tuple[int, int]:
         """Return this process's rank and the number of ranks."""
@@ -419,13 +405,6 @@ def _capture(key: str, entry: StateEntry, collector: TensorCollector) -> Any:
         return entry.capture(collector)
     except RecursionError as error:
         raise contains_itself(key) from error
-
-
-def _layout(name: str, tensor: torch.Tensor) -> ShardLayout | None:
-    try:
-        return layout_of(tensor)
-    except Unsupported as error:
-        raise unsavable(tensor, name, str(error)) from error
 
 
 def _optimizers_of(entries: Mapping[str, StateEntry]) -> list[torch.optim.Optimizer]:

@@ -12,8 +12,10 @@ from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_bytes, parse_duration
 
 S3, GCS, AZURE = "s3", "gs", "az"
-SCHEMES = dict.fromkeys(("s3", "s3a"), S3) | dict.fromkeys(("gs", "gcs"), GCS)
-SCHEMES |= dict.fromkeys(("az", "azure", "abfs", "abfss"), AZURE)
+SCHEMES = {
+    **{"s3": S3, "s3a": S3, "gs": GCS, "gcs": GCS},
+    **{"az": AZURE, "azure": AZURE, "abfs": AZURE, "abfss": AZURE},
+}
 """URL schemes of object stores, with the protocol of each."""
 
 _FOR_ALL = ("endpoint_url", "anonymous", "timeout", "request_timeout", "part_bytes", "parallel")

@@ -289,8 +289,9 @@ class ObjectStore(Store):
                 failure = classify(error)
                 if failure.kind not in (ErrorKind.TAKEN, ErrorKind.PASSING):
                     raise
-                if (is_ours := self._is_ours(client, name, view)) is not None:
-                    return is_ours
+                with suppress(*self._clients.client_errors):  # it is absent or unreadable now
+                    found = self._library.get(client, self._address.key(name))
+                    return found.meta["size"] == len(view) and memoryview(found.bytes()) == view
                 if failure.kind is ErrorKind.TAKEN:  # another writer was writing it, or has deleted it
                     raise TryAgain(failure.reason) from error
                 raise
@@ -308,14 +309,6 @@ class ObjectStore(Store):
                 raise
             # An answer to HEAD has no body, and so no code: a refused one is repeated as GET, for its reason.
             return self._library.get(client, key).meta["size"]
-
-    def _is_ours(self, client: Any, name: str, view: memoryview) -> bool | None:
-        """Return True if the object holds our bytes. None means that it is absent or unreadable now."""
-        try:
-            found = self._library.get(client, self._address.key(name))
-            return found.meta["size"] == len(view) and memoryview(found.bytes()) == view
-        except self._clients.client_errors:
-            return None
 
     def _check_free(self, name: str) -> None:
         if self.size(name) is not None:

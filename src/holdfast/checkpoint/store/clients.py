@@ -60,7 +60,8 @@ class Clients:
 
     def __init__(self, address: Address) -> None:
         load_library()
-        self.client_errors: tuple[type[Exception], ...] = (*_client_errors(), ValueError, OSError)
+        base = importlib.import_module("obstore.exceptions").BaseError
+        self.client_errors: tuple[type[Exception], ...] = (base, ValueError, OSError)
         """What calls of the library raise when the store, or the way to it, refuses."""
         self._address = address
         self._lock = threading.Lock()
@@ -94,31 +95,23 @@ def _make_client(address: Address, *, retrying: bool) -> Any:
         make, own = stores.GCSStore, {"base_url": endpoint.rstrip("/")} if endpoint else {}
     settings.update(own)
     endpoint = settings.get("endpoint") or endpoint
+    timeout_s = address.request_timeout_s
+    if not retrying and command_limit.limit_s is not None:  # retrying clients send large parts, for long
+        timeout_s = max(min(timeout_s, command_limit.limit_s), 1.0)
     try:
         return make(
             address.bucket,
             client_options={
                 "allow_http": bool(endpoint and endpoint.startswith("http://")),
                 "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S),
-                "timeout": timedelta(seconds=_request_timeout_s(address, retrying=retrying)),
+                "timeout": timedelta(seconds=timeout_s),
             },
             retry_config=_retries(address, retrying=retrying),
             **settings,
         )
-    except (*_client_errors(), ValueError) as error:
+    except (importlib.import_module("obstore.exceptions").BaseError, ValueError) as error:
         reason = " ".join(str(error).partition("Debug source:")[0].split())
         raise InvalidInput(f"Could not make a client for {address.place}: {reason}") from None
-
-
-def _client_errors() -> tuple[type[Exception], ...]:
-    return (importlib.import_module("obstore.exceptions").BaseError,)
-
-
-def _request_timeout_s(address: Address, *, retrying: bool) -> float:
-    """Return the time limit of one request. Retrying clients send large parts, which may take long."""
-    if retrying or command_limit.limit_s is None:
-        return address.request_timeout_s
-    return max(min(address.request_timeout_s, command_limit.limit_s), 1.0)
 
 
 def _retries(address: Address, *, retrying: bool) -> dict[str, Any]:

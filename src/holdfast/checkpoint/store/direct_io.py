@@ -85,8 +85,9 @@ def read(fd: int, offset: int, buffer: memoryview) -> int:
         `len(buffer)`, or less if the file ends before.
     """
     done, aligned = 0, _align_down(len(buffer))
-    is_aligned = aligned and offset % ALIGN_BYTES == 0 and _address(buffer) % ALIGN_BYTES == 0
-    if is_aligned and not _cached(fd, offset, aligned):
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if aligned else 0
+    may_be_direct = aligned and not offset % ALIGN_BYTES and not address % ALIGN_BYTES
+    if may_be_direct and not _cached(fd, offset, aligned):
         with _direct(fd) as is_direct:
             wanted = buffer[:aligned] if is_direct else buffer[:0]
             done = _in_direct_slices(wanted, lambda part, at: os.preadv(fd, [part], offset + at))
@@ -141,10 +142,6 @@ def _cached(fd: int, offset: int, num_bytes: int) -> bool:
     if _libc.syscall(_SYS_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0):
         return False
     return found.cached * os.sysconf("SC_PAGE_SIZE") >= num_bytes
-
-
-def _address(buffer: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _align_down(num_bytes: int) -> int:

@@ -8,6 +8,7 @@ Source: openat2(2). A directory that cannot be escaped is the idea of Go's `os.R
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -61,13 +62,19 @@ def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
 
 
 @contextmanager
-def opened_folder(folder_fd: int, path: str, *, readable: bool = False) -> Iterator[int]:
-    """Open a folder below an open one for the block: as a `dir_fd`, and if readable to list and sync it."""
-    fd = open_below(folder_fd, path, os.O_DIRECTORY | (os.O_RDONLY if readable else O_PATH))
+def closing(fd: int) -> Iterator[int]:
+    """Close a descriptor after the block."""
     try:
         yield fd
     finally:
         os.close(fd)
+
+
+def opened_folder(
+    folder_fd: int, path: str, *, readable: bool = False
+) -> contextlib.AbstractContextManager[int]:
+    """Open a folder below an open one for the block: as a `dir_fd`, and if readable to list and sync it."""
+    return closing(open_below(folder_fd, path, os.O_DIRECTORY | (os.O_RDONLY if readable else O_PATH)))
 
 
 def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
@@ -149,12 +156,10 @@ def _has_openat2() -> bool:
     """Return True if the kernel has openat2 and no sandbox forbids it."""
     if _syscall is None:
         return False
-    how = _How(O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, 0, _RESOLVE)
-    root = os.open("/", O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    flags = O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    how = _How(flags, 0, _RESOLVE)
+    with closing(os.open("/", flags)) as root:
         fd = _syscall(_SYS_OPENAT2, root, b".", ctypes.byref(how), ctypes.sizeof(how))
-    finally:
-        os.close(root)
     if fd < 0:
         return False
     os.close(fd)
@@ -203,7 +208,7 @@ def _failure(verb: str, path: Path, error: OSError, num_bytes: int | None) -> st
     space = ""
     if error.errno in _FULL:
         space = f" {_free_space(path)} Free some space, or keep fewer checkpoints."
-    if error.errno in _DENIED:
+    elif error.errno in _DENIED:
         space = " Change its permissions, or use a place that this user may write to."
     changed = " Earlier data is unchanged." if verb == "write" else ""
     return f"Could not {verb} {path}{amount}: {error.strerror} (errno {error.errno}).{space}{changed}"
@@ -256,7 +261,7 @@ class DurableNames:
         for level in levels(folder):
             info = os.stat(level, dir_fd=root, follow_symlinks=False)
             if self._durable.get(level) != (info.st_dev, info.st_ino):
-                with opened_for_sync(root, folder_of(level)) as above:
+                with closing(open_for_sync(root, folder_of(level))) as above:
                     sync_names(above)
                 self._remember(level, info)
         info = os.fstat(root)
@@ -293,16 +298,6 @@ def open_for_sync(root: int, folder: str) -> int:
         return open_below(root, folder, O_PATH | os.O_DIRECTORY)
 
 
-@contextmanager
-def opened_for_sync(root: int, folder: str) -> Iterator[int]:
-    """Open a folder below the root for the block."""
-    fd = open_for_sync(root, folder)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def sync_names(folder_fd: int) -> None:
     """Make the names in an open folder durable."""
     with ignoring(*_CANNOT_FSYNC):  # some FUSE file systems have no fsync for directories
@@ -315,10 +310,8 @@ def sync_directory(directory: Path) -> None:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
         return
-    try:
+    with closing(fd):
         sync_names(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager
